@@ -25,7 +25,6 @@ from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.state import (
     MASTER,
-    as_tensor,
     by_parameter,
     check_keys,
 )
@@ -143,11 +142,8 @@ class Replicated:
         by_key: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}
         for name, parameter in self.optimizers.parameters().items():
-            state = self.optimizers.group_of[name].optimizer.state
-            for key, value in state.get(parameter, {}).items():
-                full, tensor = f"{OPTIMIZER}{name}/{key}", as_tensor(value)
-                if tensor is None:
-                    continue
+            for key, tensor in self.optimizers.stored_state(name, parameter).items():
+                full = f"{OPTIMIZER}{name}/{key}"
                 if tensor.dim() == 0:
                     scalars[full] = tensor
                 else:

@@ -29,7 +29,6 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.parallel.optimizers.state import (
     MASTER,
-    as_tensor,
     by_parameter,
     check_keys,
     cut_state,
@@ -271,14 +270,17 @@ class PartitionedOptimizer:
             return
         by_key: dict[tuple[str, bool], list[int]] = {}
         for index, name in enumerate(group.names):
+            piece = self.pieces.get(name)
+            kept = {} if piece is None else self.optimizers.stored_state(name, piece.parameter)
             for key, entry in self.optimizers.schema(name).items():
                 scalar = entry.kind in ("scalar", "number")
                 by_key.setdefault((key, scalar), []).append(index)
                 shape = () if scalar else entry.shape(self._specs[name].shape)
                 full = f"{OPTIMIZER}{name}/{key}"
                 share.specs[full] = Spec(dtype=entry.dtype, shape=shape)
-                if (piece := self.pieces.get(name)) is not None:
-                    tensor = self._state(piece, key, share.specs[full], scalar=scalar)
+                if piece is not None:
+                    spec = share.specs[full]
+                    tensor = self._state(piece, key, kept.get(key), spec, scalar=scalar)
                     share.held[full] = LocalTensor(tensor, 0 if scalar else piece.start)
         for (key, scalar), indices in by_key.items():
             names = tuple(f"{OPTIMIZER}{group.names[index]}/{key}" for index in indices)
@@ -300,9 +302,10 @@ class PartitionedOptimizer:
         if full:
             share.partitions.append(group.partition(tuple(full.values())))
 
-    def _state(self, piece: ParameterPiece, key: str, spec: Spec, *, scalar: bool) -> Tensor:
-        state = self.optimizers.group_of[piece.name].optimizer.state
-        value = as_tensor(state.get(piece.parameter, {}).get(key))
+    def _state(
+        self, piece: ParameterPiece, key: str, value: Tensor | None, spec: Spec, *, scalar: bool
+    ) -> Tensor:
+        """Returns what is kept of a piece under `key`: `value`, or zeros where it has no state."""
         of_whole = spec.shape != piece.shape
         if value is None:
             shape = spec.shape if scalar or of_whole else piece.parameter.shape

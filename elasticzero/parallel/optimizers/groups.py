@@ -11,9 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
-from elasticzero.parallel.optimizers.probe import GroupNature, copy_without_state, probe
-from elasticzero.parallel.optimizers.state import Schema, put_state
-from elasticzero.state.model import NamedModel
+from elasticzero.parallel.optimizers.packed import is_packed
+from elasticzero.parallel.optimizers.probe import (
+    GroupNature,
+    copy_without_state,
+    packages_of,
+    probe,
+)
+from elasticzero.parallel.optimizers.state import Schema, put_state, stored_state
+from elasticzero.state.model import NamedModel, Spec, spec_of
 
 MadeOptimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """A script's factory returns this: an optimizer, or several of them by name."""
@@ -22,9 +28,9 @@ Dealt = Literal["nothing", "elements", "rows"]
 """Says what a strategy deals to the ranks: nothing; any elements, or whole parameters where an
 optimizer needs these; rows of each parameter."""
 
-PACKING = ("torchao", "bitsandbytes")
-"""Packages whose optimizers keep state in 8 bits or fewer, with a scale for each block of it. Those
-of the second keep it in plain tensors, which are stored where nothing is dealt."""
+UNDEALT = "bitsandbytes"
+"""Package whose optimizers keep codes of 8 bits in plain tensors, whose sizes depend on that of the
+parameter: they are stored where nothing is dealt."""
 
 ELEMENTWISE = "an optimizer that treats each element by itself, as SGD, Adam, AdamW and RMSprop do"
 
@@ -40,12 +46,12 @@ class OptimizerGroup:
     """The group as the optimizer has it, its parameters among the options."""
     names: list[str]
     nature: GroupNature
-    shapes: Mapping[str, tuple[int, ...]]
-    """Holds the shape of each parameter, by its name."""
+    specs: Mapping[str, Spec]
+    """Holds the shape and dtype of each parameter, by its name."""
 
     def schema(self, name: str) -> Schema:
         """Returns what the optimizer keeps for a parameter."""
-        return self.nature.schema(len(self.shapes[name]))
+        return self.nature.schema(self.specs[name])
 
 
 class Optimizers:
@@ -159,6 +165,25 @@ class Optimizers:
             groups.append(replace(group, optimizer=clone, options=options))
         return Optimizers(clones, groups)
 
+    def stored_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Returns what is kept for a parameter as it is stored, by key.
+
+        parameter: what the optimizer has of it. Raises `UserError` where the optimizer packs it in
+        another way than it has packed what it keeps for a dummy.
+        """
+        group = self.group_of[name]
+        state = group.optimizer.state.get(parameter, {})
+        found, schema = stored_state(state), group.schema(name)
+        packs = group.nature.packs or any(map(is_packed, state.values()))
+        if packs and found and found.keys() != schema.keys():
+            raise UserError(
+                f"{type(group.optimizer).__name__} keeps {', '.join(sorted(found))} for parameter "
+                f"{name!r}, and kept {', '.join(sorted(schema))} for the dummy by which "
+                "session.prepare found out what it keeps: use torch.optim.AdamW, or an optimizer "
+                "of torchao"
+            )
+        return found
+
     def put_state(self, name: str, parameter: nn.Parameter, stored: Mapping[str, Tensor]) -> None:
         """Replaces what is kept for a parameter.
 
@@ -184,7 +209,7 @@ def open_optimizers(
     found: list[OptimizerGroup] = []
     known: dict[Any, GroupNature] = {}
     for optimizer_name, optimizer in by_name.items():
-        _check_package(type(optimizer), dealt)
+        _check_package(optimizer, dealt)
         for options in optimizer.param_groups:
             names = [_name(parameter, name_of) for parameter in options["params"]]
             for name in names:
@@ -193,12 +218,12 @@ def open_optimizers(
                         f"parameter {name!r} is in two optimizers, {other!r} and "
                         f"{optimizer_name!r}: give each parameter to one of them"
                     )
-            shapes = {name: tuple(named.parameters[name].shape) for name in names}
+            specs = {name: spec_of(named.parameters[name]) for name in names}
             whole = dealt == "nothing"
             nature = probe(optimizer, options, known, whole_model=whole, device=device)
             if dealt != "nothing":
                 _check(nature, type(optimizer).__name__, dealt)
-            found.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, shapes))
+            found.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, specs))
     return Optimizers(by_name, found)
 
 
@@ -211,21 +236,25 @@ def _name(parameter: nn.Parameter, name_of: Mapping[int, str]) -> str:
     return name_of[id(parameter)]
 
 
-def _check_package(kind: type[torch.optim.Optimizer], dealt: Dealt) -> None:
-    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    for package in PACKING[:1] if dealt == "nothing" else PACKING:
-        if package in packages:
-            raise UserError(
-                f"{kind.__name__} of {package} keeps packed state, with a scale for each block of "
-                "it, which cannot be divided or stored by parameter: use torch.optim.AdamW, whose "
-                "state zero1, zero2 and zero3 divide among the ranks"
-            )
+def _check_package(optimizer: torch.optim.Optimizer, dealt: Dealt) -> None:
+    if dealt != "nothing" and UNDEALT in packages_of(optimizer):
+        raise UserError(
+            f"{type(optimizer).__name__} of {UNDEALT} keeps packed state, with a scale for each "
+            "block of it, which cannot be divided or stored by parameter: use torch.optim.AdamW, "
+            "whose state zero1, zero2 and zero3 divide among the ranks"
+        )
 
 
 def _check(nature: GroupNature, kind: str, dealt: Dealt) -> None:
     """Raises `UserError` where an optimizer cannot work on what is dealt."""
     if nature.works_on == "elements" or (nature.works_on == "parameters" and dealt == "elements"):
         return
+    if nature.packs and nature.works_on == "parameters":
+        raise UserError(
+            f"{kind} keeps packed state, with a scale for each block of a parameter's elements, "
+            "and zero3 divides each parameter by rows: use zero1 or zero2, which give it whole "
+            f"parameters, or {ELEMENTWISE}"
+        )
     if nature.works_on == "parameters":
         raise UserError(
             f"{kind} works on whole parameters, and zero3 divides each of them by rows: use zero1 "

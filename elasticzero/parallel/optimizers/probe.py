@@ -2,10 +2,13 @@
 
 Rules:
  X1  A group works on elements if two cut pieces of a parameter, each stepped alone, come out as the
-     whole parameter does, and if all that is kept has the parameter's shape or one number.
+     whole parameter does, and if all that is kept has the parameter's shape or one number. It does
+     not if its optimizer packs what it keeps.
  X2  Else it works on parameters if two of them, stepped together, come out as each does alone, and
      if the shapes of all that is kept follow from the parameter's.
  X3  Else it works on the whole model only.
+ X4  What a packing optimizer keeps may depend on the very shape of a parameter. So it is found for
+     each shape, by steps on the meta device, where a dummy has no memory.
 Dummies are stepped without `torch.compile`, which would compile for each of their shapes.
 """
 
@@ -14,13 +17,16 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from elasticzero.errors import UserError
+from elasticzero.parallel.optimizers.packed import PackedEntry, inner_entries, is_packed
 from elasticzero.parallel.optimizers.state import NUMBERS, Schema, StateKey, working_dtype
+from elasticzero.state.model import Spec, spec_of
 from elasticzero.torch_internals import drop_step_hooks
 
 CUT_SHAPE = (2, 3)
@@ -30,6 +36,8 @@ SHAPES = (2, 3, 5, 7, 11, 13)
 STEPS = 2
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError)
 """An optimizer raises one of these in a step that it cannot take."""
+PACKING = "torchao"
+"""Package whose optimizers pack what they keep for large parameters, and so not for dummies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +51,14 @@ class GroupNature:
     """The optimizer has made state when it was built, before its first step."""
     reason: str = ""
     """Why it works on the whole model only: the rest of a sentence that begins with its name."""
+    packs: bool = False
+    """The optimizer packs what it keeps, at least for some parameters."""
+    packed: Mapping[Spec, Schema] = field(default_factory=dict)
+    """Says what a packing optimizer keeps for a parameter of this shape and dtype."""
 
-    def schema(self, dimensions: int) -> Schema:
-        return self.schemas.get(max(1, dimensions), {})
+    def schema(self, of: Spec) -> Schema:
+        """Returns what is kept for a parameter like this one."""
+        return self.packed.get(of) or self.schemas.get(max(1, len(of.shape)), {})
 
 
 def probe(
@@ -69,11 +82,13 @@ def probe(
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     said = repr(sorted((k, v) for k, v in options.items() if "lr" not in k))
     key = (id(optimizer), like.dtype, like.device, said, tuple(dimensions))
+    trial = _Trial(
+        optimizer, options, like, whole_model=whole_model, device=device or like.device
+    )
     if key not in known:
-        dtype = like.dtype if whole_model else working_dtype(like.dtype)
-        trial = _Trial(optimizer, options, like, dtype, device or like.device)
         known[key] = trial.schemas_only(dimensions) if whole_model else trial.nature(dimensions)
-    return known[key]
+    nature = known[key]
+    return replace(nature, packed=trial.packed(group["params"])) if nature.packs else nature
 
 
 class _Trial:
@@ -84,7 +99,8 @@ class _Trial:
         optimizer: torch.optim.Optimizer,
         options: Mapping[str, Any],
         like: nn.Parameter,
-        dtype: torch.dtype,
+        *,
+        whole_model: bool,
         device: torch.device,
     ) -> None:
         self._optimizer = optimizer
@@ -93,8 +109,10 @@ class _Trial:
         if isinstance(lr, (float, Tensor)) and lr == 0:  # a warm-up begins there
             self._options["lr"] = torch.full_like(lr, 1e-2) if isinstance(lr, Tensor) else 1e-2
         self._like = like
-        self._dtype, self._device = dtype, device
+        self._whole_model, self._device = whole_model, device
+        self._dtype = self._dtype_of(like)
         self._state: Mapping[str, Any] = optimizer.state.get(like, {})
+        self._packs = PACKING in packages_of(optimizer) or any(map(is_packed, self._state.values()))
 
     def schemas_only(self, dimensions: Sequence[int]) -> GroupNature:
         found: dict[int, Schema] = {}
@@ -105,10 +123,29 @@ class _Trial:
                 found[count] = {}
         return self._nature("model", found)
 
+    def packed(self, parameters: Sequence[nn.Parameter]) -> dict[Spec, Schema]:
+        """Follows X4; raises `UserError` where the optimizer cannot step such a dummy."""
+        found: dict[Spec, Schema] = {}
+        for parameter in parameters:
+            if (of := spec_of(parameter)) in found:
+                continue
+            values = torch.empty(of.shape, dtype=self._dtype_of(parameter), device="meta")
+            try:
+                [dummy], [state] = self._step([values], [[values] * STEPS])
+            except FAILURES as error:
+                kind = type(self._optimizer).__name__
+                raise UserError(
+                    f"{kind} packs what it keeps, and cannot step a parameter of shape "
+                    f"{list(of.shape)} on the meta device, by which its state is found out "
+                    f"({error}): use torch.optim.AdamW, or an optimizer of torchao"
+                ) from error
+            found[of] = self._entries(state, dummy)
+        return found
+
     def nature(self, dimensions: Sequence[int]) -> GroupNature:
         why_not_cut = ""
         try:
-            if self._treats_elements_alone():
+            if not self._packs and self._treats_elements_alone():
                 schema = self._schema(CUT_SHAPE)
                 if all(
                     entry.kind in ("elementwise", "scalar", "number") for entry in schema.values()
@@ -143,6 +180,7 @@ class _Trial:
             schemas=schemas,
             makes_state_at_once=bool(self._state),
             reason=reason,
+            packs=self._packs,
         )
 
     def _treats_elements_alone(self) -> bool:
@@ -166,8 +204,27 @@ class _Trial:
         return all(_close(a, b) for a, b in zip(together, alone, strict=True))
 
     def _schema(self, shape: tuple[int, ...]) -> Schema:
-        [dummy], state = self._step([self._values(shape)], [self._gradients(shape, 0)])
-        return {key: _entry(value, dummy) for key, value in state[0].items() if value is not None}
+        [dummy], [state] = self._step([self._values(shape)], [self._gradients(shape, 0)])
+        self._packs = self._packs or any(map(is_packed, state.values()))
+        return self._entries(state, dummy)
+
+    def _entries(self, state: Mapping[str, Any], dummy: Tensor) -> Schema:
+        found = {}
+        for key, value in state.items():
+            for full, inner in inner_entries(key, value):
+                if inner is not None:
+                    entry = _entry(inner, dummy) if inner is value else _inner_entry(inner)
+                    on_meta = entry.device.type == "meta"
+                    found[full] = replace(
+                        entry,
+                        device=self._device if on_meta else entry.device,
+                        packed=None if inner is value else PackedEntry(key, value),
+                    )
+        return found
+
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Returns the dtype of what the optimizer gets of a parameter."""
+        return parameter.dtype if self._whole_model else working_dtype(parameter.dtype)
 
     def _values(self, shape: tuple[int, ...]) -> Tensor:
         count = torch.Size(shape).numel()
@@ -201,6 +258,8 @@ class _Trial:
 
     def _first(self, value: Any, dummy: Tensor) -> Any:
         """Returns an entry of the state made at once, as it is for a dummy."""
+        if is_packed(value):
+            raise TypeError("it packs state when it is built")
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         if value.dim() == 0:
@@ -209,6 +268,11 @@ class _Trial:
         if value.shape != self._like.shape:
             raise TypeError("it makes state of another shape than the parameter's when it is built")
         return torch.full_like(dummy.detach(), float(value.flatten()[0]))
+
+
+def packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Returns the packages of the optimizer's class and of those that it is derived from."""
+    return {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
 
 
 def copy_without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -238,3 +302,7 @@ def _entry(value: Any, dummy: Tensor) -> StateKey:
     elif type(value) in NUMBERS:
         return StateKey("number", NUMBERS[type(value)], torch.device("cpu"), type(value))
     return StateKey("other", dummy.dtype, dummy.device)
+
+
+def _inner_entry(inner: Tensor) -> StateKey:
+    return StateKey("inner", inner.dtype, inner.device, size=tuple(inner.shape))

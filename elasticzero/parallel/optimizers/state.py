@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import CheckpointMismatch
+from elasticzero.parallel.optimizers.packed import PackedEntry, inner_entries
 from elasticzero.state.model import OPTIMIZER, Spec
 
 MASTER = "master"
@@ -24,7 +25,7 @@ NUMBERS: dict[type[Any], torch.dtype] = {
 }
 """How Python's own numbers in an optimizer's state are stored."""
 
-Kind = Literal["elementwise", "scalar", "number", "shaped", "other"]
+Kind = Literal["elementwise", "scalar", "number", "shaped", "inner", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,24 @@ class StateKey:
 
     kind: Kind
     """elementwise: shaped like the parameter; scalar: a 0-dim tensor; number: of Python's own;
-    shaped: a tensor that has dimensions of the parameter's sizes."""
+    shaped: a tensor that has dimensions of the parameter's sizes; inner: a tensor inside of a
+    packed one."""
     dtype: torch.dtype
     device: torch.device
     python: type[Any] | None = None
     dimensions: tuple[int | None, ...] = ()
     """The parameter's dimension from which the size of each one follows; None: the size is 1."""
+    size: tuple[int, ...] = ()
+    """The shape of an inner tensor."""
+    packed: PackedEntry | None = None
+    """What an inner tensor is inside of."""
 
     def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the entry for a parameter of shape `of`."""
         if self.kind == "elementwise":
             return of
+        if self.kind == "inner":
+            return self.size
         return tuple(1 if number is None else of[number] for number in self.dimensions)
 
 
@@ -55,8 +63,18 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def as_tensor(value: Any) -> Tensor | None:
-    """Returns a state entry as it is stored: a number as a 0-dim tensor; None: nothing to store."""
+def stored_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns what an optimizer keeps for a parameter, as it is stored: packed entries by their
+    inner tensors, numbers as 0-dim tensors."""
+    found = {}
+    for key, value in state.items():
+        for full, inner in inner_entries(key, value):
+            if (tensor := _as_tensor(inner)) is not None:
+                found[full] = tensor
+    return found
+
+
+def _as_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value.detach()
     return torch.tensor(value, dtype=NUMBERS[type(value)]) if type(value) in NUMBERS else None
@@ -80,9 +98,10 @@ def put_state(
         return
     optimizer.state.pop(parameter, None)
     if made_at_once or any(bool(entry.any()) for entry in stored.values()):
-        optimizer.state[parameter] = {
-            key: _as_state(tensor, schema.get(key), parameter) for key, tensor in stored.items()
-        }
+        optimizer.state[parameter] = _put_together(
+            {key: _as_state(tensor, schema.get(key), parameter) for key, tensor in stored.items()},
+            schema,
+        )
 
 
 def cut_state(
@@ -106,6 +125,17 @@ def cut_state(
     return found
 
 
+def _put_together(entries: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """Returns the entries with those that the optimizer packs put together."""
+    found: dict[str, Any] = {}
+    for key, value in entries.items():
+        if (packed := schema[key].packed if key in schema else None) is None:
+            found[key] = value
+        elif packed.key not in found:
+            found[packed.key] = packed.put_together(entries)
+    return found
+
+
 def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
     """Returns a stored entry in the form in which the optimizer keeps it for parameter `like`."""
     if entry is None:
@@ -114,6 +144,8 @@ def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
         return entry.python(stored.item())
     if entry.kind == "scalar":
         return stored.to(entry.device, entry.dtype)
+    if entry.kind == "inner":
+        return stored.to(like.device, entry.dtype)
     dtype = like.dtype if stored.is_floating_point() else stored.dtype
     return stored.to(like.device, dtype)
 
@@ -129,7 +161,7 @@ def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
 
 
 def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
-    """Raises `CheckpointMismatch` when these are not the keys that this optimizer keeps."""
+    """Raises `CheckpointMismatch` when these are not the entries that this optimizer keeps."""
     stored = set(keys) - {MASTER}
     if stored and stored != set(schema):
         raise CheckpointMismatch(
@@ -139,3 +171,16 @@ def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
             "that holds what it keeps itself: use the optimizer that wrote it, or one that keeps "
             "the same, or start in another checkpoint directory"
         )
+    for key, entry in schema.items():
+        if entry.kind != "inner" or key not in keys:
+            continue
+        if keys[key] != (expected := Spec(dtype=entry.dtype, shape=entry.size)):
+            raise CheckpointMismatch(
+                f"the checkpoint holds {key!r} of parameter {name!r} as {_text(keys[key])}, and "
+                f"this optimizer packs it as {_text(expected)}: give it the number of bits and the "
+                "block size with which the checkpoint was written"
+            )
+
+
+def _text(spec: Spec) -> str:
+    return f"{list(spec.shape)} of {spec.dtype}"

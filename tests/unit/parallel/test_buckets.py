@@ -21,7 +21,7 @@ from elasticzero.parallel.buckets.scatter import BufferPool
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.probe import GroupNature
-from elasticzero.state.model import NamedModel
+from elasticzero.state.model import NamedModel, spec_of
 
 
 def groups(
@@ -30,8 +30,8 @@ def groups(
     """One group of an optimizer that keeps nothing."""
     nature = GroupNature(works_on=works_on, schemas={}, makes_state_at_once=False)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    group = OptimizerGroup("", optimizer, {}, list(parameters), nature, shapes)
+    specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
+    group = OptimizerGroup("", optimizer, {}, list(parameters), nature, specs)
     return dict.fromkeys(parameters, group)
 
 
