@@ -28,7 +28,7 @@ from typing import Any
 
 from performance_page import about_in_words, machine, present_commit, publish, record
 
-from elasticzero.memory_estimate import STATE_VALUES, LineUp, ModelSize, rank_memory
+from elasticzero.memory_estimate import STATE_SIZES, LineUp, ModelSize, rank_memory
 from elasticzero.spans import STRATEGIES
 
 HERE = Path(__file__).resolve().parent
@@ -133,7 +133,7 @@ def planned_bytes(strategy: str, size: str, ranks: int) -> int:
     block = 4 * width * width + 5 * width
     model = ModelSize(elements=4 * block, element_bytes=4, largest=2 * width * width, layer=block)
     line_up = LineUp(nodes=1, ranks_per_node=ranks, direct=True)
-    return rank_memory(strategy, model, STATE_VALUES["adamw"], line_up).total
+    return rank_memory(strategy, model, STATE_SIZES["adamw"], line_up).total
 
 
 def lines_of(found: dict[str, Any], headings: str, rows: Iterable[Sequence[str]]) -> str:

@@ -33,18 +33,40 @@ ACTIVATIONS_SHARE = 0.2
 CUDA_BYTES = 1 << 30
 """Memory of a GPU that a context, a communicator and fragmentation take, roughly."""
 
-STATE_VALUES: Mapping[str, int] = {
-    "sgd": 0,
-    "sgd-momentum": 1,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "adadelta": 2,
-    "adam": 2,
-    "adamw": 2,
-    "nadam": 2,
-    "radam": 2,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSize:
+    """Describes what an optimizer keeps for each element of the trained parameters."""
+
+    numbers: int = 0
+    """Numbers of the dtype that it works on."""
+    packed_bytes: float = 0.0
+    """Bytes of what it packs; zero3 refuses such an optimizer."""
+
+    @property
+    def strategies(self) -> Sequence[str]:
+        """Returns the strategies that take the optimizer."""
+        return [name for name in STRATEGIES if not self.packed_bytes or name != "zero3"]
+
+    def bytes_for(self, elements: int, number_bytes: int) -> int:
+        """Returns the bytes for this many elements. number_bytes: those of one number."""
+        return elements * self.numbers * number_bytes + round(elements * self.packed_bytes)
+
+
+STATE_SIZES: Mapping[str, StateSize] = {
+    "sgd": StateSize(),
+    "sgd-momentum": StateSize(numbers=1),
+    "adagrad": StateSize(numbers=1),
+    "rmsprop": StateSize(numbers=1),
+    "adadelta": StateSize(numbers=2),
+    "adam": StateSize(numbers=2),
+    "adamw": StateSize(numbers=2),
+    "nadam": StateSize(numbers=2),
+    "radam": StateSize(numbers=2),
+    "adamw8bit": StateSize(packed_bytes=2 * (1 + 4 / 256)),
 }
-"""Numbers that torch's optimizers keep for each element, with their default options."""
+"""What torch's optimizers keep with their default options, and torchao's AdamW8bit for parameters
+that it packs: two codes of a byte, and for each block of 256 a scale of 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +133,12 @@ class LineUp:
 
 
 def rank_memory(
-    strategy: str, model: ModelSize, values: int, line_up: LineUp, *, offloaded: bool = False
+    strategy: str, model: ModelSize, kept: StateSize, line_up: LineUp, *, offloaded: bool = False
 ) -> RankMemory:
     """Returns what one rank holds at the peak of a step, without activations.
 
-    values: numbers that the optimizer keeps for each element. offloaded: zero3 keeps all but what
-    it gathers in host memory. Raises `ValueError` for an unknown strategy.
+    kept: what the optimizer keeps. offloaded: zero3 keeps all but what it gathers in host memory.
+    Raises `ValueError` for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy!r} is not one of {', '.join(STRATEGIES)}")
@@ -127,7 +149,7 @@ def rank_memory(
             weights=whole * b + model.frozen_bytes,
             masters=0,
             gradients=whole * b,
-            optimizer=whole * values * b,
+            optimizer=kept.bytes_for(whole, b),
             buffers=model.largest * b if line_up.ranks > 1 else 0,
         )
     rounded = chunk * w if w != b else 0
@@ -138,7 +160,7 @@ def rank_memory(
         weights=(chunk if divided else whole) * b + frozen,
         masters=rounded,
         gradients=(whole if strategy == "zero1" else chunk) * b,
-        optimizer=chunk * values * w,
+        optimizer=kept.bytes_for(chunk, w),
         buffers=buffers + max(rounded, 0 if divided else model.largest * b),
     )
     if not (offloaded and divided):
@@ -168,17 +190,18 @@ def _gathered(model: ModelSize) -> int:
     return min(modules + 2 * model.outer, 2 * model.elements) * model.element_bytes
 
 
-def state_bytes(strategy: str, model: ModelSize, values: int) -> int:
+def state_bytes(strategy: str, model: ModelSize, kept: StateSize) -> int:
     """Returns the bytes of a checkpoint: weights, masters and optimizer state, each once."""
     b, w = model.element_bytes, model.working_bytes
     stored = b if strategy == "ddp" else w
     masters = w if w != b and strategy != "ddp" else 0
-    return model.elements * (b + masters + values * stored) + model.frozen_bytes
+    weights = model.elements * (b + masters) + model.frozen_bytes
+    return weights + kept.bytes_for(model.elements, stored)
 
 
-def snapshot_bytes(strategy: str, model: ModelSize, values: int, line_up: LineUp) -> int:
+def snapshot_bytes(strategy: str, model: ModelSize, kept: StateSize, line_up: LineUp) -> int:
     """Returns the RAM that a node needs for its snapshots while checkpoints are saved."""
-    state = state_bytes(strategy, model, values)
+    state = state_bytes(strategy, model, kept)
     replicated = strategy == "ddp" or line_up.ranks == 1 or line_up.shards < line_up.ranks
     return node_snapshot_bytes(
         -(-state // line_up.ranks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from elasticzero.memory_estimate import (
     FLAT_BUCKET_BYTES,
     LineUp,
     ModelSize,
+    StateSize,
     first_that_fits,
     rank_memory,
     room_for_state,
@@ -21,7 +23,6 @@ from elasticzero.memory_estimate import (
 )
 from elasticzero.parallel.base import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import open_optimizers
-from elasticzero.spans import STRATEGIES
 from elasticzero.state.model import NamedModel
 from elasticzero.text import size_text
 
@@ -43,21 +44,21 @@ def choose_strategy(
     """
     cuda = device.type == "cuda"
     model, line_up = model_size(named), line_up_of(assignment, direct=not cuda)
-    values = _state_values(named, factory)
+    kept = state_size(named, factory)
     held = sum(p.numel() * p.element_size() for p in named.parameters.values())
     memory = torch_bytes(device) if cuda else held + free_ram_bytes() // line_up.ranks_per_node
     room = room_for_state(memory, None, cuda=cuda)
-    needs = {name: rank_memory(name, model, values, line_up).total for name in STRATEGIES}
+    needs = {name: rank_memory(name, model, kept, line_up).total for name in kept.strategies}
     if not cuda:  # snapshots lie in the same memory
-        for name in STRATEGIES:
-            snapshots = snapshot_bytes(name, model, values, line_up)
+        for name in needs:
+            snapshots = snapshot_bytes(name, model, kept, line_up)
             needs[name] += snapshots // line_up.ranks_per_node
     if groups is not None:
         room = -groups.control_tree.allreduce_max(-room)
     chosen = first_that_fits(needs, room)
     if assignment.rank == 0:
         print(choice_text(chosen, needs, room, cuda=cuda), file=sys.stderr, flush=True)
-    return chosen or STRATEGIES[-1]
+    return chosen or list(needs)[-1]
 
 
 def choice_text(chosen: str | None, needs: dict[str, int], room: int, *, cuda: bool) -> str:
@@ -66,7 +67,7 @@ def choice_text(chosen: str | None, needs: dict[str, int], room: int, *, cuda: b
     chosen: the first that fits; None: none does. needs: bytes of a rank by strategy. room: bytes
     that each rank has for it.
     """
-    taken = chosen or STRATEGIES[-1]
+    taken = chosen or list(needs)[-1]
     smaller = list(needs)[: list(needs).index(taken)]
     too_large = ", ".join(f"{name} {size_text(needs[name])}" for name in smaller)
     what = "training state" if cuda else "training state and snapshots"
@@ -118,12 +119,22 @@ def _layer(name: str) -> str:
     return "" if at is None else ".".join(parts[: at + 1])
 
 
-def _state_values(named: NamedModel, factory: OptimizerFactory) -> int:
-    """Returns how many numbers the optimizer keeps for each element."""
+def state_size(named: NamedModel, factory: OptimizerFactory) -> StateSize:
+    """Returns what the optimizer keeps for each element; of what it packs, the mean."""
     opened = open_optimizers(factory(list(named.parameters.values())), named, "nothing")
     schemas = [schema for group in opened.groups for schema in group.nature.schemas.values()]
     kinds = [[key.kind for key in schema.values()] for schema in schemas]
-    return max((kind.count("elementwise") for kind in kinds), default=0)
+    numbers = max((kind.count("elementwise") for kind in kinds), default=0)
+    if not any(group.nature.packs for group in opened.groups):
+        return StateSize(numbers=numbers)
+    elements, kept_bytes = 0, 0
+    for name, group in opened.group_of.items():
+        shape = group.specs[name].shape
+        elements += math.prod(shape)
+        for entry in group.schema(name).values():
+            if entry.kind in ("elementwise", "inner"):
+                kept_bytes += math.prod(entry.shape(shape)) * entry.dtype.itemsize
+    return StateSize(packed_bytes=kept_bytes / max(1, elements))
 
 
 def torch_bytes(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from elasticzero.errors import ExitCode
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.memory_estimate import (
     FLAT_BUCKET_BYTES,
-    STATE_VALUES,
+    STATE_SIZES,
     LineUp,
     ModelSize,
     first_that_fits,
@@ -20,7 +20,7 @@ from elasticzero.memory_estimate import (
     snapshot_bytes,
     state_bytes,
 )
-from elasticzero.spans import STRATEGIES, ShardOver
+from elasticzero.spans import ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -50,7 +50,7 @@ def add_plan_options(parser: Parser) -> None:
     )
     add(
         "--optimizer",
-        choices=sorted(STATE_VALUES),
+        choices=sorted(STATE_SIZES),
         default="adamw",
         help="The optimizer keeps its state for each parameter.",
     )
@@ -142,7 +142,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns what every strategy needs, in bytes."""
+    """Returns what every strategy that takes the optimizer needs, in bytes."""
     element_bytes = ELEMENT_BYTES[args.dtype]
     trained = max(args.params - args.frozen_params, 0)
     layer = min(args.params, args.layer_params or -(-args.params // DEFAULT_LAYERS))
@@ -160,11 +160,11 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         shard=args.shard,
         bucket_bytes=args.bucket_bytes,
     )
-    values = STATE_VALUES[args.optimizer]
+    kept = STATE_SIZES[args.optimizer]
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
     rows = []
-    for strategy in STRATEGIES:
-        memory = rank_memory(strategy, model, values, line_up, offloaded=args.cpu_offload)
+    for strategy in kept.strategies:
+        memory = rank_memory(strategy, model, kept, line_up, offloaded=args.cpu_offload)
         rows.append(
             {
                 "strategy": strategy,
@@ -173,8 +173,8 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
                 "left": args.gpu_memory - memory.total,
                 "fits": memory.total <= room,
                 "node_state": memory.host * args.gpus,
-                "node_snapshots": snapshot_bytes(strategy, model, values, line_up),
-                "checkpoint": state_bytes(strategy, model, values),
+                "node_snapshots": snapshot_bytes(strategy, model, kept, line_up),
+                "checkpoint": state_bytes(strategy, model, kept),
             }
         )
     return {
@@ -217,6 +217,11 @@ def plan_text(found: dict[str, Any]) -> str:
         if first
         else "None fits: take more or larger GPUs, or a smaller model."
     )
+    refused = (
+        ""
+        if any(row["strategy"] == "zero3" for row in found["strategies"])
+        else f" zero3 refuses {found['optimizer']}, which packs its state by blocks."
+    )
     return (
         f"{found['params']:.4g} parameters in {found['dtype']} with {found['optimizer']}, on "
         f"{count_text(found['nodes'], 'node')} of {count_text(found['gpus'], 'GPU')} with "
@@ -224,5 +229,5 @@ def plan_text(found: dict[str, Any]) -> str:
         f"state is divided over the ranks of {WHERE[found['shard']]}\n\n"
         f"{table_text(heads, rows)}\n"
         f"{verdict} Training state may take {size_text(found['room_for_state'])} of a GPU; the "
-        "rest is for activations and CUDA.\n"
+        f"rest is for activations and CUDA.{refused}\n"
     )

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.memory_estimate import LineUp, ModelSize, rank_memory, snapshot_bytes
+from elasticzero.memory_estimate import (
+    STATE_SIZES,
+    LineUp,
+    ModelSize,
+    rank_memory,
+    snapshot_bytes,
+)
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 
@@ -19,6 +25,7 @@ SCRIPT = Path(__file__).parent / "training_memory.py"
 LAYER = 256 * 256 + 256
 BUCKET_BYTES = 1 << 19
 RANKS = 2
+ADAMW = STATE_SIZES["adamw"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +52,7 @@ def test_the_estimate_is_what_tensors_take(
         elements=24 * LAYER, element_bytes=element_bytes, largest=256 * 256, layer=LAYER
     )
     line_up = LineUp(nodes=RANKS, ranks_per_node=1, direct=True, bucket_bytes=BUCKET_BYTES)
-    expected = rank_memory(strategy, model, 2, line_up).total
+    expected = rank_memory(strategy, model, ADAMW, line_up).total
     for rank in range(RANKS):
         measured = json.loads((tmp_path / f"peak-{rank}").read_text())
         assert measured == pytest.approx(expected, rel=0.05), measured / expected
@@ -56,7 +63,8 @@ def test_auto_takes_another_strategy_in_another_world(pool: Pool, tmp_path: Path
     model = ModelSize(elements=24 * LAYER, element_bytes=4, largest=256 * 256, layer=LAYER)
     line_up = LineUp(nodes=2, ranks_per_node=1, direct=True)
     needs = {
-        name: rank_memory(name, model, 2, line_up).total + snapshot_bytes(name, model, 2, line_up)
+        name: rank_memory(name, model, ADAMW, line_up).total
+        + snapshot_bytes(name, model, ADAMW, line_up)
         for name in STRATEGIES
     }
     others = min(needs[name] for name in STRATEGIES if name != "zero3")

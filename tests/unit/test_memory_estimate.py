@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticzero.memory_estimate import (
+    STATE_SIZES,
     LineUp,
     ModelSize,
     first_that_fits,
@@ -19,10 +20,11 @@ from elasticzero.spans import STRATEGIES
 MODEL = ModelSize(elements=7_500_000_000, element_bytes=2, largest=10**8, layer=2 * 10**8)
 RANKS = LineUp(nodes=8, ranks_per_node=8)
 GB = 10**9
+ADAMW = STATE_SIZES["adamw"]
 
 
 def without_buffers(strategy: str) -> float:
-    memory = rank_memory(strategy, MODEL, 2, RANKS)
+    memory = rank_memory(strategy, MODEL, ADAMW, RANKS)
     return (memory.total - memory.buffers) / GB
 
 
@@ -42,7 +44,7 @@ def test_one_rank_holds_the_whole_state(strategy: str) -> None:
     memory = rank_memory(
         strategy,
         ModelSize(elements=1000, element_bytes=4, largest=100, layer=100),
-        2,
+        ADAMW,
         LineUp(nodes=1, ranks_per_node=1),
     )
     assert memory.total - memory.buffers == 16 * 1000
@@ -52,17 +54,17 @@ def test_the_pool_is_no_larger_than_what_passes_through_it() -> None:
     small = ModelSize(elements=1000, element_bytes=4, largest=10, layer=10)
     line_up = LineUp(nodes=2, ranks_per_node=1, direct=True)
     transient = 40
-    assert rank_memory("zero1", small, 2, line_up).buffers == 2000 + transient
-    assert rank_memory("zero2", small, 2, line_up).buffers == 6000 + transient
+    assert rank_memory("zero1", small, ADAMW, line_up).buffers == 2000 + transient
+    assert rank_memory("zero2", small, ADAMW, line_up).buffers == 6000 + transient
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_state_divided_within_a_node_is_that_of_one_node(strategy: str) -> None:
     one = LineUp(nodes=1, ranks_per_node=8)
     each = LineUp(nodes=8, ranks_per_node=8, shard="node")
-    assert rank_memory(strategy, MODEL, 2, each) == rank_memory(strategy, MODEL, 2, one)
-    whole = state_bytes(strategy, MODEL, 2)
-    assert snapshot_bytes(strategy, MODEL, 2, each) == 2 * -(-whole // 64) * 8 + whole
+    assert rank_memory(strategy, MODEL, ADAMW, each) == rank_memory(strategy, MODEL, ADAMW, one)
+    whole = state_bytes(strategy, MODEL, ADAMW)
+    assert snapshot_bytes(strategy, MODEL, ADAMW, each) == 2 * -(-whole // 64) * 8 + whole
 
 
 def test_zero3_alone_can_keep_its_state_in_host_memory() -> None:
@@ -78,14 +80,25 @@ def test_zero3_alone_can_keep_its_state_in_host_memory() -> None:
 def test_frozen_parameters_have_weights_only() -> None:
     frozen = ModelSize(elements=0, element_bytes=2, largest=0, layer=0, frozen_bytes=640)
     for strategy in ("ddp", "zero1", "zero2"):
-        assert rank_memory(strategy, frozen, 2, RANKS).total == 640
-    assert rank_memory("zero3", frozen, 2, RANKS).total == 10
-    assert state_bytes("zero1", frozen, 2) == 640
+        assert rank_memory(strategy, frozen, ADAMW, RANKS).total == 640
+    assert rank_memory("zero3", frozen, ADAMW, RANKS).total == 10
+    assert state_bytes("zero1", frozen, ADAMW) == 640
 
 
 def test_a_checkpoint_holds_each_number_once() -> None:
-    assert state_bytes("ddp", MODEL, 2) == 7_500_000_000 * 6
-    assert state_bytes("zero3", MODEL, 2) == 7_500_000_000 * 14
+    assert state_bytes("ddp", MODEL, ADAMW) == 7_500_000_000 * 6
+    assert state_bytes("zero3", MODEL, ADAMW) == 7_500_000_000 * 14
+
+
+def test_packed_state_is_the_same_in_every_dtype_and_strategy() -> None:
+    packed = STATE_SIZES["adamw8bit"]
+    chunk = -(-MODEL.elements // RANKS.ranks)
+    assert rank_memory("ddp", MODEL, packed, RANKS).optimizer == 7.5 * GB * 2.03125
+    for strategy in ("zero1", "zero2"):
+        assert rank_memory(strategy, MODEL, packed, RANKS).optimizer == round(chunk * 2.03125)
+        assert state_bytes(strategy, MODEL, packed) == 7.5 * GB * (2 + 4 + 2.03125)
+    assert packed.strategies == ["ddp", "zero1", "zero2"]
+    assert ADAMW.strategies == list(STRATEGIES)
 
 
 def test_replicas_double_what_a_node_keeps_while_training() -> None:
@@ -93,7 +106,7 @@ def test_replicas_double_what_a_node_keeps_while_training() -> None:
     assert node_snapshot_bytes(10, 0, workers=8, captures=True, replicas=True) == 400
     assert node_snapshot_bytes(10, 80, workers=8, captures=False, replicas=False) == 80
     alone = LineUp(nodes=1, ranks_per_node=8)
-    assert snapshot_bytes("zero1", MODEL, 2, alone) == 3 * state_bytes("zero1", MODEL, 2)
+    assert snapshot_bytes("zero1", MODEL, ADAMW, alone) == 3 * state_bytes("zero1", MODEL, ADAMW)
 
 
 def test_the_first_strategy_that_fits_is_taken() -> None:
@@ -114,4 +127,4 @@ def test_room_is_left_for_activations() -> None:
 
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(ValueError, match="zero9"):
-        rank_memory("zero9", MODEL, 2, RANKS)
+        rank_memory("zero9", MODEL, ADAMW, RANKS)

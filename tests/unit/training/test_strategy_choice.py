@@ -7,8 +7,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from elasticzero.memory_estimate import StateSize
 from elasticzero.state.model import NamedModel
-from elasticzero.training.strategy_choice import choice_text, free_ram_bytes, model_size
+from elasticzero.training.strategy_choice import (
+    choice_text,
+    free_ram_bytes,
+    model_size,
+    state_size,
+)
+from tests.support.packing import LargePacking
 
 
 class Model(nn.Module):
@@ -25,6 +32,17 @@ def test_layers_are_the_entries_of_lists() -> None:
     assert (size.elements, size.element_bytes) == (40 + 16 + 16 + 20, 4)
     assert (size.layer, size.outer, size.largest) == (20, 40, 40)
     assert size.frozen_bytes == 28
+
+
+def test_what_is_packed_is_counted_by_its_bytes() -> None:
+    """LargePacking packs the embedding and two layers, with a scale for four elements."""
+    named = NamedModel(Model())
+    assert state_size(named, torch.optim.AdamW) == StateSize(numbers=2)
+    found = state_size(named, LargePacking)
+    elements = 40 + 16 + 16 + 20 + 7
+    packed = elements - 7
+    assert found == StateSize(packed_bytes=(packed * 2 + 7 * 4) / elements)
+    assert found.strategies == ["ddp", "zero1", "zero2"]
 
 
 def test_a_container_limits_free_memory(tmp_path: Path) -> None:

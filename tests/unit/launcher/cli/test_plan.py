@@ -40,6 +40,16 @@ def test_state_in_host_memory_has_a_column_of_its_own(capsys: pytest.CaptureFixt
     assert offloaded["node_state"] == 70 * 10**9 * (2 + 4 + 2 + 8 + 4)
 
 
+def test_a_strategy_that_refuses_the_optimizer_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--params", "7e9", "--gpus", "8", "--optimizer", "adamw8bit"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[3:6]] == ["ddp", "zero1", "zero2"]
+    assert "13.2 GiB" in out.splitlines()[3]
+    assert "zero3 refuses adamw8bit, which packs its state by blocks" in out
+
+
 def test_a_model_that_no_strategy_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "1e12"]) == 0
     assert "None fits" in capsys.readouterr().out
