@@ -69,10 +69,10 @@ def test_state_divided_within_a_node_is_that_of_one_node(strategy: str) -> None:
 
 def test_zero3_alone_can_keep_its_state_in_host_memory() -> None:
     for strategy in ("ddp", "zero1", "zero2"):
-        given = rank_memory(strategy, MODEL, 2, RANKS, offloaded=True)
-        assert given == rank_memory(strategy, MODEL, 2, RANKS)
-    inside = rank_memory("zero3", MODEL, 2, RANKS)
-    outside = rank_memory("zero3", MODEL, 2, RANKS, offloaded=True)
+        given = rank_memory(strategy, MODEL, ADAMW, RANKS, offloaded=True)
+        assert given == rank_memory(strategy, MODEL, ADAMW, RANKS)
+    inside = rank_memory("zero3", MODEL, ADAMW, RANKS)
+    outside = rank_memory("zero3", MODEL, ADAMW, RANKS, offloaded=True)
     assert outside.total + outside.host == inside.total
     assert outside.total == outside.buffers == 2 * 2 * MODEL.layer * MODEL.element_bytes
 

@@ -82,9 +82,7 @@ def probe(
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     said = repr(sorted((k, v) for k, v in options.items() if "lr" not in k))
     key = (id(optimizer), like.dtype, like.device, said, tuple(dimensions))
-    trial = _Trial(
-        optimizer, options, like, whole_model=whole_model, device=device or like.device
-    )
+    trial = _Trial(optimizer, options, like, whole_model=whole_model, device=device or like.device)
     if key not in known:
         known[key] = trial.schemas_only(dimensions) if whole_model else trial.nature(dimensions)
     nature = known[key]
