@@ -277,9 +277,8 @@ class PartitionedOptimizer:
                 by_key.setdefault((key, scalar), []).append(index)
                 shape = () if scalar else entry.shape(self._specs[name].shape)
                 full = f"{OPTIMIZER}{name}/{key}"
-                share.specs[full] = Spec(dtype=entry.dtype, shape=shape)
+                share.specs[full] = spec = Spec(dtype=entry.dtype, shape=shape)
                 if piece is not None:
-                    spec = share.specs[full]
                     tensor = self._state(piece, key, kept.get(key), spec, scalar=scalar)
                     share.held[full] = LocalTensor(tensor, 0 if scalar else piece.start)
         for (key, scalar), indices in by_key.items():
