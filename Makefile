@@ -70,11 +70,11 @@ $(INTEGRATIONS)/.ready: $(READY) constraints.txt
 	$(RUN) -m venv --clear $(INTEGRATIONS)
 	@site=$$($(RUN) -c 'import site; print(site.getsitepackages()[0])'); \
 	  echo "import site; site.addsitedir('$$site')" > $$(echo $(INTEGRATIONS)/lib/python*/site-packages)/base.pth
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate torchao
 	@touch $@
 
-integrations: $(INTEGRATIONS)/.ready versions ## what make versions does; scripts of other projects (about 12 minutes)
-	timeout --foreground --kill-after=10 900 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
+integrations: $(INTEGRATIONS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
+	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
 
 # Each Python is a try, since gigabytes are fetched.
 $(OLDEST)/.ready: PYTHONS = $(RUN) $(RUN)
