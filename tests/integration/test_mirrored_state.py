@@ -107,6 +107,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         ("zero1", "float64", "Muon, AdamW"),
         rare("zero2", "bfloat16", "Muon, AdamW"),
         ("zero3", "float32", "Adagrad, SGD"),
+        ("zero1", "bfloat16", "Packing"),
     ],
 )
 def test_a_mirror_equals_its_owners_part_bit_by_bit(

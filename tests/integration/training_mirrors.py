@@ -25,6 +25,7 @@ from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel, RankState
 from tests.integration.training_exact import Model, Samples, groups, squares
 from tests.integration.training_matrix import joined
+from tests.support.packing import Packing
 
 STEPS = 6
 FACTORIES: dict[str, Any] = {
@@ -39,6 +40,7 @@ FACTORIES: dict[str, Any] = {
         "adagrad": torch.optim.Adagrad(given[:1], lr=0.01, initial_accumulator_value=0.1),
         "sgd": torch.optim.SGD(given[1:], lr=0.01, momentum=0.9),
     },
+    "Packing": Packing,
 }
 
 
