@@ -185,7 +185,6 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "message": "what the agent found",
             "step": "last step of the worker",
             "final": "whether the same input would fail in the same way again",
-            "suspended": "whether a signal has suspended the worker",
             "bad_step": "step of a damaged checkpoint, or null",
             "traceback": "end of the worker's traceback",
             "odd": "whether this rank's state differs from that of a majority",

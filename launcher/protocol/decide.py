@@ -164,9 +164,9 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
         reason = _first_words(workers.failure)
         hung = workers.failure is not None and workers.failure.blame == "hung"
         final = workers.failure is not None and workers.failure.final
-        suspended = workers.failure is not None and workers.failure.suspended
-        kind: Literal["hang", "failure"] = "hang" if hung else "failure"
-        alarm = Alarm(node=view.me.node, kind=kind, reason=reason, final=final, suspended=suspended)
+        in_doubt = hung and not workers.frozen_s  # H6
+        kind: Literal["hang", "failure"] = "hang" if in_doubt else "failure"
+        alarm = Alarm(node=view.me.node, kind=kind, reason=reason, final=final)
         return Decision((RaiseAlarm(alarm),), reason)
     late = overdue(workers, policy)
     if late is not None and workers.examination == "none":
@@ -268,7 +268,7 @@ def _stopping(view: View, now_s: float, policy: JobPolicy) -> Decision:
     opened_s, stop_sent_s = view.round_s or now_s, workers.aborted_s
     hang = alarm.kind == "hang"
     hung = hang or (workers.failure is not None and workers.failure.blame == "hung")
-    if hang and not alarm.suspended and stop_sent_s is None:
+    if hang and stop_sent_s is None:
         waited_s = now_s - (view.alarm_s if view.alarm_s is not None else now_s)
         if workers.examination == "none" and waited_s < EXAMINATION_GRACE_S / 2:
             actions.append(DumpStacks(step_limit_s(workers, policy)))

@@ -153,8 +153,6 @@ class Alarm:
     """Rank that left its loop alone, and for which the others wait; None: this is no such hang."""
     final: bool = False
     """True if the same input would bring the failure about again."""
-    suspended: bool = False
-    """True if a signal has suspended the worker to blame, so that no other one need be examined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +181,6 @@ class Failure:
     step: int = 0
     final: bool = False
     """True if the same input would fail in the same way, so that the job is not tried again."""
-    suspended: bool = False
-    """Blame `hung`: a signal has suspended the worker."""
     bad_step: int | None = None
     """Step of the checkpoint that was found damaged."""
     traceback: str = ""

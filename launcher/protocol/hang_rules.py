@@ -14,10 +14,10 @@ Pure. Rules:
      node or another, that is busy or to blame. If every node says so of all its workers, each past
      its own time, they wait for each other. If one of them left its loop alone, that is the
      script's fault, and is final.
- H6  After the alarm every node examines its workers, unless a signal has suspended the one to
-     blame: then nothing is in doubt. Workers that could not obey are killed at once. The others are
-     told to stop, and killed HANG_STOP_S later. The same holds if a worker is to blame here and the
-     alarm is of another failure.
+ H6  After the alarm of a hang every node examines its workers. A suspended worker's alarm is that
+     of a failure, for nothing is in doubt. Workers that could not obey are killed at once. The
+     others are told to stop, and killed HANG_STOP_S later. The same holds if a worker is to blame
+     here and the alarm is of another failure.
  H7  A worker that is told to stop, for whatever reason, and that a signal has suspended for
      STOPPED_S, will not obey: it is killed then. No other worker's time to stop is shortened.
 """
@@ -123,7 +123,6 @@ def blame(worker: StalledWorker) -> Failure:
         message=f"no step for {worker.silent_s:.1f} s {after}; {found}",
         step=worker.step,
         final=not guilty and said is not None and said.left,
-        suspended=worker.state == "T",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.actions import KillUnresponsive, RaiseAlarm, StopWorkers
 from elasticzero.launcher.protocol.decide import decide
-from elasticzero.launcher.protocol.documents import Member, Report, World
+from elasticzero.launcher.protocol.documents import Alarm, Member, Report, World
 from elasticzero.launcher.protocol.hang_rules import (
     StalledWorker,
     blame,
@@ -23,7 +22,6 @@ from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from tests.unit.launcher.protocol.test_decide import (
     AT_REST,
-    HANG,
     HUNG,
     NOW,
     POLICY,
@@ -85,22 +83,23 @@ def test_who_is_to_blame(found: dict[str, object], guilty: str, words: str) -> N
     known = {"rank": 3, "step": 8, "silent_s": 4.0, "overdue": True} | found
     failure = blame(StalledWorker(**known))  # type: ignore[arg-type]
     assert (failure.rank, failure.blame) == (3, guilty)
-    assert failure.suspended == (found["state"] == "T")
     assert words in failure.message
 
 
-def test_the_alarm_says_that_a_signal_has_suspended_the_worker() -> None:
-    for suspended in (False, True):
-        workers = w(SILENT, examination="over", failure=replace(HUNG, suspended=suspended))
+def test_the_alarm_of_a_suspended_worker_asks_nobody_to_examine_workers() -> None:
+    for frozen_s, kind in ((0.0, "hang"), (5.1, "failure")):
+        workers = w(SILENT, examination="over", failure=HUNG, frozen_s=frozen_s)
         [action] = decide(v(AT_REST, workers=workers), NOW, POLICY).actions
         assert isinstance(action, RaiseAlarm)
-        assert (action.alarm.kind, action.alarm.suspended) == ("hang", suspended)
+        assert action.alarm.kind == kind
 
 
-def test_no_worker_is_examined_once_a_suspended_one_is_to_blame() -> None:
-    view = v(ROUND, alarm=replace(HANG, suspended=True), alarm_s=99.9, my_report=says("alive", A))
+def test_the_node_of_a_suspended_worker_kills_it_at_once() -> None:
+    alarm = Alarm(node="a", kind="failure", reason="rank 0: no step for 5.0 s")
+    workers = w(SILENT, examination="over", failure=HUNG, frozen_s=5.1)
+    view = v(ROUND, alarm=alarm, alarm_s=99.9, my_report=says("alive", A), workers=workers)
     stop, kill = decide(view, NOW, POLICY).actions
-    assert (stop, kill) == (StopWorkers(HANG.reason), KillUnresponsive())
+    assert (stop, kill) == (StopWorkers(alarm.reason), KillUnresponsive())
 
 
 def test_a_rank_that_left_its_loop_alone_is_to_blame_for_good() -> None:
