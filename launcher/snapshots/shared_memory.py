@@ -22,8 +22,8 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "elasticzero-snapshots-"
 _LOCK = "owner"
 SWEEP_S, POLL_S = 3.0, 0.01
-"""Seconds for which the lock is retried, because an agent that removes orphans may hold it, on a disk
-for as long as that has other work; and the pause between tries."""
+"""Seconds for which the lock is retried, because an agent that removes orphans may hold it, on a
+disk for as long as that has other work; and the pause between tries."""
 
 
 class NameTaken(UserError):

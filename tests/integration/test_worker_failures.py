@@ -31,6 +31,7 @@ from elasticzero.ipc.messages import (
 )
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.test_worker_process import start
+from tests.integration.training_exact import STUCK
 from tests.integration.training_harness import Pool
 
 SCRIPT = Path(__file__).parent / "training_exact.py"
@@ -90,6 +91,7 @@ def test_a_worker_that_is_stuck_in_a_collective_leaves_its_state(
     first = start(pool, tmp_path, 2, told | {"stuck": 7})
     first.until(first.reached(7))
     stuck = first.workers[0]
+    first.until(lambda: STUCK in stuck.log.read_text())
     time.sleep(0.3)
     stuck.channel.send(Abort(reason="a lease lapsed"))
     first.until(lambda: stuck.exit_code is not None, 20)

@@ -23,6 +23,7 @@ import elasticzero as ez
 
 SAMPLES = 53
 FULL_BYTES = 3000
+STUCK = "nobody joins this collective"
 """No file can grow past this where the test asks for a full disk: more than a log, less than a
 shard."""
 
@@ -125,6 +126,7 @@ def stick(session: ez.Session) -> None:
     """Rank 0 waits for the others in a collective that they never join."""
     group = dist.new_group(backend="gloo")
     if session.rank == 0:
+        print(STUCK, flush=True)
         dist.all_reduce(torch.zeros(1), group=group)
     time.sleep(3600)
 
