@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,7 +87,7 @@ class PretendedWorkers:
     def generation(self) -> int:
         return self._workers.generation
 
-    def poll(self, addresses: Collection[str]) -> Collection[str]:
+    def poll(self, addresses: Mapping[str, str]) -> Collection[str]:
         """Stands for connections to agents: the hosts of those that are lost say nothing."""
         return ()
 

@@ -53,7 +53,7 @@ class StorageProbe(Protocol):
 class Refusals(Protocol):
     """Finds out which agents are gone from hosts that answer: see `RefusalProbe`."""
 
-    def poll(self, addresses: Collection[str]) -> Collection[str]: ...
+    def poll(self, addresses: Mapping[str, str]) -> Collection[str]: ...
 
 
 class ClusterObserver:
@@ -217,8 +217,9 @@ class ClusterObserver:
     def _refusing(self, view: View, world: World) -> frozenset[str]:
         """Returns the members without an answer whose hosts refuse connections to them."""
         answers = answers_of(view)
-        silent = {m.address: m.node for m in world.members if m.node not in answers}
-        return frozenset(silent[address] for address in self._refusals.poll(silent))
+        silent = [member for member in world.members if member.node not in answers]
+        refusing = self._refusals.poll({m.incarnation: m.address for m in silent})
+        return frozenset(member.node for member in silent if member.incarnation in refusing)
 
     def _reports_about(self, world: World | None) -> Mapping[str, Report] | None:
         """Returns the reports of this very world, not of another one of the same number."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from elasticzero.concurrency import run_parallel
 
@@ -29,37 +29,43 @@ class RefusalProbe:
         """wake: called when a refusal was found."""
         self._wake = wake
         self._lock = threading.Lock()
-        self._refusing: frozenset[str] = frozenset()
+        self._refusing: set[str] = set()
         self._probing = False
         self._until_s = 0.0
 
-    def poll(self, addresses: Collection[str]) -> frozenset[str]:
-        """Returns which of the addresses, `host:port` each, are known to refuse connections; begins
-        to find out about the others."""
+    def poll(self, addresses: Mapping[str, str]) -> Collection[str]:
+        """Returns which agents are known to refuse connections, and begins to find out about the
+        others.
+
+        addresses: `host:port` by incarnation, since another agent may come to the same address. An
+        incarnation that is left out is forgotten.
+        """
         with self._lock:
-            refusing = self._refusing.intersection(addresses)
-            others = [address for address in addresses if address not in refusing]
+            self._refusing.intersection_update(addresses)
+            others = {
+                key: address for key, address in addresses.items() if key not in self._refusing
+            }
             if others and not self._probing and time.monotonic() >= self._until_s:
                 self._probing = True
                 threading.Thread(
                     target=self._probe, args=(others,), name="elasticzero-refusals", daemon=True
                 ).start()
-            return refusing
+            return frozenset(self._refusing)
 
-    def _probe(self, addresses: Collection[str]) -> None:
+    def _probe(self, addresses: Mapping[str, str]) -> None:
         found = self._refused(addresses)
         if found:
             time.sleep(CONFIRM_S)
             found = self._refused(found)
         with self._lock:
-            self._refusing |= frozenset(found)
+            self._refusing |= found.keys()
             self._probing, self._until_s = False, time.monotonic() + CONFIRM_S
         if found:
             self._wake()
 
-    def _refused(self, addresses: Collection[str]) -> list[str]:
-        answers = run_parallel(addresses, _is_refused, threads=THREADS)
-        return [address for address, so in zip(addresses, answers, strict=True) if so]
+    def _refused(self, addresses: Mapping[str, str]) -> dict[str, str]:
+        answers = run_parallel(addresses.values(), _is_refused, threads=THREADS)
+        return {key: addresses[key] for key, so in zip(addresses, answers, strict=True) if so}
 
 
 def _is_refused(address: str) -> bool:

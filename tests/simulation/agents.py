@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -64,9 +64,9 @@ class Refusals:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    def poll(self, addresses: Collection[str]) -> list[str]:
+    def poll(self, addresses: Mapping[str, str]) -> list[str]:
         hosts = self._cluster.hosts
-        return [a for a in addresses if hosts[a.partition(":")[0]].refuses]
+        return [key for key, a in addresses.items() if hosts[a.partition(":")[0]].refuses]
 
 
 class Host:
