@@ -65,8 +65,8 @@ STATE_SIZES: Mapping[str, StateSize] = {
     "radam": StateSize(numbers=2),
     "adamw8bit": StateSize(packed_bytes=2 * (1 + 4 / 256)),
 }
-"""What torch's optimizers keep with their default options, and torchao's AdamW8bit for parameters
-that it packs: two codes of a byte, and for each block of 256 a scale of 4 bytes."""
+"""The state of torch's optimizers with their default options, and of torchao's AdamW8bit for
+parameters that it packs: two codes of a byte, and for each block of 256 a scale of 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class AuxiliaryState:
         self.guard: Stateful | None = None
         """What decides whether steps are applied; None: it keeps nothing."""
         self.buckets: SharedByRankZero | None = None
-        """What is known of the buckets of gradients; None: nothing is kept of them."""
+        """The job's choice of gradient buckets, which is stored; None: there is none."""
         self.buffers: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []

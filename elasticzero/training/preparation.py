@@ -46,7 +46,7 @@ class Place:
     comparison: Comparison
     device: torch.device
     cpu_offload: bool
-    """Whether zero3 keeps its part of the state in host memory."""
+    """True if zero3 keeps its part of the state in host memory."""
     saving: bool
     """Whether checkpoints are written."""
     save: Callable[[Manifest, list[TensorPiece]], None] | None

@@ -53,7 +53,7 @@ class TrainingState:
         self.auxiliary = auxiliary
         self.stager = stager
         self.source: Checkpoint | None = None
-        """What this generation starts from, where `session.prepare` has opened it."""
+        """The state that this generation starts from, if `session.prepare` has opened it."""
         self._mirrored = mirrored
         self._mirrors = bool(link.assignment.mirrors) and strategy.shards > 1
         """Whether this rank keeps live copies of others' parts of the state."""

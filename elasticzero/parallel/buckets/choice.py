@@ -31,7 +31,7 @@ class BucketChoice:
         self._shares = False
         """Ranks have no order yet, and rank 0 is to give them one."""
         self._shared: Tensor | None = None
-        """What was shared at the boundary before."""
+        """The order that rank 0 has shared at the boundary before; None: it has shared none."""
 
     def used(self, given: BucketBytes) -> BucketPlan:
         """Returns the plan of this generation's layout. given: the value of `--bucket-bytes`."""

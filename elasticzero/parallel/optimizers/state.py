@@ -44,7 +44,7 @@ class StateKey:
     size: tuple[int, ...] = ()
     """The shape of an inner tensor."""
     packed: PackedEntry | None = None
-    """What an inner tensor is inside of."""
+    """The packed entry that has an inner tensor."""
 
     def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the entry for a parameter of shape `of`."""
