@@ -276,8 +276,12 @@ class Promises:
                 self._require(not hears, "R11", f"{text}, which lives and hears")
             mine = report is not None and report.incarnation == member.incarnation
             if report is None or not mine or report.phase not in ("alive", "stopped"):
-                refused = agent is None or agent.dead
-                self._require(asked or refused, "R11", f"{text}, which had no time to answer")
+                lives = (
+                    agent is not None
+                    and not agent.dead
+                    and agent.membership.me.incarnation == member.incarnation
+                )
+                self._require(asked or not lives, "R11", f"{text}, which had no time to answer")
             elif not report.leaving and self._now_s - put_s > self._read_s:
                 late = report.phase == "alive" and lasts_s > policy.stop_s
                 self._require(late, "R11", f"{text}, which was {report.phase}")
