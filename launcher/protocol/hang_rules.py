@@ -33,6 +33,8 @@ from elasticzero.launcher.protocol.documents import Alarm, Failure, Report, Worl
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import WorkerGroupState
 
+SUSPENDED = "T"
+"""State of a process that a signal has suspended, as in /proc/PID/stat."""
 STEPS_LONG = 10.0
 FLOOR_S = 60.0
 FIRST_STEP_S = 1800.0
@@ -97,14 +99,14 @@ class StalledWorker:
     @property
     def unresponsive(self) -> bool:
         """Returns whether it could not obey if it was told to stop."""
-        return self.state == "T" or self.located is None
+        return self.state == SUSPENDED or self.located is None
 
 
 def blame(worker: StalledWorker) -> Failure:
     """Chooses the worker that is to blame, by H5."""
     after = f"after step {worker.step}" if worker.step else "before its first step"
     said, guilty = worker.located, worker.overdue
-    if worker.state == "T":
+    if worker.state == SUSPENDED:
         guilty, found = True, "it is stopped by a signal (SIGSTOP)"
     elif said is None:
         kernel = f" in {worker.wait}" if worker.wait else ""

@@ -25,7 +25,7 @@ from elasticzero.ipc.messages import (
     Waiting,
 )
 from elasticzero.launcher.protocol.documents import Failure
-from elasticzero.launcher.protocol.hang_rules import STOPPED_S, blame, due_s
+from elasticzero.launcher.protocol.hang_rules import STOPPED_S, SUSPENDED, blame, due_s
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.stack_dump import (
     DumpTarget,
@@ -80,7 +80,7 @@ class WorkerProgress:
 
     def update_frozen(self, now_s: float) -> None:
         """Checks whether a signal has suspended it."""
-        if self.ended or process_state(self.pid) != "T":
+        if self.ended or process_state(self.pid) != SUSPENDED:
             self.frozen_since_s, self.frozen_s = None, 0.0
         elif self.frozen_since_s is None:
             self.frozen_since_s = now_s

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticzero.ipc.messages import Located
-from elasticzero.launcher.protocol.hang_rules import StalledWorker
+from elasticzero.launcher.protocol.hang_rules import SUSPENDED, StalledWorker
 from elasticzero.launcher.workers.fork_server import DUMP_SIGNAL
 from elasticzero.processes import kernel_account, kernel_wait, process_state
 
-SUSPENDED = "T"
-"""State of a process that a signal has suspended."""
 ANSWER_S = 1.0
 FAULTHANDLER_S = 0.5
 """Seconds after the signal within which the handler has written a stack, if it can."""

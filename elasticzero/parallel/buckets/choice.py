@@ -59,8 +59,9 @@ class BucketChoice:
         if not self._shares:
             return {}
         count = len(self._names)
-        order = order_of(list(self._ready), self._names) or tuple(reversed(range(count)))
-        if not self._ready:  # another rank, or rank 0 before its first gradient
+        if self._ready:
+            order = order_of(list(self._ready), self._names) or tuple(reversed(range(count)))
+        else:  # another rank, or rank 0 before its first gradient
             order = (0,) * count
         self._shared = torch.tensor(order, dtype=torch.int64, device=self._device)
         return {SHARED: self._shared}
