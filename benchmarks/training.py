@@ -91,7 +91,7 @@ def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     processes = [
         subprocess.Popen(
             [sys.executable, str(RANK), json.dumps(given)],
-            env={**os.environ, **common, "RANK": str(rank)},
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE if rank == 0 else None,
             text=True,
         )
