@@ -46,21 +46,22 @@ def networks() -> Iterator[Networks | None]:
     made.close()
 
 
-def undisturbed_step_s(told: Story) -> float:
-    """The median time of a step after one of the same generation."""
+def undisturbed_step_s(told: Story, until_s: float) -> float:
+    """The median time of a step after one of the same generation, up to a time: later steps make
+    no pause."""
     times: dict[tuple[int, int], float]
     times = {(e["generation"], e["step"]): e["time"] for e in told.of("step")}
     return statistics.median(
         at_s - times[generation, step - 1]
         for (generation, step), at_s in times.items()
-        if (generation, step - 1) in times
+        if (generation, step - 1) in times and at_s <= until_s
     )
 
 
 def seconds_lost(told: Story, struck: Sequence[tuple[float, str]]) -> list[tuple[str, float]]:
     """The time from each fault to the next that went into no step that counts, at the speed of an
     undisturbed one; the faults have their times, and the last one only ends the last but one."""
-    normal_s = undisturbed_step_s(told)
+    normal_s = undisturbed_step_s(told, struck[-1][0])
     counted: dict[int, float] = {}
     for event in told.of("step"):  # of a step done twice, the time that counts is the last
         counted[event["step"]] = max(counted.get(event["step"], 0.0), event["time"])
