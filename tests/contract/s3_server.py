@@ -8,11 +8,13 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Literal
 
 Harm = Literal["busy", "forbidden", "cut", "silent"] | None
@@ -20,28 +22,25 @@ Harm = Literal["busy", "forbidden", "cut", "silent"] | None
 not answered."""
 UPLOAD_PART = re.compile(r"PUT .*partNumber=(\d+)")
 COMPLETE = re.compile(r"POST .*uploadId=")
+SERVING = re.compile(r"Running on http://127\.0\.0\.1:(\d+)")
 PUT = re.compile(r"PUT [^?]*$")
 
 
 @contextmanager
 def running_server() -> Iterator[int]:
     """Runs moto's server; gives its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline_s = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            assert process.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.05)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    with tempfile.NamedTemporaryFile("r") as said:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said.fileno())
+        try:
+            deadline_s = time.monotonic() + 60
+            while not (serving := SERVING.search(Path(said.name).read_text())):
+                assert process.poll() is None and time.monotonic() < deadline_s
+                time.sleep(0.05)
+            yield int(serving[1])
+        finally:
+            process.kill()
+            process.wait()
 
 
 class Proxy(ThreadingHTTPServer):

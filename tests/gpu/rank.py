@@ -1,4 +1,4 @@
-"""One of two ranks of NCCL; argument: JSON with rank, port and what the other rank does.
+"""One of two ranks of NCCL; argument: JSON with rank, port_file and what the other rank does.
 
 Rank 0 prints, as JSON, what it saw of a collective that rank 1 takes no part in.
 """
@@ -11,11 +11,12 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tests.integration.training_matrix import joined
+from tests.support.meeting import joined
 
 ELEMENTS = 1 << 20
 
@@ -26,8 +27,8 @@ def summed() -> torch.Tensor:
     return values + 0
 
 
-def main(rank: int, port: int, other: str) -> None:
-    groups = joined(rank, 2, port, on_gpu=True)
+def main(rank: int, port_file: str, other: str) -> None:
+    groups = joined(rank, 2, Path(port_file), on_gpu=True)
     for _ in range(3):
         assert summed().eq(2).all()
     groups.verify_collectives()

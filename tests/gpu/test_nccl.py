@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +15,12 @@ RANK = Path(__file__).parent / "rank.py"
 PATIENCE_S = 60.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("other", ["waits", "dies"])
-def test_a_collective_that_was_aborted_is_not_taken_for_done(other: str) -> None:
+def test_a_collective_that_was_aborted_is_not_taken_for_done(tmp_path: Path, other: str) -> None:
     """NCCL says that it is over, though what it gave is not the sum; `verify_collectives` tells. A
     peer that dies is noticed without anybody's word."""
-    port = free_port()
-    words = [json.dumps({"rank": rank, "port": port, "other": other}) for rank in (0, 1)]
+    port_file = str(tmp_path / "port")
+    words = [json.dumps({"rank": rank, "port_file": port_file, "other": other}) for rank in (0, 1)]
     ranks = [
         subprocess.Popen([sys.executable, str(RANK), word], stdout=subprocess.PIPE, text=True)
         for word in words

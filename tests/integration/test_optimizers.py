@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,10 +57,7 @@ def test_each_optimizer_of_torch_equals_ddp_or_is_refused(pool: Pool, tmp_path: 
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
     assert known - {"Optimizer"} == OPTIMIZERS.keys()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told: dict[str, Any] = {"world_size": 2, "port": port, "out": str(tmp_path / "table")}
+    told: dict[str, Any] = {"world_size": 2, "out": str(tmp_path / "table")}
     script = HERE / "training_optimizer_table.py"
     worlds = [pool.start(script, [json.dumps(told | {"rank": rank})], 1) for rank in range(2)]
     for running in worlds:

@@ -1,15 +1,14 @@
 """Saves from every strategy and world size, then loads each of these into every one.
 
-Run by three processes; argument: JSON with rank, worlds, ports (one for each group that is formed),
-directory and dtype. Every tensor that a rank holds after a load is compared, bit by bit, with the
-file's. With 16-bit parameters `ddp` has no masters and keeps its optimizer's state in 16 bits too:
-there a load rounds, or makes masters from the parameters.
+Run by three processes; argument: JSON with rank, worlds, directory and dtype. Every tensor that a
+rank holds after a load is compared, bit by bit, with the file's. With 16-bit parameters `ddp` has
+no masters and keeps its optimizer's state in 16 bits too: there a load rounds, or makes masters
+from the parameters.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
-from elasticzero.comm.process_group import ProcessGroups, connect, device_of
-from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.data.sampling import DataPosition, MicroBatch
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft, restore
@@ -32,22 +29,9 @@ from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
 from tests.integration.training_exact import Model, Samples, groups, squares
+from tests.support.meeting import joined
 
 STEPS = 2
-
-
-def joined(rank: int, world_size: int, port: int, *, on_gpu: bool = False) -> ProcessGroups:
-    """The groups of ranks that meet at this port of this machine."""
-    store_fd = None
-    if rank == 0:
-        store = socket.socket()
-        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        store.bind(("127.0.0.1", port))
-        store_fd = store.detach()
-    place = RankInfo(
-        rank=rank, world_size=world_size, master_port=port, store_fd=store_fd, token="matrix"
-    )
-    return connect(place, device_of(place) if on_gpu else torch.device("cpu"), rendezvous(place))
 
 
 def build(
@@ -150,20 +134,17 @@ def same(a: Tensor, b: Tensor, name: str) -> None:
 
 def main(options: dict[str, Any]) -> None:
     rank, directory = options["rank"], Path(options["directory"])
-    ports = iter(options["ports"])
     dtype, worlds = getattr(torch, options["dtype"]), options["worlds"]
     compared = 0
     for world_size in worlds:
-        port = next(ports)
         if rank < world_size:
-            group = joined(rank, world_size, port)
+            group = joined(rank, world_size, directory / f"saves-{world_size}")
             for name in STRATEGIES:
                 save(name, rank, world_size, directory, dtype)
             group.close()
     for world_size in worlds:
-        port = next(ports)
         if rank < world_size:
-            group = joined(rank, world_size, port)
+            group = joined(rank, world_size, directory / f"loads-{world_size}")
             for name in STRATEGIES:
                 for source in STRATEGIES:
                     for wrote in worlds:

@@ -24,7 +24,7 @@ from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel, RankState
 from tests.integration.training_exact import Model, Samples, groups, squares
-from tests.integration.training_matrix import joined
+from tests.support.meeting import joined
 from tests.support.packing import Packing
 
 STEPS = 6
@@ -83,7 +83,7 @@ def train(strategy: Strategy, model: Partly, rank: int, world_size: int) -> None
 def main(told: dict[str, Any]) -> None:
     rank, world_size, directory = told["rank"], told["world_size"], Path(told["directory"])
     layout.BUCKET_BYTES = 400
-    group = joined(rank, world_size, told["port"])
+    group = joined(rank, world_size, directory / "port")
     torch.manual_seed(1)
     model = Partly().to(getattr(torch, told["dtype"]))
     named = NamedModel(model)

@@ -22,7 +22,7 @@ from elasticzero.parallel import Setting, create
 from elasticzero.spans import Span
 from elasticzero.state.model import NamedModel
 from elasticzero.training.argument_checks import check_factory
-from tests.integration.training_matrix import joined
+from tests.support.meeting import joined
 
 STEPS = 100
 optim = torch.optim
@@ -137,7 +137,7 @@ def compare(name: str, strategy: str, rank: int, world_size: int) -> float | str
 
 def main(told: dict[str, Any]) -> None:
     rank, world_size = told["rank"], told["world_size"]
-    group = joined(rank, world_size, told["port"])
+    group = joined(rank, world_size, Path(told["out"] + "-port"))
     found = {
         strategy: {name: compare(name, strategy, rank, world_size) for name in names}
         for strategy, names in CASES.items()
