@@ -154,4 +154,5 @@ def test_nodes_lost_at_random_times_seldom_cost_a_finished_step(
         lost = [lineage.lost(generation) for generation in lineage.resume_steps]
         # A step takes two milliseconds here, of which the sum of the norm is a good part.
         assert sum(steps > 0 for steps in lost) <= 3, lost
-        assert {world["tier"] for world in told.of("world")[1:]} == {"ram"}
+        later = [world for world in told.of("world") if world["generation"] > 1]
+        assert {world["tier"] for world in later} == {"ram"}
