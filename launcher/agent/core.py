@@ -28,6 +28,7 @@ from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter, needs_fresh_view
 from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.observability.goodput import TimeSpent
 from elasticzero.launcher.protocol.actions import (
     Action,
     Decision,
@@ -121,7 +122,10 @@ class NodeMemory(Protocol):
 
 
 class Listener(Protocol):
-    """Receives what the loop reports."""
+    """Receives what the loop reports, and accounts for the job's time."""
+
+    def time_spent(self, view: View, following: World) -> TimeSpent | None:
+        """Returns where the job's time has gone, for the world that is to follow."""
 
     def decided(self, view: View, decision: Decision) -> None: ...
 
@@ -276,7 +280,11 @@ class AgentCore:
         view, decision = self._observe_and_decide(asked_s)
         for action in decision.actions:
             match action:
-                case WriteWorld() | WriteDone() if ends:
+                case WriteWorld(world) if ends:
+                    spent = self._listener.time_spent(view, world)
+                    action = replace(action, world=replace(world, time_spent=spent))
+                    writer.end_generation(action, view, basis)
+                case WriteDone() if ends:
                     writer.end_generation(action, view, basis)
                 case RaiseAlarm() if not ends:
                     writer.write(action, view)

@@ -26,18 +26,26 @@ from elasticzero.launcher.agent.status import Latest, agent_status
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EventName
-from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.observability.goodput import TimeAccount, TimeSpent, Waiting, stall_of
+from elasticzero.launcher.observability.metrics import PHASES, Metrics
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
 from elasticzero.launcher.protocol.documents import Done, Failure, World
+from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
+from elasticzero.launcher.protocol.regroup import waiting_class
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveFinished
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.group import Ended, Received, WorkerGroup
 from elasticzero.launcher.workers.log_tail import LogTail
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.serialization import encode
 
 if TYPE_CHECKING:
     from elasticzero.launcher.agent.config import AgentOptions
+
+FRESH_S = 10.0
+"""An agent that comes to a world which was written fewer seconds ago counts as having seen it
+begin; the nodes' clocks may differ by less."""
 
 
 def _repeat(text: str) -> None:
@@ -65,14 +73,24 @@ class AgentReporter:
         """Generation of which a line said that workers have finished and others run on."""
         self._session = False
         """True if a worker has called `elasticzero.run`."""
+        self._time = TimeAccount(time.monotonic())
+        self._time_complete = True
+        """False if this agent has not seen all of the job's time since the present world began."""
+        self._began = False
+        """True once the agent's loop has turned."""
+        self._waiting: Waiting | None = None
+        """Why no workers run; None: they do."""
+        self._recovering: dict[str, Any] | None = None
+        """The recovery that is under way: its cause, and the seconds of its phases so far."""
 
     def note(self, event: EventName, **fields: Any) -> None:
         self._events.write(event, **fields)
 
     def decided(self, view: View, decision: Decision) -> None:
         """Logs the reason when it changes; counts what changed in the world."""
+        now_s = time.monotonic()
         if view.world is not None and view.world != self._world:
-            self._world_changed(view.world)
+            self._world_changed(view, view.world, now_s)
         if view.control != self._latest.control:
             before, self._latest.control = self._latest.control, view.control
             self.console.control(view, before)
@@ -83,13 +101,18 @@ class AgentReporter:
             kind = view.alarm.kind if view.alarm is not None else "boundary"
             self.note("round", generation=view.workers.generation, kind=kind, reason=reason)
             self._metrics.restarts.labels(kind).inc()
+            self._time.round_opened(view.round_s)
+            self._recovering = {"kind": kind, "reason": reason}
             if view.workers.stepped_s:
                 self._recovery("detect", max(0.0, view.round_s - view.workers.stepped_s))
+        if view.world is None or view.round_s is not None:
+            self._wait(waiting_class(view, now_s, self._policy(view)), now_s)
         if view.notice is not None and view.notice != self._notice:
             self._notice = view.notice
             self.notice(view.notice)
         if view.workers.plain and not self._latest.plain and not self._session:
             self.note("plain", generation=view.workers.generation)
+            self._time.plain()
         self._latest.plain = view.workers.plain and not self._session
         if decision.reason != self._latest.reason:
             self._latest.reason = decision.reason
@@ -98,10 +121,34 @@ class AgentReporter:
             if isinstance(action, WriteWorld):
                 self.note("writes", generation=action.world.generation)
         self._done = view.done
+        self._began = True
+        self._latest.seconds = self._time.seconds(now_s) if self._time_complete else None
+        self._metrics.observe_time(self._latest.seconds or {})
 
-    def _world_changed(self, world: World) -> None:
+    def _policy(self, view: View) -> JobPolicy:
+        return with_operator_overrides(self._options.policy, view.control)
+
+    def _wait(self, why: Waiting, now_s: float) -> None:
+        if why != self._waiting:
+            self._waiting = why
+            self._time.waits(why, now_s)
+            self.note("waiting", why=why)
+
+    def time_spent(self, view: View, following: World) -> TimeSpent | None:
+        """Returns where the job's time has gone, for the world that is to follow."""
+        step, until = following.resume.step, time.time()
+        if self._time_complete:
+            return self._time.spent(time.monotonic(), until, step)
+        before = view.world.time_spent if view.world is not None else None
+        return before.unseen(until, step).redone_from(step) if before is not None else None
+
+    def _world_changed(self, view: View, world: World, now_s: float) -> None:
         self._world = world
         resume = world.resume
+        if (spent := world.time_spent) is not None:
+            self._time = TimeAccount(now_s, spent)
+            fresh = self._began or abs(time.time() - spent.until) < FRESH_S
+            self._time_complete = fresh and world.names(view.me)
         self.note(
             "world",
             generation=world.generation,
@@ -112,6 +159,7 @@ class AgentReporter:
             reason=world.reason,
             bad_steps=list(world.bad_steps),
             skipped=_plain(world.skipped) if world.skipped is not None else None,
+            time_spent=encode(world.time_spent),
         )
         self._metrics.generation.set(world.generation)
         logging_setup.context.generation = world.generation
@@ -122,7 +170,9 @@ class AgentReporter:
 
     def starting(self, world: World, index: int, now_s: float) -> None:
         self._marks = {"start": now_s}
-        self._latest.goodput.begin(now_s)
+        self._latest.rate.begin(now_s)
+        self._time.started(now_s)
+        self._waiting = None
         self.console.starting()
         self._metrics.forget_workers()
         if self._round_seen_s is not None:
@@ -159,11 +209,13 @@ class AgentReporter:
                     self._recovery("restore", message.restore_s)
                     self._marks["restored"] = now_s
                     if local == 0:
+                        self._time.restored(now_s, message.connect_s, message.restore_s)
                         self.note("restored", generation=group.generation, **_plain(message))
                 case Stepped():
                     if "restored" in self._marks:
                         first_s = max(0.0, message.at_s - self._marks.pop("restored"))
                         self._recovery("first_step", first_s)
+                        self._recovered(group.generation)
                     self._metrics.observe_step(
                         local,
                         step=message.step,
@@ -175,8 +227,8 @@ class AgentReporter:
                     if local == 0:
                         self._latest.step = message.step
                         self._latest.total_steps = message.total or None
-                        useful_s = max(0.0, message.step_s - message.data_wait_s)
-                        self._latest.goodput.stepped(message.step, useful_s, message.at_s)
+                        self._latest.rate.stepped(message.at_s)
+                        self._time.stepped(message.step, message.at_s, message.data_wait_s)
                         ago_s = time.monotonic() - message.at_s
                         at = {"time": time.time() - ago_s, "generation": group.generation}
                         self.note("step", **_plain(message) | at)
@@ -187,6 +239,9 @@ class AgentReporter:
                     self.note("log", rank=worker.rank, step=message.step, **message.scalars)
                 case Captured():
                     self._metrics.observe_capture(message.seconds, message.bytes)
+                    if local == 0:
+                        kind = stall_of(message.checkpoint or message.direct)
+                        self._time.stalled(kind, message.seconds)
                     self.note("captured", **_plain(message))
                 case SnapshotInterval():
                     self.console.snapshot_interval(message)
@@ -225,6 +280,7 @@ class AgentReporter:
             self.console.log_line(text)
             return
         self._latest.checkpoint_step = finished.step
+        self._time.saved(finished.seconds)
         self._metrics.observe_checkpoint(
             step=finished.step,
             seconds=finished.seconds,
@@ -243,6 +299,21 @@ class AgentReporter:
 
     def _recovery(self, phase: str, seconds: float) -> None:
         self._metrics.recovery_seconds.labels(phase).observe(seconds)
+        if self._recovering is not None:
+            self._recovering[f"{phase}_s"] = round(seconds, 6)
+
+    def _recovered(self, generation: int) -> None:
+        """Records a recovery as a whole, at the first step after it."""
+        found, self._recovering = self._recovering, None
+        if found is None or self._world is None:
+            return
+        lost = max(0, self._latest.step - self._world.resume.step)
+        self._metrics.steps_lost.inc(lost)
+        whole_s = sum(found.get(f"{phase}_s", 0.0) for phase in PHASES)
+        phases = {f"{phase}_s": found.get(f"{phase}_s") for phase in PHASES}
+        causes = {"kind": found["kind"], "reason": found["reason"]}
+        whole = {"steps_lost": lost, "seconds": round(whole_s, 6)}
+        self.note("recovery", generation=generation, **causes, **whole, **phases)
 
     def _repeats(self, worker: Worker) -> bool:
         """Returns whether this worker's output is repeated on the terminal."""
@@ -307,9 +378,15 @@ class AgentReporter:
         """Records the end of the agent; if the job failed, prints the error that caused it,
         once."""
         done = self._done
+        now_s = time.monotonic()
+        if done is not None and done.outcome == "finished":
+            self._time.ended(now_s)
+        spent = self._time.seconds(now_s) if self._time_complete else None
         outcome, reason = (done.outcome, done.reason) if done is not None else (None, "")
         early = done.end_reason if done is not None else ""
-        self.note("exit", code=code, outcome=outcome, reason=reason, end_reason=early)
+        self.note(
+            "exit", code=code, outcome=outcome, reason=reason, end_reason=early, seconds=spent
+        )
         if done is not None and done.outcome == "failed":
             details, repeats = self.console.failed(done)
             self.note("error", message=done.reason, details=details, repeats_traceback=repeats)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elasticzero.launcher.observability.goodput import GoodputMeter
+from elasticzero.launcher.observability.goodput import goodput
+from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.documents import Control
 from elasticzero.launcher.protocol.failure_policy import quarantined
 from elasticzero.launcher.protocol.policy import with_operator_overrides
@@ -26,7 +28,9 @@ class Latest:
     control: Control = field(default_factory=Control)
     plain: bool = False
     """True if the script makes no visible steps."""
-    goodput: GoodputMeter = field(default_factory=GoodputMeter)
+    rate: StepRate = field(default_factory=StepRate)
+    seconds: Mapping[str, float] | None = None
+    """Where the job's time has gone, by class; None: this agent has not seen all of it."""
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
@@ -57,10 +61,11 @@ def agent_status(
         "nnodes": [policy.min_nodes, policy.max_nodes],
         "set_aside_s": aside,
         "up_s": now_s - latest.began_s,
-        "generation_age_s": latest.goodput.generation_age_s(now_s),
-        "step_age_s": latest.goodput.step_age_s(now_s),
-        "steps_per_s": latest.goodput.steps_per_s(),
-        "goodput": latest.goodput.goodput(now_s),
+        "generation_age_s": latest.rate.generation_age_s(now_s),
+        "step_age_s": latest.rate.step_age_s(now_s),
+        "steps_per_s": latest.rate.steps_per_s(),
+        "goodput": goodput(latest.seconds) if latest.seconds is not None else None,
+        "seconds": latest.seconds,
         "leaving": leaving,
         "workers": {
             "running": workers.running,

@@ -141,6 +141,7 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
         "total_steps": words.get("total_steps"),
         "steps_per_s": words.get("steps_per_s"),
         "goodput": words.get("goodput"),
+        "seconds": words.get("seconds"),
         "plain": bool((words.get("workers") or {}).get("plain")),
         "checkpoint_step": _greatest(here, "checkpoint_step"),
         "loss": words.get("loss"),
@@ -236,7 +237,15 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
         parts.append(f"loss {found['loss']:.4g}")
     if found["checkpoint_step"] is not None:
         parts.append(f"last checkpoint of step {found['checkpoint_step']}")
-    return [", ".join(parts)]
+    return [", ".join(parts), *_time(found["seconds"] or {})]
+
+
+def _time(seconds: Mapping[str, float]) -> list[str]:
+    """Returns a line on where the job's time has gone, the largest part first."""
+    whole_s = sum(seconds.values())
+    parts = sorted(((s / whole_s, kind) for kind, s in seconds.items() if s > 0), reverse=True)
+    shown = [f"{share:.1%} {kind.replace('_', ' ')}" for share, kind in parts if share >= 0.001]
+    return [f"time {duration_text(whole_s)}: {', '.join(shown)}"] if shown else []
 
 
 def _operator_requests(found: Mapping[str, Any]) -> list[str]:

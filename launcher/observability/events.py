@@ -17,6 +17,7 @@ EventName = Literal[
     "control",
     "reason",
     "round",
+    "waiting",
     "writes",
     "world",
     "start",
@@ -24,6 +25,7 @@ EventName = Literal[
     "attached",
     "plain",
     "restored",
+    "recovery",
     "step",
     "log",
     "looked",
@@ -107,6 +109,14 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "reason": "why the generation ends",
         },
     ),
+    "waiting": EventSpec(
+        "No workers run, and what the job waits for has changed.",
+        {
+            "why": "`idle`: for nodes, of which fewer than MIN are registered; `parked`: for nodes "
+            "that may take part, of which fewer than MIN are registered; `regroup`: until the "
+            "nodes agree",
+        },
+    ),
     "writes": EventSpec(
         "This agent is the leader and writes the next generation to etcd.",
         {"generation": "number of the generation that it writes"},
@@ -123,6 +133,9 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "bad_steps": "steps whose checkpoints were found damaged",
             "skipped": "the damaged checkpoint that `reason` tells of: `step`, `message`, and "
             "`cause`, the reason without it; or null",
+            "time_spent": "where the job's time has gone until the generation was written: "
+            "`until` (Unix time), `seconds` by class, and `steps`, groups of the last steps with "
+            "their productive seconds; or null",
         },
     ),
     "start": EventSpec(
@@ -157,6 +170,24 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "build_s": "seconds from there to `session.restore()`",
             "restore_s": "seconds of `session.restore()`",
             "bytes_read": "bytes of state that the worker read",
+        },
+    ),
+    "recovery": EventSpec(
+        "A worker of this node has finished the first step after a round. Each phase is null if "
+        "this agent did not see it.",
+        {
+            "generation": _GENERATION,
+            "kind": "kind of the round, as in `round`",
+            "reason": "why the generation before ended",
+            "steps_lost": "finished steps that are done again",
+            "seconds": "sum of the phases",
+            "detect_s": "seconds from the last step until the round opened",
+            "regroup_s": "seconds until the workers' processes were started",
+            "start_s": "seconds until a worker had called `elasticzero.run`",
+            "connect_s": "seconds to set up the process group",
+            "build_s": "seconds from there to `session.restore()`",
+            "restore_s": "seconds of `session.restore()`",
+            "first_step_s": "seconds of the first step",
         },
     ),
     "step": EventSpec(
@@ -301,6 +332,8 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "outcome": "`finished`, `stopped` or `failed`; null if the job goes on",
             "reason": "why the job ended",
             "end_reason": "why the script ended training early, by `session.stop`; or empty",
+            "seconds": "where the job's time has gone, by class; null if this agent has not seen "
+            "all of it",
         },
     ),
     "error": EventSpec(

@@ -6,11 +6,15 @@ The agent owns the one registry; workers send it their samples. Labels have few 
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from elasticzero.launcher.observability.goodput import TIME_CLASSES, goodput
 
 Phase = Literal["detect", "regroup", "start", "connect", "build", "restore", "first_step"]
 """Phases of a recovery, in order."""
@@ -69,6 +73,18 @@ class Metrics:
         )
 
     def _recovery(self) -> None:
+        self.job_seconds = self._gauge(
+            "job_seconds",
+            "Seconds of the whole job by class; all classes add up to the time since it began.",
+            ("time_class",),
+        )
+        self.goodput = self._gauge(
+            "goodput_ratio",
+            "Productive share of the whole job's time; NaN where this node cannot say.",
+        )
+        self.steps_lost = self._counter(
+            "steps_lost_total", "Finished steps that recoveries made this node do again."
+        )
         self.restarts = self._counter(
             "restarts_total", "Generations that replaced one this node was in.", ("reason",)
         )
@@ -137,6 +153,15 @@ class Metrics:
         self.step_seconds.labels(rank).observe(seconds)
         self.data_wait_seconds.labels(rank).observe(data_wait_s)
         self.samples.labels(rank).inc(samples)
+
+    def observe_time(self, seconds: Mapping[str, float]) -> None:
+        """Sets where the job's time has gone, by class; empty: this agent cannot say."""
+        if not seconds:
+            self.job_seconds.clear()
+        for kind in TIME_CLASSES if seconds else ():
+            self.job_seconds.labels(kind).set(seconds.get(kind, 0.0))
+        share = goodput(seconds)
+        self.goodput.set(math.nan if share is None else share)
 
     def observe_capture(self, seconds: float, captured_bytes: int) -> None:
         """Records that a worker's state was copied to shared memory."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from elasticzero.ipc.assignment import LeftOutBatch, Resume, Source
+from elasticzero.launcher.observability.goodput import TimeSpent
 from elasticzero.serialization import decode, decode_rows, encode
 from elasticzero.spans import ShardOver
 
@@ -110,6 +111,8 @@ class World:
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
     left_out: tuple[LeftOutBatch, ...] = ()
     """Global batches after `resume` that are left out because training was rolled back."""
+    time_spent: TimeSpent | None = None
+    """Where the job's time has gone until this world was written; None: not stated."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
@@ -270,6 +273,7 @@ LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
     (World, "redundancy", "snapshot"),
     (World, "micro_batch", None),
     (World, "left_out", ()),
+    (World, "time_spent", None),
     (Done, "end_reason", ""),
 )
 """Fields that are left out where they have this value, so that the bytes are those of versions

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticzero.ipc.assignment import LeftOutBatch, Resume
+from elasticzero.launcher.observability.goodput import Waiting
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot, WriteWorld, wait
 from elasticzero.launcher.protocol.documents import Alarm, Failure, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import (
@@ -28,8 +29,13 @@ from elasticzero.launcher.protocol.failure_policy import (
     trained,
 )
 from elasticzero.launcher.protocol.hang_rules import deadlocked, left_alone
-from elasticzero.launcher.protocol.leader import NAMES_SHOWN, answers_of, joiners_of
-from elasticzero.launcher.protocol.placement import order_members
+from elasticzero.launcher.protocol.leader import (
+    NAMES_SHOWN,
+    answers_of,
+    candidates_of,
+    joiners_of,
+)
+from elasticzero.launcher.protocol.placement import alike, order_members
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 from elasticzero.launcher.protocol.termination import (
@@ -223,6 +229,22 @@ def _next_world(
     skipped = skipped_checkpoint(view, following.resume, rest, failure)
     following = replace(following, reason=reason + lost, skipped=skipped)
     return Decision((WriteWorld(following, _gone(view, world, members)),), following.reason)
+
+
+def waiting_class(view: View, now_s: float, policy: JobPolicy) -> Waiting:
+    """Returns the class of the time in which the job has no workers: G3 in `goodput`."""
+    if view.members is None:
+        return "regroup"
+    reports = view.reports or {}
+    leave = {node for node, report in reports.items() if report.leaving}
+    world = view.world
+    if world is None:
+        able = len(alike(candidates_of(view), policy.shard))
+    else:
+        able = len(_able(view, world, [m for m in world.members if m.node in view.members], now_s))
+    if len(view.members.keys() - leave) < policy.min_nodes:
+        return "idle"
+    return "parked" if able < policy.min_nodes else "regroup"
 
 
 def others_may_save(view: View, now_s: float, policy: JobPolicy) -> bool:

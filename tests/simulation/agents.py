@@ -289,6 +289,9 @@ class Agent:
 
     # -- what the loop reports
 
+    def time_spent(self, view: View, following: World) -> None:
+        return
+
     def decided(self, view: View, decision: Decision) -> None:
         if decision.reason != self.reason:
             self.reason = decision.reason

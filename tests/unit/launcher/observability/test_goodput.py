@@ -1,44 +1,224 @@
-"""How fast training comes on, and how much of the time goes into steps that count."""
+"""Every second of a job belongs to exactly one class, whatever happens in whatever order."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from elasticzero.launcher.observability.goodput import RECENT_STEPS, GoodputMeter
-
-
-def test_nothing_is_said_before_there_is_anything() -> None:
-    progress = GoodputMeter()
-    assert progress.goodput(5.0) is None
-    assert progress.generation_age_s(5.0) is None
-    progress.begin(0.0)
-    assert progress.steps_per_s() is None
-    assert progress.step_age_s(5.0) is None
-    assert progress.goodput(5.0) is None
-    assert progress.generation_age_s(5.0) == 5.0
-
-
-def test_speed_is_that_of_the_last_steps_of_this_generation() -> None:
-    progress = GoodputMeter()
-    progress.begin(0.0)
-    for step in range(1, 11):
-        progress.stepped(step, 1.0, float(step))
-    assert progress.steps_per_s() == pytest.approx(1.0)
-    for step in range(11, 11 + RECENT_STEPS):
-        progress.stepped(step, 0.5, 10.0 + (step - 10) * 0.5)
-    assert progress.steps_per_s() == pytest.approx(2.0)
-    assert progress.step_age_s(30.0) == pytest.approx(30.0 - 10.0 - RECENT_STEPS * 0.5)
-    progress.begin(40.0)
-    assert progress.steps_per_s() is None
+from elasticzero.launcher.observability.goodput import (
+    GROUPS,
+    TIME_CLASSES,
+    TimeAccount,
+    TimeSpent,
+    goodput,
+    replayed,
+)
+from elasticzero.serialization import decode, encode
 
 
-def test_goodput_leaves_out_pauses_and_repeated_steps() -> None:
-    progress = GoodputMeter()
-    progress.begin(0.0)
-    for step in range(1, 6):
-        progress.stepped(step, 1.0, float(step))
-    assert progress.goodput(5.0) == pytest.approx(1.0)
-    progress.begin(8.0)
-    progress.stepped(5, 1.0, 9.0)
-    progress.stepped(6, 1.0, 10.0)
-    assert progress.goodput(10.0) == pytest.approx(0.6)
+def trained(steps: int, *, step_s: float = 1.0) -> TimeAccount:
+    """An account of a job that was formed in 2 s, started in 3 s, and made so many steps."""
+    account = TimeAccount(0.0)
+    account.started(2.0)
+    account.restored(5.0, connect_s=0.5, restore_s=1.0)
+    for step in range(1, steps + 1):
+        account.stepped(step, 5.0 + step * step_s, data_wait_s=0.1)
+    return account
+
+
+def test_a_generation_from_its_rendezvous_to_its_steps() -> None:
+    found = trained(10).seconds(15.5)
+    assert found == pytest.approx(
+        {
+            "regroup": 2.0,
+            "connect": 0.5,
+            "restore": 1.0,
+            "startup": 1.5,
+            "data_wait": 1.0,
+            "productive": 9.5,  # with the half second of the step that runs
+        }
+    )
+    assert goodput(found) == pytest.approx(9.5 / 15.5)
+
+
+def test_time_from_the_last_step_to_the_round_is_detection() -> None:
+    account = trained(2)
+    account.round_opened(9.0)
+    account.waits("idle", 9.5)
+    account.waits("regroup", 12.0)
+    found = account.seconds(13.0)
+    assert found["productive"] == pytest.approx(1.8)
+    assert found["detect"] == pytest.approx(2.0)
+    assert found["idle"] == pytest.approx(2.5)
+    assert found["regroup"] == pytest.approx(2.0 + 0.5 + 1.0)
+
+
+def test_steps_that_go_on_in_an_open_round_are_productive() -> None:
+    """Workers that are asked to stop at a boundary finish their step after the round has opened,
+    and their agent receives steps late."""
+    account = trained(2)
+    account.round_opened(7.5)
+    account.stepped(3, 8.0, data_wait_s=0.0)
+    found = account.seconds(8.25)
+    assert found["productive"] == pytest.approx(1.8 + 1.0)
+    assert "detect" not in found
+    assert found["regroup"] == pytest.approx(2.0 + 0.25)
+    account = trained(2)
+    account.round_opened(9.0)
+    account.stepped(3, 8.0, data_wait_s=0.0)
+    found = account.seconds(9.5)
+    assert found["productive"] == pytest.approx(1.8 + 1.0)
+    assert found["detect"] == pytest.approx(1.0)
+    assert found["regroup"] == pytest.approx(2.5)
+
+
+def test_stalls_of_a_step_are_apart() -> None:
+    account = trained(1)
+    account.stalled("snapshot", 0.2)
+    account.stalled("checkpoint", 0.3)
+    assert account.seconds(6.4)["snapshot"] == pytest.approx(0.2)
+    account.stepped(2, 7.0, data_wait_s=0.1)
+    found = account.seconds(7.0)
+    assert found["snapshot"] == pytest.approx(0.2)
+    assert found["checkpoint"] == pytest.approx(0.3)
+    assert found["productive"] == pytest.approx(0.9 + 0.4)
+
+
+def test_a_generation_that_never_trains_is_start_up() -> None:
+    account = TimeAccount(0.0)
+    account.started(1.0)
+    account.round_opened(4.0)
+    account.restored(4.5, connect_s=1.0, restore_s=1.0)
+    account.started(5.0)
+    assert account.seconds(5.0) == pytest.approx({"regroup": 2.0, "startup": 3.0})
+
+
+def test_a_script_without_visible_steps_is_productive() -> None:
+    account = TimeAccount(0.0)
+    account.started(1.0)
+    account.plain()
+    account.round_opened(9.0)
+    assert account.seconds(10.0) == pytest.approx({"regroup": 2.0, "productive": 8.0})
+
+
+def test_the_last_save_is_no_productive_time() -> None:
+    account = trained(1)
+    account.saved(0.75)
+    account.ended(7.0)
+    found = account.seconds(7.0)
+    assert found["checkpoint"] == pytest.approx(0.75)
+    assert found["productive"] == pytest.approx(0.9 + 0.25)
+
+
+def test_steps_that_are_done_again_are_wasted() -> None:
+    account = trained(10)
+    account.round_opened(15.0)
+    spent = account.spent(15.0, until=100.0, resume_step=7)
+    assert spent.seconds["wasted"] == pytest.approx(3 * 0.9)
+    assert spent.seconds["productive"] == pytest.approx(7 * 0.9)
+    assert spent.steps[-1][0] == 7
+    following = TimeAccount(15.0, spent)
+    following.started(15.0)
+    following.restored(15.0, 0.0, 0.0)
+    following.stepped(8, 16.0, 0.0)
+    again = following.spent(16.0, until=101.0, resume_step=5)
+    assert again.seconds["wasted"] == pytest.approx(5 * 0.9 + 1.0)
+    assert again.steps[-1][0] == 5
+
+
+def test_time_that_no_agent_saw_is_counted_once() -> None:
+    spent = trained(10).spent(15.0, until=100.0, resume_step=10)
+    later = spent.unseen(until=130.0, step=20)
+    assert later.seconds["productive"] - spent.seconds["productive"] == pytest.approx(9.0)
+    assert later.seconds["idle"] == pytest.approx(21.0)
+    assert spent.unseen(until=90.0, step=20).seconds == spent.seconds | {"idle": 0.0}
+    assert TimeSpent(until=1.0).unseen(until=3.0, step=0).seconds["idle"] == 2.0
+
+
+EVENT = st.tuples(
+    st.floats(0.0, 3.0),
+    st.sampled_from(
+        ["start", "restored", "step", "step", "step", "snapshot", "round", "idle", "parked", "plain"]
+        + ["world", "regroup", "saved"]
+    ),
+    st.floats(0.0, 2.0),
+)
+
+
+@given(st.lists(EVENT, max_size=150), st.integers(0, 40))
+def test_classes_add_up_in_any_order_of_events(
+    events: list[tuple[float, str, float]], back: int
+) -> None:
+    now_s, account, step = 0.0, TimeAccount(0.0), 0
+    for pause_s, name, value in events:
+        now_s += pause_s
+        match name:
+            case "start":
+                account.started(now_s)
+            case "restored":
+                account.restored(now_s, value, value / 2)
+            case "step":
+                step += 1
+                account.stepped(step, now_s - value / 10, value)  # received late
+            case "snapshot":
+                account.stalled("snapshot", value)
+            case "round":
+                account.round_opened(now_s)
+            case "idle" | "parked" | "regroup":
+                account.waits(name, now_s)  # type: ignore[arg-type]
+            case "plain":
+                account.plain()
+            case "saved":
+                account.saved(value)
+            case "world":
+                spent = account.spent(now_s, until=now_s, resume_step=max(0, step - back))
+                step = max(0, step - back)
+                text = json.dumps(encode(spent))
+                account = TimeAccount(now_s, decode(TimeSpent, json.loads(text)))
+                assert len(spent.steps) <= GROUPS
+        found = account.seconds(now_s)
+        assert found.keys() <= set(TIME_CLASSES)
+        assert min(found.values(), default=0.0) >= -1e-3
+        assert sum(found.values()) == pytest.approx(now_s, abs=1e-3)
+
+
+def test_groups_of_steps_keep_all_their_time() -> None:
+    account = trained(1000)
+    spent = account.spent(1005.0, until=0.0, resume_step=1000)
+    assert len(spent.steps) <= GROUPS
+    assert sum(seconds for _, seconds in spent.steps) == pytest.approx(900.0, abs=1e-3)
+    for step in (0, 1, 500, 990, 999):
+        wasted_s = spent.redone_from(step).seconds.get("wasted", 0.0)
+        assert wasted_s == pytest.approx((1000 - step) * 0.9, abs=1e-3)
+
+
+def test_an_event_log_gives_the_same_account() -> None:
+    def event(time: float, name: str, **fields: Any) -> dict[str, Any]:
+        return {"time": time, "event": name, **fields}
+
+    log = [
+        event(0.0, "serving"),
+        event(0.0, "registered"),
+        event(2.0, "start"),
+        event(5.0, "restored", connect_s=0.5, restore_s=1.0),
+        *(event(5.0 + step, "step", step=step, data_wait_s=0.1) for step in range(1, 3)),
+        event(7.25, "captured", checkpoint=False, direct=False, seconds=0.125),
+        event(9.0, "round"),
+        event(9.5, "waiting", why="idle"),
+    ]
+    account = trained(2)
+    account.stalled("snapshot", 0.125)
+    account.round_opened(9.0)
+    account.waits("idle", 9.5)
+    replay = replayed(log)
+    assert replay is not None
+    assert replay.seconds(11.0) == pytest.approx(account.seconds(11.0))
+    spent = account.spent(11.0, until=11.0, resume_step=1)
+    replay = replayed([*log, event(11.0, "world", time_spent=encode(spent))])
+    assert replay is not None
+    assert replay.seconds(12.0) == pytest.approx({**spent.seconds, "regroup": 2.0 + 0.5 + 1.0})
+    assert replayed(log[:1]) is None
