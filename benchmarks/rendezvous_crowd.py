@@ -260,6 +260,9 @@ class Client:
     def worker_group(self) -> PretendedWorkers | None:
         return self.workers if self.workers.generation else None
 
+    def time_spent(self, view: View, following: World) -> None:
+        return
+
     def decided(self, view: View, decision: Decision) -> None:
         return
 

@@ -28,7 +28,7 @@ from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter, needs_fresh_view
 from elasticzero.launcher.agent.subscriptions import Subscriptions
-from elasticzero.launcher.observability.goodput import TimeSpent
+from elasticzero.launcher.goodput import TimeSpent
 from elasticzero.launcher.protocol.actions import (
     Action,
     Decision,

@@ -180,7 +180,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             agent.reporter.exits(f"{leaving.reason}: leaving before the job knew of this node")
             agent.close(ExitCode.LEFT)
             return ExitCode.LEFT
-        agent.reporter.note("registered", incarnation=me.incarnation)
+        agent.reporter.registered(me.incarnation)
         muted = MUTED if options.console.silent else ""
         log_line(
             f"this node is registered for job {options.job}; its logs are in "

@@ -23,14 +23,14 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.agent.console import AgentConsole
 from elasticzero.launcher.agent.status import Latest, agent_status
+from elasticzero.launcher.goodput import TimeAccount, TimeSpent, Waiting, stall_of
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EventName
-from elasticzero.launcher.observability.goodput import TimeAccount, TimeSpent, Waiting, stall_of
 from elasticzero.launcher.observability.metrics import PHASES, Metrics
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
 from elasticzero.launcher.protocol.documents import Done, Failure, World
-from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
+from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.regroup import waiting_class
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveFinished
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from elasticzero.launcher.agent.config import AgentOptions
 
 FRESH_S = 10.0
-"""An agent that comes to a world which was written fewer seconds ago counts as having seen it
-begin; the nodes' clocks may differ by less."""
+"""An agent whose first world was written fewer seconds ago has seen it begin; the nodes' clocks may
+differ by less."""
 
 
 def _repeat(text: str) -> None:
@@ -76,8 +76,6 @@ class AgentReporter:
         self._time = TimeAccount(time.monotonic())
         self._time_complete = True
         """False if this agent has not seen all of the job's time since the present world began."""
-        self._began = False
-        """True once the agent's loop has turned."""
         self._waiting: Waiting | None = None
         """Why no workers run; None: they do."""
         self._recovering: dict[str, Any] | None = None
@@ -85,6 +83,11 @@ class AgentReporter:
 
     def note(self, event: EventName, **fields: Any) -> None:
         self._events.write(event, **fields)
+
+    def registered(self, incarnation: str) -> None:
+        """Records that the node is registered: the job's time counts from now."""
+        self.note("registered", incarnation=incarnation)
+        self._time = TimeAccount(time.monotonic())
 
     def decided(self, view: View, decision: Decision) -> None:
         """Logs the reason when it changes; counts what changed in the world."""
@@ -106,7 +109,8 @@ class AgentReporter:
             if view.workers.stepped_s:
                 self._recovery("detect", max(0.0, view.round_s - view.workers.stepped_s))
         if view.world is None or view.round_s is not None:
-            self._wait(waiting_class(view, now_s, self._policy(view)), now_s)
+            policy = with_operator_overrides(self._options.policy, view.control)
+            self._wait(waiting_class(view, now_s, policy), now_s)
         if view.notice is not None and view.notice != self._notice:
             self._notice = view.notice
             self.notice(view.notice)
@@ -121,12 +125,8 @@ class AgentReporter:
             if isinstance(action, WriteWorld):
                 self.note("writes", generation=action.world.generation)
         self._done = view.done
-        self._began = True
         self._latest.seconds = self._time.seconds(now_s) if self._time_complete else None
         self._metrics.observe_time(self._latest.seconds or {})
-
-    def _policy(self, view: View) -> JobPolicy:
-        return with_operator_overrides(self._options.policy, view.control)
 
     def _wait(self, why: Waiting, now_s: float) -> None:
         if why != self._waiting:
@@ -143,12 +143,12 @@ class AgentReporter:
         return before.unseen(until, step).redone_from(step) if before is not None else None
 
     def _world_changed(self, view: View, world: World, now_s: float) -> None:
-        self._world = world
-        resume = world.resume
         if (spent := world.time_spent) is not None:
             self._time = TimeAccount(now_s, spent)
-            fresh = self._began or abs(time.time() - spent.until) < FRESH_S
-            self._time_complete = fresh and world.names(view.me)
+            seen = self._world is not None or abs(time.time() - spent.until) < FRESH_S
+            self._time_complete = seen and world.names(view.me)
+        self._world = world
+        resume = world.resume
         self.note(
             "world",
             generation=world.generation,
@@ -378,10 +378,10 @@ class AgentReporter:
         """Records the end of the agent; if the job failed, prints the error that caused it,
         once."""
         done = self._done
-        now_s = time.monotonic()
         if done is not None and done.outcome == "finished":
-            self._time.ended(now_s)
-        spent = self._time.seconds(now_s) if self._time_complete else None
+            self._time.ended(time.monotonic())
+        whole = self._time_complete and (self._world is not None or done is None)
+        spent = self._time.seconds(time.monotonic()) if whole else None
         outcome, reason = (done.outcome, done.reason) if done is not None else (None, "")
         early = done.end_reason if done is not None else ""
         self.note(

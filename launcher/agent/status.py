@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elasticzero.launcher.observability.goodput import goodput
+from elasticzero.launcher.goodput import goodput
 from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.documents import Control
 from elasticzero.launcher.protocol.failure_policy import quarantined

@@ -14,7 +14,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from elasticzero.launcher.observability.goodput import TIME_CLASSES, goodput
+from elasticzero.launcher.goodput import TIME_CLASSES, goodput
 
 Phase = Literal["detect", "regroup", "start", "connect", "build", "restore", "first_step"]
 """Phases of a recovery, in order."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from elasticzero.ipc.assignment import LeftOutBatch, Resume, Source
-from elasticzero.launcher.observability.goodput import TimeSpent
+from elasticzero.launcher.goodput import TimeSpent
 from elasticzero.serialization import decode, decode_rows, encode
 from elasticzero.spans import ShardOver
 

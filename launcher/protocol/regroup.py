@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticzero.ipc.assignment import LeftOutBatch, Resume
-from elasticzero.launcher.observability.goodput import Waiting
+from elasticzero.launcher.goodput import Waiting
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot, WriteWorld, wait
 from elasticzero.launcher.protocol.documents import Alarm, Failure, Member, Report, World
 from elasticzero.launcher.protocol.failure_policy import (

@@ -7,11 +7,14 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticzero.launcher.observability.goodput import TIME_CLASSES, replayed
+from elasticzero.launcher.goodput import TIME_CLASSES, replayed
+from elasticzero.launcher.local.cluster import Node
+from elasticzero.launcher.observability.metrics import PHASES
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples
@@ -40,72 +43,99 @@ def agree(one: Mapping[str, float], other: Mapping[str, float], whole_s: float) 
         assert abs(one.get(kind, 0.0) - other.get(kind, 0.0)) <= 0.01 * whole_s, (kind, one, other)
 
 
-@pytest.mark.timeout(170)
-def test_every_second_of_a_job_with_five_faults_is_in_one_class(
-    tmp_path: Path, job: str, etcd: EtcdServer
-) -> None:
-    """A worker dies, the leading node dies, the job is below MIN for a while, a node joins, a
-    worker is suspended, and a node drains."""
-    words = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8", "--settle", "2"]
-    words += ["--checkpoint-dir", str(tmp_path / "c"), "--hang-timeout", str(HANG_S)]
-    words += ["--lease-ttl", "2", str(REGRESSION), "--pause", "0.15"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
-        cluster = told.cluster
+class Disturber:
+    """Disturbs a job; each method returns once training goes on."""
 
-        def trains_again(generation: int) -> None:
-            told.wait_for_first_step(generation)
-            told.wait_for_step(told.step + 3)
+    def __init__(self, told: Story) -> None:
+        self.told, self.cluster, self.generation = told, told.cluster, 0
 
-        trains_again(1)
-        cluster.kill_worker(cluster.nodes[members(told)[0]])
-        trains_again(2)
-        cluster.kill_node(cluster.nodes[members(told)[0]])
-        trains_again(3)
-        cluster.kill_node(cluster.nodes[members(told)[0]])
-        told.wait("a job below MIN", lambda: "idle" in [e["why"] for e in told.of("waiting")])
-        cluster.start_node()
-        trains_again(4)
-        (pid, *_) = cluster.workers_of(cluster.nodes[members(told)[0]])
+    def first(self) -> Node:
+        """The node of rank 0."""
+        return self.cluster.nodes[members(self.told)[0]]
+
+    def trains_again(self) -> None:
+        self.generation += 1
+        self.told.wait_for_first_step(self.generation)
+        self.told.pause(0.15)
+        self.told.wait_for_step(self.told.step + 3)
+
+    def comes(self) -> None:
+        self.told.pause(0.8)
+        self.cluster.start_node()
+        self.trains_again()
+
+    def loses_two_nodes(self) -> None:
+        """The job is below MIN after the second."""
+        self.cluster.kill_node(self.first())
+        self.trains_again()
+        self.cluster.kill_node(self.first())
+        why = self.told.of
+        self.told.wait("a job below MIN", lambda: "idle" in [e["why"] for e in why("waiting")])
+        self.comes()
+
+    def suspends_a_worker(self) -> None:
+        (pid, *_) = self.cluster.workers_of(self.first())
         os.kill(pid, signal.SIGSTOP)
-        trains_again(5)
-        cluster.start_node()
-        trains_again(6)
-        cluster.drain(cluster.nodes[members(told)[0]])
-        trains_again(7)
+        self.trains_again()
 
-        serving = {node: e["port"] for node, e in told.told if e["event"] == "serving"}
-        leader = members(told)[0]
-        exported = scraped(serving[leader])
-        replay = replayed(event for node, event in told.told if node == leader)
-        assert replay is not None
-        whole_s = sum(exported.values())
-        assert set(exported) == set(TIME_CLASSES)
-        agree(exported, replay.seconds(time.time()), whole_s)
-        codes = told.wait_for_end()
-        assert 0 in codes.values()
-    ends = [event for event in told.of("exit") if event["outcome"] == "finished"]
+
+def check_end(told: Story, end: Mapping[str, Any]) -> None:
+    """What an agent says at its end is what the steps and the clock say."""
     began_s = min(event["time"] for event in told.of("registered"))
+    seconds, wall_s = end["seconds"], end["time"] - began_s
+    assert abs(sum(seconds.values()) - wall_s) <= 0.01 * wall_s, (seconds, wall_s)
+    assert seconds["detect"] >= HANG_S  # the suspended worker
+    assert seconds["idle"] > 0
+    assert seconds.get("parked", 0.0) == 0
     step_s: dict[tuple[int, int], float] = {}
     for event in told.of("step"):
         step_s.setdefault((event["generation"], event["step"]), event["step_s"])
-    redone = {at for at in step_s if not told.lineage.is_committed(*at)}
+    redone_s = [s for at, s in step_s.items() if not told.lineage.is_committed(*at)]
+    assert redone_s and abs(seconds["wasted"] - sum(redone_s)) < 0.02 * wall_s
+    made_s = sum(seconds.get(kind, 0.0) for kind in ("productive", "data_wait", "snapshot"))
+    between_s = made_s - sum(step_s.values()) + sum(redone_s)  # what the script does between steps
+    assert -0.02 * wall_s < between_s < 0.15 * wall_s
+
+
+def check_recoveries(told: Story) -> None:
+    found = told.of("recovery")
+    assert {"failure", "boundary"} <= {event["kind"] for event in found}
+    for event in found:
+        phases = [event[f"{phase}_s"] for phase in PHASES]
+        assert abs(sum(s for s in phases if s is not None) - event["seconds"]) < 1e-3
+        assert event["steps_lost"] == told.lineage.lost(event["generation"])
+
+
+@pytest.mark.timeout(240)
+def test_every_second_of_a_job_with_five_faults_is_in_one_class(
+    tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    """A worker dies, two leading nodes die, so that the job is below MIN until another node comes,
+    a worker is suspended, a node joins, and one drains."""
+    words = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8", "--settle", "2"]
+    words += ["--checkpoint-dir", str(tmp_path / "c"), "--hang-timeout", str(HANG_S)]
+    words += ["--lease-ttl", "2", str(REGRESSION), "--epochs", "6", "--pause", "0.15"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+        job_is = Disturber(told)
+        job_is.trains_again()
+        told.cluster.kill_worker(job_is.first())
+        job_is.trains_again()
+        job_is.loses_two_nodes()
+        job_is.suspends_a_worker()
+        job_is.comes()
+        told.cluster.drain(job_is.first())
+        job_is.trains_again()
+        leader = members(told)[0]
+        ports = {node: e["port"] for node, e in told.told if e["event"] == "serving"}
+        exported = scraped(ports[leader])
+        told.look()
+        replay = replayed(event for node, event in told.told if node == leader)
+        assert replay is not None and set(exported) == set(TIME_CLASSES)
+        agree(exported, replay.seconds(time.time()), sum(exported.values()))
+        assert 0 in told.wait_for_end().values()
+    ends = [event for event in told.of("exit") if event["outcome"] == "finished"]
+    assert len(ends) == 2
     for end in ends:
-        seconds, wall_s = end["seconds"], end["time"] - began_s
-        assert abs(sum(seconds.values()) - wall_s) <= 0.01 * wall_s, (seconds, wall_s)
-        assert seconds["detect"] >= HANG_S  # the suspended worker
-        assert seconds["idle"] > 0
-        assert seconds.get("parked", 0.0) == 0
-        assert redone and seconds["wasted"] > 0
-        assert abs(seconds["wasted"] - sum(step_s[at] for at in redone)) < 0.02 * wall_s
-        made = sum(seconds.get(kind, 0.0) for kind in ("productive", "data_wait", "snapshot"))
-        counted_s = sum(s for at, s in step_s.items() if at not in redone)
-        assert abs(made - counted_s) < 0.05 * wall_s
-    kinds = {event["kind"] for event in told.of("recovery")}
-    assert {"failure", "lapse", "grow"} <= kinds or {"failure", "grow", "leave"} <= kinds
-    for event in told.of("recovery"):
-        phases = [event[key] for key in event if key.endswith("_s") and event[key] is not None]
-        assert abs(sum(phases) - event["seconds"]) < 1e-3
-        assert sum(phases) < 30.0
-    lost = {event["generation"]: event["steps_lost"] for event in told.of("recovery")}
-    assert lost == {g: told.lineage.lost(g) for g in lost}
-    check_samples(told.lineage, told.directory())
+        check_end(told, end)
+    check_recoveries(told)
+    check_samples(told.lineage, told.directory(), epochs=6)

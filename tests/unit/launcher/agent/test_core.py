@@ -113,6 +113,9 @@ class NodeWithoutProcesses:
     def save_held(self, held: SaveHeldSnapshot) -> None:
         self.asked.append("save")
 
+    def time_spent(self, view: View, following: World) -> None:
+        return
+
     def decided(self, view: View, decision: Decision) -> None:
         assert view.workers == WorkerGroupState()
 

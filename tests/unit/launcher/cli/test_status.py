@@ -86,9 +86,9 @@ def test_a_job_at_work() -> None:
 
 
 def test_where_the_time_has_gone_is_one_line() -> None:
-    seconds = {"productive": 86.0, "data_wait": 8.0, "detect": 5.95, "idle": 0.05, "wasted": 0.0}
+    seconds = {"productive": 86.0, "data_wait": 8.0, "detect": 5.96, "idle": 0.04, "wasted": 0.0}
     said = {**SAID, "node-a": TRAINING | {"seconds": seconds}}
-    assert lines(said=said)[2] == "time 100 s: 86.0% productive, 8.0% data wait, 5.9% detect"
+    assert lines(said=said)[2] == "time 100 s: 86.0% productive, 8.0% data wait, 6.0% detect"
 
 
 def test_a_silent_agent_is_shown_as_such() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.launcher.observability.goodput import (
+from elasticzero.launcher.goodput import (
     GROUPS,
     TIME_CLASSES,
     TimeAccount,
@@ -135,18 +135,12 @@ def test_time_that_no_agent_saw_is_counted_once() -> None:
     later = spent.unseen(until=130.0, step=20)
     assert later.seconds["productive"] - spent.seconds["productive"] == pytest.approx(9.0)
     assert later.seconds["idle"] == pytest.approx(21.0)
-    assert spent.unseen(until=90.0, step=20).seconds == spent.seconds | {"idle": 0.0}
+    assert spent.unseen(until=90.0, step=20).seconds == {**spent.seconds, "idle": 0.0}
     assert TimeSpent(until=1.0).unseen(until=3.0, step=0).seconds["idle"] == 2.0
 
 
-EVENT = st.tuples(
-    st.floats(0.0, 3.0),
-    st.sampled_from(
-        ["start", "restored", "step", "step", "step", "snapshot", "round", "idle", "parked", "plain"]
-        + ["world", "regroup", "saved"]
-    ),
-    st.floats(0.0, 2.0),
-)
+NAMES = "start restored step step step snapshot round idle parked plain world regroup saved"
+EVENT = st.tuples(st.floats(0.0, 3.0), st.sampled_from(NAMES.split()), st.floats(0.0, 2.0))
 
 
 @given(st.lists(EVENT, max_size=150), st.integers(0, 40))
@@ -169,7 +163,7 @@ def test_classes_add_up_in_any_order_of_events(
             case "round":
                 account.round_opened(now_s)
             case "idle" | "parked" | "regroup":
-                account.waits(name, now_s)  # type: ignore[arg-type]
+                account.waits(name, now_s)
             case "plain":
                 account.plain()
             case "saved":
