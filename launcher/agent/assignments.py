@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from elasticzero.ipc.assignment import Assignment, KnownError
 from elasticzero.launcher.protocol.documents import World
-from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_source_index
+from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_sources
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
 from elasticzero.launcher.workers.error_file import error_file
@@ -95,7 +95,8 @@ def timeouts_s(fruitless: int) -> tuple[float, float]:
 
 def snapshot_role(world: World, index: int, token: Secret) -> SnapshotRole:
     """Returns this node's part in holding and saving the state of a generation."""
-    other = replica_source_index(index, len(world.members))
+    sources = replica_sources([member.zone for member in world.members])
+    other = sources[index] if sources else None
     return SnapshotRole(
         generation=world.generation,
         token=world.token,

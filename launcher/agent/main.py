@@ -159,6 +159,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             http_port=server.port,
             store_port=store_socket.getsockname()[1],
             nproc=options.nproc,
+            zone=options.zone or "",
         )
         membership = Membership(store, me, int(options.policy.lease_ttl_s), store_socket)
         agent = Agent(options, store, membership, metrics, agreed)

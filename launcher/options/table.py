@@ -193,6 +193,14 @@ RUN_OPTIONS = (
         in_local="absent",
     ),
     Option(
+        ("--zone",),
+        "This node is in this part of the cluster, such as a zone of a cloud or a rack, which may "
+        "fail as a whole; nodes keep the replicas of nodes in another one. (default: not known)",
+        metavar="ZONE",
+        field="zone",
+        in_local="absent",
+    ),
+    Option(
         ("--http-port",),
         "The agent serves /metrics, /healthz and /status at this port; 0 takes any free port. "
         f"(default: {DEFAULT_HTTP_PORT}, or the next one that is free)",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from elasticzero.ipc.assignment import LeftOutBatch, Resume, Source
@@ -32,10 +32,16 @@ class Member:
     """Port that the agent has bound for rank 0's store, for the case that this member comes
     first."""
     nproc: int
+    zone: str = ""
+    """Part of the cluster that may fail as a whole, such as a zone of a cloud or a rack; empty: not
+    known."""
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.http_port}"
+
+
+MEMBER_COLUMNS = len(fields(Member))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +281,7 @@ LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
     (World, "left_out", ()),
     (World, "time_spent", None),
     (Done, "end_reason", ""),
+    (Member, "zone", ""),
 )
 """Fields that are left out where they have this value, so that the bytes are those of versions
 without them."""
@@ -292,17 +299,26 @@ def to_bytes(document: Any) -> bytes:
         if failure is not None and getattr(failure, name) is None:
             del value["failure"][name]
     if isinstance(document, World):
-        value["members"] = [list(encode(member).values()) for member in document.members]
+        rows = [list(encode(member).values()) for member in document.members]
+        has_zones = any(member.zone for member in document.members)
+        value["members"] = rows if has_zones else [row[:-1] for row in rows]
         value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def world_from_bytes(data: bytes) -> World:
     value = json.loads(data)
-    members = decode_rows(Member, value.pop("members", None), "world.members")
+    rows = value.pop("members", None)
+    if isinstance(rows, list):  # without zones, a row ends before them
+        rows = [[*row, ""] if _lacks_zone(row) else row for row in rows]
+    members = decode_rows(Member, rows, "world.members")
     sources = decode_rows(Source, value["resume"].pop("sources", None), "world.resume.sources")
     world = decode(World, {**value, "members": []}, "world")
     return replace(world, members=members, resume=replace(world.resume, sources=sources))
+
+
+def _lacks_zone(row: Any) -> bool:
+    return isinstance(row, list) and len(row) == MEMBER_COLUMNS - 1
 
 
 def outranks(world: World, other: World | None) -> bool:

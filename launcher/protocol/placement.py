@@ -11,17 +11,39 @@ from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.spans import ShardOver
 
 
-def replica_source_index(index: int, count: int) -> int | None:
-    """Returns the index of the member whose shards the member at `index`, of `count`, replicates.
+def replica_sources(zones: Sequence[str]) -> tuple[int, ...]:
+    """Returns, for each member, the index of the member whose shards it replicates.
 
     Members replicate each other's in pairs; of an odd number the last three do so in a ring, and a
-    single one replicates nothing. So two lost nodes lose a shard only if they are a pair, or both
-    in the ring.
+    single one replicates nothing (empty). So two lost nodes lose a shard only if they are a pair,
+    or both in the ring. A pair lies in two zones, unless one zone has more than half of the
+    members; where zones are not known, neighbours in the order of members are a pair.
+
+    zones: those of the members, in the order of members.
     """
+    count = len(zones)
     if count < 2:
-        return None
+        return ()
+    order = _by_pairs(zones)
     ring = count - 3 if count % 2 else count
-    return index ^ 1 if index < ring else ring + (index - ring + 2) % 3
+    sources = [0] * count
+    for place, index in enumerate(order):
+        source = place ^ 1 if place < ring else ring + (place - ring + 2) % 3
+        sources[index] = order[source]
+    return tuple(sources)
+
+
+def _by_pairs(zones: Sequence[str]) -> list[int]:
+    """Returns the indices of members with those of a pair side by side.
+
+    The members of a zone stand together in `row`, so that those half a row apart differ in it.
+    """
+    count, half = len(zones), (len(zones) + 1) // 2
+    if len(set(zones)) == 1:
+        return list(range(count))
+    row = sorted(range(count), key=lambda index: zones[index])
+    pairs = [[row[place], row[place + half]] for place in range(count // 2)]
+    return [index for pair in pairs for index in pair] + ([row[half - 1]] if count % 2 else [])
 
 
 def alike(members: Sequence[Member], shard: ShardOver, workers: int | None = None) -> list[Member]:
@@ -43,9 +65,8 @@ def mirroring_ranks(world: World) -> dict[int, int]:
     if world.redundancy != "mirror" or world.shard == "node" or count < 2:
         return {}
     keepers: dict[int, int] = {}
-    for index in range(count):
-        source = replica_source_index(index, count)
-        assert source is not None
+    sources = replica_sources([member.zone for member in world.members])
+    for index, source in enumerate(sources):
         own = world.ranks(index)
         keepers |= {rank: own[n % len(own)] for n, rank in enumerate(world.ranks(source))}
     return keepers

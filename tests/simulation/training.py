@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elasticzero.comm.control import ControlWord
 from elasticzero.launcher.protocol.documents import World
-from elasticzero.launcher.protocol.placement import replica_source_index
+from elasticzero.launcher.protocol.placement import replica_sources
 from elasticzero.snapshots.schedule import CaptureSchedule
 from tests.simulation.hanging import Hang
 from tests.simulation.storage import SnapshotName, State
@@ -332,8 +332,9 @@ class Group:
         """Pull the replica that belongs to a step, and say that the step is kept here."""
         if worker_group.agent.dead or worker_group.agent.worker_group is not worker_group:
             return
-        owner = replica_source_index(index, len(self.world.members))
-        if owner is not None and self.snapshots:
+        owners = replica_sources([member.zone for member in self.world.members])
+        if owners and self.snapshots:
+            owner = owners[index]
             other = self.worker_groups[owner]
             reach = not (other.agent.dead or other.host.dark or worker_group.host.dark)
             ranks = self.world.ranks(owner)

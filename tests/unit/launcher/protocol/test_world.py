@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.ipc.messages import Blame
@@ -23,7 +25,7 @@ from elasticzero.launcher.protocol.placement import (
     alike,
     mirroring_ranks,
     order_members,
-    replica_source_index,
+    replica_sources,
 )
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 
@@ -219,14 +221,42 @@ def test_invariants_catch_a_reordered_world() -> None:
 
 @pytest.mark.parametrize("count", range(1, 40))
 def test_every_node_replicates_one_other_and_is_replicated(count: int) -> None:
-    found = [replica_source_index(index, count) for index in range(count)]
+    found = replica_sources([""] * count)
     if count == 1:
-        assert found == [None]
+        assert found == ()
         return
-    assert sorted(b for b in found if b is not None) == list(range(count))
+    assert sorted(found) == list(range(count))
     assert all(other != index for index, other in enumerate(found))
     fatal = {frozenset((index, other)) for index, other in enumerate(found)}
     assert len(fatal) <= count // 2 + 2, "few pairs of nodes can lose a shard"
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=40))
+def test_a_pair_lies_in_two_zones_where_it_can(zones: list[str]) -> None:
+    found = replica_sources(zones)
+    count = len(zones)
+    assert sorted(found) == list(range(count))
+    assert all(other != index for index, other in enumerate(found))
+    fatal = {frozenset((index, other)) for index, other in enumerate(found)}
+    assert len(fatal) <= count // 2 + 2
+    alike = sum(zones[index] == zones[other] for index, other in enumerate(found))
+    most = max(zones.count(zone) for zone in zones)
+    if most <= count // 2:
+        assert alike <= count % 2 * 2, "a ring of three may have two of one zone"
+
+
+def test_without_zones_neighbours_are_a_pair() -> None:
+    assert replica_sources(["", "", "", ""]) == (1, 0, 3, 2)
+    assert replica_sources(["a", "a", "b", "b"]) == (2, 3, 0, 1)
+
+
+def test_zones_are_stored_where_nodes_say_theirs() -> None:
+    plain = world(A, B)
+    assert b"zone" not in to_bytes(plain)
+    assert world_from_bytes(to_bytes(plain)) == plain
+    zoned = replace(plain, members=(replace(A, zone="x"), B))
+    assert world_from_bytes(to_bytes(zoned)).members == zoned.members
+    assert b"zone" not in to_bytes(A) and b"zone" in to_bytes(replace(A, zone="x"))
 
 
 @pytest.mark.parametrize("workers", [(1,), (1, 1), (2, 1, 3), (1, 4, 2, 2), (3, 1, 1, 2, 1)])
@@ -239,8 +269,7 @@ def test_a_rank_is_mirrored_where_its_replica_is(workers: tuple[int, ...]) -> No
         return
     assert sorted(keepers) == list(range(plain.world_size))
     for index in range(len(workers)):
-        source = replica_source_index(index, len(workers))
-        assert source is not None
+        source = replica_sources([""] * len(workers))[index]
         loads = [list(keepers.values()).count(rank) for rank in plain.ranks(index)]
         assert sum(loads) == workers[source] and max(loads) - min(loads) <= 1
         assert {keepers[rank] for rank in plain.ranks(source)} <= set(plain.ranks(index))
