@@ -117,6 +117,7 @@ class Agent:
             RefusalProbe(self.wake),
         )
         self._writer = StoreWriter(store, self._observer, membership, self._cluster)
+        self._writer.launch_id = options.launch_id or ""
         self._writer.token_digest = agreed.digest
         side = StoreSide(
             cache=self._observer,

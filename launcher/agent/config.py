@@ -68,6 +68,8 @@ class AgentOptions:
     """Which losses are too high; None: none is."""
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
     """Rule for which checkpoints are retained."""
+    launch_id: str | None = None
+    """Names the launch that this node belongs to; None: it has no name."""
     zone: str | None = None
     """Part of the cluster that may fail as a whole, and that this node is in; None: not known."""
     grace_s: float = 25.0

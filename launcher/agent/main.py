@@ -36,6 +36,7 @@ from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher
 from elasticzero.launcher.protocol.documents import Done, Member
+from elasticzero.launcher.protocol.termination import exit_code_of
 from elasticzero.launcher.protocol.view import PreemptionNotice
 from elasticzero.launcher.retry import RetryPolicy, retry_call
 from elasticzero.launcher.secrets import Secret
@@ -127,7 +128,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             observe=metrics.observe_etcd,
         )
         stack.callback(store.close)
-        _wait_for_store(store, options, endpoints, restart=coordination.restart)
+        ended = _wait_for_store(store, options, endpoints, restart=coordination.restart)
+        if ended is not None:
+            return ended
         if (error := coordination.storage_error) is not None:
             if not _retry_store(partial(_has_begun, store), options):
                 raise error
@@ -265,9 +268,10 @@ def _terminate(agent: Agent, number: int, frame: object) -> None:
 
 def _wait_for_store(
     store: Store, options: AgentOptions, endpoints: Sequence[str], *, restart: bool
-) -> None:
+) -> ExitCode | None:
     """Waits until etcd answers, and checks that the job is not over.
 
+    Returns the exit code if the launch that this node belongs to has ended (E7); None: it goes on.
     Raises `StoreUnavailable` after --join-timeout, and `UserError` if the job is over.
     """
     names, timeout_s = ",".join(endpoints), options.policy.join_timeout_s
@@ -289,9 +293,12 @@ def _wait_for_store(
             "address, and that etcd runs"
         ) from None
     if done is None:
-        return
+        return None
+    over = decode(Done, json.loads(done.value), DONE)
+    if over.launch_id and over.launch_id == options.launch_id:
+        log_for_node(options.node, f"this node came after the end of the job: {over.reason}")
+        return exit_code_of(over)
     if not restart:
-        over = decode(Done, json.loads(done.value), DONE)
         how = {"stopped": "was stopped", "failed": "has failed", "finished": "is already done"}
         raise UserError(
             f"job {options.job!r} {how[over.outcome]} ({over.reason}); add --restart to run it "
@@ -304,3 +311,4 @@ def _wait_for_store(
     store.write({}, deletes=over_and_gone, conditions=[same])  # unless another node was faster
     text = f"job {options.job}: was done, runs again from the newest checkpoint"
     log.info("%s", text, extra={"bare": True})
+    return None

@@ -64,6 +64,8 @@ class StoreWriter:
         self._cluster = cluster
         self.token_digest = ""
         """Digest of the job's token; it is part of each world that is written."""
+        self.launch_id = ""
+        """--launch-id of this node; it is part of the end of the job."""
 
     def keep_registered(self, now_s: float, *, leaving: bool) -> None:
         """Renews the registration where it has lapsed; a node that leaves does not come back."""
@@ -111,7 +113,7 @@ class StoreWriter:
         stands: `world` before `view` was made; the write is refused if it has changed since.
         """
         if isinstance(action, WriteDone):
-            done = {DONE: to_bytes(action.done)}
+            done = {DONE: to_bytes(replace(action.done, launch_id=self.launch_id))}
             self._store.write(done, conditions=self._conditions(basis))
             self._observer.put(DONE, self._store.read(DONE))
             return

@@ -270,6 +270,15 @@ RUN_OPTIONS = (
         is_switch=True,
     ),
     Option(
+        ("--launch-id",),
+        "Nodes that were started together share this id, such as the uid of a Kubernetes Job; one "
+        "that comes after the end of the job exits as the others did. Another launch needs "
+        "--restart, or another --job.",
+        metavar="ID",
+        field="launch_id",
+        in_local="absent",
+    ),
+    Option(
         ("--standalone",),
         "The job runs on one node, with an etcd of its own; this is the default when MAX is 1.",
         False,

@@ -88,6 +88,7 @@ from elasticzero.launcher.protocol.leader import (
 )
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from elasticzero.launcher.protocol.regroup import close_round, others_may_save, save_held
+from elasticzero.launcher.protocol.termination import exit_code_of
 from elasticzero.launcher.protocol.view import View
 
 ALIKE_S = 1.0
@@ -125,15 +126,12 @@ def _wind_up(view: View, done: Done) -> Decision:
         return Decision((KillWorkers(f"the job is over: {done.reason}"),), "the job is over")
     if workers.running:
         return wait("the job is over: the workers are being stopped")
-    code = ExitCode.FAILED if done.outcome == "failed" else ExitCode.DONE
-    if done.outcome == "failed" and done.failure is not None and done.failure.final:
-        code = ExitCode.USAGE
     last = {
         "failed": "the job has failed",
         "stopped": f"the job is stopped: {done.reason}",
         "finished": f"the job is done: {done.reason}",
     }
-    return Decision((ExitAgent(code),), last[done.outcome])
+    return Decision((ExitAgent(exit_code_of(done)),), last[done.outcome])
 
 
 def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:

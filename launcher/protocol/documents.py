@@ -271,6 +271,8 @@ class Done:
     end_reason: str = ""
     """Why the script ended training early, by `session.stop`; empty: it did not, or a version
     without this field wrote this document."""
+    launch_id: str = ""
+    """--launch-id of the node that wrote it; empty: it had none."""
 
 
 LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
@@ -281,6 +283,7 @@ LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
     (World, "left_out", ()),
     (World, "time_spent", None),
     (Done, "end_reason", ""),
+    (Done, "launch_id", ""),
     (Member, "zone", ""),
 )
 """Fields that are left out where they have this value, so that the bytes are those of versions

@@ -15,6 +15,8 @@ Pure. Rules:
      nothing else is left to do. The job fails if that takes too long.
  E6  If ranks differ without a majority, and no state of a step at which they were equal is held,
      the job has failed: it does not begin anew.
+ E7  A node that comes after the end, of the launch that ended (--launch-id), exits as the others
+     did: with the code of the end. One of another launch needs --restart, or another job.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision, WriteDone, wait
 from elasticzero.launcher.protocol.documents import Done, Failure, Report, SkippedCheckpoint, World
@@ -34,6 +37,14 @@ from elasticzero.launcher.protocol.failure_policy import (
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import verified_step
 from elasticzero.launcher.protocol.view import View
+
+
+def exit_code_of(done: Done) -> ExitCode:
+    """Returns the exit code of an agent whose job has ended like this."""
+    if done.outcome != "failed":
+        return ExitCode.DONE
+    final = done.failure is not None and done.failure.final
+    return ExitCode.USAGE if final else ExitCode.FAILED
 
 
 def fail_job(
