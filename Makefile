@@ -15,7 +15,7 @@ RANGE_TESTS := $(addprefix tests/unit/, comm consistency parallel snapshots stat
   tests/contract/test_store.py tests/integration/test_unused_parameters.py
 # What makes a site of the pages, likewise.
 DOCS := .venv-docs
-PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results
+PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results k8s/README.md
 # Tests run at a time, on two cores: those of clusters wait for a third of their time.
 JOBS ?= 3
 GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker_process.py \
@@ -25,7 +25,7 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test slow check reference bench chaos gpu integrations versions docs tools clean
+.PHONY: help demo test slow check reference manifests bench chaos gpu integrations versions docs tools clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
@@ -47,16 +47,20 @@ slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 15 minu
 	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile \
 	  -m "slow and not chaos"
 
-check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale reference page
+check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale page or manifest
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -q tests/unit/test_house.py
 	$(RUN) -m tools.reference --check
+	$(RUN) -m tools.manifests --check
 
 reference: $(READY) ## write docs/reference from the code
 	$(RUN) -m tools.reference
+
+manifests: $(READY) ## write k8s/ by elasticzero k8s render
+	$(RUN) -m tools.manifests
 
 bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, steps beside DDP's (over an hour)
 	$(RUN) benchmarks/recovery.py

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from elasticzero.launcher.cli.kubernetes_options import RENDER_OPTIONS, RENDER_REQUIRED
 from elasticzero.launcher.cli.main import COMMANDS, build_parser
 from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.parser import Parser
@@ -26,6 +27,10 @@ def configuration() -> str:
     for name, parser in _parsers(parsers["checkpoint"]).items():
         parts.append(f"### elasticzero checkpoint {name}\n\n{sentence(parser.description or '')}")
         parts += _options_of(parser)
+    parts.append(f"## elasticzero k8s\n\n{sentence(COMMANDS['k8s'])} {prose.K8S_COMMANDS}")
+    for name, parser in _parsers(parsers["k8s"]).items():
+        parts.append(f"### elasticzero k8s {name}\n\n{sentence(parser.description or '')}")
+        parts += _render_page(parser) if name == "render" else _options_of(parser)
     parts += [prose.VARIABLES, table(("Environment", "Meaning"), prose.VARIABLE_ROWS)]
     parts.append(prose.VARIABLES_ALONE)
     return "\n\n".join(parts)
@@ -57,6 +62,10 @@ def _local_page(parser: Parser) -> list[str]:
         f"It also takes these options of `elasticzero run`, with the same meaning, defaults and "
         f"variables: {taken}.",
     ]
+
+
+def _render_page(parser: Parser) -> list[str]:
+    return [prose.RENDERED_SCRIPT, _option_table(RENDER_OPTIONS, required=RENDER_REQUIRED)]
 
 
 def _option_table(options: Iterable[Option], required: Sequence[str] = ()) -> str:

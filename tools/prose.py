@@ -30,6 +30,14 @@ CHECKPOINT_COMMANDS = """\
 These commands need no job and no etcd. A path may be a directory, or a URL such as
 `s3://bucket/run`. [Checkpoints](../checkpoints.md) has examples."""
 
+K8S_COMMANDS = """\
+The commands that change a job print
+lines for a shell, and run them with `--apply`. [Kubernetes](../kubernetes.md) has examples."""
+
+RENDERED_SCRIPT = """\
+The options come first, then the training script, then the script's own arguments. The script is a
+file here, which goes into a ConfigMap, or an absolute path in the image."""
+
 VARIABLES = """\
 ## Variables without an option"""
 

@@ -80,6 +80,12 @@ def _add_plan(parser: Parser) -> None:
     add_plan_options(parser)
 
 
+def _add_k8s(parser: Parser) -> None:
+    from elasticzero.launcher.cli.kubernetes import add_k8s_commands
+
+    add_k8s_commands(parser)
+
+
 ADD: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "local": _add_local,
@@ -88,6 +94,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "scale": _add_scale,
     "stop": _add_control_options,
     "plan": _add_plan,
+    "k8s": _add_k8s,
 }
 """Functions that give a command's parser its options and its `run_command`, which takes the parsed
 arguments and returns the exit code."""

@@ -23,6 +23,7 @@ COMMANDS = {
     "scale": "Changes the minimum and maximum number of nodes of a job.",
     "stop": "Ends a job at the next step and saves its state.",
     "plan": "Computes the memory that each strategy needs for a model on a cluster.",
+    "k8s": "Renders manifests for Kubernetes, and changes jobs there by kubectl.",
     "checkpoint": "Inspects, verifies, compares and converts checkpoints.",
 }
 
