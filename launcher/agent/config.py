@@ -100,6 +100,7 @@ def agent_options(
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
     directory, storage_error = _checkpoint_directory(args)
+    workers = worker_settings(args, nproc, os.environ)
     options = AgentOptions(
         job=job,
         node=node,
@@ -112,7 +113,7 @@ def agent_options(
         checkpoint_dir=directory,
         keep=given.keep,
         console=console,
-        workers=worker_settings(args, nproc, os.environ),
+        workers=workers,
         **given.agent,
     )
     return options, storage_error

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from elasticzero.errors import ElasticZeroError
+from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.launcher.options.parser import Parser
-from elasticzero.launcher.options.rendezvous import check_rendezvous
 from elasticzero.launcher.options.table import add_job_options, add_local_options, add_run_options
-from elasticzero.launcher.options.torchrun import check_signals, without_effect
 from elasticzero.launcher.options.validation import (
     check_access,
     check_name,
@@ -104,47 +101,70 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return _run_agent(args)
     except ElasticZeroError as error:
-        from elasticzero.launcher.observability.event_log import EventLog
-
+        shown = with_source(error, args)
         if args.log_dir and args.job and args.node_name:
+            from elasticzero.launcher.observability.event_log import EventLog
+
             directory = Path(args.log_dir, args.job, args.node_name)
             with suppress(OSError), closing(EventLog(directory)) as log:
-                log.write("error", message=str(error), details="", repeats_traceback=False)
-        raise
+                log.write("error", message=str(shown), details="", repeats_traceback=False)
+        raise shown from None
+
+
+def with_source(error: ElasticZeroError, args: argparse.Namespace) -> ElasticZeroError:
+    """Returns the error, with the variable or the line of the file that gave the option which it
+    begins with.
+
+    A flag is seen on the command line, so then the error stays as it is.
+    """
+    flag = str(error).partition(" ")[0].rstrip(":")
+    name = flag.removeprefix("--").replace("-", "_")
+    source = args.sources.get(name)
+    if type(error) is not UserError or not flag.startswith("--") or source is None:
+        return error
+    return UserError(f"{error}{source.note}")
 
 
 def _run_agent(args: argparse.Namespace) -> int:
-    from elasticzero.launcher.agent.config import agent_options
     from elasticzero.launcher.agent.main import Coordination, Network, run_agent
     from elasticzero.launcher.agent.node_claim import node_claim
+    from elasticzero.launcher.cli.resolved_run import resolve_run
     from elasticzero.launcher.observability import logging_setup
-    from elasticzero.launcher.secrets import forget_secrets
 
-    least, most = parse_nnodes(args.nnodes)
-    meeting = check_rendezvous(args, most)
-    access, token = check_access(args), given_token(args)
-    forget_secrets(os.environ)
-    signals = check_signals(args.signals_to_handle)
-    options, storage_error = agent_options(args, (least, most))
+    resolved = resolve_run(args)
+    options, rendezvous = resolved.options, resolved.rendezvous
+    least, most = resolved.nodes
     logging_setup.set_up(options.node, args.log_level, args.log_format)
     coordination = Coordination(
         endpoints=endpoints_of(args),
-        access=access,
-        token=token,
+        access=resolved.access,
+        token=resolved.token,
         restart=args.restart,
-        storage_error=storage_error,
-        hosted=meeting.hosted,
-        node_rank=meeting.node_rank if least == most else None,
+        storage_error=resolved.storage_error,
+        hosted=rendezvous.hosted,
+        node_rank=rendezvous.node_rank if least == most else None,
     )
     network = Network(args.host, args.http_host, args.http_port)
-    lines = [*meeting.lines, *without_effect(vars(args))]
     with node_claim(options, named=args.node_name is not None) as (claim, options):
-        return int(run_agent(options, coordination, network, claim, signals, lines))
+        return int(
+            run_agent(options, coordination, network, claim, resolved.signals, resolved.lines)
+        )
 
 
 def _local(args: argparse.Namespace) -> int:
+    from elasticzero.launcher.local.command import check_cluster, run
+
+    try:
+        check_local(args)
+        check_cluster(args)
+    except ElasticZeroError as error:
+        raise with_source(error, args) from None
+    return int(run(args))
+
+
+def check_local(args: argparse.Namespace) -> None:
+    """Checks the options of `local` that its agents get; raises `UserError`."""
     from elasticzero.launcher.agent.config import console_of
-    from elasticzero.launcher.local.command import run
 
     check_script(args.script, is_module=args.module, is_program=args.no_python)
     parse_nproc(args.nproc_per_node)
@@ -156,7 +176,6 @@ def _local(args: argparse.Namespace) -> int:
     parse_common_options(args)
     check_access(args)
     given_token(args)
-    return int(run(args))
 
 
 def _status(args: argparse.Namespace) -> int:

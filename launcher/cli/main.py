@@ -68,8 +68,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = build_parser(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        parser.prog = args.prog
-        parser.error(f"unknown option {unknown[0]}")
+        parser.named(args.prog).refuse_unknown(unknown[0])
     return args
 
 

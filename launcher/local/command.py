@@ -59,10 +59,13 @@ def most_nodes(nodes: int, faults: Sequence[Fault]) -> int:
 def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:
     """Returns the words that every agent gets after `run`: its options, the script, its arguments.
 
+    They read no file of `--config`, for `args` has what it gave.
+
     most: the highest number of nodes that the cluster ever has.
     """
     nnodes = args.nnodes or f"1:{most}"
-    words = ["--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0", "--preemption", "none"]
+    words = ["--config=", "--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0"]
+    words += ["--preemption", "none"]
     return [*words, *passed_on_arguments(args), *_output_words(args), args.script, *args.arguments]
 
 
@@ -98,8 +101,9 @@ def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str
     return node.name, struck_s
 
 
-def run(args: argparse.Namespace) -> ExitCode:
-    """Runs `elasticzero local`: starts the cluster, prints events, injects faults, and stops it."""
+def check_cluster(args: argparse.Namespace) -> list[Fault]:
+    """Returns the faults in the order of their steps; raises `UserError` for options that
+    contradict each other."""
     if args.nodes < 1:
         raise UserError(f"--nodes {args.nodes}: at least 1 is expected")
     faults = sorted((parse_fault(text) for text in args.fault or ()), key=lambda fault: fault.step)
@@ -108,6 +112,12 @@ def run(args: argparse.Namespace) -> ExitCode:
         if fault.node is not None and fault.node not in names:
             raise UserError(f"--fault {fault.kind}:{fault.node}: the nodes are node-0, node-1, …")
     _check_enough_nodes(args, most_nodes(args.nodes, faults))
+    return faults
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Runs `elasticzero local`: starts the cluster, prints events, injects faults, and stops it."""
+    faults = check_cluster(args)
     job = args.job or f"local-{uuid.uuid4().hex[:6]}"
     log_dir = make_log_directory(args.log_dir, job).parent
     console = console_of(args)

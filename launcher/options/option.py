@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.options.values import Parse
 
+SCRIPT_KEY, ARGUMENTS_KEY = "script", "args"
+"""Keys of the training script and of its arguments in the file of `--config`."""
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 InLocal = Literal["passed on", "taken", "absent"]
@@ -46,6 +49,8 @@ class Option:
     in_local: InLocal = "passed on"
     group: str = ""
     """The heading under which the help lists it; empty: among the command's own options."""
+    in_file: bool = True
+    """True if the file of `--config` may give it."""
 
     @property
     def name(self) -> str:
@@ -71,15 +76,15 @@ class Option:
         off = [f"--no-{self.flags[0].removeprefix('--')}"] if self.has_off else []
         return [self.flags[0]] if value else off
 
-    def default_in(self, environment: Mapping[str, str]) -> Any:
-        """Returns the value without the flag: that of a variable, or else the default.
+    def given_in(self, environment: Mapping[str, str]) -> tuple[str, Any] | None:
+        """Returns the variable that gives the option, and its value; None: no variable does.
 
         An empty variable counts as unset. Raises `UserError` for an invalid value.
         """
         for variable in self.variables:
             if given := environment.get(variable):
-                return self.value(f"{variable}={given}", given)
-        return self.default
+                return variable, self.value(f"{variable}={given}", given)
+        return None
 
     def value(self, where: str, given: str) -> Any:
         """Returns the value of the given text; raises `UserError`, which begins with `where`."""
@@ -96,6 +101,19 @@ class Option:
             raise UserError(f"{where}: {expected} is expected") from None
 
 
+def grouped(heading: str, *options: Option) -> tuple[Option, ...]:
+    """Returns options that the help lists under one heading."""
+    return tuple(replace(option, group=heading) for option in options)
+
+
 def spellings(flag: str) -> list[str]:
     """Returns a flag with dashes, and with underscores as torchrun takes it too."""
     return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))
+
+
+def split_default(text: str) -> tuple[str, str]:
+    """Returns a help text without the default that it names, and that default."""
+    found = re.search(r"\s*\(default: ([^)]*)\)|(?:^|; )default: (.*)$", text)
+    if found is None:
+        return text, ""
+    return text[: found.start()] + text[found.end() :], found[1] or found[2]

@@ -1,4 +1,8 @@
-"""Parses a command's options by argparse, with this project's errors and late defaults."""
+"""Parses a command's options by argparse, with this project's errors and late defaults.
+
+The value of an option is resolved once: a flag goes before the environment, the environment before
+the file of `--config`, and the file before the default.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,53 @@ import argparse
 import copy
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.options.option import Option, spellings
+from elasticzero.launcher.options.option import (
+    ARGUMENTS_KEY,
+    SCRIPT_KEY,
+    Option,
+    spellings,
+)
+from elasticzero.launcher.options.sources import DEFAULT, FLAG, Origin, ValueSource
 from elasticzero.launcher.options.spelling import spelled_out
+
+if TYPE_CHECKING:
+    from elasticzero.launcher.options.config_file import FileValue
+
+NEARNESS = 0.75
+"""Least similarity, from 0 to 1, of the option that an error suggests for one that is unknown."""
+MAX_IN_USAGE = 6
+"""Number of options that a line of usage names; of more it says only that there are some."""
+EXAMPLES = "examples:\n"
+"""Beginning of a text whose lines the help prints as they are."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
     """Lists each option with dashes only, though underscores are accepted too."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
-        super().add_usage(usage, [_with_dashes(action) for action in actions], groups, prefix)
+        shown = [_with_dashes(action) for action in actions]
+        free = [action for action in shown if action.option_strings and not action.required]
+        if len(free) > MAX_IN_USAGE:
+            shown = [
+                argparse.Action(["OPTIONS"], "", nargs=0),
+                *(a for a in shown if a not in free),
+            ]
+        super().add_usage(usage, shown, groups if len(free) <= MAX_IN_USAGE else [], prefix)
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(_with_dashes(action))
+        if isinstance(action.choices, dict):  # commands stand further to the right than options
+            widest = max(map(len, action.choices)) + self._current_indent + self._indent_increment
+            self._action_max_length = max(self._action_max_length, widest)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(EXAMPLES):
+            return text
+        return super()._fill_text(text, width, indent)
 
 
 def _with_dashes(action: argparse.Action) -> argparse.Action:
@@ -33,23 +68,59 @@ def _with_dashes(action: argparse.Action) -> argparse.Action:
 class Parser(argparse.ArgumentParser):
     """Prints errors in one line, and exits with the code of bad input.
 
-    Defaults from the environment may be invalid themselves. They are read once all words are
-    parsed: not for `--help`, and not if the flag is given. The result has as its `prog` the
-    innermost command that was named.
+    Defaults from the environment and from a file may be invalid themselves. They are read once all
+    words are parsed: not for `--help`, and not if the flag is given. The result has as its `prog`
+    the innermost command that was named, and as its `sources` where each value comes from, by the
+    option's name.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+        defaults = {"formatter_class": HelpFormatter, "add_help": False}
+        super().__init__(*args, **{**defaults, **options})
+        self.add_argument("-h", "--help", action="help", help="This help is shown.")
         self.options: tuple[Option, ...] = ()
         """The options that `add_options` gave the parser."""
+        self.required: tuple[str, ...] = ()
+        """Names of those that must have a value."""
         self.complete: Callable[[argparse.Namespace], None] | None = None
         """Function that sets what no word has set; raises `UserError`."""
         self.prepare: Callable[[Sequence[str]], list[str]] = list
         """Function that spells out abbreviations in this command's words; raises `UserError`."""
+        self.commands: Mapping[str, Parser] = {}
+        """Parsers of the commands below this one, by name."""
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\nsee: {self.prog} --help", file=sys.stderr)
         raise SystemExit(ExitCode.USAGE)
+
+    def add_subparsers(self, **options: Any) -> Any:
+        added = super().add_subparsers(**options)
+        self.commands = added.choices
+        return added
+
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """Returns the options and positional arguments, in the order of the help."""
+        return self._actions
+
+    @property
+    def flags(self) -> list[str]:
+        """Returns every flag, spelled with dashes."""
+        return [flag for flag in self._option_string_actions if "_" not in flag]
+
+    def named(self, prog: str) -> Parser:
+        """Returns the parser of the command that these words name, this parser's own first."""
+        found = self
+        for name in prog.removeprefix(self.prog).split():
+            found = found.commands[name]
+        return found
+
+    def refuse_unknown(self, word: str) -> NoReturn:
+        """Ends with the error about an option that this command does not have."""
+        import difflib  # only an error needs it
+
+        near = difflib.get_close_matches(word.partition("=")[0], self.flags, 1, NEARNESS)
+        self.error(f"unknown option {word}{f'; did you mean {near[0]}?' if near else ''}")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -58,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(words, namespace)
         if not hasattr(found, "prog"):
             found.prog = self.prog
-        if self.complete is not None:
+        if self.complete is not None and not unknown:
             self.complete(found)
         return found, unknown
 
@@ -66,17 +137,17 @@ class Parser(argparse.ArgumentParser):
 def add_command(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
     """Adds the options of a command that runs a script, and the script, to a parser."""
     add_options(parser, options, required)
-    parser.add_argument("script", help="This training script runs in every worker.")
+    script = parser.add_argument("script", help="This training script runs in every worker.")
     arguments = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="The script gets these arguments."
     )
-    arguments.required = False  # or else an error about a missing script names it too
+    script.required = arguments.required = False  # the file of --config may give both
     parser.prepare = lambda words: spelled_out(words, options)
 
 
 def add_options(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
     """Adds options to a parser. required: names of the options that must have a value."""
-    parser.options = tuple(options)
+    parser.options, parser.required = tuple(options), tuple(required)
     headings = dict.fromkeys(option.group for option in options if option.group)
     groups = {heading: parser.add_argument_group(heading) for heading in headings}
     for option in options:
@@ -87,7 +158,7 @@ def add_options(parser: Parser, options: Sequence[Option], required: Sequence[st
         ]
         text = option.help
         if option.default is not None and not option.is_switch:
-            text += f" (default: {option.default})"
+            text += f" (default: {shown_value(option.default)})"
         place = groups.get(option.group, parser)
         if option.is_switch:
             action: Any = argparse.BooleanOptionalAction if option.has_off else "store_true"
@@ -105,23 +176,65 @@ def add_options(parser: Parser, options: Sequence[Option], required: Sequence[st
                 metavar=option.metavar,
                 help=text,
             )
+    parser.complete = lambda found: _complete(parser, found)
 
-    def given(found: argparse.Namespace, option: Option) -> bool:
-        return getattr(found, option.name) not in (None, "")
 
-    def complete(found: argparse.Namespace) -> None:
-        missing = [option for option in options if not hasattr(found, option.name)]
-        found.by_flag = frozenset(o.name for o in options if o not in missing)
-        found.defaulted = frozenset(
-            o.name for o in missing if not any(os.environ.get(v) for v in o.variables)
-        )
-        for option in missing:
-            setattr(found, option.name, option.default_in(os.environ))
-        if absent := [o for o in options if o.name in required and not given(found, o)]:
-            missing_words = " and ".join(_required_word(option) for option in absent)
-            parser.error(f"{missing_words} must be given")
+def shown_value(value: Any) -> str:
+    """Returns a value as the help and the reference show it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
-    parser.complete = complete
+
+def _complete(parser: Parser, found: argparse.Namespace) -> None:
+    """Sets what no flag has set, and `sources`; raises `UserError` for an invalid value."""
+    found.sources = {o.name: FLAG for o in parser.options if hasattr(found, o.name)}
+    file = _read_file(parser, found)
+    if hasattr(found, "script"):
+        _complete_script(parser, found, file)
+    for option in parser.options:
+        if option.name in found.sources:
+            continue
+        value, source = option.default, DEFAULT
+        if (given := option.given_in(os.environ)) is not None:
+            value, source = given[1], ValueSource(Origin.ENVIRONMENT, given[0])
+        elif (held := file.get(option.name)) is not None:
+            value, source = held.value, ValueSource(Origin.FILE, held.where)
+        setattr(found, option.name, value)
+        found.sources[option.name] = source
+    absent = [
+        option
+        for option in parser.options
+        if option.name in parser.required and getattr(found, option.name) in (None, "")
+    ]
+    if absent:
+        missing_words = " and ".join(_required_word(option) for option in absent)
+        parser.error(f"{missing_words} must be given")
+
+
+def _read_file(parser: Parser, found: argparse.Namespace) -> dict[str, FileValue]:
+    """Returns what the file of `--config` gives; nothing where no file is named."""
+    for option in parser.options:
+        if option.flags[0] == "--config":
+            given = option.given_in(os.environ)
+            path = getattr(found, option.name, given[1] if given else None)
+            if not path:
+                break
+            from elasticzero.launcher.options.config_file import read_config
+
+            return read_config(path, parser.options, parser.prog)
+    return {}
+
+
+def _complete_script(parser: Parser, found: argparse.Namespace, file: dict[str, FileValue]) -> None:
+    """Sets the script and its arguments, each from the file unless the command line gives it."""
+    for name, key in (("script", SCRIPT_KEY), ("arguments", ARGUMENTS_KEY)):
+        found.sources[name] = ValueSource(Origin.COMMAND_LINE, "command line")
+        if getattr(found, name):
+            continue
+        held = file.get(key)
+        setattr(found, name, held.value if held is not None else [])
+        found.sources[name] = ValueSource(Origin.FILE, held.where) if held is not None else DEFAULT
+    if not found.script:
+        parser.error(f"a training script must be given, as in: {parser.prog} train.py")
 
 
 def _typed(option: Option) -> Callable[[str], Any]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
 from elasticzero.errors import UserError
+from elasticzero.launcher.options.sources import Origin, ValueSource
 
 C10D_PORT, STATIC_PORT = 29400, 29500
 """Default ports of torch's rendezvous."""
@@ -40,6 +41,8 @@ _FILES = {
 }
 """Options that the keys of torch's etcd backends for certificate files become."""
 _OWN = ("etcd_cacert", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
+_ETCD_FROM = ("rdzv_endpoint", "master_addr", "rdzv_backend", "standalone")
+"""Options of torchrun that say where nodes meet; of equally strong ones the first counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,9 +210,10 @@ def job_of(rdzv_id: str) -> str:
 def check_rendezvous(args: argparse.Namespace, most_nodes: int) -> Rendezvous:
     """Determines where this node finds the others, and sets `args` accordingly.
 
-    It sets --etcd, --job and the options that --rdzv-conf gives. Raises `UserError`.
+    It sets --etcd, --job and the options that --rdzv-conf gives, with their sources. Raises
+    `UserError`.
     """
-    _prefer_flags(args)
+    _prefer_stronger(args)
     found = resolve_rendezvous(vars(args), most_nodes)
     if args.standalone and most_nodes > 1:
         raise UserError(f"--standalone is one node, but --nnodes is {args.nnodes}")
@@ -221,16 +225,29 @@ def check_rendezvous(args: argparse.Namespace, most_nodes: int) -> Rendezvous:
         )
     if found.etcd is not None and not found.job:
         raise UserError("--etcd needs --job ID, the same on every node: it names the training run")
-    args.etcd, args.job = found.etcd, found.job
-    args.host = args.host or args.local_addr
+    _take_over(args, "etcd", found.etcd, _ETCD_FROM)
+    _take_over(args, "job", found.job, ("rdzv_id", *_ETCD_FROM))
+    _take_over(args, "host", args.host or args.local_addr, ("local_addr",))
+    conf = args.sources["rdzv_conf"]
     for name, value in found.settings.items():
-        if name in args.defaulted:
+        if args.sources[name].origin < min(conf.origin, Origin.ENVIRONMENT):
             setattr(args, name, value)
+            args.sources[name] = ValueSource(conf.origin, f"--rdzv-conf, {conf.text}")
     return found
 
 
-def _prefer_flags(args: argparse.Namespace) -> None:
-    """Gives torchrun's flags precedence over this project's variables of the environment."""
+def _take_over(args: argparse.Namespace, name: str, value: Any, others: Sequence[str]) -> None:
+    """Sets an option to what torchrun's options mean; its source is the strongest of `others`."""
+    if getattr(args, name) == value:
+        return
+    setattr(args, name, value)
+    other = max(others, key=lambda other: args.sources[other].origin)
+    source = args.sources[other]
+    args.sources[name] = ValueSource(source.origin, f"--{other.replace('_', '-')}, {source.text}")
+
+
+def _prefer_stronger(args: argparse.Namespace) -> None:
+    """Leaves out an option of this project where torchrun's is from a stronger source."""
     for own, torchruns in (("etcd", "rdzv_endpoint"), ("job", "rdzv_id"), ("host", "local_addr")):
-        if torchruns in args.by_flag and own not in args.by_flag:
+        if args.sources[torchruns].origin > args.sources[own].origin:
             setattr(args, own, None)

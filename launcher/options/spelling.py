@@ -15,8 +15,8 @@ from elasticzero.launcher.options.option import Option
 STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 """The values that torchrun takes for --tee and --redirects: `3`, or by local rank `0:3,1:1`."""
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
-_TEE, _TEE_STREAMS = "--tee", "--tee-streams"
-_SHORT = {"-t": _TEE}
+TEE, TEE_STREAMS = "--tee", "--tee-streams"
+_SHORT = {"-t": TEE}
 
 
 def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
@@ -36,10 +36,10 @@ def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
             taken.append(word)
             continue
         name = option.flags[0]
-        if name == _TEE:
+        if name == TEE:
             if value is None and rest and STREAMS.fullmatch(rest[0]):
                 value = rest.pop(0)
-            taken.append(name if value is None else f"{_TEE_STREAMS}={value}")
+            taken.append(name if value is None else f"{TEE_STREAMS}={value}")
         elif option.is_switch:
             taken.append(name if value is None else f"{name}={value}")
         elif value is None and rest and (not rest[0].startswith("-") or _NUMBER.match(rest[0])):

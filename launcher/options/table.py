@@ -2,10 +2,12 @@
 
 One row gives an option its flags, its environment variable, its default and its help, says how its
 value is checked, which field of `AgentOptions` it fills, and what `local` does with it. The parser,
-the checks, the options of agents and `docs/reference/configuration.md` all come from here.
+the checks, the options of agents, the file of `--config`, the help, the completion of shells and
+`docs/reference/configuration.md` all come from here.
 
-A flag goes before the environment, and the environment before the default. Every option of `run`
-may be given as `ELASTICZERO_<OPTION>`; torchrun's options are taken too, and its `PET_<OPTION>`.
+A flag goes before the environment, the environment before the file of `--config`, and the file
+before the default. Every option of `run` may be given as `ELASTICZERO_<OPTION>`; torchrun's options
+are taken too, and its `PET_<OPTION>`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from elasticzero.launcher.options.option import Option
+from elasticzero.launcher.options.option import Option, grouped
 from elasticzero.launcher.options.parser import Parser, add_command, add_options
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.options.training import TRAINING_OPTIONS
@@ -29,7 +31,19 @@ from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 DEFAULT_HTTP_PORT = 9400
 """First port that is tried if none is given."""
 
-JOB_OPTIONS = (
+CONFIG = Option(
+    ("--config",),
+    "What no flag and no variable gives is read from this TOML file: its keys are the options' "
+    "names, script and args.",
+    metavar="FILE",
+    in_local="taken",
+    in_file=False,
+)
+COMMAND_OPTIONS = (CONFIG,)
+"""Options of `run` and `local` that concern the command itself and no job."""
+
+JOB_OPTIONS = grouped(
+    "job and etcd",
     Option(
         ("--etcd", "--rdzv-endpoint"),
         "etcd is reached at these endpoints, separated by commas; https://HOST:PORT uses TLS.",
@@ -79,212 +93,220 @@ JOB_OPTIONS = (
 job."""
 
 RUN_OPTIONS = (
-    Option(
-        ("--nnodes",),
-        "The job runs on MIN to MAX nodes; N means exactly N.",
-        "1:1",
-        metavar="MIN:MAX",
-        pet=True,
-        in_local="absent",
-    ),
-    Option(
-        ("--nproc-per-node",),
-        "This node runs N workers; gpu and cpu mean one for each GPU or CPU, and auto means gpu "
-        "where there are GPUs and 1 elsewhere.",
-        "auto",
-        metavar="N",
-        pet=True,
+    *grouped(
+        "nodes and workers",
+        Option(
+            ("--nnodes",),
+            "The job runs on MIN to MAX nodes; N means exactly N.",
+            "1:1",
+            metavar="MIN:MAX",
+            pet=True,
+            in_local="absent",
+        ),
+        Option(
+            ("--nproc-per-node",),
+            "This node runs N workers; gpu and cpu mean one for each GPU or CPU, and auto means "
+            "gpu where there are GPUs and 1 elsewhere.",
+            "auto",
+            metavar="N",
+            pet=True,
+        ),
+        Option(
+            ("--spares",),
+            "At most N nodes beyond MAX wait to replace a lost node. (default: all that come)",
+            metavar="N",
+            parse=whole_number("a number of nodes, 0 or more, is expected"),
+            field="policy.spares",
+        ),
+        Option(
+            ("--node-name",),
+            "This node has this name, which must be unique in the job. (default: the host name, "
+            "with a number where another agent of the job runs on this machine)",
+            metavar="NAME",
+            in_local="absent",
+        ),
+        Option(
+            ("--zone",),
+            "This node is in this part of the cluster, such as a zone of a cloud or a rack, which "
+            "may fail as a whole; nodes keep the replicas of nodes in another one. (default: not "
+            "known)",
+            metavar="ZONE",
+            field="zone",
+            in_local="absent",
+        ),
+        Option(
+            ("--standalone",),
+            "The job runs on one node, with an etcd of its own; this is the default when MAX is 1.",
+            False,
+            is_switch=True,
+            pet=True,
+            in_local="absent",
+        ),
+        Option(
+            ("--settle",),
+            "The first generation starts with fewer than MAX nodes once no node has come for S "
+            "seconds.",
+            3.0,
+            float,
+            metavar="S",
+            parse=at_least_zero("0 or more seconds are expected"),
+            field="policy.settle_s",
+        ),
+        Option(
+            ("--join-timeout",),
+            "The agent waits S seconds for etcd and for MIN nodes; then it fails.",
+            600.0,
+            float,
+            metavar="S",
+            parse=at_least_zero("0 or more seconds are expected"),
+            field="policy.join_timeout_s",
+        ),
     ),
     *(replace(option, flags=option.flags[:1]) for option in JOB_OPTIONS),
+    *grouped(
+        "job and etcd",
+        Option(
+            ("--lease-ttl",),
+            "A node that has been silent for S seconds is presumed lost.",
+            5,
+            int,
+            metavar="S",
+            parse=lease_seconds,
+            field="policy.lease_ttl_s",
+        ),
+        Option(
+            ("--restart",),
+            "A job that has ended runs again, from its newest checkpoint.",
+            False,
+            is_switch=True,
+        ),
+        Option(
+            ("--launch-id",),
+            "Nodes that were started together share this id, such as the uid of a Kubernetes Job; "
+            "one that comes after the end of the job exits as the others did. Another launch needs "
+            "--restart, or another --job.",
+            metavar="ID",
+            field="launch_id",
+            in_local="absent",
+        ),
+    ),
     *TRAINING_OPTIONS,
-    Option(
-        ("--spares",),
-        "At most N nodes beyond MAX wait to replace a lost node. (default: all that come)",
-        metavar="N",
-        parse=whole_number("a number of nodes, 0 or more, is expected"),
-        field="policy.spares",
+    *grouped(
+        "failures",
+        Option(
+            ("--max-restarts",),
+            "The job is restarted at most N times in a row without progress; then it fails.",
+            3,
+            int,
+            metavar="N",
+            pet=True,
+            parse=at_least_zero("0 or more is expected"),
+            field="policy.max_restarts",
+        ),
+        Option(
+            ("--hang-timeout",),
+            "Workers are replaced after S seconds without a step; auto is ten times the "
+            "longest of the last steps and at least 60, 0 disables it.",
+            "auto",
+            metavar="S",
+            parse=seconds_or_auto,
+            field="policy.hang_timeout_s",
+        ),
+        Option(
+            ("--exit-timeout",),
+            "A worker's process is killed if it still runs S seconds after its script and "
+            "exit functions have ended; 0 sets no limit.",
+            30.0,
+            float,
+            metavar="S",
+            parse=at_least_zero("0 or more seconds are expected", finite=True),
+        ),
+        Option(
+            ("--keep-workers",),
+            "The next generation reuses the workers' processes where that is safe.",
+            False,
+            is_switch=True,
+            has_off=True,
+            field="keep_workers",
+        ),
+        Option(
+            ("--preemption",),
+            "This node leaves when this cloud announces its preemption; auto detects the cloud.",
+            "auto",
+            choices=("auto", "none", "aws", "gcp", "azure"),
+            field="preemption",
+            in_local="absent",
+        ),
+        Option(
+            ("--grace",),
+            "This node leaves within S seconds after SIGTERM, because the scheduler is "
+            "expected to kill it then.",
+            25.0,
+            float,
+            metavar="S",
+            parse=at_least_zero("0 or more seconds are expected"),
+            field="grace_s",
+        ),
     ),
-    Option(
-        ("--max-restarts",),
-        "The job is restarted at most N times in a row without progress; then it fails.",
-        3,
-        int,
-        metavar="N",
-        pet=True,
-        parse=at_least_zero("0 or more is expected"),
-        field="policy.max_restarts",
+    *grouped(
+        "logs",
+        Option(
+            ("--log-dir",),
+            "The workers' output is written to DIR/JOB/NODE/LOCAL_RANK.log and no longer to the "
+            "terminal. (default: a temporary directory, and the terminal)",
+            metavar="DIR",
+            pet=True,
+            in_local="taken",
+        ),
+        Option(
+            ("--log-level",),
+            "The agent logs messages of this level and above.",
+            "info",
+            choices=("debug", "info", "warning", "error"),
+        ),
+        Option(
+            ("--log-format",),
+            "The agent logs text, or JSON: one object a line with the time, level, node, "
+            "generation and rank.",
+            "text",
+            choices=("text", "json"),
+            in_local="absent",
+        ),
+        Option(
+            ("--tee",),
+            "The workers' output is repeated on the terminal even with --log-dir; torchrun's --tee "
+            "STREAMS is accepted too (see --redirects).",
+            False,
+            is_switch=True,
+            in_local="taken",
+        ),
     ),
-    Option(
-        ("--hang-timeout",),
-        "Workers are replaced after S seconds without a step; auto is ten times the "
-        "longest of the last steps and at least 60, 0 disables it.",
-        "auto",
-        metavar="S",
-        parse=seconds_or_auto,
-        field="policy.hang_timeout_s",
-    ),
-    Option(
-        ("--exit-timeout",),
-        "A worker's process is killed if it still runs S seconds after its script and "
-        "exit functions have ended; 0 sets no limit.",
-        30.0,
-        float,
-        metavar="S",
-        parse=at_least_zero("0 or more seconds are expected", finite=True),
-    ),
-    Option(
-        ("--keep-workers",),
-        "The next generation reuses the workers' processes where that is safe.",
-        False,
-        is_switch=True,
-        has_off=True,
-        field="keep_workers",
-    ),
-    Option(
-        ("--strict-checkpoint",),
-        "A damaged checkpoint ends the job; otherwise training resumes from the checkpoint "
-        "before it.",
-        False,
-        is_switch=True,
-        field="policy.strict_checkpoint",
-    ),
-    Option(
-        ("--log-dir",),
-        "The workers' output is written to DIR/JOB/NODE/LOCAL_RANK.log and no longer to the "
-        "terminal. (default: a temporary directory, and the terminal)",
-        metavar="DIR",
-        pet=True,
-        in_local="taken",
-    ),
-    Option(
-        ("--log-level",),
-        "The agent logs messages of this level and above.",
-        "info",
-        choices=("debug", "info", "warning", "error"),
-    ),
-    Option(
-        ("--log-format",),
-        "The agent logs text, or JSON: one object a line with the time, level, node, generation "
-        "and rank.",
-        "text",
-        choices=("text", "json"),
-        in_local="absent",
-    ),
-    Option(
-        ("--tee",),
-        "The workers' output is repeated on the terminal even with --log-dir; torchrun's --tee "
-        "STREAMS is accepted too (see --redirects).",
-        False,
-        is_switch=True,
-        in_local="taken",
-    ),
-    Option(
-        ("--node-name",),
-        "This node has this name, which must be unique in the job. (default: the host name, "
-        "with a number where another agent of the job runs on this machine)",
-        metavar="NAME",
-        in_local="absent",
-    ),
-    Option(
-        ("--host",),
-        "Other nodes reach this node at this address; gloo uses its network interface. "
-        "(default: the address from which this node reaches etcd)",
-        metavar="ADDRESS",
-        in_local="absent",
-    ),
-    Option(
-        ("--zone",),
-        "This node is in this part of the cluster, such as a zone of a cloud or a rack, which may "
-        "fail as a whole; nodes keep the replicas of nodes in another one. (default: not known)",
-        metavar="ZONE",
-        field="zone",
-        in_local="absent",
-    ),
-    Option(
-        ("--http-port",),
-        "The agent serves /metrics, /healthz and /status at this port; 0 takes any free port. "
-        f"(default: {DEFAULT_HTTP_PORT}, or the next one that is free)",
-        None,
-        int,
-        metavar="PORT",
-        parse=port_number,
-        in_local="absent",
-    ),
-    Option(
-        ("--http-host",),
-        "The agent's HTTP server listens on this address.",
-        "0.0.0.0",
-        metavar="ADDRESS",
-        in_local="absent",
-    ),
-    Option(
-        ("--settle",),
-        "The first generation starts with fewer than MAX nodes once no node has come for S "
-        "seconds.",
-        3.0,
-        float,
-        metavar="S",
-        parse=at_least_zero("0 or more seconds are expected"),
-        field="policy.settle_s",
-    ),
-    Option(
-        ("--lease-ttl",),
-        "A node that has been silent for S seconds is presumed lost.",
-        5,
-        int,
-        metavar="S",
-        parse=lease_seconds,
-        field="policy.lease_ttl_s",
-    ),
-    Option(
-        ("--preemption",),
-        "This node leaves when this cloud announces its preemption; auto detects the cloud.",
-        "auto",
-        choices=("auto", "none", "aws", "gcp", "azure"),
-        field="preemption",
-        in_local="absent",
-    ),
-    Option(
-        ("--grace",),
-        "This node leaves within S seconds after SIGTERM, because the scheduler is "
-        "expected to kill it then.",
-        25.0,
-        float,
-        metavar="S",
-        parse=at_least_zero("0 or more seconds are expected"),
-        field="grace_s",
-    ),
-    Option(
-        ("--join-timeout",),
-        "The agent waits S seconds for etcd and for MIN nodes; then it fails.",
-        600.0,
-        float,
-        metavar="S",
-        parse=at_least_zero("0 or more seconds are expected"),
-        field="policy.join_timeout_s",
-    ),
-    Option(
-        ("--restart",),
-        "A job that has ended runs again, from its newest checkpoint.",
-        False,
-        is_switch=True,
-    ),
-    Option(
-        ("--launch-id",),
-        "Nodes that were started together share this id, such as the uid of a Kubernetes Job; one "
-        "that comes after the end of the job exits as the others did. Another launch needs "
-        "--restart, or another --job.",
-        metavar="ID",
-        field="launch_id",
-        in_local="absent",
-    ),
-    Option(
-        ("--standalone",),
-        "The job runs on one node, with an etcd of its own; this is the default when MAX is 1.",
-        False,
-        is_switch=True,
-        pet=True,
-        in_local="absent",
+    *grouped(
+        "network",
+        Option(
+            ("--host",),
+            "Other nodes reach this node at this address; gloo uses its network interface. "
+            "(default: the address from which this node reaches etcd)",
+            metavar="ADDRESS",
+            in_local="absent",
+        ),
+        Option(
+            ("--http-port",),
+            "The agent serves /metrics, /healthz and /status at this port; 0 takes any free port. "
+            f"(default: {DEFAULT_HTTP_PORT}, or the next one that is free)",
+            None,
+            int,
+            metavar="PORT",
+            parse=port_number,
+            in_local="absent",
+        ),
+        Option(
+            ("--http-host",),
+            "The agent's HTTP server listens on this address.",
+            "0.0.0.0",
+            metavar="ADDRESS",
+            in_local="absent",
+        ),
     ),
 )
 
@@ -296,25 +318,28 @@ TEE_STREAMS = Option(
     own=False,
     also_from="PET_TEE",
     in_local="taken",
+    in_file=False,
 )
 """`--tee` becomes this where torchrun's value follows it; `PET_TEE` gives it too."""
 
-_ALL_OF_RUN = (*RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS)
+ALL_RUN_OPTIONS = (*COMMAND_OPTIONS, *RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS)
+"""Every option of `run`, also those of torchrun."""
 
-LOCAL_OPTIONS = (
+LOCAL_OPTIONS = grouped(
+    "the cluster on this machine",
     Option(("--nodes",), "The cluster starts with N nodes.", type=int, metavar="N", own=False),
+    Option(
+        ("--nnodes",),
+        "The job runs on MIN to MAX nodes. (default: 1:N)",
+        metavar="MIN:MAX",
+        own=False,
+    ),
     Option(
         ("--fault",),
         "WHAT happens when the job reaches STEP: kill-node, kill-worker, drain or join; "
         "WHAT:NODE@STEP chooses the node.",
         metavar="WHAT@STEP",
         is_list=True,
-        own=False,
-    ),
-    Option(
-        ("--nnodes",),
-        "The job runs on MIN to MAX nodes. (default: 1:N)",
-        metavar="MIN:MAX",
         own=False,
     ),
 )
@@ -328,17 +353,22 @@ def add_job_options(parser: Parser) -> None:
 
 def add_run_options(parser: Parser) -> None:
     """Adds the options of `run`, also those of torchrun, and the script."""
-    add_command(parser, _ALL_OF_RUN)
+    add_command(parser, ALL_RUN_OPTIONS)
+
+
+def all_local_options() -> list[Option]:
+    """Returns the options of `local`, and those of `run` that it takes."""
+    job = {option.flags[0]: option for option in JOB_OPTIONS}
+    shared = [job.get(o.flags[0], o) for o in ALL_RUN_OPTIONS if o.in_local != "absent"]
+    return [*LOCAL_OPTIONS, *shared]
 
 
 def add_local_options(parser: Parser) -> None:
-    """Adds the options of `local`, those of `run` that it takes, and the script."""
-    job = {option.flags[0]: option for option in JOB_OPTIONS}
-    shared = [job.get(o.flags[0], o) for o in _ALL_OF_RUN if o.in_local != "absent"]
-    add_command(parser, [*LOCAL_OPTIONS, *shared], required=("nodes",))
+    """Adds the options of `local`, and the script."""
+    add_command(parser, all_local_options(), required=("nodes",))
 
 
 def passed_on_arguments(args: argparse.Namespace) -> list[str]:
     """Returns the words by which `local` passes its options on to each agent's `run`."""
-    passed_on = (option for option in _ALL_OF_RUN if option.in_local == "passed on")
+    passed_on = (option for option in ALL_RUN_OPTIONS if option.in_local == "passed on")
     return [word for o in passed_on for word in o.words(getattr(args, o.name))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import get_args
 
 from elasticzero.ipc.assignment import OnNonFinite, spike_limit
-from elasticzero.launcher.options.option import Option
+from elasticzero.launcher.options.option import Option, grouped
 from elasticzero.launcher.options.values import (
     at_least_zero,
     bytes_or_auto,
@@ -19,7 +19,8 @@ from elasticzero.launcher.options.values import (
 from elasticzero.memory_estimate import AUTO
 from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 
-TRAINING_OPTIONS = (
+_STRATEGY = grouped(
+    "training",
     Option(
         ("--strategy",),
         "ddp keeps all state on every rank; zero1 shards the optimizer state over the ranks, "
@@ -36,6 +37,15 @@ TRAINING_OPTIONS = (
         "world",
         choices=get_args(ShardOver),
         field="policy.shard",
+    ),
+    Option(
+        ("--redundancy",),
+        "What a lost node's part of divided state is read from: snapshot is the last snapshot in "
+        "memory; mirror is a copy that another node keeps up to date in each step, so that no "
+        "finished step is lost.",
+        "snapshot",
+        choices=REDUNDANCIES,
+        field="policy.redundancy",
     ),
     Option(
         ("--deterministic",),
@@ -55,14 +65,38 @@ TRAINING_OPTIONS = (
         field="bucket_bytes",
     ),
     Option(
-        ("--redundancy",),
-        "What a lost node's part of divided state is read from: snapshot is the last snapshot in "
-        "memory; mirror is a copy that another node keeps up to date in each step, so that no "
-        "finished step is lost.",
-        "snapshot",
-        choices=REDUNDANCIES,
-        field="policy.redundancy",
+        ("--verify-replicas",),
+        "The ranks verify every N steps that their parameters, optimizer state and "
+        "tracked objects are equal; 0 never does, auto does as often as 0.03 percent of the "
+        "training time allows.",
+        "auto",
+        metavar="N",
+        parse=steps_or_auto,
+        field="verify_every",
     ),
+    Option(
+        ("--on-nonfinite",),
+        "Where a loss or a gradient is NaN or infinite, stop ends the job with the state before "
+        "that step saved, skip leaves the global batch out, and rollback goes back to a held state "
+        "and leaves the batch out from there.",
+        "stop",
+        choices=get_args(OnNonFinite),
+        field="on_nonfinite",
+    ),
+    Option(
+        ("--on-spike",),
+        "Where a loss is more than K standard deviations above the mean of the last N steps, the "
+        "job stops (stop:K:N), leaves the global batch out (skip:K:N), or goes back to a held "
+        "state and leaves it out from there (rollback:K:N).",
+        "off",
+        metavar="ACTION:K:N",
+        parse=spike_limit,
+        field="on_spike",
+    ),
+)
+
+_CHECKPOINTS = grouped(
+    "checkpoints",
     Option(
         ("--checkpoint-dir",),
         "Checkpoints are stored in this directory or URL, which all nodes must be able to reach.",
@@ -101,6 +135,18 @@ TRAINING_OPTIONS = (
         field="keep.every",
     ),
     Option(
+        ("--strict-checkpoint",),
+        "A damaged checkpoint ends the job; otherwise training resumes from the checkpoint "
+        "before it.",
+        False,
+        is_switch=True,
+        field="policy.strict_checkpoint",
+    ),
+)
+
+_SNAPSHOTS = grouped(
+    "snapshots in memory",
+    Option(
         ("--snapshot-every",),
         "A snapshot is taken into the nodes' memory every N steps; 0 takes none, auto takes "
         "them as often as half a percent of the training time allows.",
@@ -116,33 +162,6 @@ TRAINING_OPTIONS = (
         "/dev/shm",
         metavar="DIR",
     ),
-    Option(
-        ("--verify-replicas",),
-        "The ranks verify every N steps that their parameters, optimizer state and "
-        "tracked objects are equal; 0 never does, auto does as often as 0.03 percent of the "
-        "training time allows.",
-        "auto",
-        metavar="N",
-        parse=steps_or_auto,
-        field="verify_every",
-    ),
-    Option(
-        ("--on-nonfinite",),
-        "Where a loss or a gradient is NaN or infinite, stop ends the job with the state before "
-        "that step saved, skip leaves the global batch out, and rollback goes back to a held state "
-        "and leaves the batch out from there.",
-        "stop",
-        choices=get_args(OnNonFinite),
-        field="on_nonfinite",
-    ),
-    Option(
-        ("--on-spike",),
-        "Where a loss is more than K standard deviations above the mean of the last N steps, the "
-        "job stops (stop:K:N), leaves the global batch out (skip:K:N), or goes back to a held "
-        "state and leaves it out from there (rollback:K:N).",
-        "off",
-        metavar="ACTION:K:N",
-        parse=spike_limit,
-        field="on_spike",
-    ),
 )
+
+TRAINING_OPTIONS = (*_STRATEGY, *_CHECKPOINTS, *_SNAPSHOTS)

@@ -291,7 +291,8 @@ def test_variables_mean_what_they_mean_to_the_launcher() -> None:
     }
     options = {option.variable: option for option in RUN_OPTIONS}
     for environment in (given, {}, dict.fromkeys(given, "")):
-        wanted = [options[name].default_in(environment) for name in given]
+        asked = [(options[name], options[name].given_in(environment)) for name in given]
+        wanted = [option.default if got is None else got[1] for option, got in asked]
         wanted[-1] = spike_limit("", wanted[-1])
         found = read_settings(environment)
         keep = [None if n is None else str(n) for n in (found.keep.last, found.keep.every)]

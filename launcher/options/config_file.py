@@ -1,0 +1,127 @@
+"""Reads the values of options from a TOML file, the one of `--config`.
+
+A key is an option's name without the dashes in front; `_` may stand for `-`. The keys `script` and
+`args` give the training script and its arguments. Every error names the file, and the line where
+the text shows it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elasticzero.errors import UserError
+from elasticzero.launcher.options.option import ARGUMENTS_KEY, SCRIPT_KEY, Option
+from elasticzero.launcher.options.spelling import TEE, TEE_STREAMS
+
+_AT = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileValue:
+    """Holds a value that the file gives, and where it stands."""
+
+    value: Any
+    where: str
+    """FILE:LINE, or FILE alone where the line cannot be told."""
+
+
+def read_config(path: str, options: Iterable[Option], command: str) -> dict[str, FileValue]:
+    """Returns the values that the file gives, by the names of the options, `script` and `args`.
+
+    command: the command whose options these are, for errors. Raises `UserError` for a file that
+    cannot be read, a key that is no option of the command, and a value of another type.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"--config {path}: {why}; name a TOML file to read") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at = _AT.search(str(error))
+        line = (at and at[1]) or text.rstrip().count("\n") + 1
+        raise UserError(f"{path}:{line}: not TOML: {_AT.sub('', str(error))}") from None
+    return parse_config(path, text, table, options, command)
+
+
+def parse_config(
+    path: str, text: str, table: Mapping[str, Any], options: Iterable[Option], command: str
+) -> dict[str, FileValue]:
+    """Returns what a parsed file gives. text: its whole text. Raises `UserError`."""
+    known = {
+        flag.removeprefix("--"): option
+        for option in options
+        if option.in_file
+        for flag in option.flags
+        if flag.startswith("--")
+    }
+    found: dict[str, FileValue] = {}
+    for key, value in table.items():
+        line = line_of(text, key)
+        where = path if line is None else f"{path}:{line}"
+        dashed = key.replace("_", "-")
+        if dashed in (SCRIPT_KEY, ARGUMENTS_KEY):
+            name, value = dashed, _words(dashed, value, where)
+        elif dashed in known:
+            name, value = _typed(known[dashed], dashed, value, where)
+        else:
+            near = difflib.get_close_matches(dashed, [*known, SCRIPT_KEY, ARGUMENTS_KEY], n=1)
+            then = f"did you mean {near[0]}?" if near else f"see: {command} --help"
+            raise UserError(f"{where}: {command} has no option {key!r} for a file; {then}")
+        if name in found:
+            raise UserError(f"{where}: {dashed} is given twice; {found[name].where} has it too")
+        found[name] = FileValue(value=value, where=where)
+    return found
+
+
+def line_of(text: str, key: str) -> int | None:
+    """Returns the line of a key of the file's first level; None if not exactly one line may be
+    it."""
+    quoted = rf"""(?P<quote>["']?){re.escape(key)}(?P=quote)"""
+    found = list(re.finditer(rf"^[ \t]*(?:\[+[ \t]*)?{quoted}[ \t]*[=.\]]", text, re.MULTILINE))
+    return text.count("\n", 0, found[0].start()) + 1 if len(found) == 1 else None
+
+
+def _typed(option: Option, key: str, value: Any, where: str) -> tuple[str, Any]:
+    """Returns the name of the option and its value; raises `UserError` for another type."""
+    is_text = isinstance(value, str)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if option.flags[0] == TEE and (is_text or is_number):
+        return TEE_STREAMS.removeprefix("--").replace("-", "_"), str(value)
+    if option.is_switch:
+        if not isinstance(value, bool):
+            raise UserError(f"{where}: {key}: true or false is expected")
+        return option.name, value
+    if option.is_list:
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, str) for one in values):
+            raise UserError(f"{where}: {key}: a list of strings is expected")
+        return option.name, [option.value(f"{where}: {key} {one}", one) for one in values]
+    if option.type is not str and not is_number:
+        expected = "a whole number" if option.type is int else "a number"
+        raise UserError(f"{where}: {key}: {expected} is expected")
+    if not (is_text or is_number):
+        raise UserError(f"{where}: {key}: a string or a number is expected")
+    shown = str(value)
+    return option.name, option.value(f"{where}: {key} {shown}", shown)
+
+
+def _words(key: str, value: Any, where: str) -> Any:
+    """Returns the script, or its arguments; raises `UserError` for another type."""
+    if key == SCRIPT_KEY:
+        if not isinstance(value, str) or not value:
+            raise UserError(f"{where}: {key}: a string is expected, such as 'train.py'")
+        return value
+    words = value if isinstance(value, list) else [None]
+    if not all(isinstance(w, (str, int, float)) and not isinstance(w, bool) for w in words):
+        raise UserError(
+            f"{where}: {key}: a list of strings and numbers is expected, such as ['--lr', 0.1]"
+        )
+    return [str(word) for word in words]
