@@ -99,10 +99,14 @@ arguments and returns the exit code."""
 
 def _run(args: argparse.Namespace) -> int:
     try:
+        if args.dry_run:
+            from elasticzero.launcher.cli.dry_run import dry_run
+
+            return dry_run(args)
         return _run_agent(args)
     except ElasticZeroError as error:
         shown = with_source(error, args)
-        if args.log_dir and args.job and args.node_name:
+        if args.log_dir and args.job and args.node_name and not args.dry_run:
             from elasticzero.launcher.observability.event_log import EventLog
 
             directory = Path(args.log_dir, args.job, args.node_name)
@@ -157,6 +161,10 @@ def _local(args: argparse.Namespace) -> int:
     try:
         check_local(args)
         check_cluster(args)
+        if args.dry_run:
+            from elasticzero.launcher.cli.dry_run import dry_run_local
+
+            return dry_run_local(args)
     except ElasticZeroError as error:
         raise with_source(error, args) from None
     return int(run(args))

@@ -39,7 +39,17 @@ CONFIG = Option(
     in_local="taken",
     in_file=False,
 )
-COMMAND_OPTIONS = (CONFIG,)
+DRY_RUN = Option(
+    ("--dry-run",),
+    "Nothing is started: the options are checked, and printed with where each comes from, the "
+    "workers' command and their environment.",
+    False,
+    is_switch=True,
+    own=False,
+    in_local="taken",
+    in_file=False,
+)
+COMMAND_OPTIONS = (CONFIG, DRY_RUN)
 """Options of `run` and `local` that concern the command itself and no job."""
 
 JOB_OPTIONS = grouped(
