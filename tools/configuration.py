@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from elasticzero.launcher.cli.kubernetes_options import RENDER_OPTIONS, RENDER_REQUIRED
 from elasticzero.launcher.cli.main import COMMANDS, build_parser
-from elasticzero.launcher.options.option import Option
-from elasticzero.launcher.options.parser import Parser
-from elasticzero.launcher.options.table import JOB_OPTIONS, LOCAL_OPTIONS, RUN_OPTIONS
+from elasticzero.launcher.options.option import Option, split_default
+from elasticzero.launcher.options.parser import Parser, shown_value
+from elasticzero.launcher.options.table import (
+    COMMAND_OPTIONS,
+    JOB_OPTIONS,
+    LOCAL_OPTIONS,
+    RUN_OPTIONS,
+)
 from elasticzero.launcher.options.torchrun import IDLE, MAPPED
 from tools import prose
 from tools.markdown import code, marked, sentence, table
@@ -20,7 +24,7 @@ from tools.markdown import code, marked, sentence, table
 def configuration() -> str:
     parsers = _parsers(build_parser())
     parts = [prose.CONFIGURATION]
-    for name in ("run", "local", "status", "drain", "scale", "stop", "plan"):
+    for name in (command for command in COMMANDS if command != "checkpoint"):
         parts.append(f"## elasticzero {name}\n\n{sentence(COMMANDS[name])}")
         parts += COMMAND_PAGES.get(name, _options_of)(parsers[name])
     parts.append("## elasticzero checkpoint\n\n" + prose.CHECKPOINT_COMMANDS)
@@ -45,7 +49,8 @@ def _parsers(parser: argparse.ArgumentParser) -> dict[str, Any]:
 def _run_page(parser: Parser) -> list[str]:
     return [
         prose.SCRIPT,
-        _option_table(RUN_OPTIONS),
+        _option_table(COMMAND_OPTIONS),
+        *_tables_by_heading(RUN_OPTIONS),
         "### Options of torchrun\n\n" + prose.TORCHRUN,
         _option_table(MAPPED),
         "### Options of torchrun without effect\n\n" + prose.TORCHRUN_IDLE,
@@ -66,6 +71,16 @@ def _local_page(parser: Parser) -> list[str]:
 
 def _render_page(parser: Parser) -> list[str]:
     return [prose.RENDERED_SCRIPT, _option_table(RENDER_OPTIONS, required=RENDER_REQUIRED)]
+
+
+def _tables_by_heading(options: Sequence[Option]) -> list[str]:
+    """A table of options under each heading that the help has too."""
+    headings = dict.fromkeys(option.group for option in options)
+    return [
+        f"### {sentence(heading).rstrip('.')}\n\n"
+        + _option_table([option for option in options if option.group == heading])
+        for heading in headings
+    ]
 
 
 def _option_table(options: Iterable[Option], required: Sequence[str] = ()) -> str:
@@ -94,26 +109,14 @@ def _default(option: Option) -> str:
     if option.is_switch:
         return "off"
     if option.default is not None:
-        return code(_number(option.default))
-    return _told(option.help)[1]
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _told(text: str) -> tuple[str, str]:
-    """A help text without the default that it names, and that default."""
-    found = re.search(r"\s*\(default: ([^)]*)\)|(?:^|; )default: (.*)$", text)
-    if found is None:
-        return text, ""
-    return text[: found.start()] + text[found.end() :], found[1] or found[2]
+        return code(shown_value(option.default))
+    return split_default(option.help)[1]
 
 
 def _meaning(option: Option) -> str:
     text = option.help
     several = " The option may be given several times." if option.is_list else ""
-    return marked(sentence(_told(text)[0]) + several)
+    return marked(sentence(split_default(text)[0]) + several)
 
 
 def _steering(parser: Parser) -> list[str]:
@@ -138,7 +141,7 @@ def _options_of(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -> li
     """A table of what argparse knows of a command."""
     known = {option.name: option for option in getattr(parser, "options", ())}
     rows = [
-        _row(action, known.get(action.dest))
+        _row(action, known.get(action.dest), getattr(parser, "required", ()))
         for action in parser._actions
         if action.dest not in ("help", *omit) and action.help != argparse.SUPPRESS
     ]
@@ -147,16 +150,18 @@ def _options_of(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -> li
     return [table(("Option", "Default", "Environment", "Meaning"), rows)]
 
 
-def _row(action: argparse.Action, option: Option | None) -> tuple[str, str, str, str]:
+def _row(
+    action: argparse.Action, option: Option | None, required: Sequence[str]
+) -> tuple[str, str, str, str]:
     flags = [flag for flag in action.option_strings if "_" not in flag]
     value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
     value = f"{{{','.join(map(str, action.choices))}}}" if action.choices else value
     words = [f"{flag} {value}".strip() for flag in flags] or [str(value)]
     variable = option.variables[0] if option and option.variables else ""
-    needed = action.required or (option is not None and option.name in ("etcd", "job"))
-    text, told = _told(action.help or "")
+    needed = action.required or action.dest in required
+    text, told = split_default(action.help or "")
     absent = action.default in (None, False, [], argparse.SUPPRESS)
-    default = told or ("" if absent else _number(action.default))
+    default = told or ("" if absent else shown_value(action.default))
     default = "off" if action.nargs == 0 else default if " " in default else code(default)
     is_list = isinstance(action, argparse._AppendAction)
     several = " The option may be given several times." if is_list else ""

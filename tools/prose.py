@@ -9,8 +9,11 @@ CONFIGURATION = """\
 # Configuration
 
 This page lists every option of every command, with its default and its environment variable.
+`elasticzero help COMMAND` shows the same with examples.
 
-A flag goes before the environment, and the environment before the default. An empty variable counts
+A flag goes before the environment, the environment before the file of `--config`, and the file
+before the default. In the file a key is the option's name without the dashes, as
+[the page on the command line](../command-line.md#options-in-a-file) shows. An empty variable counts
 as unset. The variable of a switch takes `1`, `true` or `yes`, and `0`, `false` or `no`. The words
 of a flag may be joined by `_` as well as by `-`, but not in `elasticzero checkpoint`.
 

@@ -83,6 +83,13 @@ def _add_k8s(parser: Parser) -> None:
     add_k8s_commands(parser)
 
 
+def _add_help(parser: Parser) -> None:
+    parser.add_argument(
+        "of", metavar="COMMAND", nargs="*", default=[], help="The help of this command is shown."
+    )
+    parser.set_defaults(run_command=_help)
+
+
 ADD: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "local": _add_local,
@@ -92,6 +99,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "stop": _add_control_options,
     "plan": _add_plan,
     "k8s": _add_k8s,
+    "help": _add_help,
 }
 """Functions that give a command's parser its options and its `run_command`, which takes the parsed
 arguments and returns the exit code."""
@@ -205,3 +213,10 @@ def _control(args: argparse.Namespace) -> int:
         if args.command == "scale":
             return int(control.scale(store, args.job, nnodes, wait_s))
         return int(control.stop(store, args.job, wait_s))
+
+
+def _help(args: argparse.Namespace) -> int:
+    from elasticzero.launcher.cli.main import parse
+
+    parse([*args.of, "--help"])
+    return 0

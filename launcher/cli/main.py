@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "Computes the memory that each strategy needs for a model on a cluster.",
     "k8s": "Renders manifests for Kubernetes, and changes jobs there by kubectl.",
     "checkpoint": "Inspects, verifies, compares and converts checkpoints.",
+    "help": "Shows the help of a command.",
 }
 
 
@@ -34,10 +35,16 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
     words: the command line; only the command that it names gets its options. None: all do.
     """
     named = next((word for word in words or () if word in COMMANDS), None)
+    wants_help = words is None or any(word in ("-h", "--help") for word in words)
     parser = Parser(prog="elasticzero", description="Elastic, fault-tolerant PyTorch training.")
-    parser.add_argument("--version", action="version", version=f"elasticzero {__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"elasticzero {__version__}",
+        help="The version is shown.",
+    )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", parser_class=Parser
+        title="commands", dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
     for name, text in COMMANDS.items():
         with_arguments = name in ("run", "local")
@@ -46,6 +53,10 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
         )
         if words is None or name == named:
             _add_options(command, name, words)
+    if wants_help:
+        from elasticzero.launcher.cli.examples import add_examples
+
+        add_examples(parser)
     return parser
 
 
@@ -54,7 +65,9 @@ def _add_options(command: Parser, name: str, words: Sequence[str] | None) -> Non
         from elasticzero.checkpoint.cli.main import add_commands
 
         add_commands(
-            command.add_subparsers(dest="checkpoint_command", required=True, parser_class=Parser),
+            command.add_subparsers(
+                title="commands", dest="checkpoint_command", required=True, parser_class=Parser
+            ),
             words,
         )
     else:

@@ -1,0 +1,135 @@
+"""Holds the examples that the help of each command shows; tests run every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elasticzero.launcher.options.parser import EXAMPLES as HEADING
+from elasticzero.launcher.options.parser import Parser
+
+AFTER = "`elasticzero help COMMAND` shows the options of a command, with examples."
+
+EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "": (
+        ("two nodes on this machine, one of which is killed at step 20",
+         "elasticzero local --nodes 2 --fault kill-node@20 train.py"),
+        ("two to eight machines, the same line on each",
+         "elasticzero run --nnodes 2:8 --etcd etcd-host:2379 --job my-run train.py"),
+    ),
+    "run": (
+        ("one machine, one worker a GPU",
+         "elasticzero run train.py --lr 0.001"),
+        ("two to eight machines, the same line on each",
+         "elasticzero run --nnodes 2:8 --etcd etcd-host:2379 --job my-run \\\n"
+         "    --strategy zero2 --checkpoint-dir checkpoints --checkpoint-every 500 train.py"),
+        ("what a file of options means here, without starting anything",
+         "elasticzero run --config job.toml --dry-run"),
+    ),
+    "local": (
+        ("three nodes; one is killed at step 60, another joins at step 110",
+         "elasticzero local --nodes 3 --fault kill-node@60 --fault join@110 train.py"),
+        ("two nodes of two workers, with a checkpoint every 50 steps",
+         "elasticzero local --nodes 2 --nproc-per-node 2 --checkpoint-dir checkpoints \\\n"
+         "    --checkpoint-every 50 train.py"),
+    ),
+    "status": (
+        ("a job's generation, progress and nodes",
+         "elasticzero status --etcd etcd-host:2379 --job my-run"),
+        ("the same for a program; the environment says which job",
+         "ELASTICZERO_ETCD=etcd-host:2379 ELASTICZERO_JOB=my-run elasticzero status --json"),
+    ),
+    "drain": (
+        ("node-b hands its state over and leaves",
+         "elasticzero drain node-b --etcd etcd-host:2379 --job my-run"),
+        ("the same, and return once it has left",
+         "elasticzero drain node-b --wait --etcd etcd-host:2379 --job my-run"),
+    ),
+    "scale": (
+        ("go on with two to four nodes",
+         "elasticzero scale 2:4 --etcd etcd-host:2379 --job my-run"),
+        ("exactly four nodes, and return once they train",
+         "elasticzero scale 4 --wait --etcd etcd-host:2379 --job my-run"),
+    ),
+    "stop": (
+        ("end the job at the next step",
+         "elasticzero stop --etcd etcd-host:2379 --job my-run"),
+        ("the same, and return once it has ended, or fail after a minute",
+         "elasticzero stop --wait --wait-timeout 60 --etcd etcd-host:2379 --job my-run"),
+    ),
+    "plan": (
+        ("a model of 7 billion parameters on two nodes of eight GPUs",
+         "elasticzero plan --params 7B --nodes 2 --gpus 8"),
+        ("the same with state divided within each node, on GPUs of 40 GiB",
+         "elasticzero plan --params 7B --nodes 2 --gpus 8 --shard node --gpu-memory 40GiB"),
+    ),
+    "checkpoint": (
+        ("the steps in a directory",
+         "elasticzero checkpoint list checkpoints"),
+        ("every byte of every step, against its checksum",
+         "elasticzero checkpoint verify checkpoints"),
+    ),
+    "checkpoint list": (
+        ("the steps in a directory",
+         "elasticzero checkpoint list checkpoints"),
+        ("the same for a program",
+         "elasticzero checkpoint list checkpoints --json"),
+    ),
+    "checkpoint inspect": (
+        ("the newest step",
+         "elasticzero checkpoint inspect checkpoints"),
+        ("the same for a program",
+         "elasticzero checkpoint inspect checkpoints --json"),
+    ),
+    "checkpoint verify": (
+        ("every step in a directory",
+         "elasticzero checkpoint verify checkpoints"),
+        ("the same for a program",
+         "elasticzero checkpoint verify checkpoints --json"),
+    ),
+    "checkpoint reshard": (
+        ("the newest step for four ranks",
+         "elasticzero checkpoint reshard checkpoints for-four --world-size 4"),
+        ("the same for ddp, with the model in 16 bits",
+         "elasticzero checkpoint reshard checkpoints small --world-size 1 --strategy ddp \\\n"
+         "    --dtype bf16"),
+    ),
+    "checkpoint diff": (
+        ("what changed between two checkpoints",
+         "elasticzero checkpoint diff checkpoints other-checkpoints"),
+        ("the same for a program",
+         "elasticzero checkpoint diff checkpoints other-checkpoints --json"),
+    ),
+    "checkpoint export": (
+        ("the model as safetensors files, as Hugging Face's libraries load them",
+         "elasticzero checkpoint export checkpoints exported --format hf"),
+        ("model and optimizer for torch's DCP",
+         "elasticzero checkpoint export checkpoints exported-dcp --format dcp --what all"),
+    ),
+    "checkpoint import": (
+        ("a model in safetensors files",
+         "elasticzero checkpoint import exported imported --format hf --world-size 2"),
+        ("what torch's DCP has saved",
+         "elasticzero checkpoint import exported-dcp imported-dcp --format dcp --world-size 2"),
+    ),
+    "help": (
+        ("the help of a command, and of one below it",
+         "elasticzero help run\n  elasticzero help checkpoint verify"),
+    ),
+}  # fmt: skip
+"""For each command its examples: what the line does, and the line. The words `train.py`,
+`job.toml`, `checkpoints`, `etcd-host:2379` and `my-run` stand for what the user has."""
+
+
+def add_examples(parser: Parser) -> None:
+    """Adds the examples of the command and of those below it to their help."""
+    for path, examples in EXAMPLES.items():
+        found: Parser | None = parser
+        for name in path.split():
+            found = found.commands.get(name) if found is not None else None
+        if found is not None:
+            found.epilog = _text(examples, after=AFTER if not path else "")
+
+
+def _text(examples: Sequence[tuple[str, str]], *, after: str) -> str:
+    shown = "\n\n".join(f"  # {what}\n  {line}" for what, line in examples)
+    return f"{HEADING}{shown}\n" + (f"\n{after}\n" if after else "")

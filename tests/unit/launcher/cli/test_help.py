@@ -1,0 +1,162 @@
+"""The help of each command: options under headings, and examples that are taken as they stand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.cli.examples import EXAMPLES
+from elasticzero.launcher.cli.main import build_parser, main, parse
+from elasticzero.launcher.options.parser import Parser
+from elasticzero.launcher.options.table import ALL_RUN_OPTIONS, COMMAND_OPTIONS, all_local_options
+
+
+def every_parser(parser: Parser) -> Iterator[Parser]:
+    yield parser
+    for command in parser.commands.values():
+        yield from every_parser(command)
+
+
+PARSERS = {parser.prog: parser for parser in every_parser(build_parser())}
+LINES = [
+    (command, line.replace("\\\n", ""))
+    for command, examples in EXAMPLES.items()
+    for _, text in examples
+    for line in ([text] if "\\\n" in text else text.splitlines())
+]
+
+
+def words_of(line: str) -> list[str]:
+    """The words of an example after the program's name, and variables before it set."""
+    words = shlex.split(line)
+    while "=" in words[0]:
+        words.pop(0)
+    assert words.pop(0) == "elasticzero"
+    return words
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_every_command_has_two_or_three_examples(prog: str) -> None:
+    name = prog.removeprefix("elasticzero").strip()
+    assert len(EXAMPLES[name]) in ((1,) if name == "help" else (2, 3))
+    shown = PARSERS[prog].format_help()
+    for what, line in EXAMPLES[name]:
+        assert f"  # {what}\n  {line}\n" in shown
+    assert max(map(len, shown[shown.index("examples:") :].splitlines())) <= 100
+
+
+def test_no_example_is_of_a_command_that_does_not_exist() -> None:
+    assert {f"elasticzero {name}".strip() for name in EXAMPLES} == set(PARSERS)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> Path:
+    """What the examples name: a script, a file of options, and checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.toml").write_text("script = 'train.py'\nkeep = 3\ncheckpoint-dir = 'c'\n")
+    shutil.copytree(root / "tests/fixtures/checkpoints/zero1", tmp_path / "checkpoints")
+    shutil.copytree(root / "tests/fixtures/checkpoints/ddp", tmp_path / "other-checkpoints")
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", [line for _, line in LINES if "completion" not in line])
+def test_the_words_of_an_example_are_taken(
+    line: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for word in shlex.split(line):
+        if "=" in word and word.isupper() is False and word.startswith("ELASTICZERO_"):
+            monkeypatch.setenv(*word.split("=", 1))
+    parse(words_of(line))
+
+
+@pytest.mark.parametrize("command", ["run", "local"])
+def test_examples_that_start_a_job_pass_its_checks(
+    command: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, line in LINES:
+        if name == command:
+            first, *words = words_of(line)
+            assert main([first, "--dry-run", *words]) == ExitCode.DONE, capsys.readouterr().err
+
+
+def test_examples_of_plan_and_checkpoint_run_one_after_the_other(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = 0
+    for name, line in LINES:
+        if name.startswith(("plan", "checkpoint ")):
+            code = main(words_of(line))
+            wanted = {0, 1} if name == "checkpoint diff" else {0}
+            assert code in wanted, (line, capsys.readouterr().err)
+            tried += 1
+    assert tried >= 16
+
+
+@pytest.mark.parametrize(
+    ("words", "prog"),
+    [
+        ("help", "elasticzero"),
+        ("help run", "elasticzero run"),
+        ("help checkpoint verify", "elasticzero checkpoint verify"),
+        ("run --help", "elasticzero run"),
+        ("help help", "elasticzero help"),
+    ],
+)
+def test_help_of_a_command(words: str, prog: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: {prog}")
+    assert "\nexamples:\n  # " in out
+
+
+def test_help_of_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["help", "dance"])
+    assert ended.value.code == ExitCode.USAGE
+    assert "invalid choice: 'dance'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [ALL_RUN_OPTIONS, all_local_options()], ids=["run", "local"])
+def test_every_option_of_a_job_stands_under_a_heading(options: list) -> None:  # type: ignore[type-arg]
+    loose = [o.flags[0] for o in options if not o.group and o.help != argparse.SUPPRESS]
+    assert loose == [option.flags[0] for option in COMMAND_OPTIONS]
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_each_help_text_is_a_sentence(prog: str) -> None:
+    for action in PARSERS[prog].actions:
+        if action.help not in (None, argparse.SUPPRESS) and action.dest not in ("help", "version"):
+            text = (action.help or "").partition(" (default: ")[0]
+            assert text.endswith((".", ")")), (action.dest, text)
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        ("run --checkpont-dir c train.py", "--checkpoint-dir"),
+        ("status --ectd h:1 --job j", "--etcd"),
+        ("checkpoint reshard --word-size 3 a b --world-size 3", "--world-size"),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_nearest(
+    words: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(words.split())
+    assert f"did you mean {near}?" in capsys.readouterr().err
+
+
+def test_help_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "COLUMNS", "80")
+    text = PARSERS["elasticzero run"].format_help().partition("examples:")[0]
+    assert max(map(len, text.splitlines())) <= 80
