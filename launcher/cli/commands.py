@@ -83,6 +83,12 @@ def _add_k8s(parser: Parser) -> None:
     add_k8s_commands(parser)
 
 
+def _add_completion(parser: Parser) -> None:
+    from elasticzero.launcher.cli.completion import add_completion_options
+
+    add_completion_options(parser)
+
+
 def _add_help(parser: Parser) -> None:
     parser.add_argument(
         "of", metavar="COMMAND", nargs="*", default=[], help="The help of this command is shown."
@@ -99,6 +105,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "stop": _add_control_options,
     "plan": _add_plan,
     "k8s": _add_k8s,
+    "completion": _add_completion,
     "help": _add_help,
 }
 """Functions that give a command's parser its options and its `run_command`, which takes the parsed

@@ -111,6 +111,14 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("what torch's DCP has saved",
          "elasticzero checkpoint import exported-dcp imported-dcp --format dcp --world-size 2"),
     ),
+    "completion": (
+        ("in this bash, from now on",
+         'source <(elasticzero completion bash)'),
+        ("in every zsh: add this line to ~/.zshrc, after compinit",
+         'source <(elasticzero completion zsh)'),
+        ("in every fish",
+         "elasticzero completion fish > ~/.config/fish/completions/elasticzero.fish"),
+    ),
     "help": (
         ("the help of a command, and of one below it",
          "elasticzero help run\n  elasticzero help checkpoint verify"),

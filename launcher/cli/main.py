@@ -25,8 +25,11 @@ COMMANDS = {
     "plan": "Computes the memory that each strategy needs for a model on a cluster.",
     "k8s": "Renders manifests for Kubernetes, and changes jobs there by kubectl.",
     "checkpoint": "Inspects, verifies, compares and converts checkpoints.",
+    "completion": "Prints a script that completes commands and options in a shell.",
     "help": "Shows the help of a command.",
 }
+COMPLETE = "__complete"
+"""Command that the scripts of `completion` call with the words of an unfinished command line."""
 
 
 def build_parser(words: Sequence[str] | None = None) -> Parser:
@@ -88,6 +91,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code. An error of the user prints one line, no traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == [COMPLETE]:
+        from elasticzero.launcher.cli.completion import print_completions
+
+        return print_completions(words[1:])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
