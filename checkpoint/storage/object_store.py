@@ -300,6 +300,25 @@ def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
     return Remote(fs, retry), root.rstrip("/")
 
 
+def refuses_second_put(url: str, name: str) -> bool:
+    """Returns whether the store itself refuses to create a file that exists in the directory at
+    `url`.
+
+    A store without conditional puts writes the file anew. Raises `StorageError` for other faults.
+    """
+    remote, root = file_system(url)
+    with as_storage_error(f"cannot create {name} in {url}", or_missing=True, foreign=True):
+        try:
+            remote.call("pipe_file", f"{root}/{name}", b"again", mode="create")
+        except FileExistsError:
+            return True
+        except Exception as error:
+            if _status(error) != 412:
+                raise
+            return True
+    return False
+
+
 def _options(scheme: str, configured: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a file system, which also separate this instance from the script's
     own."""

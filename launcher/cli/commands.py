@@ -71,6 +71,12 @@ def _add_control_options(parser: Parser) -> None:
     parser.set_defaults(run_command=_control)
 
 
+def _add_doctor(parser: Parser) -> None:
+    from elasticzero.launcher.cli.doctor import add_doctor_options
+
+    add_doctor_options(parser)
+
+
 def _add_plan(parser: Parser) -> None:
     from elasticzero.launcher.cli.plan import add_plan_options
 
@@ -103,6 +109,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "drain": _add_drain,
     "scale": _add_scale,
     "stop": _add_control_options,
+    "doctor": _add_doctor,
     "plan": _add_plan,
     "k8s": _add_k8s,
     "completion": _add_completion,

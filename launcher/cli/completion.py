@@ -3,7 +3,7 @@
 The script of each shell calls `elasticzero __complete WORD…` with the words up to the cursor. It
 prints one candidate a line, with a description after a tab, and then a line that says what else the
 shell may add: `:files`, `:directories` or `:nothing`. So all shells complete by the same parsers
-that read the command line. docs/decisions/0027-own-completion.md says why no library does it.
+that read the command line. docs/decisions/0028-own-completion.md says why no library does it.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
          "elasticzero local --nodes 2 --fault kill-node@20 train.py"),
         ("two to eight machines, the same line on each",
          "elasticzero run --nnodes 2:8 --etcd etcd-host:2379 --job my-run train.py"),
+        ("what may stop a job on this machine",
+         "elasticzero doctor --etcd etcd-host:2379"),
     ),
     "run": (
         ("one machine, one worker a GPU",
@@ -55,6 +57,14 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
          "elasticzero stop --etcd etcd-host:2379 --job my-run"),
         ("the same, and return once it has ended, or fail after a minute",
          "elasticzero stop --wait --wait-timeout 60 --etcd etcd-host:2379 --job my-run"),
+    ),
+    "doctor": (
+        ("this machine alone",
+         "elasticzero doctor"),
+        ("everything that a job on two machines needs",
+         "elasticzero doctor --etcd etcd-host:2379 --checkpoint-dir checkpoints --peer node-b"),
+        ("the findings for a program, and the room that snapshots need",
+         "elasticzero doctor --json --snapshot-size 40GiB"),
     ),
     "plan": (
         ("a model of 7 billion parameters on two nodes of eight GPUs",

@@ -1,0 +1,30 @@
+"""Defines what the examination of a machine finds.
+
+Pure. A problem stops a job, or will sooner or later; a note is for a person to judge. Each finding
+says what to do, unless nothing is to be done.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Holds one judgement."""
+
+    topic: str
+    level: Level
+    text: str
+    advice: str = ""
+    """What to do; empty: nothing."""
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Returns the numbers at the front of a version; empty if there are none."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
