@@ -4,7 +4,9 @@ it."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -111,6 +113,30 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, ElasticZeroError):
         return " ".join(str(error).split())
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+CALLERS_OF_SCRIPTS = (
+    "elasticzero.entry_point",
+    "elasticzero.launcher.workers.fork_server",
+    "runpy",
+)
+"""Modules whose frames stand before a script's own in a traceback."""
+
+
+def script_traceback(error: BaseException) -> str:
+    """Returns an error's traceback from the script's first frame on."""
+    import traceback  # not needed where nothing fails
+
+    trace = error.__traceback__
+    while trace is not None and _leads_to_script(trace.tb_frame.f_globals):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _leads_to_script(names: Mapping[str, Any]) -> bool:
+    """Returns whether a frame is of a module that only calls the script. names: its globals."""
+    spec = names.get("__spec__")  # of a module that runs as `__main__` it has the name
+    return (getattr(spec, "name", None) or names.get("__name__")) in CALLERS_OF_SCRIPTS
 
 
 NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?")

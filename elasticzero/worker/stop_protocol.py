@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import queue
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ from elasticzero.errors import (
     is_final,
     one_line,
     same_error,
+    script_traceback,
 )
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack, exit_now
 from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
@@ -92,7 +92,7 @@ def run_stop_protocol(
 def _report_lost_state(link: AgentClient, error: BaseException, step: int) -> int:
     """Reports that the snapshot could not be written; returns the exit code."""
     text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
-    trace = "" if isinstance(error, OperatorError) else _trace(error)
+    trace = "" if isinstance(error, OperatorError) else script_traceback(error)
     print(f"error: {text}\n{trace}", end="", file=sys.stderr)
     link.send(Failed(step=step, blame="environment", message=text, traceback=trace))
     return 1
@@ -105,7 +105,13 @@ def _report_memory(
     text = f"out of memory; micro-batches have at most {count_text(halved, 'sample')} from now on"
     text += f" ({one_line(error)[:MAX_MEMORY_TEXT]})"
     link.send(
-        Failed(step=step, blame="memory", message=text, traceback=_trace(error), micro_batch=halved)
+        Failed(
+            step=step,
+            blame="memory",
+            message=text,
+            traceback=script_traceback(error),
+            micro_batch=halved,
+        )
     )
     print(f"error: {text}", file=sys.stderr)
     return 1, True
@@ -128,10 +134,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
-
-
 def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple[int, bool]:
     """Carries out rule S1; returns (exit code, whether the failure is this rank's own)."""
     if isinstance(error, RolledBack):
@@ -142,9 +144,11 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
         return ExitCode.LEFT if error.aborted else 0, False
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted by SIGINT (KeyboardInterrupt)"
-        link.send(Failed(step=state.step, blame="killed", message=text, traceback=_trace(error)))
+        link.send(
+            Failed(step=state.step, blame="killed", message=text, traceback=script_traceback(error))
+        )
         state.shut()
-        print(_trace(error), end="", file=sys.stderr)
+        print(script_traceback(error), end="", file=sys.stderr)
         return ExitCode.INTERRUPTED, True
     state.shut()
     from_agent = link.aborted is not None
@@ -155,7 +159,7 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
         step=state.step,
         blame=_blame(error, from_agent=from_agent, results_suspect=state.results_suspect),
         message=one_line(error).removesuffix(ADVICE),
-        traceback="" if isinstance(error, OperatorError) else _trace(error),
+        traceback="" if isinstance(error, OperatorError) else script_traceback(error),
         final=is_final(error),
         bad_step=state.bad_step if isinstance(error, unread) else None,
         odd=isinstance(error, ReplicaMismatch) and error.odd,

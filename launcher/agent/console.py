@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticzero.errors import same_error
@@ -233,29 +234,42 @@ class AgentConsole:
             self.log_line(text, level=logging.WARNING)
         return due
 
-    def failed(self, done: Done) -> tuple[str, bool]:
-        """Prints why the job failed, with the error that caused it.
+    def failed(self, done: Done, world: World | None) -> tuple[str, bool]:
+        """Prints why the job failed, with the error that caused it, and where its log is.
 
-        Returns the lines after the reason, and whether they repeat a worker's traceback.
+        world: of the generation that failed. Returns the lines after the reason, and whether they
+        repeat a worker's traceback.
         """
         lines = []
         if len(done.setbacks) > 1:
-            lines += [
-                f"  generation {s.generation}: rank {s.rank} on {s.node}, after step {s.step}: "
-                f"{s.message}"
-                for s in done.setbacks
-            ]
+            told = done.failure.message if done.failure is not None else ""
+            for setback in done.setbacks:
+                same = same_error(setback.message, told)
+                lines.append(
+                    f"  generation {setback.generation}: rank {setback.rank} on {setback.node}, "
+                    f"after step {setback.step}: {'the same error' if same else setback.message}"
+                )
         failure = done.failure
         repeats = False
         if failure is not None and failure.traceback and not failure.final:
             repeats = not any(same_error(text, failure.message) for text in self.traced)
             text = failure.traceback.rstrip()
             lines.append(text if repeats else "its traceback stands above")
-        lines.append(f"logs: {self._options.log_dir.parent}")
+        logs = self._options.log_dir.parent
+        if failure is not None and world is not None and failure.rank < world.world_size:
+            lines.append(f"log of rank {failure.rank}: {_log_of(world, failure.rank, logs)}")
+        lines.append(f"logs: {logs}")
         details = "\n".join(lines)
         bare = {"node": self._options.node, "bare": True}
         log.error("error: %s\n%s", done.reason, details, extra=bare)
         return details, repeats
+
+
+def _log_of(world: World, rank: int, logs: Path) -> str:
+    """Returns the path of a worker's log, which is on the node of the rank."""
+    indexes = range(len(world.members))
+    index = next(i for i in indexes if rank in world.ranks(i))
+    return str(logs / world.members[index].node / f"{rank - world.first_rank(index)}.log")
 
 
 def _mebibytes(size: int) -> int:

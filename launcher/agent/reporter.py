@@ -388,7 +388,7 @@ class AgentReporter:
             "exit", code=code, outcome=outcome, reason=reason, end_reason=early, seconds=spent
         )
         if done is not None and done.outcome == "failed":
-            details, repeats = self.console.failed(done)
+            details, repeats = self.console.failed(done, self._world)
             self.note("error", message=done.reason, details=details, repeats_traceback=repeats)
             failure = done.failure
             trace = failure.traceback if failure is not None else ""

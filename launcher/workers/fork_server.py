@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from elasticzero.errors import UserError, is_final, one_line
+from elasticzero.errors import UserError, is_final, one_line, script_traceback
 from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE, Channel, ChannelClosed
 from elasticzero.ipc.messages import Failed, Message, ScriptEnded
 from elasticzero.launcher.workers.script_exit import exit_process
@@ -204,7 +204,7 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
         if code != 0:  # reported now: exit functions may be slow, and peers may fail meanwhile
             _report_failure(fds[1], fds[2], _failure_of(stop, f"exited with status {code}"))
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
-        traceback.print_exc()
+        print(script_traceback(error), end="", file=sys.stderr)
         _report_failure(fds[1], fds[2], _failure_of(error))
         code = 1
         left.append(error)  # and with it what the script's frames hold
@@ -260,7 +260,7 @@ def _failure_of(error: BaseException, text: str = "") -> Failed:
         step=0,
         blame="peer" if is_peer_error(error) else "user",
         message=text or one_line(error),
-        traceback="" if text else "".join(traceback.format_exception(error)),
+        traceback="" if text else script_traceback(error),
         final=is_final(error),
     )
 

@@ -152,12 +152,16 @@ def test_a_crash_is_told_once_with_its_traceback(tmp_path: Path) -> None:
     words = ["local", "--nodes", "2", "--max-restarts", "0", "--log-dir", str(tmp_path)]
     found = run(*words, str(REGRESSION), "--fail-at", "7")
     assert found.returncode == 70, found.stderr
-    assert found.stderr.count("ValueError: told to fail at step 7\n") == 3
+    assert found.stderr.count("ValueError: told to fail at step 7\n") == 1
     for generation in (1, 2):
-        assert f"  generation {generation}: rank 0 on node-" in found.stderr
+        row = rf"  generation {generation}: rank 0 on node-\d, after step 6: the same error\n"
+        assert re.search(row, found.stderr), found.stderr
     assert "1 times in a row without progress past step 6" in found.stderr
     assert "2 generations in a row failed alike, on node-" in found.stderr
     assert found.stderr.count("Traceback") == 1
+    assert "fork_server.py" not in found.stderr and "entry_point.py" not in found.stderr
+    log = re.search(r"^log of rank 0: (.*)$", found.stderr, re.MULTILINE)
+    assert log and "ValueError: told to fail at step 7" in Path(log[1]).read_text()
     assert "error: rank 0 on node-" in found.stderr
 
 
