@@ -269,13 +269,20 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> TimeAccount | None:
     """
     account: TimeAccount | None = None
     for event in events:
-        at_s = event["time"]
-        if event["event"] == "registered":
-            account = TimeAccount(at_s)
-        elif event["event"] == "world" and event.get("time_spent") is not None:
-            account = TimeAccount(at_s, decode(TimeSpent, event["time_spent"], "time_spent"))
-        elif account is not None:
-            _take(account, event, at_s)
+        account = followed(account, event)
+    return account
+
+
+def followed(account: TimeAccount | None, event: Mapping[str, Any]) -> TimeAccount | None:
+    """Returns the account of an event log after one more event of it; None: it has no beginning
+    yet."""
+    at_s = event["time"]
+    if event["event"] == "registered":
+        return TimeAccount(at_s)
+    if event["event"] == "world" and event.get("time_spent") is not None:
+        return TimeAccount(at_s, decode(TimeSpent, event["time_spent"], "time_spent"))
+    if account is not None:
+        _take(account, event, at_s)
     return account
 
 
