@@ -98,8 +98,8 @@ class Agent:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._observer = WatchCache(store, self.wake)
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
-        self._events = EventLog(options.log_dir)
-        self.reporter = AgentReporter(options, self._events, metrics)
+        self.events = EventLog(options.log_dir)
+        self.reporter = AgentReporter(options, self.events, metrics)
         self._server = ForkServer(_preload(self.options.checkpoint_dir))
         self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}

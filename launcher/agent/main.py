@@ -32,6 +32,7 @@ from elasticzero.launcher.agent.node_claim import serve_on_free_port
 from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
+from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher
@@ -150,6 +151,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             status=lambda: agent.status() if agent is not None else {},
             healthy=lambda: (True, "ok"),
             snapshots=_Snapshots(lambda: agent),
+            events=lambda most_bytes: _newest_events(agent, most_bytes),
             token=agreed.secret,
         )
         server = serve_on_free_port(network.http_port, serve, log_line)
@@ -216,6 +218,13 @@ class _Snapshots:
         if agent is None:
             raise FileNotFoundError(name)
         return agent.snapshots.open_file(generation, step, name)
+
+
+def _newest_events(agent: Agent | None, most_bytes: int) -> LogPart:
+    """Returns the newest part of the agent's event log, once there is an agent."""
+    if agent is None:
+        raise FileNotFoundError("events")
+    return agent.events.newest(most_bytes)
 
 
 def _retry_store(

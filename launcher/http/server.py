@@ -1,4 +1,4 @@
-"""Serves an agent's metrics, health and status, and the bytes of snapshots by range.
+"""Serves an agent's metrics, health, status and events, and the bytes of snapshots by range.
 
 Metrics and health are open, as scrapes and probes expect; all else needs the job's token. Only GET
 and HEAD are allowed. A client without the token gets a short time for each request. Its connection
@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from elasticzero.errors import OperatorError
 from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
+from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
 from elasticzero.launcher.secrets import Secret
 
@@ -32,6 +33,11 @@ log = logging.getLogger(__name__)
 IDLE_TIMEOUT_S = 30.0
 """Seconds without traffic after which a connection is closed."""
 
+EVENTS_BYTES = 16 << 20
+"""Bytes of events that are sent if a request does not say how many."""
+LEFT_OUT_HEADER = "ElasticZero-Left-Out-Bytes"
+"""Header of `/events`: bytes of older events that are not sent."""
+_MOST = re.compile(r"\?most=(\d{1,12})\Z")
 _SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
 
@@ -59,12 +65,19 @@ class AgentServer:
         status: Callable[[], dict[str, Any]],
         healthy: Callable[[], tuple[bool, str]],
         snapshots: SnapshotSource,
+        events: Callable[[int], LogPart],
         token: Secret,
     ) -> None:
+        """Begins to serve.
+
+        events: returns a log's newest part of at most so many bytes; raises `FileNotFoundError` if
+        there is no log.
+        """
         self.metrics = metrics
         self.status = status
         self.healthy = healthy
         self.snapshots = snapshots
+        self.events = events
         self.token = token
         self.refusals = RefusalLog()
         try:
@@ -214,12 +227,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self._check_token()
                 text = json.dumps(agent.status(), indent=2).encode() + b"\n"
                 self._send(HTTPStatus.OK, text, "application/json", body=body)
+            elif path == "/events":
+                self._check_token()
+                self._send_events(body=body)
             elif path.startswith("/snapshots/"):
                 self._check_token()
                 self._send_snapshot(path, body=body)
             else:
                 raise _Refusal(
-                    HTTPStatus.NOT_FOUND, "this server has /metrics, /healthz and /status"
+                    HTTPStatus.NOT_FOUND, "this server has /metrics, /healthz, /status and /events"
                 )
         except _Refusal as refusal:
             self._log_refusal(f"{refusal.status.value}, {refusal}")
@@ -259,6 +275,23 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self._shows_token = True
         self.server.connections.mark_authenticated(self.connection)
+
+    def _send_events(self, *, body: bool) -> None:
+        """Sends the newest part of the event log: of at most so many bytes as `?most=` says."""
+        asked = _MOST.search(self.path)
+        try:
+            part = self.server.agent.events(int(asked[1]) if asked else EVENTS_BYTES)
+        except FileNotFoundError:
+            raise _Refusal(HTTPStatus.NOT_FOUND, "there is no event log yet") from None
+        with part.file:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "application/x-ndjson")
+            self.send_header("Content-Length", str(len(part.head) + part.stop - part.start))
+            self.send_header(LEFT_OUT_HEADER, str(part.left_out_bytes))
+            self.end_headers()
+            if body:
+                self.wfile.write(part.head)
+                self._send_file(part.file, part.start, part.stop)
 
     def _send_snapshot(self, path: str, *, body: bool) -> None:
         found = _SNAPSHOT.match(path)

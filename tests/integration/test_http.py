@@ -18,12 +18,15 @@ from elasticzero.errors import OperatorError
 from elasticzero.launcher.http import limits as http_guard
 from elasticzero.launcher.http import server as agent_http
 from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
 
 TOKEN = "the-job's-own-password"
 CONTENT = os.urandom(3_000_000)
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
+EVENTS = b'{"time": 2.0, "event": "round"}\n{"time": 3.0, "event": "exit"}\n'
+HEAD = b'{"time": 1.0, "event": "world"}\n'
 FILE = "/snapshots/3/120/rank-00000-of-00002.safetensors"
 
 
@@ -48,11 +51,17 @@ class Agent:
         self.well = (True, "3 workers train")
         self.current_status: dict[str, object] = {"job": "j", "generation": 3}
         self.broken = False
+        self.asked_bytes = 0
 
     def status(self) -> dict[str, object]:
         if self.broken:
             raise RuntimeError("a bug")
         return self.current_status
+
+    def events(self, most_bytes: int) -> LogPart:
+        self.asked_bytes = most_bytes
+        file = (self.folder.root / "events.jsonl").open("rb")
+        return LogPart(HEAD, file, max(0, len(EVENTS) - most_bytes), len(EVENTS))
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> AgentServer:
         return AgentServer(
@@ -62,6 +71,7 @@ class Agent:
             status=self.status,
             healthy=lambda: self.well,
             snapshots=self.folder,
+            events=self.events,
             token=Secret(TOKEN),
         )
 
@@ -72,6 +82,7 @@ def agent(tmp_path: Path) -> Agent:
     path.mkdir(parents=True)
     (path / FILE.rpartition("/")[2]).write_bytes(CONTENT)
     (path / "empty").write_bytes(b"")
+    (tmp_path / "events.jsonl").write_bytes(EVENTS)
     (tmp_path / "secret").write_bytes(b"not to be read")
     return Agent(tmp_path)
 
@@ -187,7 +198,7 @@ def test_no_range_of_an_empty_file(server: AgentServer) -> None:
     assert ask(server, "/snapshots/3/120/empty", Range="bytes=0-", **BEARER)[0] == 416
 
 
-@pytest.mark.parametrize("path", [FILE, "/status"])
+@pytest.mark.parametrize("path", [FILE, "/status", "/events"])
 @pytest.mark.parametrize(
     "authorization",
     [
@@ -263,13 +274,25 @@ def test_what_is_no_snapshot_is_not_found(server: AgentServer, path: str) -> Non
     assert ask(server, path, **BEARER)[0] == 404
 
 
+def test_the_newest_part_of_the_event_log(server: AgentServer, agent: Agent) -> None:
+    status, headers, body = ask(server, "/events", **BEARER)
+    assert (status, body) == (200, HEAD + EVENTS)
+    assert agent.asked_bytes == agent_http.EVENTS_BYTES
+    status, headers, body = ask(server, "/events?most=30", **BEARER)
+    assert (status, body, agent.asked_bytes) == (200, HEAD + EVENTS[-30:], 30)
+    assert headers["Content-Type"] == "application/x-ndjson"
+    assert headers[agent_http.LEFT_OUT_HEADER] == str(len(EVENTS) - 30 - len(HEAD))
+    (agent.folder.root / "events.jsonl").unlink()
+    assert ask(server, "/events", **BEARER)[::2] == (404, b"there is no event log yet\n")
+
+
 def test_unknown_pages(server: AgentServer) -> None:
     for path in ("/", "/metrics/", "/nothing"):
         assert ask(server, path)[0] == 404
 
 
 def test_head_is_get_without_the_body(server: AgentServer) -> None:
-    for path in ("/metrics", "/healthz", "/status", FILE, "/nothing"):
+    for path in ("/metrics", "/healthz", "/status", "/events", FILE, "/nothing"):
         got, head = ask(server, path, **BEARER), ask(server, path, "HEAD", **BEARER)
         assert head[0] == got[0] and head[2] == b""
         assert head[1]["Content-Length"] == got[1]["Content-Length"]

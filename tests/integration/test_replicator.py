@@ -18,6 +18,7 @@ from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.ipc.messages import Captured, SnapshotHeld
 from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.replicator import SnapshotReplicator
@@ -43,6 +44,7 @@ def buddy(tmp_path: Path) -> Iterator[tuple[str, SnapshotStore]]:
         status=dict,
         healthy=lambda: (True, ""),
         snapshots=store,
+        events=EventLog(tmp_path).newest,
         token=Secret(TOKEN),
     ) as server:
         yield f"127.0.0.1:{server.port}", store

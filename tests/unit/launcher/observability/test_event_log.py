@@ -1,0 +1,87 @@
+"""The newest part of an agent's event log, as it is sent to `elasticzero report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticzero.launcher.observability import event_log
+from elasticzero.launcher.observability.event_log import EventLog
+
+
+def newest(log: EventLog, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
+    """The events of the newest part, and the bytes that it leaves out."""
+    part = log.newest(most_bytes)
+    with part.file as file:
+        file.seek(part.start)
+        data = part.head + file.read(part.stop - part.start)
+    return [json.loads(line) for line in data.splitlines()], part.left_out_bytes
+
+
+def test_a_short_log_is_sent_whole(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.write("world", generation=1)
+    log.write("step", step=1)
+    events, left_out = newest(log, 10_000)
+    assert [event["event"] for event in events] == ["world", "step"]
+    assert left_out == 0
+    log.close()
+
+
+def test_of_a_long_log_the_events_of_the_whole_job_stay(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.write("world", generation=1)
+    for step in range(100):
+        log.write("step", step=step)
+    log.write("round", generation=1)
+    events, left_out = newest(log, 500)
+    found = [(event["event"], event.get("step")) for event in events]
+    steps = [step for name, step in found if name == "step"]
+    assert found[0] == ("world", None) and found[-1] == ("round", None)
+    assert 3 < len(steps) < 10 and steps == list(range(100))[-len(steps) :]
+    size = log.path.stat().st_size
+    assert left_out == size - sum(len(json.dumps(event)) + 1 for event in events)
+    log.close()
+
+
+@pytest.mark.parametrize("most_bytes", range(1, 200, 7))
+def test_no_line_is_cut_and_none_sent_twice(tmp_path: Path, most_bytes: int) -> None:
+    log = EventLog(tmp_path)
+    for generation in range(5):
+        log.write("world", generation=generation)
+        log.write("step", step=generation)
+    events, _ = newest(log, most_bytes)
+    assert [e["generation"] for e in events if e["event"] == "world"] == list(range(5))
+    log.close()
+
+
+def test_what_is_kept_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "KEPT_BYTES", 1000)
+    log = EventLog(tmp_path)
+    for generation in range(200):
+        log.write("world", generation=generation)
+    log.write("step", step=1)
+    events, _ = newest(log, 100)
+    generations = [event["generation"] for event in events if event["event"] == "world"]
+    assert 5 < len(generations) < 20 and generations[-1] == 199
+    log.close()
+
+
+def test_an_agent_that_came_back_appends_to_its_log(tmp_path: Path) -> None:
+    for incarnation in ("a", "b"):
+        log = EventLog(tmp_path)
+        log.write("registered", incarnation=incarnation)
+        log.write("step", step=1)
+        log.close()
+    log = EventLog(tmp_path)
+    log.write("registered", incarnation="c")
+    log.write("step", step=2)
+    events, _ = newest(log, 60)
+    assert [e["incarnation"] for e in events if e["event"] == "registered"] == ["c"]
+    log.close()
+    log.path.unlink()
+    with pytest.raises(FileNotFoundError):
+        log.newest(10)
