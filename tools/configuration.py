@@ -134,6 +134,7 @@ COMMAND_PAGES: dict[str, Callable[[Parser], list[str]]] = {
     "drain": _steering,
     "scale": _steering,
     "stop": _steering,
+    "report": _steering,
 }
 
 

@@ -8,8 +8,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from elasticzero.errors import ElasticZeroError, UserError
-from elasticzero.launcher.options.parser import Parser
-from elasticzero.launcher.options.table import add_job_options, add_local_options, add_run_options
+from elasticzero.launcher.options.parser import Parser, add_options
+from elasticzero.launcher.options.table import (
+    JOB_OPTIONS,
+    add_job_options,
+    add_local_options,
+    add_run_options,
+)
 from elasticzero.launcher.options.validation import (
     check_access,
     check_name,
@@ -71,6 +76,25 @@ def _add_control_options(parser: Parser) -> None:
     parser.set_defaults(run_command=_control)
 
 
+def _add_report(parser: Parser) -> None:
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        metavar="LOG_DIR",
+        help="The logs are here: DIR/JOB with --log-dir DIR, or one node's directory in it, or "
+        "DIR and --job. (default: the agents of the running job are asked)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="report.html",
+        metavar="FILE",
+        help="The page is written to this file; - is the standard output. (default: report.html)",
+    )
+    add_options(parser, JOB_OPTIONS)
+    parser.set_defaults(run_command=_report)
+
+
 def _add_doctor(parser: Parser) -> None:
     from elasticzero.launcher.cli.doctor import add_doctor_options
 
@@ -109,6 +133,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "drain": _add_drain,
     "scale": _add_scale,
     "stop": _add_control_options,
+    "report": _add_report,
     "doctor": _add_doctor,
     "plan": _add_plan,
     "k8s": _add_k8s,
@@ -213,6 +238,20 @@ def _status(args: argparse.Namespace) -> int:
 
     access, token = check_access(args), given_token(args)
     return int(status(args.job, endpoints_of(args), access, token, as_json=args.json))
+
+
+def _report(args: argparse.Namespace) -> int:
+    from elasticzero.launcher.cli.report import report_on_job, report_on_logs
+
+    if args.directory is not None:
+        return int(report_on_logs(args.directory, args.job, args.output))
+    if not args.etcd or not args.job:
+        raise UserError(
+            "give a directory of logs (elasticzero report LOG_DIR), or --job ID and --etcd "
+            "HOST:PORT of a running job"
+        )
+    access, token = check_access(args), given_token(args)
+    return int(report_on_job(args.job, endpoints_of(args), access, token, args.output))
 
 
 def _control(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Runs the command line: `elasticzero run | local | status | drain | scale | stop | doctor | …`.
+"""Runs the command line: `elasticzero run | local | status | drain | scale | stop | report | …`.
 
 Each command imports only the modules that it needs, because some commands run for milliseconds.
 """
@@ -22,6 +22,7 @@ COMMANDS = {
     "drain": "Has a node leave its job at the next step.",
     "scale": "Changes the minimum and maximum number of nodes of a job.",
     "stop": "Ends a job at the next step and saves its state.",
+    "report": "Writes a page that says what happened in a job, from its logs.",
     "doctor": "Checks what most often stops a job on this machine, and says what to mend.",
     "plan": "Computes the memory that each strategy needs for a model on a cluster.",
     "k8s": "Renders manifests for Kubernetes, and changes jobs there by kubectl.",
