@@ -1,5 +1,5 @@
 """The one-minute story: three nodes train a GPT, one is killed, one comes; then the books are
-checked.
+checked, and a report is written.
 
 make demo
 """
@@ -21,6 +21,7 @@ from typing import Any
 from elasticzero.launcher.observability.lineage import Lineage, committed
 
 GPT = Path(__file__).resolve().parent / "gpt.py"
+REPORT = GPT.parent.parent / "build" / "demo-report.html"
 JOB = "demo"
 
 
@@ -75,6 +76,13 @@ def check_samples(runs: Path, options: argparse.Namespace) -> None:
     )
 
 
+def report(runs: Path, path: Path) -> None:
+    """The page that says what happened, made from the logs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = ["report", str(runs / "logs" / JOB), "--output", str(path)]
+    subprocess.run(elasticzero(*words), check=True)
+
+
 def validation_loss(text: str) -> float:
     found = re.findall(r"validation loss ([0-9.]+)", text)
     if not found:
@@ -107,6 +115,7 @@ def main() -> None:
     parser.add_argument("--join-at", type=int, default=110)
     parser.add_argument("--checkpoint-every", type=int, default=25)
     parser.add_argument("--keep", type=Path, help="keep logs and checkpoints in this directory")
+    parser.add_argument("--report", type=Path, default=REPORT, help="where the report is written")
     options = parser.parse_args()
     runs = options.keep or Path(tempfile.mkdtemp(prefix="elasticzero-demo-"))
     began_s = time.monotonic()
@@ -114,6 +123,7 @@ def main() -> None:
         train(runs, options)
         check_samples(runs, options)
         reshard_and_evaluate(runs, options)
+        report(runs, options.report)
     except subprocess.CalledProcessError as error:
         raise SystemExit(
             f"error: {' '.join(error.cmd[2:5])} … ended with {error.returncode}"
