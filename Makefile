@@ -25,7 +25,7 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test slow check reference manifests bench chaos gpu integrations versions docs tools clean
+.PHONY: help demo test slow check reference manifests pictures bench chaos gpu integrations versions docs tools clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet -c constraints.txt -e '.[local,dev]'
 	@touch $@
 
-demo: $(READY) ## train a GPT on three nodes, kill one, let one join (about 4 minutes)
+demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (about 4 minutes)
 	$(RUN) examples/demo.py
 
 test: $(READY) tools ## unit tests, and what a job does, with real processes (about 15 minutes)
@@ -61,6 +61,9 @@ reference: $(READY) ## write docs/reference from the code
 
 manifests: $(READY) ## write k8s/ by elasticzero k8s render
 	$(RUN) -m tools.manifests
+
+pictures: $(READY) ## write docs/pictures from real jobs (needs chromium; about 2 minutes)
+	$(RUN) -m tools.report_picture
 
 bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, steps beside DDP's (over an hour)
 	$(RUN) benchmarks/recovery.py

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.launcher.goodput import goodput
+from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.launcher.report import notes
 from elasticzero.launcher.report.aggregates import checkpoints_of, incidents_of, snapshot_totals
 from elasticzero.launcher.report.changes import BEFORE_FIRST, change_of, seconds_by_generation
