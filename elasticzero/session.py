@@ -369,10 +369,10 @@ class Session:
         return self._state()
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Writes numbers to the agent's event log, for the current step.
+        """Writes numbers to the agent's event log and its metrics, for the current step.
 
-        Each value is a number or a tensor with one element. `loss` is also a metric. Raises
-        `UserError` for other values.
+        Each value is a number or a tensor with one element. `tokens`, those of this rank in the
+        step, are added up. Raises `UserError` for other values.
         """
         values = {name: argument_checks.scalar(name, value) for name, value in scalars.items()}
         training = self._generation.training

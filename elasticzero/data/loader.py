@@ -28,6 +28,7 @@ from elasticzero.data.slices import slice_seed, slices_of
 from elasticzero.errors import UserError
 from elasticzero.processes import die_with_parent
 from elasticzero.spans import Span
+from elasticzero.step_clock import StepClock
 
 Request = list[int] | SeededRequest
 """Names the samples of one batch: their indices in the dataset, and the seed if there is one."""
@@ -198,8 +199,10 @@ class RankSchedule:
 class StepProgress:
     """Tracks the global batch and micro-batch that the script works on."""
 
-    def __init__(self, plan: BatchPlan | None = None) -> None:
+    def __init__(self, plan: BatchPlan | None = None, *, on_gpu: bool = False) -> None:
         self.plan = plan
+        self.clock = StepClock(on_gpu=on_gpu)
+        """Measures the rank's own time in the global batch."""
         self.batch: GlobalBatch | None = None
         self.part: MicroBatch | None = None
         self.backward = False
@@ -223,16 +226,19 @@ class StepProgress:
         self.batch, self.weights, self._weighed = batch, None, False
         self.only, self._parts = None, 0
         self.began_s, self.data_wait_s = time.monotonic(), 0.0
+        self.clock.reset()
 
     def present(self, part: MicroBatch, waited_s: float) -> None:
         """Records that the script gets a micro-batch."""
         self.part, self.backward, self.stepped = part, False, False
         self._parts += 1
         self.data_wait_s += waited_s
+        self.clock.start()
 
     def exclude_time_since(self, since_s: float) -> None:
         """Excludes the time since then from the time of the global batch's step."""
         self.began_s += time.monotonic() - max(since_s, self.began_s)
+        self.clock.exclude_since(since_s)
 
     def add_weight(self, weight: float | None) -> None:
         """Records the script's weight for the micro-batch, or none.
@@ -261,6 +267,7 @@ class StepProgress:
             self._check_whole()
             self.backward = self.stepped = self._weighed = False
             self.weights = None
+            self.clock.start()
         batch, part = self.current("backward")
         if self.backward:
             raise UserError(
@@ -299,6 +306,7 @@ class StepProgress:
                 f"session.step was given only={_listed(only)}, and session.backward before it "
                 f"only={_listed(self.only)}: give both the same"
             )
+        self.clock.stop()
         return found
 
     def current(self, call: str) -> tuple[GlobalBatch, MicroBatch]:

@@ -98,6 +98,11 @@ class Stepped:
     """Number of samples in the global batch."""
     total: int = 0
     """Number of steps of the whole run; 0: not known."""
+    gradient_norm: float | None = None
+    """Norm of the gradient of the newest step that was applied, before clipping; None: none was."""
+    compute_s: float | None = None
+    """Time of this rank's own forwards and backwards, without waits for data or for collectives;
+    None: it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from elasticzero.data.sampling import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.finite import LossCheck
+from elasticzero.step_clock import wait_for
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -228,8 +229,7 @@ class Reducer:
         for bucket in self._active[self._next :]:
             bucket.begin(self._own_loss)
             bucket.late = bucket.late or max(bucket.parts_N) > 1
-        for bucket in self._active:
-            bucket.work.wait()
+        wait_for(bucket.work for bucket in self._active)
         self._over = True
         self._learnt = self._learnt or self._active is self._buckets
         said = torch.cat([bucket.tail.to(torch.float32) for bucket in self._active]).tolist()

@@ -172,7 +172,8 @@ class Loops:
         on_epoch_end: Callable[[], object] | None,
         mine: object,
     ) -> Iterator[Any]:
-        progress = self.progress = StepProgress(schedule.plan)
+        on_gpu = reader.device.type == "cuda"
+        progress = self.progress = StepProgress(schedule.plan, on_gpu=on_gpu)
         schedule = self._without_left_out(schedule, training.position.dataset)
         data = reader.batches(schedule.requests(training.position))
         if schedule.virtual_batch is not None:
@@ -260,6 +261,8 @@ class Loops:
             data_wait_s=progress.data_wait_s,
             samples=len(batch),
             total=progress.total(training.step, training.next_position),
+            gradient_norm=training.gradient_norm,
+            compute_s=progress.clock.seconds,
         )
         if progress.only is None:
             self._send_step(training)

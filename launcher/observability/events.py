@@ -200,6 +200,9 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "data_wait_s": "seconds of it in which the worker waited for its batch",
             "samples": "samples in the global batch",
             "total": "steps of the whole run; 0 if that is not known",
+            "gradient_norm": "norm of the gradient before clipping; null if no step was applied",
+            "compute_s": "seconds of the rank's own forwards and backwards, without waits for "
+            "data or collectives; null if that is not known",
         },
     ),
     "log": EventSpec(

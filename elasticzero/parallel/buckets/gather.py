@@ -19,6 +19,7 @@ from torch import nn
 from elasticzero.parallel.buckets.exchange import begin_all_gather
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.step_clock import wait_for
 from elasticzero.torch_internals import call_before_compiling
 
 _WAIT = "_elasticzero_wait"
@@ -134,8 +135,7 @@ class ParameterGather:
                 _become(parameter, nn.Parameter)
                 parameter.__dict__.pop(_WAIT, None)
         self._broken.add(bucket)
-        for work in works:
-            work.wait()
+        wait_for(works)
         self._broken.discard(bucket)
 
     def _waiter(self, bucket: FlatBucket) -> Callable[[], None]:

@@ -46,6 +46,7 @@ from elasticzero.parallel.buckets.exchange import (
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.reducer import too_late
+from elasticzero.step_clock import wait_for
 
 
 class BufferPool:
@@ -319,8 +320,7 @@ class GradientScatter:
 
     def _finish(self, gradient: _Gradient) -> None:
         """Waits for an exchange; afterwards this rank's chunk holds the sum."""
-        for work in gradient.works:
-            work.wait()
+        wait_for(gradient.works)
         assert gradient.flat_E is not None
         mine_C = gradient.bucket.mine(gradient.flat_E)
         if gradient.received is not None:

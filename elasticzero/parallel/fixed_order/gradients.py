@@ -28,6 +28,7 @@ from elasticzero.parallel.fixed_order.layout import OwnedParameters, Round, deal
 from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
+from elasticzero.step_clock import wait_for
 
 TAG = 0x657B
 """Keeps these messages apart from those of `buckets.exchange` and of a script."""
@@ -127,8 +128,7 @@ class GradientTree:
                 operations += [_operation(dist.irecv, room, source) for _, room in theirs]
                 nodes += theirs
         if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            wait_for(dist.batch_isend_irecv(operations))
         if owned is None:
             return {}
         whole: PartialSums[Tensor] = PartialSums(sums.slices, lambda a, b: a.add_(b))
@@ -148,9 +148,7 @@ def _add(left: Gradient, right: Gradient) -> Gradient:
 
 def spread(messages: Mapping[OwnedParameters, Tensor]) -> None:
     """Sends each owner's messages to all other ranks; all ranks call this together."""
-    works = [dist.broadcast(flat, m.owner, async_op=True) for m, flat in messages.items()]
-    for work in works:
-        work.wait()
+    wait_for([dist.broadcast(flat, m.owner, async_op=True) for m, flat in messages.items()])
 
 
 class FixedOrderReducer:
