@@ -107,14 +107,29 @@ Every error that this project raises on purpose is an `elasticzero.ElasticZeroEr
 METRICS = """\
 # Metrics
 
-Each agent serves these metrics for Prometheus at `/metrics`, on the port of `--http-port`. They are
-those of one node. `local_rank` is the place of a worker on its node, from 0; `reason` is the kind
-of the event that ended a generation; `operation` and `code` are those of a request to etcd. `phase`
-is a part of a recovery, in this order: `detect`, `regroup`, `start`, `connect`, `build`, `restore`,
-`first_step`.
+Each agent serves the metrics of its node for Prometheus at `/metrics`, on the port of
+`--http-port`; the agent that leads the job serves those of the whole job at `/metrics/job`.
+[Monitoring](../monitoring.md) says how to scrape both, and has alerts and a dashboard.
 
 A counter ends in `_total`. A histogram `NAME` gives the series `NAME_bucket`, `NAME_sum` and
-`NAME_count`."""
+`NAME_count`.
+
+## Metrics of a node
+
+`local_rank` is the place of a worker on its node, from 0; `reason` and `cause` are the kind of the
+event that ended a generation, where `cause="start"` is the first generation that this node was in;
+`purpose` says what a copy of the state is for; `operation` and `code` are those of a request to
+etcd. `phase` is a part of a recovery, in this order: `detect`, `regroup`, `start`, `connect`,
+`build`, `restore`, `first_step`. `gpu` is the number of a GPU in NVML; these metrics need the
+package `nvidia-ml-py` (`pip install 'elasticzero[gpu]'`)."""
+
+JOB_METRICS = """\
+## Metrics of a job
+
+The agent that leads serves them; another one answers `/metrics/job` with nothing. What is not known
+has no series. `job_id` is the job's name. Counters begin when the leading agent joined the job.
+`time_class` is a class of the job's time, as in [operating](../operating.md#where-the-time-goes);
+`source` is `aws`, `gcp`, `azure` or `signal`."""
 
 EVENTS = """\
 # Events

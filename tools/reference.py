@@ -10,11 +10,12 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
 
+from elasticzero.launcher.observability.descriptions import MetricDescription
 from elasticzero.launcher.observability.events import EVENTS
+from elasticzero.launcher.observability.job_metrics import JOB_METRICS
 from elasticzero.launcher.observability.metrics import Metrics
 from tools import prose, source
 from tools.configuration import configuration
@@ -73,34 +74,17 @@ def _split(function: source.Function) -> tuple[str, list[tuple[str, str]]]:
 # metrics.md, events.md, exit-codes.md
 
 
-class _Listed(Metrics):
-    """The metrics, and a list of them."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str, str]] = []
-        super().__init__()
-
-    def _note(self, name: str, kind: str, legend: str, labels: tuple[str, ...]) -> None:
-        shown = ", ".join(code(label) for label in labels)
-        self.rows.append((code(f"elasticzero_{name}"), kind, shown, sentence(legend)))
-
-    def _gauge(self, name: str, legend: str, labels: tuple[str, ...] = ()) -> Any:
-        self._note(name, "gauge", legend, labels)
-        return super()._gauge(name, legend, labels)
-
-    def _counter(self, name: str, legend: str, labels: tuple[str, ...] = ()) -> Any:
-        self._note(name, "counter", legend, labels)
-        return super()._counter(name, legend, labels)
-
-    def _histogram(
-        self, name: str, legend: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
-    ) -> Any:
-        self._note(name, "histogram", legend, labels)
-        return super()._histogram(name, legend, buckets, labels)
-
-
 def metrics() -> str:
-    return f"{prose.METRICS}\n\n{table(('Metric', 'Type', 'Labels', 'Meaning'), _Listed().rows)}"
+    parts = [prose.METRICS, _metrics_table(Metrics().descriptions)]
+    return "\n\n".join([*parts, prose.JOB_METRICS, _metrics_table(JOB_METRICS)])
+
+
+def _metrics_table(descriptions: Iterable[MetricDescription]) -> str:
+    rows = [
+        (code(d.name), d.kind, ", ".join(code(label) for label in d.labels), sentence(d.meaning))
+        for d in descriptions
+    ]
+    return table(("Metric", "Type", "Labels", "Meaning"), rows)
 
 
 def events() -> str:

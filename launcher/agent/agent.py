@@ -28,11 +28,13 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.http.compute_poll import ComputePoll
 from elasticzero.launcher.http.refusals import RefusalProbe
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
@@ -139,6 +141,7 @@ class Agent:
         self.saver = CheckpointSaver(
             self.snapshots, options.checkpoint_dir, options.keep, self.wake
         )
+        self._compute = ComputePoll()
         self.view: View | None = None
 
     def prepare(self) -> None:
@@ -176,6 +179,7 @@ class Agent:
             while self._core.exit_code is None:
                 self.view, decision = self._core.cycle()
                 self._log_present_nodes(self.view)
+                self._compare_workers(self.view)
                 if self._core.exit_code is None:
                     self._sleep(self.view, decision)
             return self._core.exit_code
@@ -202,6 +206,13 @@ class Agent:
         with suppress(StoreUnavailable):
             self.reporter.console.waiting(
                 lambda: members_of(self._store.read(MEMBERS)), view.control
+            )
+
+    def _compare_workers(self, view: View) -> None:
+        """Collects the own times of all nodes' workers, where this agent leads and they train."""
+        if view.world is not None and view.round_s is None and is_leader(view):
+            self.reporter.compute_times = self._compute.poll(
+                view.world, self._agreed.secret, time.monotonic()
             )
 
     def poll(self, now_s: float) -> None:
@@ -356,6 +367,10 @@ class Agent:
     def status(self) -> dict[str, Any]:
         """Returns plain values for `/status`, without secrets."""
         return self.reporter.status(self.view, self.notice is not None)
+
+    def job_metrics(self) -> bytes:
+        """Returns the metrics of the whole job; nothing where this agent does not lead."""
+        return self.reporter.job_metrics(self.view)
 
     def close(self, code: ExitCode | None = None) -> None:
         """Stops the workers, releases the node's name and frees the shared memory."""

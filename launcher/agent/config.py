@@ -66,6 +66,10 @@ class AgentOptions:
     """Says what happens to a global batch whose loss or gradient is not finite."""
     on_spike: SpikeLimit | None = None
     """Which losses are too high; None: none is."""
+    flops_per_sample: float | None = None
+    """Floating-point operations of the model for one sample; None: not stated."""
+    peak_flops: float | None = None
+    """Most floating-point operations a second of one worker's device; None: not stated."""
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
     """Rule for which checkpoints are retained."""
     launch_id: str | None = None

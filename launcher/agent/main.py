@@ -108,6 +108,8 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
     """
     endpoints = coordination.endpoints
     metrics = Metrics()
+    policy = options.policy
+    metrics.identify(options.job, options.node, policy.strategy, policy.shard, policy.redundancy)
     for number in (signal.SIGTERM, *signals):
         signal.signal(number, _leave_early)
     log_line = partial(log_for_node, options.node)
@@ -149,6 +151,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             network.http_host,
             metrics=metrics,
             status=lambda: agent.status() if agent is not None else {},
+            job_metrics=lambda: agent.job_metrics() if agent is not None else b"",
             healthy=lambda: (True, "ok"),
             snapshots=_Snapshots(lambda: agent),
             events=lambda most_bytes: _newest_events(agent, most_bytes),

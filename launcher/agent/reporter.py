@@ -22,14 +22,18 @@ from elasticzero.ipc.messages import (
     Stopping,
 )
 from elasticzero.launcher.agent.console import AgentConsole
-from elasticzero.launcher.agent.status import Latest, agent_status
+from elasticzero.launcher.agent.status import Latest, agent_status, job_state
 from elasticzero.launcher.goodput import TimeAccount, TimeSpent, Waiting, stall_of
 from elasticzero.launcher.observability import logging_setup
+from elasticzero.launcher.observability.compute_time import WorkerTimes
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EventName
-from elasticzero.launcher.observability.metrics import PHASES, Metrics
+from elasticzero.launcher.observability.job_metrics import job_exposition
+from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.observability.recovery import RecoveryRecord
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
 from elasticzero.launcher.protocol.documents import Done, Failure, World
+from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.regroup import waiting_class
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
@@ -64,8 +68,6 @@ class AgentReporter:
         self._tail = LogTail(_repeat)
         self._notice: PreemptionNotice | None = None
         self._world: World | None = None
-        self._round_seen_s: float | None = None
-        self._marks: dict[str, float] = {}
         self._latest = Latest(began_s=time.monotonic())
         self.console = AgentConsole(options)
         self._done: Done | None = None
@@ -78,8 +80,13 @@ class AgentReporter:
         """False if this agent has not seen all of the job's time since the present world began."""
         self._waiting: Waiting | None = None
         """Why no workers run; None: they do."""
-        self._recovering: dict[str, Any] | None = None
-        """The recovery that is under way: its cause, and the seconds of its phases so far."""
+        self._recovery = RecoveryRecord(
+            lambda cause, phase, s: metrics.recovery_seconds.labels(cause, phase).observe(s)
+        )
+        self._decided_s = time.monotonic()
+        """Time of the last turn of the agent's loop."""
+        self.compute_times: WorkerTimes = {}
+        """Own times of the workers of all nodes, where this agent leads."""
 
     def note(self, event: EventName, **fields: Any) -> None:
         self._events.write(event, **fields)
@@ -92,22 +99,23 @@ class AgentReporter:
     def decided(self, view: View, decision: Decision) -> None:
         """Logs the reason when it changes; counts what changed in the world."""
         now_s = time.monotonic()
+        self._metrics.leader.set(is_leader(view))
+        self._observe_store(view, now_s)
         if view.world is not None and view.world != self._world:
             self._world_changed(view, view.world, now_s)
         if view.control != self._latest.control:
             before, self._latest.control = self._latest.control, view.control
             self.console.control(view, before)
             self.note("control", nnodes=view.control.nnodes, stop=view.control.stop)
-        if view.round_s is not None and self._round_seen_s is None:
-            self._round_seen_s = view.round_s
+        if view.world is not None and view.reports:
+            self._latest.counts.reports(view.world.generation, view.reports)
+        if view.round_s is not None and not self._recovery.round_is_open:
             reason = view.alarm.reason if view.alarm is not None else "all stopped at a boundary"
             kind = view.alarm.kind if view.alarm is not None else "boundary"
             self.note("round", generation=view.workers.generation, kind=kind, reason=reason)
             self._metrics.restarts.labels(kind).inc()
             self._time.round_opened(view.round_s)
-            self._recovering = {"kind": kind, "reason": reason}
-            if view.workers.stepped_s:
-                self._recovery("detect", max(0.0, view.round_s - view.workers.stepped_s))
+            self._recovery.round_opened(kind, reason, view.round_s, view.workers.stepped_s)
         if view.world is None or view.round_s is not None:
             policy = with_operator_overrides(self._options.policy, view.control)
             self._wait(waiting_class(view, now_s, policy), now_s)
@@ -126,7 +134,13 @@ class AgentReporter:
                 self.note("writes", generation=action.world.generation)
         self._done = view.done
         self._latest.seconds = self._time.seconds(now_s) if self._time_complete else None
-        self._metrics.observe_time(self._latest.seconds or {})
+
+    def _observe_store(self, view: View, now_s: float) -> None:
+        """Counts the time for which etcd does not answer."""
+        before_s, self._decided_s = self._decided_s, now_s
+        self._metrics.etcd_reachable.set(view.store.reachable)
+        if not view.store.reachable:
+            self._metrics.etcd_away.inc(now_s - before_s)
 
     def _wait(self, why: Waiting, now_s: float) -> None:
         if why != self._waiting:
@@ -143,11 +157,12 @@ class AgentReporter:
         return before.unseen(until, step).redone_from(step) if before is not None else None
 
     def _world_changed(self, view: View, world: World, now_s: float) -> None:
+        self._latest.counts.world(self._world, world)
         if (spent := world.time_spent) is not None:
             self._time = TimeAccount(now_s, spent)
             seen = self._world is not None or abs(time.time() - spent.until) < FRESH_S
             self._time_complete = seen and world.names(view.me)
-        self._world = world
+        self._world, self._latest.world_time = world, time.time()
         resume = world.resume
         self.note(
             "world",
@@ -161,23 +176,21 @@ class AgentReporter:
             skipped=_plain(world.skipped) if world.skipped is not None else None,
             time_spent=encode(world.time_spent),
         )
-        self._metrics.generation.set(world.generation)
         logging_setup.context.generation = world.generation
-        self._metrics.world_size.set(world.world_size)
-        self._metrics.members.set(len(world.members))
+        me = (self._options.job, self._options.node)
+        self._metrics.identify(*me, world.strategy, world.shard, world.redundancy)
+        self._metrics.observe_world(world.generation, world.world_size, len(world.members))
         self.console.world(world, session=self._session)
         self.console.quarantined(world)
 
     def starting(self, world: World, index: int, now_s: float) -> None:
-        self._marks = {"start": now_s}
-        self._latest.rate.begin(now_s)
+        lost = max(0, self._latest.step - world.resume.step)
+        self._recovery.starting(now_s, lost)
+        self._latest.starting(now_s)
         self._time.started(now_s)
         self._waiting = None
         self.console.starting()
         self._metrics.forget_workers()
-        if self._round_seen_s is not None:
-            self._recovery("regroup", now_s - self._round_seen_s)
-        self._round_seen_s = None
         member = world.members[index]
         first = world.first_rank(index)
         self.note(
@@ -191,54 +204,35 @@ class AgentReporter:
         self.note("started", pids=[worker.pid for worker in group.workers], kept=group.reused)
         self._metrics.workers_running.set(len(group.workers))
 
-    def received(  # noqa: PLR0915 - one case for each message
-        self, group: WorkerGroup, received: Iterable[Received], now_s: float
-    ) -> None:
+    def received(self, group: WorkerGroup, received: Iterable[Received], now_s: float) -> None:
         """Records messages of workers."""
         for worker, message in received:
             local = worker.local_rank
+            if not isinstance(message, Ended):
+                self._metrics.received(local, message)
+                self._latest.received(local, message)
             match message:
                 case Attached():
                     if not self._session:
                         self._session = True
                         self.note("attached", rank=worker.rank)
-                    self._recovery("start", now_s - self._marks.get("start", now_s))
+                    self._recovery.attached(now_s)
                 case Restored():
-                    self._recovery("connect", message.connect_s)
-                    self._recovery("build", message.build_s)
-                    self._recovery("restore", message.restore_s)
-                    self._marks["restored"] = now_s
+                    self._recovery.restored(message, now_s)
                     if local == 0:
                         self._time.restored(now_s, message.connect_s, message.restore_s)
                         self.note("restored", generation=group.generation, **_plain(message))
                 case Stepped():
-                    if "restored" in self._marks:
-                        first_s = max(0.0, message.at_s - self._marks.pop("restored"))
-                        self._recovery("first_step", first_s)
-                        self._recovered(group.generation)
-                    self._metrics.observe_step(
-                        local,
-                        step=message.step,
-                        seconds=message.step_s,
-                        data_wait_s=message.data_wait_s,
-                        samples=message.samples,
-                    )
+                    self._first_step(group.generation, message.at_s)
                     self.console.progress_resumed(worker.rank, message.at_s)
                     if local == 0:
-                        self._latest.step = message.step
-                        self._latest.total_steps = message.total or None
-                        self._latest.rate.stepped(message.at_s)
                         self._time.stepped(message.step, message.at_s, message.data_wait_s)
                         ago_s = time.monotonic() - message.at_s
                         at = {"time": time.time() - ago_s, "generation": group.generation}
                         self.note("step", **_plain(message) | at)
                 case Logged():
-                    if "loss" in message.scalars:
-                        self._metrics.loss.labels(str(local)).set(message.scalars["loss"])
-                        self._latest.loss = message.scalars["loss"]
                     self.note("log", rank=worker.rank, step=message.step, **message.scalars)
                 case Captured():
-                    self._metrics.observe_capture(message.seconds, message.bytes)
                     if local == 0:
                         kind = stall_of(message.checkpoint or message.direct)
                         self._time.stalled(kind, message.seconds)
@@ -264,9 +258,9 @@ class AgentReporter:
     def snapshot_held(self, held: SnapshotHeld) -> None:
         """Records that this node holds its part of a snapshot, or could not take it."""
         self.note("kept", **_plain(held))
+        self._metrics.observe_snapshot(held.step, held=held.error is None)
         if held.error is None:
-            self._latest.snapshot_step = held.step
-            self._metrics.snapshot_step.set(held.step)
+            self._latest.snapshot_held(held.step)
         else:
             self.console.log_line(f"the snapshot of step {held.step} is not kept: {held.error}")
 
@@ -276,10 +270,11 @@ class AgentReporter:
         for text in finished.notes:
             self.console.log_line(text)
         if finished.error is not None:
+            self._metrics.checkpoints_failed.inc()
             text = f"the checkpoint of step {finished.step} was not saved: {finished.error}"
             self.console.log_line(text)
             return
-        self._latest.checkpoint_step = finished.step
+        self._latest.saved(finished.step)
         self._time.saved(finished.seconds)
         self._metrics.observe_checkpoint(
             step=finished.step,
@@ -295,25 +290,16 @@ class AgentReporter:
         """Records that a save of the newest state failed and is retried; prints it when the error
         is another one."""
         self.note("save_failed", **_plain(failed))
+        self._metrics.checkpoints_failed.inc()
         self.console.save_failed(failed)
 
-    def _recovery(self, phase: str, seconds: float) -> None:
-        self._metrics.recovery_seconds.labels(phase).observe(seconds)
-        if self._recovering is not None:
-            self._recovering[f"{phase}_s"] = round(seconds, 6)
-
-    def _recovered(self, generation: int) -> None:
+    def _first_step(self, generation: int, at_s: float) -> None:
         """Records a recovery as a whole, at the first step after it."""
-        found, self._recovering = self._recovering, None
-        if found is None or self._world is None:
-            return
-        lost = max(0, self._latest.step - self._world.resume.step)
-        self._metrics.steps_lost.inc(lost)
-        whole_s = sum(found.get(f"{phase}_s", 0.0) for phase in PHASES)
-        phases = {f"{phase}_s": found.get(f"{phase}_s") for phase in PHASES}
-        causes = {"kind": found["kind"], "reason": found["reason"]}
-        whole = {"steps_lost": lost, "seconds": round(whole_s, 6)}
-        self.note("recovery", generation=generation, **causes, **whole, **phases)
+        found = self._recovery.stepped(at_s)
+        if found is not None:
+            self._metrics.steps_lost.inc(found["steps_lost"])
+            self._latest.counts.recovered(found)
+            self.note("recovery", generation=generation, **found)
 
     def _repeats(self, worker: Worker) -> bool:
         """Returns whether this worker's output is repeated on the terminal."""
@@ -373,6 +359,10 @@ class AgentReporter:
     def status(self, view: View | None, leaving: bool) -> dict[str, Any]:
         """Returns plain values for `/status`."""
         return agent_status(self._options, view, self._latest, leaving=leaving)
+
+    def job_metrics(self, view: View | None) -> bytes:
+        """Returns what `/metrics/job` serves: nothing where this agent does not lead."""
+        return job_exposition(job_state(self._options, view, self._latest, self.compute_times))
 
     def close(self, code: ExitCode | None) -> None:
         """Records the end of the agent; if the job failed, prints the error that caused it,

@@ -1,4 +1,4 @@
-"""Makes an agent's answer to `/status`."""
+"""Makes an agent's answers to `/status` and, where it leads the job, to `/metrics/job`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from elasticzero.ipc.messages import Logged, Message, Stepped
 from elasticzero.launcher.goodput import goodput
+from elasticzero.launcher.observability.compute_time import (
+    ComputeTimes,
+    WorkerTimes,
+    compute_ratios,
+)
+from elasticzero.launcher.observability.job_counts import JobCounts
+from elasticzero.launcher.observability.job_metrics import JobState, model_flops_utilization
 from elasticzero.launcher.observability.step_rate import StepRate
-from elasticzero.launcher.protocol.documents import Control
+from elasticzero.launcher.protocol.documents import Control, World
 from elasticzero.launcher.protocol.failure_policy import quarantined
+from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 
@@ -29,13 +38,53 @@ class Latest:
     plain: bool = False
     """True if the script makes no visible steps."""
     rate: StepRate = field(default_factory=StepRate)
+    compute: ComputeTimes = field(default_factory=ComputeTimes)
+    counts: JobCounts = field(default_factory=JobCounts)
     seconds: Mapping[str, float] | None = None
     """Where the job's time has gone, by class; None: this agent has not seen all of it."""
+    world_time: float | None = None
+    """Unix time when the present world was seen."""
     step: int = 0
+    stepped_s: float | None = None
+    """Time of the last step; None: there was none."""
     total_steps: int | None = None
     loss: float | None = None
+    gradient_norm: float | None = None
     checkpoint_step: int | None = None
+    checkpoint_time: float | None = None
+    """Unix time when that checkpoint was committed, as this agent saw it."""
     snapshot_step: int | None = None
+    snapshot_time: float | None = None
+    """Unix time since which this node holds that snapshot."""
+
+    def starting(self, now_s: float) -> None:
+        """Notes that the workers of a generation start."""
+        self.rate.begin(now_s)
+        self.compute.begin()
+
+    def received(self, local_rank: int, message: Message) -> None:
+        """Notes a message of a worker; the job's numbers are those of the node's first one."""
+        match message:
+            case Stepped():
+                if message.compute_s is not None:
+                    self.compute.add(local_rank, message.compute_s)
+                if local_rank == 0:
+                    self.step, self.stepped_s = message.step, message.at_s
+                    self.total_steps = message.total or None
+                    self.gradient_norm = message.gradient_norm
+                    self.rate.stepped(message.at_s, message.samples)
+            case Logged():
+                self.loss = message.scalars.get("loss", self.loss)
+            case _:
+                pass
+
+    def snapshot_held(self, step: int) -> None:
+        """Notes that this node holds its part of a snapshot."""
+        self.snapshot_step, self.snapshot_time = step, time.time()
+
+    def saved(self, step: int) -> None:
+        """Notes that a checkpoint is committed."""
+        self.checkpoint_step, self.checkpoint_time = step, time.time()
 
 
 def agent_status(
@@ -46,11 +95,6 @@ def agent_status(
     workers = view.workers if view is not None else WorkerGroupState()
     policy = with_operator_overrides(options.policy, latest.control)
     now_s = time.monotonic()
-    aside = (
-        quarantined(world.strikes, world.strikes, view.struck_s, now_s)
-        if world is not None and view is not None
-        else {}
-    )
     return {
         "job": options.job,
         "node": options.node,
@@ -59,13 +103,14 @@ def agent_status(
         "world_size": world.world_size if world is not None else 0,
         "members": [member.node for member in world.members] if world is not None else [],
         "nnodes": [policy.min_nodes, policy.max_nodes],
-        "set_aside_s": aside,
+        "set_aside_s": _set_aside_s(view, world, now_s),
         "up_s": now_s - latest.began_s,
         "generation_age_s": latest.rate.generation_age_s(now_s),
         "step_age_s": latest.rate.step_age_s(now_s),
         "steps_per_s": latest.rate.steps_per_s(),
         "goodput": goodput(latest.seconds) if latest.seconds is not None else None,
         "seconds": latest.seconds,
+        "compute_s": {str(rank): own_s for rank, own_s in latest.compute.medians().items()},
         "leaving": leaving,
         "workers": {
             "running": workers.running,
@@ -79,3 +124,65 @@ def agent_status(
         "checkpoint_step": latest.checkpoint_step,
         "snapshot_step": latest.snapshot_step,
     }
+
+
+def _set_aside_s(view: View | None, world: World | None, now_s: float) -> dict[str, float]:
+    """Returns the nodes that are set aside, and for how many more seconds."""
+    if view is None or world is None:
+        return {}
+    return quarantined(world.strikes, world.strikes, view.struck_s, now_s)
+
+
+def job_state(
+    options: AgentOptions, view: View | None, latest: Latest, times: WorkerTimes
+) -> JobState | None:
+    """Returns what this agent knows of the whole job; None: it does not lead, or the job is over.
+
+    times: own times of the workers of all nodes.
+    """
+    if view is None or view.done is not None or not is_leader(view):
+        return None
+    world, now_s, now = view.world, time.monotonic(), time.time()
+    policy = with_operator_overrides(options.policy, latest.control)
+    aside = _set_aside_s(view, world, now_s)
+    trained = latest.stepped_s is not None
+    progress_s = now_s - (latest.began_s if latest.stepped_s is None else latest.stepped_s)
+    steps_per_s, samples_per_s = latest.rate.steps_per_s(), latest.rate.samples_per_s()
+    world_size = world.world_size if world is not None else 0
+    return JobState(
+        job=options.job,
+        counts=latest.counts,
+        generation=world.generation if world is not None else 0,
+        generation_start=latest.world_time,
+        world_size=world_size,
+        members=len(world.members) if world is not None else 0,
+        nodes_min=policy.min_nodes,
+        nodes_max=policy.max_nodes,
+        waiting=_waiting(view, world, aside),
+        set_aside=len(aside),
+        seconds=latest.seconds,
+        step=latest.step if trained else None,
+        progress_time=None if latest.plain else now - progress_s,
+        steps_total=latest.total_steps,
+        step_s=1 / steps_per_s if steps_per_s else None,
+        samples_per_s=samples_per_s,
+        mfu=model_flops_utilization(
+            options.flops_per_sample, options.peak_flops, samples_per_s, world_size
+        ),
+        loss=latest.loss,
+        gradient_norm=latest.gradient_norm,
+        snapshot_step=latest.snapshot_step,
+        snapshot_time=latest.snapshot_time,
+        checkpoint_step=latest.checkpoint_step,
+        checkpoint_time=latest.checkpoint_time,
+        checkpoint_every=options.checkpoint_every if options.checkpoint_dir else 0,
+        compute_ratios=compute_ratios(times),
+    )
+
+
+def _waiting(view: View, world: World | None, aside: Mapping[str, float]) -> int | None:
+    """Returns the number of nodes that are registered and in no world, without those set aside."""
+    if view.members is None:
+        return None
+    outside = [m for m in view.members.values() if world is None or not world.names(m)]
+    return sum(member.node not in aside for member in outside)

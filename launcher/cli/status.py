@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
-import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.cli.control import Job, open_job_store, pending_drains, read_job
+from elasticzero.launcher.http.status_client import query_agents
 from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.protocol.failure_policy import (
     AGAIN,
@@ -26,10 +24,6 @@ from elasticzero.launcher.store.watch_cache import reports_of
 from elasticzero.serialization import encode
 from elasticzero.text import count_text, duration_text, print_result, table_text
 
-QUERY_TIMEOUT_S = 2.0
-"""Seconds within which an agent must answer; it is shown as silent otherwise."""
-MAX_PARALLEL_QUERIES = 64
-MOST_BYTES = 1 << 20
 UNKNOWN = "?"
 AgentStatuses = Mapping[str, Mapping[str, Any]]
 """Status that each agent serves, by node; a silent agent is missing."""
@@ -57,46 +51,6 @@ def status(
     found = collect_status(job, phases, statuses)
     print_result(json.dumps(found, indent=2) if as_json else status_text(found))
     return ExitCode.DONE
-
-
-def query_agents(members: Iterable[Member], token: Secret) -> dict[str, Mapping[str, Any]]:
-    """Returns what each agent serves at `/status`; the requests run in parallel."""
-    waiting = list(members)
-    answers: dict[str, Mapping[str, Any]] = {}
-
-    def loop() -> None:
-        while waiting:
-            try:
-                member = waiting.pop()
-            except IndexError:
-                return
-            answer = _query_agent(member, token)
-            if answer is not None:
-                answers[member.node] = answer
-
-    threads = [
-        threading.Thread(target=loop, name=f"elasticzero-query-{i}", daemon=True)
-        for i in range(min(MAX_PARALLEL_QUERIES, len(waiting)))
-    ]
-    deadline_s = time.monotonic() + QUERY_TIMEOUT_S
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    return dict(answers)
-
-
-def _query_agent(member: Member, token: Secret) -> Mapping[str, Any] | None:
-    connection = http.client.HTTPConnection(member.host, member.http_port, timeout=QUERY_TIMEOUT_S)
-    try:
-        connection.request("GET", "/status", headers={"Authorization": f"Bearer {token.reveal}"})
-        response = connection.getresponse()
-        value = json.loads(response.read(MOST_BYTES)) if response.status == 200 else None
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-    return value if isinstance(value, dict) else None
 
 
 def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses) -> dict[str, Any]:

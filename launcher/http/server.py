@@ -67,6 +67,7 @@ class AgentServer:
         snapshots: SnapshotSource,
         events: Callable[[int], LogPart],
         token: Secret,
+        job_metrics: Callable[[], bytes] = bytes,
     ) -> None:
         """Begins to serve.
 
@@ -74,6 +75,7 @@ class AgentServer:
         there is no log.
         """
         self.metrics = metrics
+        self.job_metrics = job_metrics
         self.status = status
         self.healthy = healthy
         self.snapshots = snapshots
@@ -219,6 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse_body()
             if path == "/metrics":
                 self._send(HTTPStatus.OK, agent.metrics.text(), CONTENT_TYPE, body=body)
+            elif path == "/metrics/job":
+                self._send(HTTPStatus.OK, agent.job_metrics(), CONTENT_TYPE, body=body)
             elif path == "/healthz":
                 well, why = agent.healthy()
                 status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE

@@ -1,11 +1,14 @@
-"""Defines every Prometheus metric of an agent.
+"""Defines every Prometheus metric of a node, which its agent serves at `/metrics`.
 
 The agent owns the one registry; workers send it their samples. Labels have few values:
-`local_rank`, never a pid or a global rank, so that no series is left behind by a recovery.
+`local_rank`, never a pid or a global rank, so that no series is left behind by a recovery. Job and
+node are labels of `elasticzero_info` alone, with which queries join the others. `job_metrics` has
+the metrics of the job as a whole.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -14,7 +17,12 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from elasticzero.launcher.goodput import TIME_CLASSES, goodput
+from elasticzero import __version__
+from elasticzero.ipc.messages import Captured, Logged, Message, Stepped
+from elasticzero.launcher.observability.descriptions import MetricDescription, MetricKind
+from elasticzero.launcher.observability.gpu import GPU_METRICS, GpuCollector
+
+log = logging.getLogger(__name__)
 
 Phase = Literal["detect", "regroup", "start", "connect", "build", "restore", "first_step"]
 """Phases of a recovery, in order."""
@@ -27,8 +35,15 @@ PHASES: tuple[Phase, ...] = (
     "restore",
     "first_step",
 )
+FIRST = "start"
+"""Cause of a generation that follows none which this node was in."""
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+INFO_LABELS = ("job_id", "node", "version", "strategy", "shard", "redundancy")
+MAX_LOGGED_NAMES = 64
+"""Maximum number of names of `session.log` that are metrics; those that come later are not."""
+TOKENS = "tokens"
+"""Name in `session.log` whose values are added up."""
 
 _STEP_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _RECOVERY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -42,16 +57,30 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.descriptions: list[MetricDescription] = []
+        self._identity: tuple[str, ...] = ()
+        self._names: set[str] = set()
+        """Names of `session.log` that are metrics."""
         self._membership()
         self._training()
         self._recovery()
+        self._snapshots()
         self._checkpoints()
         self._etcd()
+        self.registry.register(GpuCollector())
+        self.descriptions += GPU_METRICS
 
     def _membership(self) -> None:
+        self.info = self._gauge("info", "Always 1; the labels say what this agent is.", INFO_LABELS)
+        self.leader = self._gauge("leader", "1 on the agent that leads the job; 0 on the others.")
         self.generation = self._gauge(
             "generation", "Number of the generation this node takes part in; 0 before the first."
         )
+        self.generation_start = self._gauge(
+            "generation_start_timestamp_seconds",
+            "Unix time when this node saw that generation; NaN before the first.",
+        )
+        self.generation_start.set(math.nan)
         self.world_size = self._gauge("world_size", "Ranks in this generation.")
         self.members = self._gauge("members", "Nodes in this generation.")
         self.workers_running = self._gauge("workers_running", "Workers of this node that run.")
@@ -65,23 +94,41 @@ class Metrics:
         self.data_wait_seconds = self._histogram(
             "data_wait_seconds", "Seconds a step waited for its batch.", _STEP_BUCKETS_S, per_worker
         )
+        self.compute_seconds = self._histogram(
+            "compute_seconds",
+            "Seconds of a worker's own forwards and backwards in a step, without waits for data or "
+            "collectives; with zero3 waits for gathered parameters count.",
+            _STEP_BUCKETS_S,
+            per_worker,
+        )
         self.samples = self._counter(
-            "samples_total", "Samples in steps finished here, recomputed ones included.", per_worker
+            "samples_total",
+            "Samples of the global batches of steps finished here, recomputed ones included; the "
+            "same for each worker of the job.",
+            per_worker,
+        )
+        self.tokens = self._counter(
+            "tokens_total",
+            "Sum of the `tokens` that a worker's script has logged, recomputed ones included.",
+            per_worker,
         )
         self.loss = self._gauge(
             "loss", "Loss of the last step, as the script logged it.", per_worker
         )
+        self.gradient_norm = self._gauge(
+            "gradient_norm",
+            "Norm of the gradient of the last applied step, before clipping; the same for each "
+            "worker of the job.",
+            per_worker,
+        )
+        self.logged = self._gauge(
+            "log",
+            f"Last value that the script logged under a name, for the first {MAX_LOGGED_NAMES} "
+            "names.",
+            ("local_rank", "name"),
+        )
 
     def _recovery(self) -> None:
-        self.job_seconds = self._gauge(
-            "job_seconds",
-            "Seconds of the whole job by class; all classes add up to the time since it began.",
-            ("time_class",),
-        )
-        self.goodput = self._gauge(
-            "goodput_ratio",
-            "Productive share of the whole job's time; NaN where this node cannot say.",
-        )
         self.steps_lost = self._counter(
             "steps_lost_total", "Finished steps that recoveries made this node do again."
         )
@@ -92,24 +139,44 @@ class Metrics:
             "recovery_seconds",
             "Seconds of each phase of the way to a generation's first step.",
             _RECOVERY_BUCKETS_S,
-            ("phase",),
+            ("cause", "phase"),
         )
         for phase in PHASES:
-            self.recovery_seconds.labels(phase)
+            self.recovery_seconds.labels(FIRST, phase)
 
-    def _checkpoints(self) -> None:
+    def _snapshots(self) -> None:
         self.capture_seconds = self._histogram(
             "capture_seconds",
             "Seconds that training waited while a worker's state was copied to shared memory.",
             _RECOVERY_BUCKETS_S,
+            ("purpose",),
         )
         self.capture_bytes = self._counter(
-            "capture_bytes_total", "Bytes of state that workers copied to shared memory."
+            "capture_bytes_total",
+            "Bytes of state that workers copied to shared memory.",
+            ("purpose",),
+        )
+        self.snapshots = self._counter(
+            "snapshots_total", "Snapshots of which this node held all that it is to hold."
+        )
+        self.snapshots_failed = self._counter(
+            "snapshots_failed_total",
+            "Snapshots of which this node could not hold all that it is to hold.",
         )
         self.snapshot_step = self._gauge(
             "snapshot_last_step",
             "Step of the last snapshot of which this node holds all that it is to hold.",
         )
+        self.snapshot_timestamp = self._gauge(
+            "snapshot_last_timestamp_seconds",
+            "Unix time when this node held that snapshot; NaN before the first.",
+        )
+        self.snapshot_timestamp.set(math.nan)
+        for purpose in ("snapshot", "checkpoint"):
+            self.capture_seconds.labels(purpose)
+            self.capture_bytes.labels(purpose)
+
+    def _checkpoints(self) -> None:
         self.checkpoint_seconds = self._histogram(
             "checkpoint_seconds",
             "Seconds to write this node's part of a checkpoint.",
@@ -118,13 +185,17 @@ class Metrics:
         self.checkpoint_bytes = self._counter(
             "checkpoint_bytes_total", "Bytes of checkpoints written by this node."
         )
+        self.checkpoints_failed = self._counter(
+            "checkpoints_failed_total", "Tries to save a checkpoint that failed on this node."
+        )
         self.checkpoint_step = self._gauge(
             "checkpoint_last_step", "Step of the last checkpoint known to be committed."
         )
         self.checkpoint_timestamp = self._gauge(
             "checkpoint_last_timestamp_seconds",
-            "Unix time when the last checkpoint was seen committed.",
+            "Unix time when the last checkpoint was seen committed; NaN before the first.",
         )
+        self.checkpoint_timestamp.set(math.nan)
 
     def _etcd(self) -> None:
         self.etcd_request_seconds = self._histogram(
@@ -136,6 +207,69 @@ class Metrics:
         self.etcd_errors = self._counter(
             "etcd_errors_total", "Requests and streams to etcd that failed.", ("operation", "code")
         )
+        self.etcd_reachable = self._gauge(
+            "etcd_reachable", "1 while etcd answers this agent; 0 while it does not."
+        )
+        self.etcd_away = self._counter(
+            "etcd_away_seconds_total", "Seconds for which etcd did not answer this agent."
+        )
+
+    def received(self, local_rank: int, message: Message) -> None:
+        """Records a message of a worker."""
+        rank = str(local_rank)
+        match message:
+            case Stepped():
+                self._observe_step(rank, message)
+            case Logged():
+                self._observe_log(rank, message.scalars)
+            case Captured():
+                purpose = "checkpoint" if message.checkpoint or message.direct else "snapshot"
+                self.capture_seconds.labels(purpose).observe(message.seconds)
+                self.capture_bytes.labels(purpose).inc(message.bytes)
+            case _:
+                pass
+
+    def _observe_step(self, rank: str, message: Stepped) -> None:
+        self.step.labels(rank).set(message.step)
+        self.step_seconds.labels(rank).observe(message.step_s)
+        self.data_wait_seconds.labels(rank).observe(message.data_wait_s)
+        if message.compute_s is not None:
+            self.compute_seconds.labels(rank).observe(message.compute_s)
+        if message.gradient_norm is not None:
+            self.gradient_norm.labels(rank).set(message.gradient_norm)
+        self.samples.labels(rank).inc(message.samples)
+
+    def _observe_log(self, rank: str, scalars: Mapping[str, float]) -> None:
+        if "loss" in scalars:
+            self.loss.labels(rank).set(scalars["loss"])
+        if (tokens := scalars.get(TOKENS, 0)) > 0:
+            self.tokens.labels(rank).inc(tokens)
+        for name, value in scalars.items():
+            if name not in self._names and len(self._names) < MAX_LOGGED_NAMES:
+                self._names.add(name)
+                if len(self._names) == MAX_LOGGED_NAMES:
+                    log.warning(
+                        "the script has logged %d names; others are in the event log alone, and "
+                        "no metrics",
+                        MAX_LOGGED_NAMES,
+                    )
+            if name in self._names:
+                self.logged.labels(rank, name).set(value)
+
+    def identify(self, job: str, node: str, strategy: str, shard: str, redundancy: str) -> None:
+        """Says what this agent is, by the labels of `elasticzero_info`."""
+        labels = (job, node, __version__, strategy, shard, redundancy)
+        if labels != self._identity:
+            self._identity = labels
+            self.info.clear()
+            self.info.labels(*labels).set(1)
+
+    def observe_world(self, generation: int, world_size: int, members: int) -> None:
+        """Records a new generation."""
+        self.generation.set(generation)
+        self.generation_start.set(time.time())
+        self.world_size.set(world_size)
+        self.members.set(members)
 
     def observe_etcd(self, operation: str, seconds: float, error: str | None) -> None:
         """Records one request to etcd: its duration, and the code of its error if it failed."""
@@ -144,29 +278,14 @@ class Metrics:
         else:
             self.etcd_errors.labels(operation, error).inc()
 
-    def observe_step(
-        self, local_rank: int, *, step: int, seconds: float, data_wait_s: float, samples: int
-    ) -> None:
-        """Records one step that a worker finished."""
-        rank = str(local_rank)
-        self.step.labels(rank).set(step)
-        self.step_seconds.labels(rank).observe(seconds)
-        self.data_wait_seconds.labels(rank).observe(data_wait_s)
-        self.samples.labels(rank).inc(samples)
-
-    def observe_time(self, seconds: Mapping[str, float]) -> None:
-        """Sets where the job's time has gone, by class; empty: this agent cannot say."""
-        if not seconds:
-            self.job_seconds.clear()
-        for kind in TIME_CLASSES if seconds else ():
-            self.job_seconds.labels(kind).set(seconds.get(kind, 0.0))
-        share = goodput(seconds)
-        self.goodput.set(math.nan if share is None else share)
-
-    def observe_capture(self, seconds: float, captured_bytes: int) -> None:
-        """Records that a worker's state was copied to shared memory."""
-        self.capture_seconds.observe(seconds)
-        self.capture_bytes.inc(captured_bytes)
+    def observe_snapshot(self, step: int, *, held: bool) -> None:
+        """Records that this node holds its part of a snapshot, or cannot."""
+        if not held:
+            self.snapshots_failed.inc()
+            return
+        self.snapshots.inc()
+        self.snapshot_step.set(step)
+        self.snapshot_timestamp.set(time.time())
 
     def observe_checkpoint(self, *, step: int, seconds: float, written_bytes: int) -> None:
         """Records that this node's part of a checkpoint is written, and the checkpoint is
@@ -178,22 +297,29 @@ class Metrics:
 
     def forget_workers(self) -> None:
         """Removes the gauges of workers that are gone, so that none shows an old value."""
-        self.step.clear()
-        self.loss.clear()
+        for gauge in (self.step, self.loss, self.gradient_norm, self.logged):
+            gauge.clear()
 
     def text(self) -> bytes:
         """Returns the exposition, in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def _name(self, name: str, kind: MetricKind, legend: str, labels: tuple[str, ...]) -> str:
+        """Returns the name of a metric with the prefix, and lists the metric."""
+        full = f"elasticzero_{name}"
+        self.descriptions.append(MetricDescription(full, kind, labels, legend))
+        return full
+
     def _gauge(self, name: str, legend: str, labels: tuple[str, ...] = ()) -> Gauge:
-        return Gauge(f"elasticzero_{name}", legend, labels, registry=self.registry)
+        full = self._name(name, "gauge", legend, labels)
+        return Gauge(full, legend, labels, registry=self.registry)
 
     def _counter(self, name: str, legend: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"elasticzero_{name}", legend, labels, registry=self.registry)
+        full = self._name(name, "counter", legend, labels)
+        return Counter(full, legend, labels, registry=self.registry)
 
     def _histogram(
         self, name: str, legend: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
     ) -> Histogram:
-        return Histogram(
-            f"elasticzero_{name}", legend, labels, buckets=buckets, registry=self.registry
-        )
+        full = self._name(name, "histogram", legend, labels)
+        return Histogram(full, legend, labels, buckets=buckets, registry=self.registry)

@@ -13,6 +13,7 @@ from elasticzero.launcher.options.option import Option, grouped
 from elasticzero.launcher.options.values import (
     at_least_zero,
     bytes_or_auto,
+    positive_number,
     steps_or_auto,
     whole_number,
 )
@@ -92,6 +93,22 @@ _STRATEGY = grouped(
         metavar="ACTION:K:N",
         parse=spike_limit,
         field="on_spike",
+    ),
+    Option(
+        ("--flops-per-sample",),
+        "The model needs F floating-point operations for the forward and the backward of one "
+        "sample. With --peak-flops the metrics have the model FLOPs utilization.",
+        metavar="F",
+        parse=positive_number("a number of operations, such as 4.2e12, is expected"),
+        field="flops_per_sample",
+    ),
+    Option(
+        ("--peak-flops",),
+        "The device of one worker can do F floating-point operations a second, in the format in "
+        "which the model computes.",
+        metavar="F",
+        parse=positive_number("operations a second, such as 989e12, are expected"),
+        field="peak_flops",
     ),
 )
 

@@ -48,6 +48,26 @@ def whole_number(expected: str) -> Parse:
     return parse
 
 
+def positive_number(expected: str) -> Parse:
+    """Returns a function that parses a number above 0, which may be absent.
+
+    expected: ends the error, as in "a number of operations is expected".
+    """
+
+    def parse(flag: str, text: str | None) -> float | None:
+        if text is None:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value < math.inf:
+            raise UserError(f"{flag} {text}: {expected}")
+        return value
+
+    return parse
+
+
 def steps_or_auto(flag: str, text: str) -> int | None:
     """Parses a number of steps; returns None for auto."""
     if text == "auto":

@@ -32,7 +32,7 @@ def scraped(port: int) -> dict[str, float]:
     """The job's seconds by class, as an agent exports them."""
     return {
         sample.labels["time_class"]: sample.value
-        for family in text_string_to_metric_families(get(port, "/metrics"))
+        for family in text_string_to_metric_families(get(port, "/metrics/job"))
         for sample in family.samples
         if sample.name == "elasticzero_job_seconds"
     }

@@ -27,6 +27,15 @@ def get(port: int, path: str, token: str = "") -> str:
         return str(answer.read().decode())
 
 
+def check_that_one_agent_leads(ports: list[int], job: str) -> None:
+    """It alone serves the metrics of the job, and says that it leads."""
+    leads = ["elasticzero_leader 1.0" in get(port, "/metrics") for port in ports]
+    jobs = [get(port, "/metrics/job") for port in ports]
+    assert sorted(leads) == [False, True]
+    assert [bool(text) for text in jobs] == leads
+    assert f'elasticzero_job_members{{job_id="{job}"}} 2.0' in "".join(jobs)
+
+
 @pytest.mark.timeout(120)
 def test_a_running_job_tells_its_state(
     tmp_path: Path, job: str, etcd: EtcdServer, program: Callable[[str], str]
@@ -62,7 +71,11 @@ def test_a_running_job_tells_its_state(
         assert found["elasticzero_loss", "0"] > 0
         assert found["elasticzero_checkpoint_last_step",] >= 10
         assert found["elasticzero_checkpoint_bytes_total",] > 0
-        assert found["elasticzero_recovery_seconds_count", "first_step"] == 1
+        assert found["elasticzero_recovery_seconds_count", "start", "first_step"] == 1
+        own = found["elasticzero_compute_seconds_sum", "0"]
+        assert 0 < own < found["elasticzero_step_seconds_sum", "0"]
+        assert found["elasticzero_gradient_norm", "0"] > 0
+        check_that_one_agent_leads(list(serving.values()), job)
         assert any(name[0] == "elasticzero_etcd_request_seconds_count" for name in found)
         assert get(port, "/healthz").strip()
         with EtcdStore([etcd.endpoint], job_prefix(job)) as store:

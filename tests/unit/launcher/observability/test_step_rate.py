@@ -28,3 +28,12 @@ def test_speed_is_that_of_the_last_steps_of_this_generation() -> None:
     assert rate.step_age_s(30.0) == pytest.approx(30.0 - 10.0 - RECENT_STEPS * 0.5)
     rate.begin(40.0)
     assert rate.steps_per_s() is None
+
+
+def test_samples_a_second_are_those_of_the_same_steps() -> None:
+    rate = StepRate()
+    rate.begin(0.0)
+    assert rate.samples_per_s() is None
+    for step in range(1, 6):
+        rate.stepped(float(step), 8 if step < 5 else 4)
+    assert rate.samples_per_s() == pytest.approx((3 * 8 + 4) / 4)

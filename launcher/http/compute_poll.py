@@ -1,0 +1,73 @@
+"""Collects the own times of a world's workers for the agent that leads, in a thread of its own.
+
+Each agent measures its own workers and serves the result in its status. The leader asks all of them
+now and then, seldom enough that a thousand nodes cost it little.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from elasticzero.launcher.http.status_client import query_agents
+from elasticzero.launcher.observability.compute_time import WorkerTimes
+from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.secrets import Secret
+
+POLL_S = 10.0
+"""Least seconds from one poll of all agents to the next."""
+POLL_A_NODE_S = 0.05
+"""The same for each node, in large worlds."""
+THREADS = 8
+"""Number of agents that are asked at a time."""
+
+
+class ComputePoll:
+    """Asks the agents of a world on request, in one thread at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._times: WorkerTimes = {}
+        self._polling = False
+        self._next_s = 0.0
+
+    def poll(self, world: World, token: Secret, now_s: float) -> WorkerTimes:
+        """Returns the times that are known of this world's workers, by node and local rank, and
+        asks for newer ones where that is due."""
+        with self._lock:
+            if world.generation != self._generation:
+                self._generation, self._times = world.generation, {}
+                self._next_s = now_s + POLL_S
+            if not self._polling and now_s >= self._next_s:
+                self._polling = True
+                self._next_s = now_s + max(POLL_S, POLL_A_NODE_S * len(world.members))
+                threading.Thread(
+                    target=self._ask, args=(world, token), name="elasticzero-compute", daemon=True
+                ).start()
+            return self._times
+
+    def _ask(self, world: World, token: Secret) -> None:
+        try:
+            statuses = query_agents(world.members, token, threads=THREADS)
+            times = worker_times(world.generation, statuses)
+            with self._lock:
+                if world.generation == self._generation:
+                    self._times = times
+        finally:
+            self._polling = False
+
+
+def worker_times(generation: int, statuses: Mapping[str, Mapping[str, Any]]) -> WorkerTimes:
+    """Returns the own times of workers in seconds, from the statuses of agents that are in this
+    generation."""
+    found: dict[tuple[str, int], float] = {}
+    for node, status in statuses.items():
+        times = status.get("compute_s")
+        if status.get("generation") != generation or not isinstance(times, dict):
+            continue
+        for rank, own_s in times.items():
+            if str(rank).isdecimal() and isinstance(own_s, int | float):
+                found[node, int(rank)] = float(own_s)
+    return found

@@ -1,0 +1,47 @@
+"""Finds stragglers: workers whose own part of a step takes longer than the others'.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+RECENT = 32
+"""Number of steps of which a worker's own time is the median."""
+SLOWEST = 16
+"""Number of workers of a world whose ratio is told: the slowest ones."""
+
+WorkerTimes = Mapping[tuple[str, int], float]
+"""Seconds of a worker's own time in a step, by node and local rank."""
+
+
+class ComputeTimes:
+    """Follows the own times of one node's workers in the present generation."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+
+    def begin(self) -> None:
+        """Notes that workers of a new generation start."""
+        self._seconds = {}
+
+    def add(self, local_rank: int, seconds: float) -> None:
+        """Notes a worker's own time in a step."""
+        self._seconds.setdefault(local_rank, deque(maxlen=RECENT)).append(seconds)
+
+    def medians(self) -> dict[int, float]:
+        """Returns each worker's median over its last steps, in seconds, by local rank."""
+        return {rank: median(tuple(recent)) for rank, recent in tuple(self._seconds.items())}
+
+
+def compute_ratios(times: WorkerTimes) -> dict[tuple[str, int], float]:
+    """Returns the own times of the slowest workers, as multiples of the median of all workers;
+    none where there are fewer than two."""
+    middle_s = median(times.values()) if len(times) > 1 else 0.0
+    if middle_s <= 0:
+        return {}
+    slowest = sorted(times, key=lambda worker: times[worker], reverse=True)[:SLOWEST]
+    return {worker: times[worker] / middle_s for worker in slowest}
