@@ -55,9 +55,11 @@ check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale 
 	$(RUN) -m pytest -q tests/unit/test_house.py
 	$(RUN) -m tools.reference --check
 	$(RUN) -m tools.manifests --check
+	$(RUN) -m tools.monitoring --check
 
-reference: $(READY) ## write docs/reference from the code
+reference: $(READY) ## write docs/reference, and generated files of monitoring, from the code
 	$(RUN) -m tools.reference
+	$(RUN) -m tools.monitoring
 
 manifests: $(READY) ## write k8s/ by elasticzero k8s render
 	$(RUN) -m tools.manifests
