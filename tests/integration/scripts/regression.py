@@ -184,7 +184,8 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         session.backward(loss)
         if session.step(max_grad_norm=1.0):
             scheduler.step()
-            session.log(loss=loss.item())
+            tokens = {} if options.tokens is None else {"tokens": options.tokens}
+            session.log(loss=loss.item(), **tokens)
             if options.slow_after is not None and session.step_count >= options.slow_after:
                 time.sleep(1.5 if session.rank == 0 and session.generation == 1 else 0.0)
 
@@ -216,6 +217,7 @@ if __name__ == "__main__":
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--tokens", type=int, help="logged at each step")
     parser.add_argument("--fail-at", type=int)
     parser.add_argument("--hidden", type=int, default=17)
     parser.add_argument("--slow-after", type=int)
