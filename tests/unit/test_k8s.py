@@ -36,6 +36,8 @@ from tools import manifests as tool
 
 VERSIONS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 FOLDERS = tuple(tool.OVERLAYS)
+OLDEST_KUBECTL = 24
+"""Minor version of the oldest kubectl whose kustomize knows what the manifests use."""
 PREFIX = "ELASTICZERO_"
 SCHEMAS = {
     "jobset.x-k8s.io": "jobset",
@@ -51,8 +53,17 @@ MADE_BY_HAND = {
 """What the manifests refer to and do not hold; k8s/README.md says how each is made."""
 
 
+def kubectl_minor(path: str) -> int:
+    command = [path, "version", "--client", "--output=yaml"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return int(re.sub(r"\D.*", "", yaml.safe_load(out)["clientVersion"]["minor"]))
+
+
 def kustomized(folder: Path, program: Callable[[str], str]) -> list[Manifest]:
-    command = [program("kubectl"), "kustomize", str(folder)]
+    kubectl = program("kubectl")
+    if kubectl_minor(kubectl) < OLDEST_KUBECTL:
+        pytest.skip(f"overlays and components need kubectl 1.{OLDEST_KUBECTL} or newer")
+    command = [kubectl, "kustomize", str(folder)]
     rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert rendered.returncode == 0, rendered.stderr
     assert "deprecated" not in rendered.stderr

@@ -135,7 +135,7 @@ def _struck(fault: FaultSummary) -> tuple[str, ...]:
 
 def _generation_table(summary: RunSummary) -> str:
     head = ("#", "Began at", "Lasted", "Steps", "Ranks", "Where its time went", "Why it began")
-    groups = grouped(summary.generations, MOST_ROWS)
+    groups = neighbours(summary.generations, MOST_ROWS)
     kinds = _present_classes(summary)
     rows = [_generation_row(group) for group in groups]
     if before_s := sum(summary.before_first.values()):
@@ -151,7 +151,7 @@ def _time_bar(seconds: Mapping[str, float], label: str) -> str:
     return stacked_bar(parts, sum(seconds.values()), "low", label)
 
 
-def grouped(
+def neighbours(
     generations: Sequence[GenerationSummary], most: int
 ) -> list[Sequence[GenerationSummary]]:
     """Returns the generations in at most `most` groups of neighbours, of equal size."""

@@ -7,14 +7,13 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
 from tests.support.promql import mistakes, panel_queries, rules, selectors, series
-from tests.unit.test_k8s import kubectl_minor
+from tests.unit.test_k8s import kustomized
 from tools import monitoring
 
 TESTS = Path(__file__).parent / "alerts.test.yaml"
@@ -154,22 +153,17 @@ def test_the_dashboard_is_whole(folder: Path) -> None:
 def test_kustomize_renders_the_component(
     root: Path, tmp_path: Path, program: Callable[[str], str]
 ) -> None:
-    kubectl = program("kubectl")
-    if kubectl_minor(kubectl) < 22:
-        pytest.skip("components need kubectl 1.22 or newer")
-    overlay = root / "k8s" / "overlays" / "example"
+    overlay = root / "k8s" / "overlays" / "quick-look"
     (tmp_path / "kustomization.yaml").write_text(
         f"resources: [{relative(overlay, tmp_path)}]\n"
         f"components: [{relative(root / 'k8s' / 'components' / 'monitoring', tmp_path)}]\n"
     )
-    command = [kubectl, "kustomize", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 0, found.stderr
-    rendered: dict[str, Any] = {m["kind"]: m for m in yaml.safe_load_all(found.stdout)}
-    assert {"PodMonitor", "PrometheusRule", "ConfigMap", "Job"} <= rendered.keys()
-    board = json.loads(rendered["ConfigMap"]["data"]["dashboard.json"])
-    assert board["uid"] == "elasticzero"
-    assert rendered["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    rendered = kustomized(tmp_path, program)
+    kinds = {manifest["kind"] for manifest in rendered}
+    assert {"PodMonitor", "PrometheusRule", "ConfigMap", "Job"} <= kinds
+    (board,) = (m for m in rendered if "dashboard.json" in m.get("data", {}))
+    assert json.loads(board["data"]["dashboard.json"])["uid"] == "elasticzero"
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
 def relative(path: Path, base: Path) -> str:
