@@ -179,18 +179,19 @@ def test_etcd_lets_the_clients_certificate_in_and_no_other(
     client = Access(cacert=str(ca), cert=str(folder / "client.crt"), key=str(folder / "client.key"))
     with Members(tmp_path / "etcd", tls=tls) as etcd:
         endpoints = etcd.endpoints.split(",")
-        assert wrote(endpoints, client)
+        assert_reads(endpoints, client)
         with pytest.raises(AccessRefused):
-            wrote(endpoints, Access(cacert=str(ca)))
+            assert_reads(endpoints, Access(cacert=str(ca)))
 
 
-def wrote(endpoints: list[str], access: Access) -> bool:
-    """Whether etcd takes a write; a slow machine may not answer at once."""
+def assert_reads(endpoints: list[str], access: Access) -> None:
+    """Raises `AccessRefused` where etcd does; a slow machine may not answer at once."""
     deadline_s = time.monotonic() + 60.0
     with EtcdStore(endpoints, job_prefix("train"), access=access) as store:
         while True:
             try:
-                return bool(store.write({"probe": b"1"}))
+                store.read("probe")
+                return
             except AccessRefused:
                 raise
             except StoreUnavailable:
