@@ -66,11 +66,50 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("the findings for a program, and the room that snapshots need",
          "elasticzero doctor --json --snapshot-size 40GiB"),
     ),
+    "report": (
+        ("the page of a job, from the logs of its nodes",
+         "elasticzero report logs/my-run --output my-run.html"),
+        ("of a job that runs, from its agents",
+         "elasticzero report --etcd etcd-host:2379 --job my-run"),
+    ),
     "plan": (
         ("a model of 7 billion parameters on two nodes of eight GPUs",
          "elasticzero plan --params 7B --nodes 2 --gpus 8"),
         ("the same with state divided within each node, on GPUs of 40 GiB",
          "elasticzero plan --params 7B --nodes 2 --gpus 8 --shard node --gpu-memory 40GiB"),
+    ),
+    "k8s": (
+        ("manifests of a script on eight spot nodes of GKE at most",
+         "elasticzero k8s render --name train --image registry.example.com/me/train:1 \\\n"
+         "    --nnodes 2:8 --gpus 8 --cloud gke --spot --checkpoints gs://bucket/runs train.py"),
+        ("two to six nodes from now on",
+         "elasticzero k8s scale train 2:6 --apply"),
+    ),
+    "k8s render": (
+        ("a script in the image, with volumes of a storage class",
+         "elasticzero k8s render --name train --image registry.example.com/me/train:1 \\\n"
+         "    --nnodes 2:4 --checkpoints nfs-client /app/train.py"),
+        ("a script from here, in a ConfigMap, and an etcd that runs",
+         "elasticzero k8s render --name train --image registry.example.com/me/train:1 \\\n"
+         "    --nnodes 2:4 --checkpoints s3://bucket/runs --etcd etcd:2379 train.py"),
+    ),
+    "k8s scale": (
+        ("the commands that change it",
+         "elasticzero k8s scale train 2:6"),
+        ("the same, carried out",
+         "elasticzero k8s scale train 2:6 --apply"),
+    ),
+    "k8s drain": (
+        ("the commands that empty the machine of the pod with index 3",
+         "elasticzero k8s drain train 3"),
+        ("the same, carried out",
+         "elasticzero k8s drain train 3 --apply"),
+    ),
+    "k8s replace-etcd-member": (
+        ("the commands that replace the third member",
+         "elasticzero k8s replace-etcd-member train 2"),
+        ("the same, carried out",
+         "elasticzero k8s replace-etcd-member train 2 --apply"),
     ),
     "checkpoint": (
         ("the steps in a directory",

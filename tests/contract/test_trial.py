@@ -52,5 +52,5 @@ def test_a_store_without_conditional_puts_is_found_out() -> None:
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="Not a directory"):
+    with pytest.raises(StorageError, match="cannot make the directory"):
         try_storage(str(tmp_path / "file" / "c"), SIZE)
