@@ -35,9 +35,9 @@ def agree(one: Mapping[str, float], other: Mapping[str, float], whole_s: float) 
 @pytest.mark.timeout(170)
 def test_a_job_with_three_faults(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     """A worker dies, a node dies, and a node joins; then the job ends."""
-    words = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8", "--settle", "2"]
+    words = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8"]
     words += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "20"]
-    words += ["--lease-ttl", "2", str(REGRESSION), "--pause", "0.1"]
+    words += [str(REGRESSION), "--pause", "0.1"]
     page = tmp_path / "page.html"
     with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
         cluster = told.cluster

@@ -107,6 +107,9 @@ tr:last-child td { border-bottom: 0; }
 #time tr:last-child td { font-weight: 600; border-top: 2px solid var(--line); }
 .tag { display: inline-block; padding: 0 7px; border-radius: 9px; border: 1px solid currentColor;
   font-size: 12px; line-height: 17px; white-space: nowrap; }
+#recoveries .bar.low { width: 170px; }
+#recoveries th, #recoveries td { padding-right: 10px; }
+#recoveries th:last-child, #recoveries td:last-child { padding-right: 0; }
 .words { overflow-wrap: anywhere; min-width: 220px; }
 .nowrap { white-space: nowrap; }
 .muted { color: var(--muted); }
@@ -116,7 +119,11 @@ pre { margin: 6px 0 2px; padding: 8px 10px; background: var(--soft); border-radi
   font: 12px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; max-height: 340px; overflow-y: auto; }
 footer { color: var(--muted); font-size: 13px; margin-top: 20px; }
-@media (max-width: 560px) { main { padding: 18px 10px 32px; } section { padding: 14px 12px; } }
+@media (max-width: 560px) {
+  main { padding: 18px 10px 32px; }
+  section { padding: 14px 12px; }
+  h1, .tile .value { font-size: 18px; }
+}
 @media print {
   body { font-size: 12px; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   main { max-width: none; padding: 0; }
