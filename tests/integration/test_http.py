@@ -243,8 +243,8 @@ def test_refused_requests_are_told_of_once_a_minute(
     monkeypatch.setattr(http_guard, "LOG_INTERVAL_S", 0.0)
     assert ask(server, "/nothing")[0] == 404
     assert caplog.records[-1].getMessage() == (
-        "refused an HTTP request of 127.0.0.1: 404, this server has /metrics, /healthz and "
-        "/status; 2 more since the last such line"
+        "refused an HTTP request of 127.0.0.1: 404, this server has /metrics, /healthz, "
+        "/status and /events; 2 more since the last such line"
     )
     assert len(caplog.records) == 2
     assert ask(server, "/snapshots/3/120/none", **BEARER)[0] == 404
