@@ -111,7 +111,7 @@ def shown(expression: str, job: str) -> str:
     return expression
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_prometheus_answers_every_query_about_a_job_with_a_killed_worker(
     tmp_path: Path, root: Path, job: str, etcd: EtcdServer, program: Callable[[str], str]
 ) -> None:
