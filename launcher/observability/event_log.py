@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,11 @@ class LogPart:
 class EventLog:
     """Appends events; each line is written whole, so a reader never sees half of one."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, listen: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> None:
+        """listen: receives each event that is written."""
+        self._listen = listen
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / EVENTS_FILE
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -58,8 +62,8 @@ class EventLog:
     def write(self, event: EventName, **fields: Any) -> None:
         """Writes an event; `time` is this machine's wall clock in seconds, to be compared on one
         machine only."""
-        line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
-        data = line.encode() + b"\n"
+        record = {"time": time.time(), "event": event, **fields}
+        data = json.dumps(record, default=str).encode() + b"\n"
         with suppress(OSError):  # a full disk must not end a training that does not need the log
             written = os.write(self._fd, data)
             if event in JOB_WIDE:
@@ -68,6 +72,8 @@ class EventLog:
             self._end += written
         while self._kept_bytes > KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
+        if self._listen is not None:
+            self._listen(record)
 
     def newest(self, most_bytes: int) -> LogPart:
         """Returns the newest part of the log, at most so many bytes of whole lines, and before it
