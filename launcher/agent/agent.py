@@ -8,7 +8,6 @@ alarms are overwritten by equal ones, worlds are written under a condition.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import select
 import signal
@@ -28,6 +27,7 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.dashboard.memory import JobMemory
 from elasticzero.launcher.http.compute_poll import ComputePoll
 from elasticzero.launcher.http.refusals import RefusalProbe
 from elasticzero.launcher.observability.event_log import EventLog
@@ -51,6 +51,7 @@ from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import MEMBERS, WatchCache, members_of
 from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import WorkerGroup
+from elasticzero.launcher.workers.preload import preloaded_modules
 from elasticzero.launcher.workers.process import Worker, kill_all
 
 REST_S = 0.25
@@ -61,20 +62,6 @@ LONG_ROUND_S = 5.0
 """Seconds after which a round that waits for nodes is no longer checked every BUSY_S."""
 RETIRE_S = 2.0
 """Seconds within which killed workers of an older generation are expected to be gone."""
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "numpy",
-    "elasticzero.entry_point",
-    "elasticzero.comm.gloo",
-    "elasticzero.parallel.ddp",
-    "elasticzero.parallel.zero",
-    "elasticzero.parallel.fsdp",
-)
-"""Modules that a worker would import anyway, and the strategies, which are imported when
-created."""
 
 
 class Agent:
@@ -100,9 +87,10 @@ class Agent:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._observer = WatchCache(store, self.wake)
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
-        self.events = EventLog(options.log_dir)
+        self.memory = JobMemory(options.node)
+        self.events = EventLog(options.log_dir, self.memory.history.take)
         self.reporter = AgentReporter(options, self.events, metrics)
-        self._server = ForkServer(_preload(self.options.checkpoint_dir))
+        self._server = ForkServer(preloaded_modules(options.checkpoint_dir))
         self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}
         """Processes of a retired group that are ready for the next one, by local rank."""
@@ -168,6 +156,11 @@ class Agent:
         return self._core.notice
 
     @property
+    def token(self) -> Secret:
+        """Returns the job's token."""
+        return self._agreed.secret
+
+    @property
     def worker_group(self) -> WorkerGroup | None:
         """Returns this node's workers of the present generation."""
         return self._group
@@ -178,6 +171,7 @@ class Agent:
         try:
             while self._core.exit_code is None:
                 self.view, decision = self._core.cycle()
+                self.memory.turn(self.view, self.status, self.token)
                 self._log_present_nodes(self.view)
                 self._compare_workers(self.view)
                 if self._core.exit_code is None:
@@ -289,7 +283,7 @@ class Agent:
         if self._group is not None:
             self._group.fail_all("the fork server of this node died")
         self._server.close()
-        self._server = ForkServer(_preload(self.options.checkpoint_dir))
+        self._server = ForkServer(preloaded_modules(self.options.checkpoint_dir))
 
     def retire(self, world: World) -> None:
         """Ends the workers of the older generation, which make way for those of `world`."""
@@ -378,17 +372,9 @@ class Agent:
         with suppress(ElasticZeroError, ChannelClosed):
             self._retire_group()
         self._server.close()
+        self.memory.close()
         self.saver.close()
         self._membership.close()
         self.reporter.close(code)
         if self.claim is not None:
             self.claim.release()
-
-
-def _preload(checkpoint_dir: str | None) -> tuple[str, ...]:
-    """Returns the modules that workers have imported when they begin, and the one that reads
-    checkpoints."""
-    scheme = (checkpoint_dir or "").partition("://")[0]
-    package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(scheme)
-    known = package is not None and importlib.util.find_spec(package) is not None
-    return (*PRELOAD, package) if known and package else PRELOAD

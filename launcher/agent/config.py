@@ -82,6 +82,8 @@ class AgentOptions:
     """Cloud whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
     keep_workers: bool = False
     """True: workers' processes outlive a generation where they can be reused."""
+    open_status: bool = False
+    """True: the status that the agent serves needs no token."""
     console: ConsoleOutput = field(default_factory=ConsoleOutput)
     """Selects the workers' output that is repeated on the terminal."""
     workers: WorkerSettings = field(default_factory=WorkerSettings)

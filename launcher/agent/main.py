@@ -29,6 +29,8 @@ from elasticzero.launcher.agent.etcd_hosting import (
 )
 from elasticzero.launcher.agent.interfaces import interface_of
 from elasticzero.launcher.agent.node_claim import serve_on_free_port
+from elasticzero.launcher.dashboard.job_status import page_address
+from elasticzero.launcher.dashboard.service import JobDashboard
 from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
@@ -152,10 +154,12 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             metrics=metrics,
             status=lambda: agent.status() if agent is not None else {},
             job_metrics=lambda: agent.job_metrics() if agent is not None else b"",
+            job=JobDashboard(options.job, options.node, lambda: agent).document,
             healthy=lambda: (True, "ok"),
             snapshots=_Snapshots(lambda: agent),
             events=lambda most_bytes: _newest_events(agent, most_bytes),
             token=agreed.secret,
+            open_status=options.open_status,
         )
         server = serve_on_free_port(network.http_port, serve, log_line)
         stack.enter_context(server)
@@ -195,6 +199,8 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             f"this node is registered for job {options.job}; its logs are in "
             f"{options.log_dir}{muted}"
         )
+        how = "" if options.open_status else " (elasticzero status --url prints it with the token)"
+        log_line(f"the status page of the job is at {page_address(me)}{how}")
         return agent.run()
 
 

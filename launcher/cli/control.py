@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elasticzero.errors import (
     AccessRefused,
@@ -20,12 +20,12 @@ from elasticzero.errors import (
     StoreUnavailable,
     UserError,
 )
+from elasticzero.launcher.dashboard.job_status import Job, pending_drains
 from elasticzero.launcher.protocol.documents import (
     Control,
     Done,
     Drain,
     Member,
-    World,
     to_bytes,
     world_from_bytes,
 )
@@ -41,37 +41,6 @@ TRIES = 20
 """Number of times that the document is read and written when others write it at the same time."""
 POLL_S = 0.2
 NAMES_SHOWN = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Holds a job as the store shows it at one time."""
-
-    name: str
-    members: Mapping[str, Member]
-    """Registrations, oldest first."""
-    world: World | None
-    done: Done | None
-    control: Control
-    control_revision: int
-
-    @property
-    def placed(self) -> tuple[Member, ...]:
-        return self.world.members if self.world is not None else ()
-
-    @property
-    def waiting(self) -> list[str]:
-        """Returns the registered nodes that are not members of the world."""
-        world = self.world
-        return [n for n, m in self.members.items() if world is None or not world.names(m)]
-
-    @property
-    def nodes(self) -> dict[str, Member]:
-        """Returns every node of the job by name, members of the world first.
-
-        A registration that exists replaces the member of the same name, whose own may have lapsed.
-        """
-        return {member.node: member for member in self.placed} | dict(self.members)
 
 
 @contextmanager
@@ -172,12 +141,6 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
         return f"{node} has left; {_members_text(now)}"
 
     return _wait_until(store, name, wait_s, gone)
-
-
-def pending_drains(job: Job) -> tuple[Drain, ...]:
-    """Returns the drains of nodes that have not left yet."""
-    present = {(m.node, m.incarnation) for m in (*job.placed, *job.members.values())}
-    return tuple(d for d in job.control.drain if (d.node, d.incarnation) in present)
 
 
 def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | None) -> ExitCode:

@@ -5,28 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from elasticzero.errors import ExitCode
-from elasticzero.launcher.cli.control import Job, open_job_store, pending_drains, read_job
-from elasticzero.launcher.http.status_client import query_agents
-from elasticzero.launcher.protocol.documents import Member
-from elasticzero.launcher.protocol.failure_policy import (
-    AGAIN,
-    QUARANTINE_STRIKES,
-    quarantine_reason,
-)
+from elasticzero.errors import ExitCode, UserError
+from elasticzero.launcher.cli.control import open_job_store, read_job
+from elasticzero.launcher.dashboard.agent_client import query_agents
+from elasticzero.launcher.dashboard.job_status import Job, collect_status, page_address
+from elasticzero.launcher.protocol.failure_policy import AGAIN
 from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW, token_for_operator
 from elasticzero.launcher.store.watch_cache import reports_of
-from elasticzero.serialization import encode
 from elasticzero.text import count_text, duration_text, print_result, table_text
 
 UNKNOWN = "?"
-AgentStatuses = Mapping[str, Mapping[str, Any]]
-"""Status that each agent serves, by node; a silent agent is missing."""
 
 
 def status(
@@ -37,12 +30,7 @@ def status(
     given: the job's token, if the operator has it.
     """
     with open_job_store(name, endpoints, access) as store:
-        job = read_job(store, name)
-        token = token_for_operator(store, given)
-        reports = (
-            store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
-        )
-    phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
+        job, phases, token = read_stored_job(store, name, given)
     if token is None and job.done is None:
         print(f"the status of the nodes needs the job's token: give {HOW}", file=sys.stderr)
     statuses = (
@@ -53,91 +41,36 @@ def status(
     return ExitCode.DONE
 
 
-def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses) -> dict[str, Any]:
-    """Returns the status of the job as plain values, as --json prints it."""
-    world, leader = job.world, _leader(job)
-    here = [statuses[node] for node in job.members if node in statuses]
-    words = statuses.get(leader or "", here[0] if here else {})
-    placed = {member.node: index for index, member in enumerate(job.placed)}
-    given = job.control.nnodes
-    struck = {s.node: s.count for s in world.strikes} if world is not None else {}
-    row = world.strikes if world is not None else ()
-    aside = {s.node: quarantine_reason(row, s.node) for s in row if s.count >= QUARANTINE_STRIKES}
-    nodes = []
-    for node, member in job.nodes.items():
-        own, index = statuses.get(node, {}), placed.get(node)
-        nodes.append(
-            {
-                "node": node,
-                "role": "spare" if index is None else "leader" if node == leader else "member",
-                "address": member.address if node in job.members else None,
-                "ranks": _ranks(job, index),
-                "state": _state(job, member, phases.get(node), struck.get(node, 0), own),
-                "strikes": struck.get(node, 0),
-                "set_aside_s": words.get("set_aside_s", {}).get(node),
-                "set_aside_for": aside.get(node),
-                "step": own.get("step") if index is not None else None,
-                "step_age_s": own.get("step_age_s") if index is not None else None,
-                "up_s": own.get("up_s"),
-                "silent": node in job.members and node not in statuses and job.done is None,
-            }
-        )
-    return {
-        "job": job.name,
-        "generation": world.generation if world is not None else 0,
-        "generation_age_s": words.get("generation_age_s"),
-        "world_size": world.world_size if world is not None else 0,
-        "nnodes": list(given) if given is not None else words.get("nnodes"),
-        "resume_step": world.resume.step if world is not None else 0,
-        "reason": world.reason if world is not None else "waiting for nodes",
-        "leader": leader,
-        "step": _greatest(here, "step"),
-        "total_steps": words.get("total_steps"),
-        "steps_per_s": words.get("steps_per_s"),
-        "goodput": words.get("goodput"),
-        "seconds": words.get("seconds"),
-        "plain": bool((words.get("workers") or {}).get("plain")),
-        "checkpoint_step": _greatest(here, "checkpoint_step"),
-        "loss": words.get("loss"),
-        "control": encode(replace(job.control, drain=pending_drains(job))),
-        "nodes": nodes,
-        "done": encode(job.done) if job.done is not None else None,
-    }
+def read_stored_job(
+    store: Store, name: str, given: Secret | None
+) -> tuple[Job, dict[str, str], Secret | None]:
+    """Returns the job, the phase that each member has reported, and the job's token.
+
+    given: the token, if the operator has it. Raises `UserError` if etcd has no such job.
+    """
+    job = read_job(store, name)
+    token = token_for_operator(store, given)
+    reports = store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
+    phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
+    return job, phases, token
 
 
-def _greatest(found: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    return max((own[key] for own in found if own.get(key) is not None), default=None)
+def print_page_address(
+    name: str, endpoints: Sequence[str], access: Access, given: Secret | None
+) -> ExitCode:
+    """Prints the address of the job's status page with the token in its fragment.
 
-
-def _leader(job: Job) -> str | None:
-    """Returns the node that leads the job, as far as the store shows it."""
-    if job.done is not None:
-        return None
-    candidates = [m.node for m in job.placed if m.node in job.members] or list(job.members)
-    return candidates[0] if candidates else None
-
-
-def _ranks(job: Job, index: int | None) -> str:
-    if index is None or job.world is None:
-        return "-"
-    ranks = job.world.ranks(index)
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-
-
-def _state(
-    job: Job, member: Member, phase: str | None, strikes: int, own: Mapping[str, Any]
-) -> str:
-    if job.done is not None:
-        return job.done.outcome
-    if member.node not in job.members:
-        return "gone"
-    if job.control.drains(member) or own.get("leaving"):
-        return "leaving"
-    if job.world is None or job.world.find(member.node, member.incarnation) is None:
-        return "set aside" if strikes >= QUARANTINE_STRIKES else "waiting"
-    if job.control.stop:
-        return "stopping"
-    return {"restored": "training", "alive": "stopping", None: "starting"}.get(phase, str(phase))
+    Raises `UserError` if the job has ended, has no node, or its token is not known.
+    """
+    with open_job_store(name, endpoints, access) as store:
+        job, _, token = read_stored_job(store, name, given)
+    if job.leader is None:
+        why = f"has ended: {job.done.reason}" if job.done is not None else "has no node now"
+        raise UserError(f"job {name!r} {why}; agents serve the status page while they run")
+    if token is None:
+        raise UserError(f"the status page needs the job's token, which etcd does not hold: {HOW}")
+    print_result(page_address(job.leader, token))
+    return ExitCode.DONE
 
 
 def status_text(found: Mapping[str, Any]) -> str:
@@ -152,6 +85,8 @@ def status_text(found: Mapping[str, Any]) -> str:
         for node in found["nodes"]
         if node["state"] == "set aside" and node["set_aside_for"] not in (None, AGAIN)
     ]
+    if found["page"] is not None:
+        lines.append(f"status page: {found['page']} (--url prints it with the token)")
     return "\n".join(lines)
 
 

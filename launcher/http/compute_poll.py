@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from elasticzero.launcher.http.status_client import query_agents
+from elasticzero.launcher.dashboard.agent_client import query_agents
 from elasticzero.launcher.observability.compute_time import WorkerTimes
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.secrets import Secret

@@ -1,6 +1,7 @@
-"""Serves an agent's metrics, health, status and events, and the bytes of snapshots by range.
+"""Serves an agent's metrics, health, status, status page and events, and the bytes of snapshots.
 
-Metrics and health are open, as scrapes and probes expect; all else needs the job's token. Only GET
+Metrics, health and the page, which holds nothing of the job, are open: scrapes, probes and browsers
+expect that. All else needs the job's token, except the status where `open_status` is set. Only GET
 and HEAD are allowed. A client without the token gets a short time for each request. Its connection
 is the first to be closed when there are too many, and the log has one line a minute for all such
 clients.
@@ -17,13 +18,16 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, BinaryIO, Protocol, cast
 
 from elasticzero.errors import OperatorError
+from elasticzero.launcher.dashboard.agent_client import JOB, OWN_JOB, STATUS
+from elasticzero.launcher.dashboard.page import SAFE_HEADERS, status_page
 from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
+from elasticzero.launcher.http.requests import RequestRefused, byte_range, snapshot_file
 from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
 from elasticzero.launcher.secrets import Secret
@@ -38,8 +42,6 @@ EVENTS_BYTES = 16 << 20
 LEFT_OUT_HEADER = "ElasticZero-Left-Out-Bytes"
 """Header of `/events`: bytes of older events that are not sent."""
 _MOST = re.compile(r"\?most=(\d{1,12})\Z")
-_SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
 
 
 class SnapshotSource(Protocol):
@@ -47,6 +49,12 @@ class SnapshotSource(Protocol):
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
         """Opens a real file for reading; raises `FileNotFoundError` if there is none."""
+
+
+class JobStatus(Protocol):
+    """Returns the status of the whole job, for the paths `JOB` and `OWN_JOB`."""
+
+    def __call__(self, *, pass_on: bool) -> Mapping[str, Any]: ...
 
 
 class PortTaken(OperatorError):
@@ -63,24 +71,28 @@ class AgentServer:
         *,
         metrics: Metrics,
         status: Callable[[], dict[str, Any]],
+        job: JobStatus,
         healthy: Callable[[], tuple[bool, str]],
         snapshots: SnapshotSource,
         events: Callable[[int], LogPart],
         token: Secret,
         job_metrics: Callable[[], bytes] = bytes,
+        open_status: bool = False,
     ) -> None:
         """Begins to serve.
 
         events: returns a log's newest part of at most so many bytes; raises `FileNotFoundError` if
-        there is no log.
+        there is no log. open_status: the status needs no token.
         """
         self.metrics = metrics
         self.job_metrics = job_metrics
         self.status = status
+        self.job = job
         self.healthy = healthy
         self.snapshots = snapshots
         self.events = events
         self.token = token
+        self.open_status = open_status
         self.refusals = RefusalLog()
         try:
             self._server = _Server(host, port, self)
@@ -165,15 +177,6 @@ def _listen_address(host: str, port: int) -> tuple[int, Any]:
     return family, address
 
 
-class _Refusal(Exception):
-    """Reports that a request gets an error as its response."""
-
-    def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # without it, errors are answered without a status line
@@ -227,9 +230,15 @@ class _Handler(BaseHTTPRequestHandler):
                 well, why = agent.healthy()
                 status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
                 self._send(status, f"{why}\n".encode(), body=body)
-            elif path == "/status":
-                self._check_token()
-                text = json.dumps(agent.status(), indent=2).encode() + b"\n"
+            elif path == "/":
+                page, headers = status_page()
+                kind = "text/html; charset=utf-8"
+                self._send(HTTPStatus.OK, page, kind, headers=headers, body=body)
+            elif path in (STATUS, JOB, OWN_JOB):
+                if not agent.open_status:
+                    self._check_token()
+                found = agent.status() if path == STATUS else agent.job(pass_on=path == JOB)
+                text = json.dumps(found, indent=2 if path == STATUS else None).encode() + b"\n"
                 self._send(HTTPStatus.OK, text, "application/json", body=body)
             elif path == "/events":
                 self._check_token()
@@ -238,10 +247,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self._check_token()
                 self._send_snapshot(path, body=body)
             else:
-                raise _Refusal(
-                    HTTPStatus.NOT_FOUND, "this server has /metrics, /healthz, /status and /events"
+                raise RequestRefused(
+                    HTTPStatus.NOT_FOUND,
+                    "this server has /, /metrics, /healthz, /status, /job and /events",
                 )
-        except _Refusal as refusal:
+        except RequestRefused as refusal:
             self._log_refusal(f"{refusal.status.value}, {refusal}")
             text = f"{refusal}\n".encode()
             self._send(refusal.status, text, headers=refusal.headers, body=body)
@@ -250,6 +260,11 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception:
             log.exception("%s %s could not be answered", self.command, path)
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "see the agent's log")
+
+    def end_headers(self) -> None:
+        for name, value in SAFE_HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answers a request that the base class cannot read, and other methods."""
@@ -267,14 +282,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuses a request with a body and closes its connection, because no body is read."""
         if self.headers.get("Transfer-Encoding") or self.headers.get("Content-Length", "0") != "0":
             self.close_connection = True
-            raise _Refusal(HTTPStatus.BAD_REQUEST, "a request here has no body")
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, "a request here has no body")
 
     def _check_token(self) -> None:
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         wanted = self.server.agent.token.reveal.encode()
         matches = hmac.compare_digest(given.strip().encode("latin-1", "replace"), wanted)
         if scheme.lower() != "bearer" or not matches:
-            raise _Refusal(
+            raise RequestRefused(
                 HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
             )
         self._shows_token = True
@@ -286,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             part = self.server.agent.events(int(asked[1]) if asked else EVENTS_BYTES)
         except FileNotFoundError:
-            raise _Refusal(HTTPStatus.NOT_FOUND, "there is no event log yet") from None
+            raise RequestRefused(HTTPStatus.NOT_FOUND, "there is no event log yet") from None
         with part.file:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "application/x-ndjson")
@@ -298,23 +313,20 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_file(part.file, part.start, part.stop)
 
     def _send_snapshot(self, path: str, *, body: bool) -> None:
-        found = _SNAPSHOT.match(path)
-        if found is None:
-            raise _Refusal(
-                HTTPStatus.NOT_FOUND, "a snapshot's file is /snapshots/GENERATION/STEP/NAME"
-            )
-        generation, step, name = int(found[1]), int(found[2]), found[3]
+        generation, step, name = snapshot_file(path)
         try:
             file = self.server.agent.snapshots.open_file(generation, step, name)
         except FileNotFoundError:
-            raise _Refusal(HTTPStatus.NOT_FOUND, f"no file {name} of that snapshot here") from None
+            raise RequestRefused(
+                HTTPStatus.NOT_FOUND, f"no file {name} of that snapshot here"
+            ) from None
         except OSError as error:
             why = f"file {name} cannot be opened: {error.strerror}"
-            raise _Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, why) from None
+            raise RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, why) from None
         with file:
             size = os.fstat(file.fileno()).st_size
             ranged = self.headers.get("Range")
-            start, stop = (0, size) if ranged is None else _byte_range(ranged, size)
+            start, stop = (0, size) if ranged is None else byte_range(ranged, size)
             self.send_response(HTTPStatus.OK if ranged is None else HTTPStatus.PARTIAL_CONTENT)
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Accept-Ranges", "bytes")
@@ -350,23 +362,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(content)
-
-
-def _byte_range(header: str, size: int) -> tuple[int, int]:
-    """Parses a header `Range: bytes=first-last`, `first-` or `-last_n`; returns [start, stop)."""
-    found = _RANGE.match(header.strip())
-    if found is None or (not found[1] and not found[2]):
-        raise _Refusal(HTTPStatus.BAD_REQUEST, "one range is served, as in bytes=0-99")
-    if found[1]:
-        start = int(found[1])
-        stop = min(int(found[2]) + 1, size) if found[2] else size
-        backwards = bool(found[2]) and int(found[2]) < start
-    else:
-        start, stop, backwards = max(0, size - int(found[2])), size, False
-    if backwards or start >= size or start >= stop:
-        raise _Refusal(
-            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-            f"the file has {size} bytes",
-            Content_Range=f"bytes */{size}",
-        )
-    return start, stop

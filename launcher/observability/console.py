@@ -79,6 +79,9 @@ class ClusterConsole:
         """Why the script ended training early."""
         self._errors: dict[str, dict[str, Any]] = {}
         """Event of the error with which the agent of a node has ended, by node."""
+        self._pages: dict[str, str] = {}
+        """Address of the status page that each node serves."""
+        self._how = f"elasticzero status --url --job {log_dir.name} --etcd {endpoint}"
         self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
         self.print_line(
@@ -95,6 +98,8 @@ class ClusterConsole:
         """Prints one event of one node's log."""
         at_s = event["time"]
         match event["event"]:
+            case "serving":
+                self._pages[node] = f"http://{event['host']}:{event['port']}/"
             case "registered":
                 self.print_line(f"{node} is here", at_s)
             case "world" if event["generation"] > self._generation:
@@ -140,6 +145,7 @@ class ClusterConsole:
                 self._errors[node] = event
 
     def _world(self, event: dict[str, Any], at_s: float) -> None:
+        first = not self._generation
         self._generation = event["generation"]
         self.training = event["members"]
         self.lineage.world(self._generation, event["resume_step"])
@@ -160,6 +166,14 @@ class ClusterConsole:
             f"{', '.join(self.training)} ({reason}); {place[event['tier']]}{again}",
             at_s,
         )
+        if first:
+            self._page(at_s)
+
+    def _page(self, at_s: float) -> None:
+        """Prints once where the status page is."""
+        page = next((self._pages[n] for n in self.training if n in self._pages), None)
+        if page is not None:
+            self.print_line(f"status page: {page} (with the token: {self._how})", at_s)
 
     def _stepped(self, event: dict[str, Any], at_s: float) -> None:
         generation, step = event["generation"], event["step"]

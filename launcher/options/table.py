@@ -302,8 +302,8 @@ RUN_OPTIONS = (
         ),
         Option(
             ("--http-port",),
-            "The agent serves /metrics, /healthz and /status at this port; 0 takes any free port. "
-            f"(default: {DEFAULT_HTTP_PORT}, or the next one that is free)",
+            "The agent serves the status page, /metrics, /healthz and more at this port; 0 takes "
+            f"any free port. (default: {DEFAULT_HTTP_PORT}, or the next one that is free)",
             None,
             int,
             metavar="PORT",
@@ -316,6 +316,14 @@ RUN_OPTIONS = (
             "0.0.0.0",
             metavar="ADDRESS",
             in_local="absent",
+        ),
+        Option(
+            ("--open-status",),
+            "The agent serves the status of the job and of the node, and so the status page, to "
+            "everyone; otherwise they need the job's token.",
+            False,
+            is_switch=True,
+            field="open_status",
         ),
     ),
 )

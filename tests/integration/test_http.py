@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import http.client
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -51,12 +54,16 @@ class Agent:
         self.well = (True, "3 workers train")
         self.current_status: dict[str, object] = {"job": "j", "generation": 3}
         self.broken = False
+        self.open_status = False
         self.asked_bytes = 0
 
     def status(self) -> dict[str, object]:
         if self.broken:
             raise RuntimeError("a bug")
         return self.current_status
+
+    def job(self, *, pass_on: bool) -> dict[str, object]:
+        return {"job": "j", "passed_on": pass_on}
 
     def events(self, most_bytes: int) -> LogPart:
         self.asked_bytes = most_bytes
@@ -69,10 +76,12 @@ class Agent:
             port,
             metrics=self.metrics,
             status=self.status,
+            job=self.job,
             healthy=lambda: self.well,
             snapshots=self.folder,
             events=self.events,
             token=Secret(TOKEN),
+            open_status=self.open_status,
         )
 
 
@@ -141,6 +150,54 @@ def test_status_is_json(server: AgentServer) -> None:
     assert json.loads(body) == {"job": "j", "generation": 3}
 
 
+def test_the_status_of_the_job(server: AgentServer) -> None:
+    for path, passed_on in (("/job", True), ("/job/own", False), ("/job?x=1", True)):
+        status, headers, body = ask(server, path, **BEARER)
+        assert (status, headers["Content-Type"]) == (200, "application/json")
+        assert json.loads(body) == {"job": "j", "passed_on": passed_on}
+
+
+def test_an_open_status_needs_no_token_and_opens_nothing_else(agent: Agent) -> None:
+    agent.open_status = True
+    with agent.serve() as server:
+        for path in ("/job", "/job/own", "/status"):
+            assert ask(server, path)[0] == 200
+        for path in (FILE, "/events"):
+            assert ask(server, path)[0] == 401
+
+
+def test_the_page_needs_no_token_and_allows_its_own_parts_alone(server: AgentServer) -> None:
+    status, headers, body = ask(server, "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert TOKEN.encode() not in body
+    policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for kind in ("script", "style"):
+        (part,) = re.findall(rf"<{kind}>(.*?)</{kind}>".encode(), body, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(part).digest()).decode()
+        assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+    text = body.decode()
+    assert not re.search(r"<[^>]+ (style|on\w+)=", text), "the policy forbids these attributes"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+    assert re.findall(r"(?:https?:)?//[\w.-]+", text) == ["http://www.w3.org"] * 2, "namespaces"
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/job", "/status", "/events", "/metrics", "/healthz", FILE, "/nothing"]
+)
+def test_no_answer_can_be_framed_embedded_or_kept(server: AgentServer, path: str) -> None:
+    for authorization in (BEARER["Authorization"], ""):
+        _, headers, _ = ask(server, path, Authorization=authorization)
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert headers["Cache-Control"] == "no-store"
+        assert "Access-Control-Allow-Origin" not in headers
+
+
 def test_a_bug_behind_a_page_is_a_500_and_no_more(server: AgentServer, agent: Agent) -> None:
     agent.broken = True
     status, _, body = ask(server, "/status", **BEARER)
@@ -198,7 +255,7 @@ def test_no_range_of_an_empty_file(server: AgentServer) -> None:
     assert ask(server, "/snapshots/3/120/empty", Range="bytes=0-", **BEARER)[0] == 416
 
 
-@pytest.mark.parametrize("path", [FILE, "/status", "/events"])
+@pytest.mark.parametrize("path", [FILE, "/status", "/job", "/job/own", "/events"])
 @pytest.mark.parametrize(
     "authorization",
     [
@@ -243,8 +300,8 @@ def test_refused_requests_are_told_of_once_a_minute(
     monkeypatch.setattr(http_guard, "LOG_INTERVAL_S", 0.0)
     assert ask(server, "/nothing")[0] == 404
     assert caplog.records[-1].getMessage() == (
-        "refused an HTTP request of 127.0.0.1: 404, this server has /metrics, /healthz, "
-        "/status and /events; 2 more since the last such line"
+        "refused an HTTP request of 127.0.0.1: 404, this server has /, /metrics, /healthz, "
+        "/status, /job and /events; 2 more since the last such line"
     )
     assert len(caplog.records) == 2
     assert ask(server, "/snapshots/3/120/none", **BEARER)[0] == 404
@@ -287,12 +344,12 @@ def test_the_newest_part_of_the_event_log(server: AgentServer, agent: Agent) -> 
 
 
 def test_unknown_pages(server: AgentServer) -> None:
-    for path in ("/", "/metrics/", "/nothing"):
+    for path in ("/index.html", "/metrics/", "/job/", "/nothing"):
         assert ask(server, path)[0] == 404
 
 
 def test_head_is_get_without_the_body(server: AgentServer) -> None:
-    for path in ("/metrics", "/healthz", "/status", "/events", FILE, "/nothing"):
+    for path in ("/", "/metrics", "/healthz", "/status", "/job", "/events", FILE, "/nothing"):
         got, head = ask(server, path, **BEARER), ask(server, path, "HEAD", **BEARER)
         assert head[0] == got[0] and head[2] == b""
         assert head[1]["Content-Length"] == got[1]["Content-Length"]
@@ -300,8 +357,9 @@ def test_head_is_get_without_the_body(server: AgentServer) -> None:
 
 def test_other_methods_are_refused(server: AgentServer) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "BREW"):
-        status, headers, _ = ask(server, "/status", method)
-        assert (status, headers["Allow"]) == (405, "GET, HEAD")
+        for path in ("/status", "/job", "/"):
+            status, headers, _ = ask(server, path, method, **BEARER)
+            assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
 def test_many_requests_on_one_connection(server: AgentServer) -> None:

@@ -16,7 +16,7 @@ PACKED_AS = {
     "launcher": "elasticzero/launcher",
     "checkpoint": "elasticzero/checkpoint",
 }
-DATA = {"elasticzero/py.typed"}
+DATA = {"elasticzero/py.typed", "elasticzero/launcher/dashboard/page.html"}
 ADDED = ("elasticzero/added", "launcher/added", "launcher/added/deeper", "checkpoint/added")
 """Packages that only the copy of the tree has: nothing in pyproject.toml names them."""
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "*.log")

@@ -42,6 +42,7 @@ def buddy(tmp_path: Path) -> Iterator[tuple[str, SnapshotStore]]:
         0,
         metrics=Metrics(),
         status=dict,
+        job=lambda *, pass_on: {},
         healthy=lambda: (True, ""),
         snapshots=store,
         events=EventLog(tmp_path).newest,

@@ -23,7 +23,8 @@ from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import UserError
 from elasticzero.launcher.cli.control import read_job
-from elasticzero.launcher.cli.status import collect_status, status_text
+from elasticzero.launcher.cli.status import status_text
+from elasticzero.launcher.dashboard.job_status import collect_status
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,

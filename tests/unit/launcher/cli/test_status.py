@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.cli.control import Job
-from elasticzero.launcher.cli.status import collect_status, status_text
+from elasticzero.launcher.cli.status import status_text
+from elasticzero.launcher.dashboard.job_status import Job, collect_status
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, NodeStrikes, World
 from elasticzero.text import duration_text
 
@@ -62,7 +62,7 @@ def lines(job: Job = JOB, said: Statuses = SAID, phases: dict[str, str] = PHASES
 
 
 def test_a_job_at_work() -> None:
-    headline, progress, head, *rows = lines()
+    headline, progress, head, *rows, page = lines()
     assert headline == (
         "job my-run: generation 3, 4 ranks on 2 nodes (1:3), began 90 s ago at step 120: c left"
     )
@@ -83,6 +83,7 @@ def test_a_job_at_work() -> None:
         ["d", "spare", "-", aside, "-", "-", "12 s", address],
         ["c", "spare", "-", "waiting", "-", "-", "12 s", address],
     ]
+    assert page == "status page: http://10.0.0.1:9400/ (--url prints it with the token)"
 
 
 def test_where_the_time_has_gone_is_one_line() -> None:
@@ -101,7 +102,7 @@ def test_a_silent_agent_is_shown_as_such() -> None:
 def test_what_a_node_is_set_aside_for_is_shown() -> None:
     why = "rank 4 failed where others did not (ImportError: no)"
     job = replace(JOB, world=replace(WORLD, strikes=(NodeStrikes(node="d", count=3, why=why),)))
-    assert lines(job)[-1] == f"d is set aside: {why}"
+    assert lines(job)[-2] == f"d is set aside: {why}"
     assert "set aside, 45 s more" in next(line for line in lines(job) if line.startswith("d  "))
 
 

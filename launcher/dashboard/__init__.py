@@ -1,0 +1,1 @@
+"""Makes what screens show of a whole job: its status, the status page, the screen of `top`."""

@@ -1,0 +1,94 @@
+"""Reads what agents serve: the status of each, and that of the whole job."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elasticzero.launcher.protocol.documents import Member
+from elasticzero.launcher.secrets import Secret
+
+QUERY_TIMEOUT_S = 2.0
+"""Seconds within which an agent must answer; it is shown as silent otherwise."""
+LEADER_TIMEOUT_S = 3.0
+"""Seconds within which the leading agent must answer, which may wait for others itself."""
+MAX_PARALLEL_QUERIES = 64
+MAX_BYTES = 4 << 20
+"""Maximum bytes of an answer; a longer one counts as none."""
+JOB, OWN_JOB, STATUS = "/job", "/job/own", "/status"
+"""Paths of the status of the job from the agent that leads, of that from the agent that is asked,
+and of the agent's own status."""
+
+
+def query_agents(
+    members: Iterable[Member],
+    token: Secret,
+    *,
+    timeout_s: float = QUERY_TIMEOUT_S,
+    threads: int = MAX_PARALLEL_QUERIES,
+) -> dict[str, Mapping[str, Any]]:
+    """Returns what each agent serves at `/status`, by node; the requests run in parallel.
+
+    timeout_s: seconds after which an agent that has not answered is left out. threads: maximum
+    number of requests at a time.
+    """
+    waiting = list(members)
+    answers: dict[str, Mapping[str, Any]] = {}
+
+    def loop() -> None:
+        while waiting:
+            try:
+                member = waiting.pop()
+            except IndexError:
+                return
+            answer = query_agent(member, token, STATUS, timeout_s)
+            if answer is not None:
+                answers[member.node] = answer
+
+    started = [
+        threading.Thread(target=loop, name=f"elasticzero-query-{i}", daemon=True)
+        for i in range(min(threads, len(waiting)))
+    ]
+    deadline_s = time.monotonic() + timeout_s
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return dict(answers)
+
+
+def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] | None:
+    """Returns the status of the job from the first of these agents that says it leads the job.
+
+    None: none of them does within `LEADER_TIMEOUT_S`. members: the agents in the order in which
+    they would lead.
+    """
+    deadline_s = time.monotonic() + LEADER_TIMEOUT_S
+    for member in members:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            break
+        found = query_agent(member, token, OWN_JOB, left_s)
+        if found is not None and found.get("leads"):
+            return found
+    return None
+
+
+def query_agent(
+    member: Member, token: Secret, path: str, timeout_s: float = QUERY_TIMEOUT_S
+) -> Mapping[str, Any] | None:
+    """Returns the object that an agent serves at `path`; None if it serves none in time."""
+    connection = http.client.HTTPConnection(member.host, member.http_port, timeout=timeout_s)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token.reveal}"})
+        response = connection.getresponse()
+        value = json.loads(response.read(MAX_BYTES)) if response.status == 200 else None
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    return value if isinstance(value, dict) else None

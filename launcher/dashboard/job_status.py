@@ -1,0 +1,224 @@
+"""Makes the status of a whole job, of the documents in the store and what agents serve. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import quote
+
+from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World
+from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, quarantine_reason
+from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.secrets import Secret
+from elasticzero.serialization import encode
+
+AgentStatuses = Mapping[str, Mapping[str, Any]]
+"""Status that each agent serves, by node; a silent agent is missing."""
+UNKNOWN_PHASE = "?"
+"""Phase of a member whose reports are not known here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Holds a job as the store shows it at one time."""
+
+    name: str
+    members: Mapping[str, Member]
+    """Registrations, oldest first."""
+    world: World | None
+    done: Done | None
+    control: Control
+    control_revision: int
+
+    @property
+    def placed(self) -> tuple[Member, ...]:
+        return self.world.members if self.world is not None else ()
+
+    @property
+    def waiting(self) -> list[str]:
+        """Returns the registered nodes that are not members of the world."""
+        world = self.world
+        return [n for n, m in self.members.items() if world is None or not world.names(m)]
+
+    @property
+    def nodes(self) -> dict[str, Member]:
+        """Returns every node of the job by name, members of the world first.
+
+        A registration that exists replaces the member of the same name, whose own may have lapsed.
+        """
+        return {member.node: member for member in self.placed} | dict(self.members)
+
+    @property
+    def leader(self) -> Member | None:
+        """Returns the node that leads the job, as far as the store shows it."""
+        if self.done is not None:
+            return None
+        registered = [m for m in self.placed if m.node in self.members]
+        return next(iter(registered or self.members.values()), None)
+
+
+def page_address(member: Member, token: Secret | None = None) -> str:
+    """Returns the address of the status page that a node's agent serves.
+
+    token: the job's, which comes after the address as its fragment; browsers send none to servers.
+    """
+    host = f"[{member.host}]" if ":" in member.host else member.host
+    fragment = f"#token={quote(token.reveal, safe='')}" if token is not None else ""
+    return f"http://{host}:{member.http_port}/{fragment}"
+
+
+def pending_drains(job: Job) -> tuple[Drain, ...]:
+    """Returns the drains of nodes that have not left yet."""
+    present = {(m.node, m.incarnation) for m in (*job.placed, *job.members.values())}
+    return tuple(d for d in job.control.drain if (d.node, d.incarnation) in present)
+
+
+def job_in_view(name: str, view: View | None) -> Job:
+    """Returns the job as one agent sees it; registrations that it does not watch count as there."""
+    if view is None:
+        none: Mapping[str, Member] = {}
+        return Job(
+            name=name, members=none, world=None, done=None, control=Control(), control_revision=0
+        )
+    placed = view.world.members if view.world is not None else ()
+    members = view.members
+    if members is None:
+        members = {m.node: m for m in placed} | {view.me.node: view.me}
+    return Job(
+        name=name,
+        members=members,
+        world=view.world,
+        done=view.done,
+        control=view.control,
+        control_revision=0,
+    )
+
+
+def phases_in_view(view: View | None) -> dict[str, str]:
+    """Returns the phase that each member has reported in this generation, as one agent sees it."""
+    if view is None or view.world is None:
+        return {}
+    if view.reports is not None:
+        return {node: report.phase for node, report in view.reports.items()}
+    phases = {member.node: UNKNOWN_PHASE for member in view.world.members}
+    if view.my_report is not None:
+        phases[view.me.node] = view.my_report.phase
+    return phases
+
+
+def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses) -> dict[str, Any]:
+    """Returns the status of the job as plain values, as `elasticzero status --json` prints it."""
+    world, leader = job.world, job.leader
+    leads = leader.node if leader is not None else None
+    here = [statuses[node] for node in job.members if node in statuses]
+    words = statuses.get(leads or "", here[0] if here else {})
+    given = job.control.nnodes
+    nodes = _nodes(job, leads, phases, statuses, words)
+    return {
+        "job": job.name,
+        "state": _job_state(job, [n["state"] for n in nodes if n["role"] != "spare"]),
+        "generation": world.generation if world is not None else 0,
+        "generation_age_s": words.get("generation_age_s"),
+        "world_size": world.world_size if world is not None else 0,
+        "nnodes": list(given) if given is not None else words.get("nnodes"),
+        "resume_step": world.resume.step if world is not None else 0,
+        "reason": world.reason if world is not None else "waiting for nodes",
+        "leader": leads,
+        "page": page_address(leader) if leader is not None else None,
+        "step": _greatest(here, "step"),
+        "total_steps": words.get("total_steps"),
+        "steps_per_s": words.get("steps_per_s"),
+        "goodput": words.get("goodput"),
+        "seconds": words.get("seconds"),
+        "plain": bool((words.get("workers") or {}).get("plain")),
+        "checkpoint_step": _greatest(here, "checkpoint_step"),
+        "loss": words.get("loss"),
+        "control": encode(replace(job.control, drain=pending_drains(job))),
+        "nodes": nodes,
+        "done": encode(job.done) if job.done is not None else None,
+    }
+
+
+def _nodes(
+    job: Job,
+    leader: str | None,
+    phases: Mapping[str, str],
+    statuses: AgentStatuses,
+    words: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Returns a row for each node.
+
+    words: status of the leader. `compute_s` is the time in a step that the slowest worker of the
+    node needs for itself, where its agent says that of each, by rank on the node.
+    """
+    placed = {member.node: index for index, member in enumerate(job.placed)}
+    row = job.world.strikes if job.world is not None else ()
+    struck = {s.node: s.count for s in row}
+    aside = {s.node: quarantine_reason(row, s.node) for s in row if s.count >= QUARANTINE_STRIKES}
+    nodes = []
+    for node, member in job.nodes.items():
+        own, index = statuses.get(node, {}), placed.get(node)
+        trains = own if index is not None else {}
+        speed = trains.get("steps_per_s")
+        nodes.append(
+            {
+                "node": node,
+                "role": "spare" if index is None else "leader" if node == leader else "member",
+                "address": member.address if node in job.members else None,
+                "ranks": _ranks(job, index),
+                "state": _state(job, member, phases.get(node), struck.get(node, 0), own),
+                "strikes": struck.get(node, 0),
+                "set_aside_s": words.get("set_aside_s", {}).get(node),
+                "set_aside_for": aside.get(node),
+                "step": trains.get("step"),
+                "step_age_s": trains.get("step_age_s"),
+                "step_s": 1 / speed if speed else None,
+                "compute_s": max((trains.get("compute_s") or {}).values(), default=None),
+                "up_s": own.get("up_s"),
+                "silent": node in job.members and node not in statuses and job.done is None,
+            }
+        )
+    return nodes
+
+
+def _job_state(job: Job, states: Sequence[str]) -> str:
+    """Returns in a word what the job does. states: those of the members of the world."""
+    if job.done is not None:
+        return job.done.outcome
+    if job.world is None:
+        return "waiting"
+    if job.control.stop:
+        return "stopping"
+    if any(state in ("stopping", "stopped") for state in states):
+        return "regrouping"
+    if "starting" in states:
+        return "starting"
+    return next((s for s in ("training", "finished", "stalled") if s in states), UNKNOWN_PHASE)
+
+
+def _greatest(found: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    return max((own[key] for own in found if own.get(key) is not None), default=None)
+
+
+def _ranks(job: Job, index: int | None) -> str:
+    if index is None or job.world is None:
+        return "-"
+    ranks = job.world.ranks(index)
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _state(
+    job: Job, member: Member, phase: str | None, strikes: int, own: Mapping[str, Any]
+) -> str:
+    if job.done is not None:
+        return job.done.outcome
+    if member.node not in job.members:
+        return "gone"
+    if job.control.drains(member) or own.get("leaving"):
+        return "leaving"
+    if job.world is None or job.world.find(member.node, member.incarnation) is None:
+        return "set aside" if strikes >= QUARANTINE_STRIKES else "waiting"
+    if job.control.stop:
+        return "stopping"
+    return {"restored": "training", "alive": "stopping", None: "starting"}.get(phase, str(phase))

@@ -1,0 +1,48 @@
+"""Holds the status page that every agent serves, and the headers that confine it.
+
+The page is one file without other assets. Its policy allows the very script and style that are in
+it, by their digests, and requests to the agent that serves it; nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+SAFE_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers of every response of an agent: no other page can frame or embed what it serves, and no
+cache keeps it."""
+_FILE = Path(__file__).with_name("page.html")
+_PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+@cache
+def status_page() -> tuple[bytes, dict[str, str]]:
+    """Returns the page and its Content-Security-Policy, as a header."""
+    text = _FILE.read_text(encoding="utf-8")
+    sources: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, content in _PARTS.findall(text):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        sources[kind].append(f"'sha256-{digest}'")
+    policy = {
+        "default-src": "'none'",
+        "script-src": " ".join(sources["script"]),
+        "style-src": " ".join(sources["style"]),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+    value = "; ".join(f"{name} {allowed}" for name, allowed in policy.items())
+    return text.encode(), {"Content-Security-Policy": value}
