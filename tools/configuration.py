@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from elasticzero.launcher.cli.kubernetes_options import RENDER_OPTIONS, RENDER_REQUIRED
+from elasticzero.launcher.cli.k8s.options import RENDER_OPTIONS, RENDER_REQUIRED
 from elasticzero.launcher.cli.main import COMMANDS, build_parser
 from elasticzero.launcher.options.option import Option, split_default
 from elasticzero.launcher.options.parser import Parser, shown_value
@@ -131,6 +131,7 @@ def _steering(parser: Parser) -> list[str]:
 COMMAND_PAGES: dict[str, Callable[[Parser], list[str]]] = {
     "run": _run_page,
     "local": _local_page,
+    "top": _steering,
     "drain": _steering,
     "scale": _steering,
     "stop": _steering,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elasticzero import __version__
-from elasticzero.launcher.cli.kubernetes import render_options, yaml_text
+from elasticzero.launcher.cli.k8s.commands import render_options, yaml_text
 from elasticzero.launcher.cli.main import parse
 from elasticzero.launcher.kubernetes.options import RenderOptions
 from elasticzero.launcher.kubernetes.render import render_manifests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -41,8 +42,31 @@ def _add_status(parser: Parser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="The status is printed as JSON, for scripts."
     )
+    parser.add_argument(
+        "--url",
+        action="store_true",
+        help="Only the address of the status page is printed, with the job's token in it.",
+    )
     add_job_options(parser)
     parser.set_defaults(run_command=_status)
+
+
+def _add_top(parser: Parser) -> None:
+    add = parser.add_argument
+    add(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="The job is looked at every S seconds. (default: 1)",
+    )
+    add(
+        "--once",
+        action="store_true",
+        help="The screen is printed once; the output may be a file.",
+    )
+    add_job_options(parser)
+    parser.set_defaults(run_command=_top)
 
 
 def _add_drain(parser: Parser) -> None:
@@ -108,7 +132,7 @@ def _add_plan(parser: Parser) -> None:
 
 
 def _add_k8s(parser: Parser) -> None:
-    from elasticzero.launcher.cli.kubernetes import add_k8s_commands
+    from elasticzero.launcher.cli.k8s.commands import add_k8s_commands
 
     add_k8s_commands(parser)
 
@@ -130,6 +154,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "local": _add_local,
     "status": _add_status,
+    "top": _add_top,
     "drain": _add_drain,
     "scale": _add_scale,
     "stop": _add_control_options,
@@ -234,10 +259,25 @@ def check_local(args: argparse.Namespace) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from elasticzero.launcher.cli.status import status
+    from elasticzero.launcher.cli.status import print_page_address, status
 
     access, token = check_access(args), given_token(args)
+    if args.url:
+        return int(print_page_address(args.job, endpoints_of(args), access, token))
     return int(status(args.job, endpoints_of(args), access, token, as_json=args.json))
+
+
+def _top(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("rich") is None:
+        raise UserError("elasticzero top needs the package rich: pip install 'elasticzero[top]'")
+    from elasticzero.launcher.cli.top import top
+
+    if not 0.1 <= args.interval <= 3600:
+        raise UserError(f"--interval {args.interval:g}: 0.1 to 3600 seconds are expected")
+    access, token = check_access(args), given_token(args)
+    endpoints = endpoints_of(args)
+    shown = top(args.job, endpoints, access, token, interval_s=args.interval, once=args.once)
+    return int(shown)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -39,6 +39,14 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
          "elasticzero status --etcd etcd-host:2379 --job my-run"),
         ("the same for a program; the environment says which job",
          "ELASTICZERO_ETCD=etcd-host:2379 ELASTICZERO_JOB=my-run elasticzero status --json"),
+        ("the address of the status page, with the token that it asks for",
+         "elasticzero status --url --etcd etcd-host:2379 --job my-run"),
+    ),
+    "top": (
+        ("a job on the whole terminal, until q is pressed",
+         "elasticzero top --etcd etcd-host:2379 --job my-run"),
+        ("the same screen once, as for a file",
+         "elasticzero top --once --etcd etcd-host:2379 --job my-run"),
     ),
     "drain": (
         ("node-b hands its state over and leaves",

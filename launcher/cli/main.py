@@ -1,4 +1,4 @@
-"""Runs the command line: `elasticzero run | local | status | drain | scale | stop | report | …`.
+"""Runs the command line: `elasticzero run | local | status | top | drain | scale | stop | …`.
 
 Each command imports only the modules that it needs, because some commands run for milliseconds.
 """
@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "Runs this node's part of a job.",
     "local": "Runs a whole cluster on this machine, with faults on request.",
     "status": "Shows what a job and its nodes are doing.",
+    "top": "Follows a job on the whole terminal until q is pressed.",
     "drain": "Has a node leave its job at the next step.",
     "scale": "Changes the minimum and maximum number of nodes of a job.",
     "stop": "Ends a job at the next step and saves its state.",

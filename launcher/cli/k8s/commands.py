@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.errors import ExitCode, OperatorError, UserError
-from elasticzero.launcher.cli.kubernetes_options import (
+from elasticzero.launcher.cli.k8s.options import (
     CHANGE_OPTIONS,
     RENDER_OPTIONS,
     RENDER_REQUIRED,

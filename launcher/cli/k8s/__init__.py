@@ -1,0 +1,1 @@
+"""Holds the commands of `elasticzero k8s`: manifests, and operations on jobs by kubectl."""

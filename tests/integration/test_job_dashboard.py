@@ -1,0 +1,298 @@
+"""The status of a whole job, which any agent serves: agents asked in turn, and real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticzero.ipc.assignment import Resume
+from elasticzero.launcher.dashboard import service
+from elasticzero.launcher.dashboard.memory import JobMemory
+from elasticzero.launcher.dashboard.service import JobDashboard
+from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.protocol.documents import Member, Report, World
+from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store import job_token
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from tests.integration.clusters import REGRESSION, Story, elasticzero, story
+from tests.integration.test_live_metrics import get
+
+TOKEN = "the-job's-own-password"
+
+
+@dataclass
+class SeenAgent:
+    """What an agent has seen, as its dashboard reads it."""
+
+    view: View | None
+    step: int
+    memory: JobMemory = field(default_factory=lambda: JobMemory("n"))
+    token: Secret = field(default_factory=lambda: Secret(TOKEN))
+
+    def status(self) -> dict[str, Any]:
+        return {"step": self.step, "reason": "training", "steps_per_s": 2.0}
+
+
+class Served:
+    """Agents `a`, `b`, … of one world, each with its own server."""
+
+    def __init__(self, stack: ExitStack, names: str) -> None:
+        self.agents: dict[str, SeenAgent] = {}
+        self.servers: dict[str, AgentServer] = {}
+        for name in names:
+            dashboard = JobDashboard("j", name, self._agent(name))
+            self.servers[name] = stack.enter_context(
+                AgentServer(
+                    "127.0.0.1",
+                    0,
+                    metrics=Metrics(),
+                    status=partial(self._status, name),
+                    job=dashboard.document,
+                    healthy=lambda: (True, "ok"),
+                    snapshots=None,  # type: ignore[arg-type]
+                    events=None,  # type: ignore[arg-type]
+                    token=Secret(TOKEN),
+                )
+            )
+        members = tuple(
+            Member(name, f"i-{name}", "127.0.0.1", server.port, 1, 1)
+            for name, server in self.servers.items()
+        )
+        world = World(
+            generation=3,
+            token="t",
+            members=members,
+            strategy="ddp",
+            resume=Resume(tier="fresh"),
+            reason="test",
+        )
+        reports = {m.node: Report(incarnation=m.incarnation, phase="restored") for m in members}
+        for index, one in enumerate(members):
+            view = View(me=one, world=world, my_report=reports[one.node])
+            if not index:
+                view = replace(view, members={m.node: m for m in members}, reports=reports)
+            self.agents[one.node] = SeenAgent(view=view, step=10 + index)
+
+    def _status(self, name: str) -> dict[str, Any]:
+        return self.agents[name].status()
+
+    def _agent(self, name: str) -> Callable[[], SeenAgent | None]:
+        return lambda: self.agents.get(name)
+
+    def job(self, name: str, path: str = "/job") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(get(self.servers[name].port, path, TOKEN))
+        return found
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with ExitStack() as stack:
+        yield Served(stack, "abc")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "REFRESH_S", 0.0)
+    monkeypatch.setattr(service, "REFRESH_A_NODE_S", 0.0)
+
+
+def test_the_leader_asks_the_others_and_they_pass_its_answer_on(served: Served) -> None:
+    for name in "abc":
+        found = served.job(name)
+        assert (found["node"], found["leads"], found["leader"]) == ("a", True, "a")
+        assert {n["node"]: n["step"] for n in found["nodes"]} == {"a": 10, "b": 11, "c": 12}
+        assert found["step"] == 12
+        assert {n["state"] for n in found["nodes"]} == {"training"}
+
+
+def test_an_agent_that_is_asked_for_its_own_asks_nobody(served: Served) -> None:
+    found = served.job("b", "/job/own")
+    assert (found["node"], found["leads"]) == ("b", False)
+    assert {n["node"]: n["silent"] for n in found["nodes"]} == {"a": True, "b": False, "c": True}
+
+
+def test_without_a_leader_an_agent_says_what_it_has_seen_itself(served: Served) -> None:
+    served.servers["a"].close()
+    found = served.job("c")
+    assert (found["node"], found["leads"], found["step"]) == ("c", False, 12)
+    assert {n["node"]: n["state"] for n in found["nodes"]} == {
+        "a": "?", "b": "?", "c": "training"
+    }  # fmt: skip
+
+
+def test_a_silent_node_is_shown_as_such(served: Served) -> None:
+    served.servers["b"].close()
+    nodes = {n["node"]: n for n in served.job("c")["nodes"]}
+    assert nodes["b"]["silent"] and nodes["b"]["step"] is None
+    assert not nodes["c"]["silent"]
+
+
+def test_an_agent_without_a_world_answers_too(served: Served) -> None:
+    served.agents["b"].view = None
+    found = served.job("b")
+    assert (found["state"], found["leads"], found["nodes"]) == ("waiting", False, [])
+    del served.agents["b"]
+    assert served.job("b")["state"] == "waiting"
+
+
+def test_screens_share_the_answers_of_the_other_agents(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "REFRESH_S", 60.0)
+    first = served.job("a")
+    served.agents["c"].step = 99
+    assert served.job("a") == first
+    assert served.job("b") == first
+
+
+def job_token_of(etcd: EtcdServer, job: str) -> str:
+    with EtcdStore([etcd.endpoint], job_prefix(job)) as store:
+        token = job_token.token_for_operator(store, None)
+    assert token is not None
+    return token.reveal
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        elasticzero(*words),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+def ports_of(told: Story) -> dict[str, int]:
+    return {node: event["port"] for node, event in told.told if event["event"] == "serving"}
+
+
+@pytest.mark.timeout(120)
+def test_a_job_is_seen_from_any_node_and_by_the_commands(
+    tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    words = ["--nnodes", "2:2", "--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "5"]
+    words += [str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait_for_step(12)
+        told.pause(1.0)
+        ports, token = ports_of(told), job_token_of(etcd, job)
+        answers = {n: json.loads(get(port, "/job", token)) for n, port in ports.items()}
+        leader, other = told.of("world")[-1]["members"]
+        for found in answers.values():
+            assert (found["node"], found["leads"], found["state"]) == (leader, True, "training")
+            assert found["step"] >= 10 and found["loss"] > 0
+            assert {n["state"] for n in found["nodes"]} == {"training"}
+            assert all(n["step"] and n["step_s"] and not n["silent"] for n in found["nodes"])
+            history = found["history"]
+            assert history["loss"][-1][0] >= 10 and history["goodput"]
+            assert history["checkpoint"]["step"] >= 5
+            assert [g["generation"] for g in history["generations"]] == [1]
+            assert "generation 1: 2 ranks on 2 nodes" in history["events"][0][2]
+        page = get(ports[other], "/")
+        assert "<title>ElasticZero</title>" in page and token not in page
+
+        at = ["--etcd", etcd.endpoint, "--job", job]
+        address = f"http://127.0.0.1:{ports[leader]}/"
+        assert run("status", *at).stdout.splitlines()[-1] == (
+            f"status page: {address} (--url prints it with the token)"
+        )
+        assert run("status", "--url", *at).stdout == f"{address}#token={token}\n"
+        once = run("top", "--once", *at, COLUMNS="100")
+        assert once.returncode == 0, once.stderr
+        assert "● training" in once.stdout
+        assert "checkpoint of step" in once.stdout
+        assert {line.split()[0] for line in once.stdout.splitlines() if "training" in line} >= {
+            leader, other
+        }  # fmt: skip
+        assert set(told.wait_for_end().values()) == {0}
+    ended = run("top", "--once", *at)
+    assert "● finished" in ended.stdout and ended.returncode == 0
+    assert run("status", "--url", *at).returncode == 64
+    for file in told.directory().rglob("*"):
+        if file.is_file():
+            assert token not in file.read_text(errors="replace"), file
+
+
+@pytest.mark.timeout(200)
+def test_a_node_that_comes_to_lead_knows_what_was_before_it(
+    tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    words = ["--nnodes", "1:2", "--lease-ttl", "2", str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait_for_step(12)
+        ports, token = ports_of(told), job_token_of(etcd, job)
+        leader, other = told.of("world")[-1]["members"]
+        told.cluster.kill_node(told.cluster.nodes[leader])
+        told.wait_for_first_step(2)
+        told.wait_for_step(told.step + 3)
+        found = json.loads(get(ports[other], "/job", token))
+        assert (found["node"], found["leads"], found["generation"]) == (other, True, 2)
+        assert [g["generation"] for g in found["history"]["generations"]] == [1, 2]
+        assert found["history"]["generations"][0]["ended_at"] is not None
+        text = " ".join(line for _, _, line in found["history"]["events"])
+        assert f"{leader} is lost" in text and "training goes on after" in text
+
+        told.pause(2.0)
+        third = told.cluster.start_node().name
+        told.wait_for_first_step(3)
+        told.pause(0.3)
+        told.wait_for_step(told.step + 3)
+        told.cluster.kill_node(told.cluster.nodes[other])
+        told.wait_for_first_step(4)
+        told.pause(2.0)
+        found = json.loads(get(ports_of(told)[third], "/job", token))
+        assert (found["node"], found["leads"]) == (third, True)
+        history = found["history"]
+        assert [g["generation"] for g in history["generations"]] == [1, 2, 3, 4]
+        assert history["loss"][0][0] <= 2, "the node has what was there before it"
+        assert told.wait_for_end()[third] == 0
+
+
+@pytest.mark.timeout(120)
+def test_an_open_status_is_served_to_everyone(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
+    words = ["--nnodes", "2:2", "--open-status", str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+        told.wait_for_step(3)
+        for port in ports_of(told).values():
+            assert json.loads(get(port, "/job"))["leads"]
+            with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                get(port, "/snapshots/1/5/x.safetensors")
+            refused.value.close()
+
+
+def test_top_says_what_it_needs(etcd: EtcdServer, tmp_path: Path) -> None:
+    at = ["--etcd", etcd.endpoint, "--job", "nobody"]
+    for words, said in (
+        (["top", "--once", *at], "etcd has no job 'nobody'"),
+        (["top", *at], "elasticzero top needs a terminal; --once prints the screen once"),
+        (["top", "--interval", "0", *at], "--interval 0: 0.1 to 3600 seconds are expected"),
+    ):
+        found = run(*words)
+        assert found.returncode == 64
+        assert said in found.stderr and len(found.stderr.splitlines()) == 1
+    without = (
+        "import sys; sys.modules['rich'] = None; "
+        "from elasticzero.launcher.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", without, "top", "--once", *at]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert found.returncode == 64
+    assert found.stderr == (
+        "error: elasticzero top needs the package rich: pip install 'elasticzero[top]'\n"
+    )
