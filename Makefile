@@ -25,7 +25,7 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test slow check reference manifests pictures bench chaos gpu integrations versions docs tools clean
+.PHONY: help demo test slow check reference manifests bench chaos gpu integrations versions docs pictures tools clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
@@ -64,9 +64,6 @@ reference: $(READY) ## write docs/reference, and generated files of monitoring, 
 manifests: $(READY) ## write k8s/ by elasticzero k8s render
 	$(RUN) -m tools.manifests
 
-pictures: $(READY) ## write docs/pictures from real jobs (needs chromium; about 2 minutes)
-	$(RUN) -m tools.report_picture
-
 bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, steps beside DDP's (over an hour)
 	$(RUN) benchmarks/recovery.py
 	$(RUN) benchmarks/checkpoint.py
@@ -79,7 +76,7 @@ $(INTEGRATIONS)/.ready: $(READY) constraints.txt
 	$(RUN) -m venv --clear $(INTEGRATIONS)
 	@site=$$($(RUN) -c 'import site; print(site.getsitepackages()[0])'); \
 	  echo "import site; site.addsitedir('$$site')" > $$(echo $(INTEGRATIONS)/lib/python*/site-packages)/base.pth
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate torchao
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate torchao playwright pillow
 	@touch $@
 
 integrations: $(INTEGRATIONS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
@@ -108,6 +105,10 @@ $(DOCS)/.ready: $(READY) constraints.txt
 docs: $(DOCS)/.ready ## the pages as a site in build/site; a broken link is an error
 	rm -rf build/pages && mkdir -p build/pages && cp -r --parents $(PAGES) build/pages
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict
+
+pictures: $(INTEGRATIONS)/.ready ## write docs/pictures by Chromium, Debian's package chromium (about 2 minutes)
+	$(INTEGRATIONS)/bin/python -m tools.pictures
+	$(INTEGRATIONS)/bin/python -m tools.report_picture
 
 # Torch of constraints.txt is the CPU's: name a Python that has torch for CUDA and this package.
 gpu: ## tests with CUDA and NCCL, ranks sharing a GPU if need be: make gpu RUN=python3

@@ -5,16 +5,15 @@ A real job with faults runs on this machine; headless Chromium draws the first p
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from tools.browser import find_browser
 from tools.source import ROOT
 
 PICTURE = ROOT / "docs" / "pictures" / "report.png"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 JOB = "gpt"
 FAULTS = ("kill-worker@50", "kill-node@90", "join@110", "drain:node-0@180")
 SIZE = "1120,1180"
@@ -22,10 +21,10 @@ SIZE = "1120,1180"
 
 def browser() -> str:
     """The path of Chromium."""
-    for name in BROWSERS:
-        if path := shutil.which(name):
-            return path
-    raise SystemExit("error: there is no Chromium: apt-get install chromium")
+    path = find_browser()
+    if path is None:
+        raise SystemExit("error: there is no Chromium: apt-get install chromium")
+    return path
 
 
 def elasticzero(*words: str) -> None:
