@@ -368,7 +368,9 @@ class Agent:
 
     def close(self, code: ExitCode | None = None) -> None:
         """Stops the workers, releases the node's name and frees the shared memory."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
+        # A second Ctrl-C must not leave half of it, nor a late SIGTERM change the exit code.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         with suppress(ElasticZeroError, ChannelClosed):
             self._retire_group()
         self._server.close()
