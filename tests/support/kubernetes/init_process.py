@@ -26,6 +26,7 @@ def main(command: Sequence[str]) -> int:
     process = subprocess.Popen(bound_to_this_process(command), stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     code = process.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kill_descendants(END_S)
     return code if code >= 0 else 128 - code
 
