@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,24 +39,37 @@ def elasticzero(*words: str) -> list[str]:
     return [sys.executable, "-m", "elasticzero.launcher.cli", *words]
 
 
-@dataclass
-class Story:
-    """A cluster, and all that its agents have told so far."""
+@dataclass(kw_only=True)
+class JobStory(ABC):
+    """All that the agents of a job have told so far, on a cluster of some kind."""
 
-    cluster: Cluster
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     processes: set[tuple[int, str]] = field(default_factory=set)
     """Number and time of birth: a long job outlives the numbers of its dead."""
     _pids_s: float = 0.0
 
+    @abstractmethod
+    def directory(self) -> Path:
+        """Where the logs of the job's nodes are, and of no other job."""
+
+    @abstractmethod
+    def news(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        """(node, event) for each event since the last call."""
+
+    @abstractmethod
+    def pids(self) -> Iterable[int]:
+        """Every process of the cluster."""
+
+    @abstractmethod
+    def state(self) -> str:
+        """What became of the cluster's nodes, for an error."""
+
     def look(self) -> None:
-        self.told += self.cluster.events()
+        self.told += self.news()
         if time.monotonic() - self._pids_s < PROCESSES_EVERY_S:
             return
         self._pids_s = time.monotonic()
-        for node in self.cluster.running():
-            for pid in (node.process.pid, *descendants(node.process.pid)):
-                self.processes.add((pid, born(pid)))
+        self.processes |= {(pid, born(pid)) for pid in self.pids()}
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [told for _, told in self.told if told["event"] == event]
@@ -88,18 +102,9 @@ class Story:
     def wait_for_generation(self, generation: int) -> None:
         self.wait(f"generation {generation}", lambda: self.generation >= generation)
 
-    def wait_for_end(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
-        """Exit codes by node, after steps that nothing slows down."""
-        self.pause(0.0)
-        self.wait("the end", lambda: not self.cluster.running(), patience_s)
-        codes = {name: node.process.returncode for name, node in self.cluster.nodes.items()}
-        known = [int(code) for code in ExitCode]
-        assert all(code < 0 or code in known for code in codes.values()), self.logs()
-        return codes
-
     @property
     def pause_file(self) -> Path:
-        return self.cluster.log_dir / "pause"
+        return self.directory().parent / "pause"
 
     @property
     def step(self) -> int:
@@ -116,12 +121,6 @@ class Story:
             lineage.take(event)
         return lineage
 
-    def node(self, index: int) -> Node:
-        return self.cluster.nodes[f"node-{index}"]
-
-    def directory(self) -> Path:
-        return self.cluster.log_dir / self.cluster.job
-
     def committed(self) -> dict[int, list[int]]:
         """The samples of each committed step."""
         return committed(self.lineage, traces_in(self.directory()))
@@ -130,17 +129,52 @@ class Story:
         paths = sorted(self.directory().glob("*/*.log"))
         tails = [f"== {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in paths]
         last = [f"{node}: {event}" for node, event in self.told[-25:]]
-        codes = {name: node.process.returncode for name, node in self.cluster.nodes.items()}
-        return "\n".join([f"== exit codes {codes}", *tails, "== events", *last])
+        return "\n".join([self.state(), *tails, "== events", *last])
 
-    def check_nothing_is_left(self) -> None:
-        """No process, no shared memory."""
+    def check_no_process_is_left(self) -> None:
         deadline_s = time.monotonic() + 30.0
         while (
             left := [pid for pid, at in self.processes if is_alive(pid) and born(pid) == at]
         ) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert not left, f"processes left behind: {left}"
+
+
+@dataclass
+class Story(JobStory):
+    """The agents of a cluster on this machine."""
+
+    cluster: Cluster
+
+    def directory(self) -> Path:
+        return self.cluster.log_dir / self.cluster.job
+
+    def news(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        return self.cluster.events()
+
+    def pids(self) -> Iterable[int]:
+        for node in self.cluster.running():
+            yield from (node.process.pid, *descendants(node.process.pid))
+
+    def state(self) -> str:
+        codes = {name: node.process.returncode for name, node in self.cluster.nodes.items()}
+        return f"== exit codes {codes}"
+
+    def wait_for_end(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
+        """Exit codes by node, after steps that nothing slows down."""
+        self.pause(0.0)
+        self.wait("the end", lambda: not self.cluster.running(), patience_s)
+        codes = {name: node.process.returncode for name, node in self.cluster.nodes.items()}
+        known = [int(code) for code in ExitCode]
+        assert all(code < 0 or code in known for code in codes.values()), self.logs()
+        return codes
+
+    def node(self, index: int) -> Node:
+        return self.cluster.nodes[f"node-{index}"]
+
+    def check_nothing_is_left(self) -> None:
+        """No process, no shared memory."""
+        self.check_no_process_is_left()
         memory = [snapshot_directory(self.cluster.job, name) for name in self.cluster.nodes]
         assert not [path for path in memory if path.exists() and list(path.rglob("*"))]
 
