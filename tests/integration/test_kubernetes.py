@@ -1,0 +1,309 @@
+"""Real agents in the pods of k8s/base: a cluster takes pods away, and the result stays the same.
+
+The cluster is `tests/support/kubernetes`, which plays the Job controller and the kubelets.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.store.etcd.server import EtcdServer
+from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero
+from tests.integration.pods import PodStory, node_of, pods
+from tests.integration.test_elastic_training import check_samples, check_weights
+from tests.support.kubernetes.pod import Pod
+
+pytestmark = pytest.mark.timeout(120)
+
+SLOWLY = ("--pause", "0.1")
+CHECKPOINTS = {"ELASTICZERO_CHECKPOINT_EVERY": "25"}
+
+
+def check_result(told: PodStory, reference: dict[str, Tensor]) -> None:
+    """Each step counts once, and the weights are those of a run that nothing disturbed."""
+    check_samples(told.lineage, told.directory())
+    check_weights(told.checkpoints, reference)
+
+
+def check_complete(told: PodStory) -> None:
+    """The Job is complete, and each pod has ended by itself."""
+    outcome = told.wait_for_end()
+    assert (outcome.condition, outcome.reason) == ("Complete", "SuccessPolicy"), told.logs()
+    last = [codes[-1] for codes in told.codes.values()]
+    assert ExitCode.DONE in last
+    assert set(last) <= {ExitCode.DONE, ExitCode.LEFT}, told.logs()
+
+
+def operator(told: PodStory, etcd: EtcdServer, *words: str) -> str:
+    """What a command on the job prints."""
+    asked = elasticzero(*words, "--job", told.job, "--etcd", etcd.endpoint)
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def wait_for_all(told: PodStory, count: int = 3) -> None:
+    """Waits until so many pods train together."""
+    told.wait(f"a world of {count}", lambda: len(told.members) == count)
+    told.wait_for_first_step(told.generation)
+
+
+def test_a_job_completes(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
+        wait_for_all(told)
+        told.pause(0.3)
+        told.wait("all to be ready", lambda: all(pod.ready for pod in told.cluster.live()))
+        check_complete(told)
+    assert {index: len(codes) for index, codes in told.codes.items()} == {0: 1, 1: 1, 2: 1}
+    assert told.generation == 1
+    check_result(told, reference)
+
+
+def test_a_preempted_pod_is_replaced_and_costs_no_step(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    zero1 = {"ELASTICZERO_STRATEGY": "zero1"}
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY, variables=zero1) as told:
+        wait_for_all(told)
+        victim = told.pod(1)
+        told.cluster.preempt(victim)
+        told.wait_for_pods_end(victim)
+        assert victim.exit_code == ExitCode.LEFT
+        newcomer = told.replacement(victim)
+        assert newcomer.uid != victim.uid
+        told.pause(0.5)
+        told.wait_for_member(newcomer)
+        check_complete(told)
+    assert told.cluster.status(told.name).failed == 0, "an ignored failure counts nowhere"
+    assert told.lineage.recomputed == 0
+    reasons = "\n".join(world["reason"] for world in told.of("world"))
+    assert f"{node_of(victim)} leaves: SIGTERM (25 s of grace)" in reasons
+    check_result(told, reference)
+
+
+def test_the_job_goes_on_while_a_lost_node_counts_as_alive(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """Nobody sends SIGTERM, and the pod's replacement waits until its node is given up."""
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
+        wait_for_all(told)
+        victim = told.pod(2)
+        told.cluster.lose_node(victim)
+        told.wait_for_first_step(2)
+        assert victim.phase == "Running"
+        assert node_of(victim) not in told.members
+        told.pause(0.5)
+        newcomer = told.replacement(victim)
+        told.wait_for_member(newcomer)
+        check_complete(told)
+    assert told.codes[2][0] is None
+    assert told.lineage.recomputed <= 1
+    check_result(told, reference)
+
+
+def strike(told: PodStory, draw: random.Random, most: int) -> list[Pod]:
+    """Disturbs one to `most` pods that train, and waits until the job goes on."""
+    before = told.generation
+    struck: list[Pod] = []
+    for _ in range(draw.randint(1, most)):
+        left = [p for p in told.cluster.live() if node_of(p) in told.members and p not in struck]
+        struck.append(told.cluster.disrupt_at_random(draw, left)[0])
+    told.wait("the next generation", lambda: told.generation > before)
+    return struck
+
+
+def disturb(
+    place: Path, etcd: EtcdServer, job: str, seed: int, strategy: str, *, strikes: int, most: int
+) -> PodStory:
+    """A job of which random pods, up to `most` at once, are disturbed at random steps."""
+    draw = random.Random(seed)
+    options = {**CHECKPOINTS, "ELASTICZERO_STRATEGY": strategy}
+    with pods(place, etcd.endpoint, job, SLOWLY, variables=options) as told:
+        for _ in range(strikes):
+            wait_for_all(told)
+            told.pause(0.1)
+            told.wait_for_step(told.step + draw.randint(1, 8))
+            told.pause(2.0)
+            for pod in strike(told, draw, most):
+                told.wait_for_pods_end(pod)
+        wait_for_all(told)
+        check_complete(told)
+    return told
+
+
+@pytest.mark.parametrize("seed", [3])
+def test_two_random_disruptions(
+    seed: int, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    told = disturb(tmp_path, etcd, job, seed, "zero2", strikes=2, most=1)
+    check_result(told, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("seed", [11, 12])
+def test_many_random_disruptions(
+    seed: int,
+    strategy: str,
+    tmp_path: Path,
+    job: str,
+    etcd: EtcdServer,
+    reference: dict[str, Tensor],
+) -> None:
+    told = disturb(tmp_path, etcd, job, seed, strategy, strikes=6, most=2)
+    check_result(told, reference)
+
+
+BAD_INPUT: list[tuple[str, dict[str, str], Path]] = [
+    ("a strategy that there is not", {"ELASTICZERO_STRATEGY": "zero9"}, REGRESSION),
+    ("a script with a mistake", {}, SCRIPTS / "fails_on_import.py"),
+]
+
+
+@pytest.mark.parametrize(
+    ("variables", "script"), [each[1:] for each in BAD_INPUT], ids=[each[0] for each in BAD_INPUT]
+)
+def test_bad_input_fails_the_job_at_once(
+    variables: dict[str, str], script: Path, tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    with pods(tmp_path, etcd.endpoint, job, variables=variables, script=script) as told:
+        outcome = told.wait_for_end()
+    assert (outcome.condition, outcome.reason) == ("Failed", "PodFailurePolicy")
+    assert "exit code 64" in outcome.message
+    assert all(len(codes) == 1 for codes in told.codes.values()), "no pod is tried again"
+
+
+def test_a_drained_node_comes_back_as_another(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """`elasticzero drain` ends the pod's agent; the Job controller counts it, and replaces it."""
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
+        wait_for_all(told)
+        told.pause(0.5)
+        victim = told.pod(1)
+        said = operator(told, etcd, "drain", node_of(victim), "--wait")
+        assert f"{node_of(victim)} has left" in said
+        told.wait_for_pods_end(victim)
+        assert victim.exit_code == ExitCode.LEFT
+        assert "DisruptionTarget" not in victim.conditions
+        told.wait_for_member(told.replacement(victim))
+        assert told.cluster.status(told.name).failures[1].counted == 1
+        check_complete(told)
+    assert told.lineage.recomputed == 0
+    check_result(told, reference)
+
+
+def test_a_job_is_scaled_down_and_up(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """The patch takes the pod of the highest index away; `elasticzero scale` says so to agents."""
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
+        wait_for_all(told)
+        told.pause(0.4)
+        victim = told.pod(2)
+        told.cluster.patch(told.name, parallelism=2, completions=2)
+        told.wait_for_pods_end(victim)
+        assert victim.exit_code == ExitCode.LEFT
+        assert "1:2 nodes" in operator(told, etcd, "scale", "1:2", "--wait")
+        wait_for_all(told, 2)
+        assert [pod.index for pod in told.cluster.live()] == [0, 1]
+        operator(told, etcd, "scale", "1:3")
+        told.cluster.patch(told.name, parallelism=3, completions=3)
+        newcomer = told.replacement(victim)
+        told.wait_for_member(newcomer)
+        assert told.cluster.status(told.name).failed == 0
+        check_complete(told)
+    assert told.lineage.recomputed == 0
+    check_result(told, reference)
+
+
+def test_a_suspended_job_goes_on_where_it_was(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """As Kueue takes a whole job away: every pod gets SIGTERM at once."""
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
+        wait_for_all(told)
+        told.wait_for_step(10)
+        told.cluster.patch(told.name, suspend=True)
+        told.wait("no pod", lambda: not told.cluster.live())
+        assert all(codes == [ExitCode.LEFT] for codes in told.codes.values()), told.logs()
+        reached = told.step
+        told.cluster.patch(told.name, suspend=False)
+        told.wait("a newer generation", lambda: told.generation > 1)
+        check_complete(told)
+    newest = max(told.of("world"), key=lambda world: world["generation"])
+    assert newest["resume_step"] >= reached - 1, "the state was saved before all had left"
+    check_result(told, reference)
+
+
+class EndedByDone(AssertionError):
+    """The Job has failed because one of its pods found the job done."""
+
+
+def check_not_ended_by_done(told: PodStory) -> None:
+    outcome = told.wait_for_end()
+    if outcome.condition == "Failed" and "exit code 64" in outcome.message:
+        raise EndedByDone(outcome.message)
+    assert outcome.condition == "Complete", told.logs()
+
+
+SECOND_RUN = "a pod of a job that is done exits with 64, which fails the Job"
+
+
+@pytest.mark.xfail(strict=True, raises=EndedByDone, reason=SECOND_RUN)
+def test_a_second_run_of_a_job_that_is_done_does_not_fail(
+    tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    with pods(tmp_path, etcd.endpoint, job) as told:
+        check_complete(told)
+        told.cluster.delete(told.name)
+        told.wait("the deletion", lambda: not told.cluster.has(told.name))
+        told.cluster.apply([told.manifest])
+        check_not_ended_by_done(told)
+
+
+def test_a_second_run_with_restart_goes_on_from_the_checkpoint(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    with pods(tmp_path, etcd.endpoint, job) as told:
+        check_complete(told)
+    again = {"ELASTICZERO_RESTART": "true"}
+    with pods(tmp_path, etcd.endpoint, job, variables=again) as told:
+        check_complete(told)
+    check_weights(told.checkpoints, reference)
+
+
+@pytest.mark.xfail(strict=True, raises=EndedByDone, reason=SECOND_RUN)
+def test_a_pod_that_is_replaced_after_the_end_does_not_fail_the_job(
+    tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    """The replacement of a preempted pod starts when the others are done, and before the API server
+    knows that: their nodes cannot reach it for a moment."""
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
+        wait_for_all(told)
+        told.cluster.capacity = 2
+        victim, others = told.pod(2), [told.pod(0), told.pod(1)]
+        told.cluster.preempt(victim)
+        told.wait_for_pods_end(victim)
+        late = told.replacement(victim)
+        assert late.phase == "Pending"
+        for pod in others:
+            told.cluster.cut_off(pod)
+        told.pause(0.0)
+        told.wait(
+            "its agents' end", lambda: not any(p.container.pids for p in others if p.container)
+        )
+        told.cluster.capacity = 3
+        told.wait_for_pods_end(late)
+        for pod in others:
+            told.cluster.reconnect(pod)
+        check_not_ended_by_done(told)
