@@ -22,6 +22,8 @@ from tests.support.kubernetes.pod import Pod
 pytestmark = pytest.mark.timeout(120)
 
 SLOWLY = ("--pause", "0.1")
+WAITING_S = 3.0
+"""Pause of each step while a pod is to come, however long it takes to start."""
 CHECKPOINTS = {"ELASTICZERO_CHECKPOINT_EVERY": "25"}
 
 
@@ -74,12 +76,12 @@ def test_a_preempted_pod_is_replaced_and_costs_no_step(
     with pods(tmp_path, etcd.endpoint, job, SLOWLY, variables=zero1) as told:
         wait_for_all(told)
         victim = told.pod(1)
+        told.pause(WAITING_S)
         told.cluster.preempt(victim)
         told.wait_for_pods_end(victim)
         assert victim.exit_code == ExitCode.LEFT
         newcomer = told.replacement(victim)
         assert newcomer.uid != victim.uid
-        told.pause(0.5)
         told.wait_for_member(newcomer)
         check_complete(told)
     assert told.cluster.status(told.name).failed == 0, "an ignored failure counts nowhere"
@@ -98,9 +100,9 @@ def test_the_job_goes_on_while_a_lost_node_counts_as_alive(
         victim = told.pod(2)
         told.cluster.lose_node(victim)
         told.wait_for_first_step(2)
+        told.pause(WAITING_S)
         assert victim.phase == "Running"
         assert node_of(victim) not in told.members
-        told.pause(0.5)
         newcomer = told.replacement(victim)
         told.wait_for_member(newcomer)
         check_complete(told)
@@ -131,7 +133,7 @@ def disturb(
             wait_for_all(told)
             told.pause(0.1)
             told.wait_for_step(told.step + draw.randint(1, 8))
-            told.pause(2.0)
+            told.pause(WAITING_S)
             for pod in strike(told, draw, most):
                 told.wait_for_pods_end(pod)
         wait_for_all(told)
@@ -188,7 +190,7 @@ def test_a_drained_node_comes_back_as_another(
     """`elasticzero drain` ends the pod's agent; the Job controller counts it, and replaces it."""
     with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
         wait_for_all(told)
-        told.pause(0.5)
+        told.pause(WAITING_S)
         victim = told.pod(1)
         said = operator(told, etcd, "drain", node_of(victim), "--wait")
         assert f"{node_of(victim)} has left" in said
@@ -208,7 +210,7 @@ def test_a_job_is_scaled_down_and_up(
     """The patch takes the pod of the highest index away; `elasticzero scale` says so to agents."""
     with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
         wait_for_all(told)
-        told.pause(0.4)
+        told.pause(WAITING_S)
         victim = told.pod(2)
         told.cluster.patch(told.name, parallelism=2, completions=2)
         told.wait_for_pods_end(victim)

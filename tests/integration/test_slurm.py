@@ -25,6 +25,8 @@ pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "elasticzero.sbatch"
 GRACE_S = 40.0
+WAITING_S = 3.0
+"""Pause of each step while a task is to come back, however long it takes to start."""
 
 
 @dataclass
@@ -123,7 +125,7 @@ def test_a_preempted_task_is_requeued_and_costs_no_step(
     """Its agent leaves within the GraceTime, and the script asks for its place in the queue."""
     with array(tmp_path, etcd, job, 3) as told:
         told.wait_for_ranks(3)
-        told.pause(0.5)
+        told.pause(WAITING_S)
         victim = told.tasks[1]
         told.slurm.preempt(victim, GRACE_S)
         told.wait("its return", lambda: victim.restarts == 1 and victim.state == "RUNNING")
@@ -142,7 +144,7 @@ def test_a_time_limit_and_a_failed_node(
     """A task that nears its time limit comes back with a new one; that of a failed node too."""
     with array(tmp_path, etcd, job, 2) as told:
         told.wait_for_ranks(2)
-        told.pause(0.5)
+        told.pause(WAITING_S)
         first, second = told.tasks
         told.slurm.reach_time_limit(first, GRACE_S)
         told.wait("its return", lambda: first.restarts == 1)
