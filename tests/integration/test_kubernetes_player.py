@@ -281,15 +281,19 @@ def test_suspended_and_scaled_jobs(tmp_path: Path) -> None:
 
 def test_a_deleted_job_takes_its_pods_along_and_may_come_again(tmp_path: Path) -> None:
     manifest = job(LEAVES)
+    label = "batch.kubernetes.io/controller-uid"
     with cluster_of(tmp_path, manifest) as cluster:
-        first_pod(cluster)
+        first = first_pod(cluster)
         with pytest.raises(Invalid, match="there is a Job toy"):
             cluster.apply([manifest])
+        cluster.delete_pod(first)
+        wait(cluster, "a replacement", lambda: len(cluster.pods()) == 2)
+        assert cluster.pods()[1].fields.labels[label] == first.fields.labels[label]
         cluster.delete("toy")
         wait(cluster, "its end", lambda: not cluster.has("toy"))
         assert not cluster.pods()
         cluster.apply([manifest])
-        first_pod(cluster)
+        assert first_pod(cluster).fields.labels[label] != first.fields.labels[label]
 
 
 def test_files_of_config_maps(tmp_path: Path) -> None:

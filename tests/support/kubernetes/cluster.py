@@ -46,6 +46,7 @@ class Job:
 
     spec: JobSpec
     manifest: Manifest
+    uid: str = field(default_factory=lambda: str(uuid.uuid4()))
     status: JobStatus = field(default_factory=JobStatus)
     deleting: bool = False
 
@@ -314,6 +315,7 @@ class Cluster:
         template = job.manifest["spec"]["template"]
         metadata = template.get("metadata", {})
         mark = {INDEX_ANNOTATION: str(index)}
+        owner = {"controller-uid": job.uid, "job-name": job.spec.name}
         fields = PodFields(
             name=name,
             uid=uid,
@@ -322,7 +324,8 @@ class Cluster:
             labels={
                 **metadata.get("labels", {}),
                 **mark,
-                "batch.kubernetes.io/job-name": job.spec.name,
+                **owner,
+                **{f"batch.kubernetes.io/{name}": value for name, value in owner.items()},
             },
             annotations={**metadata.get("annotations", {}), **mark},
         )
