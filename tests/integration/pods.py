@@ -1,9 +1,11 @@
-"""The Job of k8s/base on a cluster that plays Kubernetes, with real agents."""
+"""The Job that `elasticzero k8s render` prints, with real agents, on a cluster that plays
+Kubernetes."""
 
 from __future__ import annotations
 
-import copy
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,97 +13,70 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from elasticzero.launcher.kubernetes.agents import CHECKPOINTS
 from elasticzero.launcher.observability.event_log import EventReader
-from tests.integration.clusters import PATIENCE_S, REGRESSION, SETTLE_S, JobStory
+from tests.integration.clusters import PATIENCE_S, REGRESSION, SETTLE_S, JobStory, elasticzero
 from tests.support.kubernetes.cluster import Cluster
 from tests.support.kubernetes.controller import Backoff, Outcome
 from tests.support.kubernetes.image import parse_dockerfile
 from tests.support.kubernetes.pod import Pod, Substitutes
+from tests.unit.manifests import Manifest, agent_of, agents_of, pod_of
 
 ROOT = Path(__file__).resolve().parents[2]
-AGENT = "agent"
-"""Name of the container that runs the agent."""
-SCRIPT = "/app/train.py"
 ETCD_SERVICE = r"[\w.-]*etcd[\w.-]*:2379"
 HTTP_PORT = 10_000 + os.getpid() % 20_000
 """Pods listen there, each at an address of its own: agents of other tests may have 9400 of all."""
 BACKOFF = Backoff(first_s=0.5, most_s=2.0)
 """Shorter than in Kubernetes, where a pod is replaced after 10 s and more."""
 UNREACHABLE_S = 8.0
-"""Shorter too: it is more than five minutes there."""
+"""Shorter too: it is 40 s there, and then the 60 s for which a rendered pod tolerates that."""
 
 
-def base_manifests() -> list[dict[str, Any]]:
-    """What `kubectl apply -k k8s/base` creates."""
-    paths = sorted((ROOT / "k8s" / "base").glob("*.yaml"))
-    found = [each for path in paths for each in yaml.safe_load_all(path.read_text())]
-    return [each for each in found if each and each["kind"] != "Kustomization"]
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a user renders a Job for."""
 
+    job: str
+    script: Path = REGRESSION
+    arguments: Sequence[str] = ()
+    nodes: str = "1:3"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the agent's environment, each an `--env`."""
 
-def base_job() -> dict[str, Any]:
-    """The Job of agents in k8s/base."""
-    (found,) = (each for each in base_manifests() if each["kind"] == "Job")
-    return found
-
-
-def edited(
-    job: Mapping[str, Any], nodes: str, arguments: Sequence[str], variables: Mapping[str, str]
-) -> dict[str, Any]:
-    """The Job as an overlay of its user changes it: its size, what it trains, and options.
-
-    nodes: MIN:MAX. arguments: what follows `elasticzero`.
-    """
-    new = copy.deepcopy(dict(job))
-    most = int(nodes.rpartition(":")[2])
-    new["spec"] |= {"parallelism": most, "completions": most}
-    (container,) = (
-        each for each in new["spec"]["template"]["spec"]["containers"] if each["name"] == AGENT
-    )
-    container["args"] = list(arguments)
-    (port,) = container["ports"]
-    port["containerPort"] = HTTP_PORT
-    wanted = {
-        "ELASTICZERO_NNODES": nodes,
-        "ELASTICZERO_HTTP_PORT": str(HTTP_PORT),
-        **variables,
-    }
-    for entry in container["env"]:
-        if entry["name"] in wanted:
-            entry["value"] = wanted.pop(entry["name"])
-    container["env"] += [{"name": name, "value": value} for name, value in wanted.items()]
-    return new
-
-
-def claim_mount(job: Mapping[str, Any]) -> str:
-    """Where the Job's containers see the claim of checkpoints."""
-    pod = job["spec"]["template"]["spec"]
-    (name,) = (each["name"] for each in pod["volumes"] if "persistentVolumeClaim" in each)
-    (path,) = (
-        mount["mountPath"]
-        for container in pod["containers"]
-        for mount in container["volumeMounts"]
-        if mount["name"] == name
-    )
-    return str(path)
+    def manifests(self, *flags: str) -> list[Manifest]:
+        """What `elasticzero k8s render` prints for it, with agents that listen at `HTTP_PORT`."""
+        variables = {"ELASTICZERO_HTTP_PORT": str(HTTP_PORT), **self.variables}
+        words = elasticzero(
+            *("k8s", "render", "--name", self.job, "--image", "registry.example.com/train:1"),
+            *("--nnodes", self.nodes, "--checkpoints", "shared-files", "--output", "json"),
+            *(f"--env={name}={value}" for name, value in variables.items()),
+            *flags,
+            *(self.script.name, *self.arguments),
+        )
+        done = subprocess.run(
+            words, cwd=self.script.parent, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        manifests: list[Manifest] = json.loads(done.stdout)["items"]
+        (port,) = agent_of(agents_of(manifests))["ports"]
+        port["containerPort"] = HTTP_PORT
+        return manifests
 
 
 def substitutes(
-    endpoint: str, claim: Path, job: Mapping[str, Any], script: Path, variables: Mapping[str, str]
+    endpoint: str, claim: Path, job: Manifest, variables: Mapping[str, str]
 ) -> Substitutes:
     """What this machine has in the place of the image, volumes, names and networks."""
     image = parse_dockerfile(
         (ROOT / "k8s" / "Dockerfile").read_text(), {"PATH": os.environ["PATH"]}
     )
-    volumes = job["spec"]["template"]["spec"]["volumes"]
+    volumes = pod_of(job)["volumes"]
     claims = [each["persistentVolumeClaim"] for each in volumes if "persistentVolumeClaim" in each]
     return Substitutes(
         image=image,
         files={
             **{target: ROOT / source for target, source in image.copied.items()},
             "/opt/elasticzero": Path(sys.prefix),
-            SCRIPT: script,
         },
         claims={each["claimName"]: claim for each in claims},
         addresses={ETCD_SERVICE: endpoint},
@@ -116,18 +91,18 @@ class PodStory(JobStory):
     """A Job with its pods, and all that their agents have told."""
 
     cluster: Cluster
-    manifest: Mapping[str, Any]
-    job: str
-    """What the agents call it."""
+    training: Training
+    manifests: Sequence[Manifest]
+    """What was applied at first."""
     log_dir: Path
     claim: Path
     """Where checkpoints lie, of all jobs."""
     _readers: dict[str, EventReader] = field(default_factory=dict)
 
     @property
-    def name(self) -> str:
-        """What the API server calls the Job."""
-        return str(self.manifest["metadata"]["name"])
+    def job(self) -> str:
+        """What the agents and the API server call it."""
+        return self.training.job
 
     @property
     def checkpoints(self) -> Path:
@@ -156,7 +131,7 @@ class PodStory(JobStory):
         """The live pod of an index; waits for it."""
         found: Pod = self.wait(
             f"a pod of index {index}",
-            lambda: next((p for p in self.cluster.live(self.name) if p.index == index), None),
+            lambda: next((p for p in self.cluster.live(self.job) if p.index == index), None),
         )
         return found
 
@@ -164,7 +139,7 @@ class PodStory(JobStory):
         """The pod that takes the place of one that has ended; waits for it."""
 
         def newer() -> Pod | None:
-            pods = self.cluster.pods(self.name)
+            pods = self.cluster.pods(self.job)
             later = pods[pods.index(old) + 1 :]
             return next((pod for pod in later if pod.index == old.index), None)
 
@@ -189,7 +164,7 @@ class PodStory(JobStory):
     def codes(self) -> dict[int, list[int | None]]:
         """By index, the exit codes of its pods in the order of their creation."""
         found: dict[int, list[int | None]] = {}
-        for pod in self.cluster.pods(self.name):
+        for pod in self.cluster.pods(self.job):
             found.setdefault(pod.index, []).append(pod.exit_code)
         return found
 
@@ -198,7 +173,7 @@ class PodStory(JobStory):
         self.pause(0.0)
 
         def outcome() -> Outcome | None:
-            status = self.cluster.status(self.name)
+            status = self.cluster.status(self.job)
             return status.outcome if status.is_finished else None
 
         found: Outcome = self.wait("the end of the Job", outcome, patience_s)
@@ -222,35 +197,31 @@ def pods(
     job: str,
     arguments: Sequence[str] = (),
     *,
-    nodes: str = "1:3",
     variables: Mapping[str, str] | None = None,
     script: Path = REGRESSION,
-    capacity: int | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[PodStory]:
-    """The Job of k8s/base, which trains `script` with these arguments.
+    """A rendered Job of 1 to 3 nodes, which trains `script` with these arguments.
 
-    variables: options of its user. capacity: for how many pods there are nodes; None: for all.
+    variables, flags: what its user adds to `elasticzero k8s render`.
     """
     claim = tmp_path / "claim"
     log_dir = claim / "logs"
-    (log_dir / job).mkdir(parents=True, exist_ok=True)
+    (log_dir / job).mkdir(parents=True)
     options = {
-        "ELASTICZERO_JOB": job,
-        "ELASTICZERO_LOG_DIR": f"{claim_mount(base_job())}/logs",
+        "ELASTICZERO_LOG_DIR": f"{CHECKPOINTS}/logs",
         "ELASTICZERO_PREEMPTION": "none",
         "ELASTICZERO_SETTLE": f"{SETTLE_S:g}",
         **(variables or {}),
     }
-    words = ["run", SCRIPT, *arguments]
-    manifest = edited(base_job(), nodes, words, options)
+    training = Training(job=job, script=script, arguments=arguments, variables=options)
+    manifests = training.manifests(*flags)
     tester = {"OMP_NUM_THREADS": "1", "TESTER_PAUSE_FILE": str(log_dir / "pause")}
-    given = substitutes(endpoint, claim, manifest, script, tester)
-    cluster = Cluster(
-        tmp_path / "cluster", given, backoff=BACKOFF, unreachable_s=UNREACHABLE_S, capacity=capacity
-    )
-    told = PodStory(cluster, manifest, job, log_dir, claim)
+    given = substitutes(endpoint, claim, agents_of(manifests), tester)
+    cluster = Cluster(tmp_path / "cluster", given, backoff=BACKOFF, unreachable_s=UNREACHABLE_S)
+    told = PodStory(cluster, training, manifests, log_dir, claim)
     with cluster:
-        cluster.apply([manifest])
+        cluster.apply(manifests)
         yield told
         told.look()
     told.check_no_process_is_left()

@@ -1,4 +1,4 @@
-"""Real agents in the pods of k8s/base: a cluster takes pods away, and the result stays the same.
+"""Real agents in rendered pods: a cluster takes pods away, and the result stays the same.
 
 The cluster is `tests/support/kubernetes`, which plays the Job controller and the kubelets.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,13 @@ from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero
 from tests.integration.pods import PodStory, node_of, pods
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.support.kubernetes.pod import Pod
+from tests.unit.manifests import Manifest
 
 pytestmark = pytest.mark.timeout(120)
 
 SLOWLY = ("--pause", "0.1")
 WAITING_S = 3.0
 """Pause of each step while a pod is to come, however long it takes to start."""
-CHECKPOINTS = {"ELASTICZERO_CHECKPOINT_EVERY": "25"}
 
 
 def check_result(told: PodStory, reference: dict[str, Tensor]) -> None:
@@ -72,8 +73,7 @@ def test_a_job_completes(
 def test_a_preempted_pod_is_replaced_and_costs_no_step(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    zero1 = {"ELASTICZERO_STRATEGY": "zero1"}
-    with pods(tmp_path, etcd.endpoint, job, SLOWLY, variables=zero1) as told:
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY, flags=("--strategy", "zero1")) as told:
         wait_for_all(told)
         victim = told.pod(1)
         told.pause(WAITING_S)
@@ -84,7 +84,7 @@ def test_a_preempted_pod_is_replaced_and_costs_no_step(
         assert newcomer.uid != victim.uid
         told.wait_for_member(newcomer)
         check_complete(told)
-    assert told.cluster.status(told.name).failed == 0, "an ignored failure counts nowhere"
+    assert told.cluster.status(told.job).failed == 0, "an ignored failure counts nowhere"
     assert told.lineage.recomputed == 0
     reasons = "\n".join(world["reason"] for world in told.of("world"))
     assert f"{node_of(victim)} leaves: SIGTERM (25 s of grace)" in reasons
@@ -127,8 +127,8 @@ def disturb(
 ) -> PodStory:
     """A job of which random pods, up to `most` at once, are disturbed at random steps."""
     draw = random.Random(seed)
-    options = {**CHECKPOINTS, "ELASTICZERO_STRATEGY": strategy}
-    with pods(place, etcd.endpoint, job, SLOWLY, variables=options) as told:
+    flags = ("--strategy", strategy, "--checkpoint-every", "25")
+    with pods(place, etcd.endpoint, job, SLOWLY, flags=flags) as told:
         for _ in range(strikes):
             wait_for_all(told)
             told.pause(0.1)
@@ -198,7 +198,7 @@ def test_a_drained_node_comes_back_as_another(
         assert victim.exit_code == ExitCode.LEFT
         assert "DisruptionTarget" not in victim.conditions
         told.wait_for_member(told.replacement(victim))
-        assert told.cluster.status(told.name).failures[1].counted == 1
+        assert told.cluster.status(told.job).failures[1].counted == 1
         check_complete(told)
     assert told.lineage.recomputed == 0
     check_result(told, reference)
@@ -212,17 +212,17 @@ def test_a_job_is_scaled_down_and_up(
         wait_for_all(told)
         told.pause(WAITING_S)
         victim = told.pod(2)
-        told.cluster.patch(told.name, parallelism=2, completions=2)
+        told.cluster.patch(told.job, parallelism=2, completions=2)
         told.wait_for_pods_end(victim)
         assert victim.exit_code == ExitCode.LEFT
         assert "1:2 nodes" in operator(told, etcd, "scale", "1:2", "--wait")
         wait_for_all(told, 2)
         assert [pod.index for pod in told.cluster.live()] == [0, 1]
         operator(told, etcd, "scale", "1:3")
-        told.cluster.patch(told.name, parallelism=3, completions=3)
+        told.cluster.patch(told.job, parallelism=3, completions=3)
         newcomer = told.replacement(victim)
         told.wait_for_member(newcomer)
-        assert told.cluster.status(told.name).failed == 0
+        assert told.cluster.status(told.job).failed == 0
         check_complete(told)
     assert told.lineage.recomputed == 0
     check_result(told, reference)
@@ -235,11 +235,11 @@ def test_a_suspended_job_goes_on_where_it_was(
     with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
         wait_for_all(told)
         told.wait_for_step(10)
-        told.cluster.patch(told.name, suspend=True)
+        told.cluster.patch(told.job, suspend=True)
         told.wait("no pod", lambda: not told.cluster.live())
         assert all(codes == [ExitCode.LEFT] for codes in told.codes.values()), told.logs()
         reached = told.step
-        told.cluster.patch(told.name, suspend=False)
+        told.cluster.patch(told.job, suspend=False)
         told.wait("a newer generation", lambda: told.generation > 1)
         check_complete(told)
     newest = max(told.of("world"), key=lambda world: world["generation"])
@@ -247,50 +247,46 @@ def test_a_suspended_job_goes_on_where_it_was(
     check_result(told, reference)
 
 
-class EndedByDone(AssertionError):
-    """The Job has failed because one of its pods found the job done."""
-
-
-def check_not_ended_by_done(told: PodStory) -> None:
+def check_already_done(told: PodStory) -> None:
+    """The Job has failed at once, and its pods tell why."""
     outcome = told.wait_for_end()
-    if outcome.condition == "Failed" and "exit code 64" in outcome.message:
-        raise EndedByDone(outcome.message)
-    assert outcome.condition == "Complete", told.logs()
+    assert (outcome.condition, outcome.reason) == ("Failed", "PodFailurePolicy"), told.logs()
+    assert "exit code 64" in outcome.message
+    logs = "\n".join(pod.log.read_text() for pod in told.cluster.pods(told.job))
+    assert f"job '{told.job}' is already done" in logs
 
 
-SECOND_RUN = "a pod of a job that is done exits with 64, which fails the Job"
+def apply_anew(told: PodStory, manifests: Sequence[Manifest]) -> None:
+    """`kubectl delete job --cascade=foreground`, then `kubectl apply`."""
+    told.cluster.delete(told.job)
+    told.wait("the deletion", lambda: not told.cluster.has(told.job))
+    told.cluster.apply(manifests)
 
 
-@pytest.mark.xfail(strict=True, raises=EndedByDone, reason=SECOND_RUN)
-def test_a_second_run_of_a_job_that_is_done_does_not_fail(
-    tmp_path: Path, job: str, etcd: EtcdServer
-) -> None:
-    with pods(tmp_path, etcd.endpoint, job) as told:
-        check_complete(told)
-        told.cluster.delete(told.name)
-        told.wait("the deletion", lambda: not told.cluster.has(told.name))
-        told.cluster.apply([told.manifest])
-        check_not_ended_by_done(told)
-
-
-def test_a_second_run_with_restart_goes_on_from_the_checkpoint(
+def test_a_second_run_of_a_job_that_is_done_needs_restart(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
+    """The same manifests fail at once; with --restart they go on from the newest checkpoint."""
     with pods(tmp_path, etcd.endpoint, job) as told:
         check_complete(told)
-    again = {"ELASTICZERO_RESTART": "true"}
-    with pods(tmp_path, etcd.endpoint, job, variables=again) as told:
+        worlds = len(told.of("world"))
+        apply_anew(told, told.manifests)
+        check_already_done(told)
+        assert len(told.of("world")) == worlds, "nothing has run again"
+        apply_anew(told, told.training.manifests("--restart"))
         check_complete(told)
+        resumed = {world["resume_step"] for world in told.of("world")[worlds:]}
+        assert resumed == {told.step}, "no step is left to train"
     check_weights(told.checkpoints, reference)
 
 
-@pytest.mark.xfail(strict=True, raises=EndedByDone, reason=SECOND_RUN)
-def test_a_pod_that_is_replaced_after_the_end_does_not_fail_the_job(
-    tmp_path: Path, job: str, etcd: EtcdServer
+@pytest.mark.parametrize("flags", [(), ("--restart",)], ids=["", "with --restart"])
+def test_a_pod_replaced_after_the_end_ends_as_its_job_did(
+    flags: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """The replacement of a preempted pod starts when the others are done, and before the API server
     knows that: their nodes cannot reach it for a moment."""
-    with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY, flags=flags) as told:
         wait_for_all(told)
         told.cluster.capacity = 2
         victim, others = told.pod(2), [told.pod(0), told.pod(1)]
@@ -304,8 +300,12 @@ def test_a_pod_that_is_replaced_after_the_end_does_not_fail_the_job(
         told.wait(
             "its agents' end", lambda: not any(p.container.pids for p in others if p.container)
         )
+        last = told.generation
         told.cluster.capacity = 3
         told.wait_for_pods_end(late)
+        assert late.exit_code == ExitCode.DONE, told.logs()
+        assert "this node came after the end of the job" in late.log.read_text()
         for pod in others:
             told.cluster.reconnect(pod)
-        check_not_ended_by_done(told)
+        check_complete(told)
+    assert told.generation == last, "nothing has begun anew"
