@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import pty
 import re
@@ -22,6 +23,7 @@ import pytest
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Member, World, to_bytes
 from elasticzero.launcher.secrets import Secret
@@ -115,6 +117,7 @@ def agent() -> Iterator[tuple[AgentServer, dict[str, Any]]]:
         status=dict,
         job=lambda *, pass_on: found,
         healthy=lambda: (True, "ok"),
+        events=lambda most_bytes: LogPart(b"", io.BytesIO(), 0, 0),
         snapshots=None,  # type: ignore[arg-type]
         token=Secret(TOKEN),
     ) as server:
