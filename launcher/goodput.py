@@ -296,7 +296,7 @@ def _take(account: TimeAccount, event: Mapping[str, Any], at_s: float) -> None:
             account.plain()
         case "restored":
             account.restored(at_s, event["connect_s"], event["restore_s"])
-        case "captured":
+        case "captured" if event["local_rank"] == 0:
             account.stalled(stall_of(event["checkpoint"] or event["direct"]), event["seconds"])
         case "step":
             account.stepped(event["step"], at_s, event["data_wait_s"])

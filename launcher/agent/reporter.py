@@ -236,7 +236,7 @@ class AgentReporter:
                     if local == 0:
                         kind = stall_of(message.checkpoint or message.direct)
                         self._time.stalled(kind, message.seconds)
-                    self.note("captured", **_plain(message))
+                    self.note("captured", local_rank=local, **_plain(message))
                 case SnapshotInterval():
                     self.console.snapshot_interval(message)
                     self.note("paced", **_plain(message))

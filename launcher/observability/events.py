@@ -241,6 +241,7 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "step": "step of the state",
             "generation": _GENERATION,
             "rank": "rank whose part it is",
+            "local_rank": "local rank of the worker",
             "world_size": "world size of the snapshot; 1 if one rank holds the whole state",
             "seconds": "seconds for which training waited",
             "bytes": "bytes that were copied",

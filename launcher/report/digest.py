@@ -86,7 +86,7 @@ def _take(life: AgentLife, name: str, event: Mapping[str, Any], at_s: float, eve
         case "log":
             _take_loss(life, event, at_s)
             return
-        case "captured" if event["rank"] != life.first_rank:
+        case "captured" if event["local_rank"] != 0:
             return
         case "captured":
             event = _take_capture(life, event, every)
@@ -116,7 +116,6 @@ def _take_state(life: AgentLife, name: str, event: Mapping[str, Any], at_s: floa
             life.rounds.setdefault(generation, seen)
         case "start":
             _own(life, int(event["generation"])).started_s = at_s
-            life.first_rank = int(event["ranks"][0])
         case "restored":
             _own(life, int(event["generation"])).restored_s = at_s
         case "plain":

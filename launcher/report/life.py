@@ -118,8 +118,6 @@ class AgentLife:
     registered_s: float | None = None
     generation: int = 0
     """Generation that the agent has read last."""
-    first_rank: int = 0
-    """Rank of the agent's first worker, of which the log has the steps."""
     total_steps: int = 0
     worlds: dict[int, SeenWorld] = field(default_factory=dict)
     rounds: dict[int, SeenRound] = field(default_factory=dict)

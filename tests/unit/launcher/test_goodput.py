@@ -200,7 +200,8 @@ def test_an_event_log_gives_the_same_account() -> None:
         event(2.0, "start"),
         event(5.0, "restored", connect_s=0.5, restore_s=1.0),
         *(event(5.0 + step, "step", step=step, data_wait_s=0.1) for step in range(1, 3)),
-        event(7.25, "captured", checkpoint=False, direct=False, seconds=0.125),
+        event(7.25, "captured", local_rank=0, checkpoint=False, direct=False, seconds=0.125),
+        event(7.25, "captured", local_rank=1, checkpoint=False, direct=False, seconds=0.5),
         event(9.0, "round"),
         event(9.5, "waiting", why="idle"),
     ]
