@@ -80,6 +80,7 @@ $(INTEGRATIONS)/.ready: $(READY) constraints.txt
 	@touch $@
 
 integrations: $(INTEGRATIONS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
+	@.ci/browser
 	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
 
 # Each Python is a try, since gigabytes are fetched.

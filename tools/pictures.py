@@ -10,43 +10,20 @@ import io
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from PIL import Image
 from rich.console import Console
 
 from elasticzero.launcher.dashboard.screen import job_screen
-from elasticzero.launcher.http.server import AgentServer
-from elasticzero.launcher.observability.metrics import Metrics
-from elasticzero.launcher.secrets import Secret
 from tools.browser import browser, find_browser
-from tools.sample_job import document
+from tools.sample_job import document, served_page
 from tools.source import ROOT
 
 FOLDER = ROOT / "docs" / "pictures"
-TOKEN = "a-token-of-no-job"
 COLUMNS, ROWS = 100, 30
 COLOURS = 200
 """Number of colours of a picture, which make it half as large."""
-
-
-@contextmanager
-def served_page(found: dict[str, Any]) -> Iterator[str]:
-    """The address of a status page that shows this job, with its token."""
-    with AgentServer(
-        "127.0.0.1",
-        0,
-        metrics=Metrics(),
-        status=dict,
-        job=lambda *, pass_on: found,
-        healthy=lambda: (True, "ok"),
-        snapshots=None,  # type: ignore[arg-type]
-        events=None,  # type: ignore[arg-type]
-        token=Secret(TOKEN),
-    ) as server:
-        yield f"http://127.0.0.1:{server.port}/#token={TOKEN}"
 
 
 def draw_page(running: Any, address: str, name: str, *, width: int, dark: bool) -> None:

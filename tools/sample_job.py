@@ -8,15 +8,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.dashboard.job_status import Job, collect_status
 from elasticzero.launcher.dashboard.service import job_document
+from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability.history import JobHistory
+from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Control, Member, World
+from elasticzero.launcher.secrets import Secret
 
+TOKEN = "a-token-of-no-job"
 BEGAN_S = 1_790_000_000.0
 """Unix time at which the job begins."""
 STEP_S = 0.4
@@ -167,3 +172,20 @@ def document(nodes: Sequence[str] = NODES[-1], *, waiting: Sequence[str] = ()) -
         leads=True,
         doing="training",
     )
+
+
+@contextmanager
+def served_page(found: dict[str, Any]) -> Iterator[str]:
+    """The address of a status page that shows this job, with its token."""
+    with AgentServer(
+        "127.0.0.1",
+        0,
+        metrics=Metrics(),
+        status=dict,
+        job=lambda *, pass_on: found,
+        healthy=lambda: (True, "ok"),
+        snapshots=None,  # type: ignore[arg-type]
+        events=None,  # type: ignore[arg-type]
+        token=Secret(TOKEN),
+    ) as server:
+        yield f"http://127.0.0.1:{server.port}/#token={TOKEN}"

@@ -17,8 +17,7 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_job_dashboard import job_token_of, ports_of
 from tools.browser import browser, find_browser
-from tools.pictures import served_page
-from tools.sample_job import document
+from tools.sample_job import document, served_page
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
 SIZES = [(1400, False), (1000, True), (768, False), (390, True)]
