@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticzero.launcher.goodput import TIME_CLASSES, replayed
 from elasticzero.launcher.local.cluster import Node
 from elasticzero.launcher.observability.metrics import PHASES
+from elasticzero.launcher.report.log_files import find_logs, read_run
+from elasticzero.launcher.report.model import RunSummary
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples
@@ -41,6 +43,11 @@ def scraped(port: int) -> dict[str, float]:
 def agree(one: Mapping[str, float], other: Mapping[str, float], whole_s: float) -> None:
     for kind in TIME_CLASSES:
         assert abs(one.get(kind, 0.0) - other.get(kind, 0.0)) <= 0.01 * whole_s, (kind, one, other)
+
+
+def report_on(told: Story) -> RunSummary:
+    """What `elasticzero report` says of the logs of all nodes."""
+    return read_run(*find_logs(told.directory(), None))
 
 
 class Disturber:
@@ -132,10 +139,12 @@ def test_every_second_of_a_job_with_five_faults_is_in_one_class(
         replay = replayed(event for node, event in told.told if node == leader)
         assert replay is not None and set(exported) == set(TIME_CLASSES)
         agree(exported, replay.seconds(time.time()), sum(exported.values()))
+        agree(exported, report_on(told).seconds, sum(exported.values()))
         assert 0 in told.wait_for_end().values()
     ends = [event for event in told.of("exit") if event["outcome"] == "finished"]
     assert len(ends) == 2
     for end in ends:
         check_end(told, end)
+        agree(end["seconds"], report_on(told).seconds, sum(end["seconds"].values()))
     check_recoveries(told)
     check_samples(told.lineage, told.directory(), epochs=6)
