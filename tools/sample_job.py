@@ -159,7 +159,12 @@ def document(nodes: Sequence[str] = NODES[-1], *, waiting: Sequence[str] = ()) -
     joined = {"node-4": 752.0, "node-5": 2096.0} | dict.fromkeys(waiting, 2251.0)
     ages = {name: ENDS_S + 9.0 - joined.get(name, 0.0) for name in (*nodes, *waiting)}
     statuses = {
-        name: {**trains, "step_age_s": 0.11 + 0.04 * (i % 7), "up_s": ages[name]}
+        name: {
+            **trains,
+            "step_age_s": 0.11 + 0.04 * (i % 7),
+            "up_s": ages[name],
+            "compute_s": {"0": 0.219, "1": (0.221, 0.224, 0.317, 0.222)[i % 4]},
+        }
         for i, name in enumerate(nodes)
     } | {name: {"up_s": ages[name]} for name in waiting}
     phases = dict.fromkeys(nodes, "restored")

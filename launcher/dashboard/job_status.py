@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
+from elasticzero.launcher.observability.compute_time import compute_ratios
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, quarantine_reason
 from elasticzero.launcher.protocol.view import View
@@ -150,12 +151,14 @@ def _nodes(
     """Returns a row for each node.
 
     words: status of the leader. `compute_s` is the time in a step that the slowest worker of the
-    node needs for itself, where its agent says that of each, by rank on the node.
+    node needs for itself, where its agent says that of each, by rank on the node; `compute_ratio`
+    says which multiple of the median worker's it is, for the slowest nodes.
     """
     placed = {member.node: index for index, member in enumerate(job.placed)}
     row = job.world.strikes if job.world is not None else ()
     struck = {s.node: s.count for s in row}
     aside = {s.node: quarantine_reason(row, s.node) for s in row if s.count >= QUARANTINE_STRIKES}
+    ratios = _slowest_ratios(statuses, placed)
     nodes = []
     for node, member in job.nodes.items():
         own, index = statuses.get(node, {}), placed.get(node)
@@ -175,11 +178,27 @@ def _nodes(
                 "step_age_s": trains.get("step_age_s"),
                 "step_s": 1 / speed if speed else None,
                 "compute_s": max((trains.get("compute_s") or {}).values(), default=None),
+                "compute_ratio": ratios.get(node),
                 "up_s": own.get("up_s"),
                 "silent": node in job.members and node not in statuses and job.done is None,
             }
         )
     return nodes
+
+
+def _slowest_ratios(statuses: AgentStatuses, placed: Mapping[str, int]) -> dict[str, float]:
+    """Returns the own time of the slowest worker of each of the slowest members, as a multiple of
+    the median of all workers."""
+    times = {
+        (node, int(rank)): seconds
+        for node, own in statuses.items()
+        if node in placed
+        for rank, seconds in (own.get("compute_s") or {}).items()
+    }
+    found: dict[str, float] = {}
+    for (node, _), ratio in compute_ratios(times).items():
+        found[node] = max(ratio, found.get(node, 0.0))
+    return found
 
 
 def _job_state(job: Job, states: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from elasticzero.launcher.observability.compute_time import STRAGGLER_RATIO
 from elasticzero.launcher.observability.history import downsampled
 from elasticzero.text import count_text, duration_text, shown
 
@@ -261,6 +262,9 @@ def _cell(node: Mapping[str, Any], head: str) -> Text:
     if head in keys:
         value = node.get(keys[head])
         text = _short if head in ("STEP TIME", "COMPUTE") else duration_text
+        ratio = node["compute_ratio"] if head == "COMPUTE" else None
+        if value is not None and ratio is not None and ratio > STRAGGLER_RATIO:
+            return Text(f"{text(value)} {ratio:.1f}x", "yellow")
         return Text(missing if value is None else text(value))
     if head == "STEP":
         return Text(missing if node["step"] is None else f"{node['step']:,}")

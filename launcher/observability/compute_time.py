@@ -13,6 +13,9 @@ RECENT = 32
 """Number of steps of which a worker's own time is the median."""
 SLOWEST = 16
 """Number of workers of a world whose ratio is told: the slowest ones."""
+STRAGGLER_RATIO = 1.3
+"""Own time, as a multiple of the median, from which on a worker is shown as a straggler; the alert
+has the same."""
 
 WorkerTimes = Mapping[tuple[str, int], float]
 """Seconds of a worker's own time in a step, by node and local rank."""

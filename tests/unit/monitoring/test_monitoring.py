@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from elasticzero.launcher.observability.compute_time import STRAGGLER_RATIO
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
 from tests.support.promql import mistakes, panel_queries, rules, selectors, series
 from tests.unit.test_k8s import kustomized
@@ -45,6 +46,13 @@ def test_each_alert_has_a_case_that_fires_and_one_that_does_not(root: Path) -> N
         for case in test["alert_rule_test"]:
             cases.setdefault(case["alertname"], set()).add(bool(case["exp_alerts"]))
     assert cases == {rule["alert"]: {True, False} for rule in rules(root)}
+
+
+def test_a_straggler_is_one_for_the_alert_as_on_screens(root: Path) -> None:
+    (rule,) = (rule for rule in rules(root) if rule["alert"] == "ElasticZeroStraggler")
+    assert rule["expr"].split()[-2:] == [">", str(STRAGGLER_RATIO)]
+    page = (root / "launcher" / "dashboard" / "page.html").read_text()
+    assert f"STRAGGLER_RATIO = {STRAGGLER_RATIO}," in page
 
 
 def test_each_alert_leads_to_its_entry_in_the_runbook(root: Path) -> None:

@@ -107,6 +107,19 @@ def test_a_step_takes_the_inverse_of_the_speed() -> None:
     assert (second["step_s"], third["step_s"]) == (None, None)
 
 
+def test_a_nodes_slowest_worker_is_compared_with_the_median_of_all() -> None:
+    found = status_in(
+        LEADER,
+        a={"compute_s": {"0": 0.25, "1": 0.75}},
+        b={"compute_s": {"0": 0.5}},
+        c={"compute_s": {"0": 9.0}},
+    )
+    ratios = {node["node"]: node["compute_ratio"] for node in found["nodes"]}
+    assert ratios == {"a": 1.5, "b": 1.0, "c": None}, "node c is no member"
+    (alone, *_) = status_in(LEADER, a={"compute_s": {"0": 0.1}})["nodes"]
+    assert alone["compute_ratio"] is None
+
+
 @pytest.mark.parametrize("host", ["10.0.0.1", "host.example", "fe80::1"])
 def test_the_token_is_in_the_fragment_alone(host: str) -> None:
     at = page_address(member("a", host))

@@ -109,12 +109,17 @@ def test_what_a_reader_must_know_is_said() -> None:
 
 def test_a_nodes_own_compute_time_is_shown_where_it_is_known() -> None:
     found = document()
+    for node in found["nodes"]:
+        node["compute_s"] = node["compute_ratio"] = None
     assert "COMPUTE" not in drawn(found)
     found["nodes"][1]["compute_s"] = 0.251
     lines = drawn(found).splitlines()
     column = next(line for line in lines if line.startswith("NODE")).index("COMPUTE")
     row = next(line for line in lines if line.startswith("node-2"))
     assert row[column:].split()[:2] == ["251", "ms"]
+    found["nodes"][1]["compute_ratio"] = 1.42
+    row = next(line for line in drawn(found).splitlines() if line.startswith("node-2"))
+    assert row[column:].split()[:3] == ["251", "ms", "1.4x"]
 
 
 def test_a_plain_script_has_no_steps() -> None:
