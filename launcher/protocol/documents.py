@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 from elasticzero.ipc.assignment import LeftOutBatch, Resume, Source
@@ -39,9 +40,6 @@ class Member:
     @property
     def address(self) -> str:
         return f"{self.host}:{self.http_port}"
-
-
-MEMBER_COLUMNS = len(fields(Member))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,8 +289,11 @@ without them."""
 
 
 def to_bytes(document: Any) -> bytes:
-    """Returns the stored form of a document; a world's members and sources are rows, not
-    objects."""
+    """Returns the stored form of a document; a world's members and sources are rows, not objects.
+
+    The zones of a world are stored if all members have one. So each of its agents places replicas
+    as the others do, though one may be of a release that knows no zones.
+    """
     value = encode(document)
     for kind, name, usual in LEFT_OUT:
         if isinstance(document, kind) and getattr(document, name) == usual:
@@ -303,8 +304,9 @@ def to_bytes(document: Any) -> bytes:
             del value["failure"][name]
     if isinstance(document, World):
         rows = [list(encode(member).values()) for member in document.members]
-        has_zones = any(member.zone for member in document.members)
-        value["members"] = rows if has_zones else [row[:-1] for row in rows]
+        value["members"] = [row[:-1] for row in rows]
+        if all(member.zone for member in document.members):
+            value["zones"] = [member.zone for member in document.members]
         value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -312,16 +314,19 @@ def to_bytes(document: Any) -> bytes:
 def world_from_bytes(data: bytes) -> World:
     value = json.loads(data)
     rows = value.pop("members", None)
-    if isinstance(rows, list):  # without zones, a row ends before them
-        rows = [[*row, ""] if _lacks_zone(row) else row for row in rows]
-    members = decode_rows(Member, rows, "world.members")
+    zones = decode(tuple[str, ...], value.pop("zones", []), "world.zones")
+    members = decode_rows(Member, _with_zones(rows, zones), "world.members")
     sources = decode_rows(Source, value["resume"].pop("sources", None), "world.resume.sources")
     world = decode(World, {**value, "members": []}, "world")
     return replace(world, members=members, resume=replace(world.resume, sources=sources))
 
 
-def _lacks_zone(row: Any) -> bool:
-    return isinstance(row, list) and len(row) == MEMBER_COLUMNS - 1
+def _with_zones(rows: Any, zones: tuple[str, ...]) -> Any:
+    """Returns rows of members that end with their zones, empty ones where there are none."""
+    if not isinstance(rows, list):
+        return rows
+    pairs = zip_longest(rows, zones[: len(rows)], fillvalue="")
+    return [[*row, zone] if isinstance(row, list) else row for row, zone in pairs]
 
 
 def outranks(world: World, other: World | None) -> bool:

@@ -6,7 +6,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticzero.ipc.assignment import LeftOutBatch, Resume
@@ -201,6 +201,13 @@ def left_out_after(
     return tuple(sorted(after, key=lambda batch: batch.step))
 
 
+def _with_registered_zones(members: Iterable[Member], view: View) -> list[Member]:
+    """Returns members of a world with the zones that they registered with, which the world lacks if
+    one of its members had none."""
+    zones = {(m.node, m.incarnation): m.zone for m in (view.members or {}).values()}
+    return [replace(m, zone=zones.get((m.node, m.incarnation), m.zone)) for m in members]
+
+
 def _next_world(
     view: View, following: World, found: _Round, policy: JobPolicy, lost: str
 ) -> Decision:
@@ -216,7 +223,7 @@ def _next_world(
     here = {m.node for m in (*joiners, *found.staying)}
     waiting = still_quarantined(found.aside, following.strikes, here, policy.min_nodes)
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, found.staying))
-    members = order_members(world, new, old, policy.max_nodes)
+    members = order_members(world, new, _with_registered_zones(old, view), policy.max_nodes)
     if len(members) < policy.min_nodes:
         return wait(f"{len(members)} of at least {policy.min_nodes} nodes are left; state is kept")
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})

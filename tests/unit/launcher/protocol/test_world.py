@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -254,8 +255,12 @@ def test_zones_are_stored_where_nodes_say_theirs() -> None:
     plain = world(A, B)
     assert b"zone" not in to_bytes(plain)
     assert world_from_bytes(to_bytes(plain)) == plain
-    zoned = replace(plain, members=(replace(A, zone="x"), B))
+    zoned = replace(plain, members=(replace(A, zone="x"), replace(B, zone="y")))
     assert world_from_bytes(to_bytes(zoned)).members == zoned.members
+    before = json.loads(to_bytes(plain))
+    assert json.loads(to_bytes(zoned)) == before | {"zones": ["x", "y"]}, "other releases read it"
+    partly = replace(plain, members=(replace(A, zone="x"), B))
+    assert to_bytes(partly) == to_bytes(plain), "one may be of a release without zones"
     assert b"zone" not in to_bytes(A) and b"zone" in to_bytes(replace(A, zone="x"))
 
 
