@@ -1,0 +1,99 @@
+"""A job goes on while its nodes are replaced, one after another, by those of this release.
+
+The release before is `tests/fixtures/releases`: the packages of its wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import elasticzero
+from elasticzero.launcher.local.cluster import Node, Placement
+from elasticzero.launcher.store.etcd.server import EtcdServer
+from tests.integration.clusters import REGRESSION, Story, story
+from tests.integration.test_elastic_training import check_samples
+
+BEFORE = "0.1.0"
+OLD = ("node-0", "node-1", "node-2")
+
+
+@pytest.fixture
+def packages(tmp_path: Path, root: Path) -> Path:
+    """The folder of the release before."""
+    archive = root / "tests" / "fixtures" / "releases" / f"elasticzero-{BEFORE}.tar.xz"
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path / "before", filter="data")
+    return tmp_path / "before"
+
+
+def placed(packages: Path) -> Callable[[str], Placement]:
+    """The first nodes are of the release before; the others have zones, which it does not know."""
+
+    def place(node: str) -> Placement:
+        if node in OLD:
+            return Placement(environment={"PYTHONPATH": str(packages), "PYTHONSAFEPATH": "1"})
+        return Placement(environment={"ELASTICZERO_ZONE": f"zone-{int(node[-1]) % 2}"})
+
+    return place
+
+
+def version(environment: dict[str, str]) -> str:
+    script = "import elasticzero; print(elasticzero.__version__)"
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+
+
+def trains_again(told: Story, generation: int) -> None:
+    told.wait_for_first_step(generation)
+    told.wait_for_step(told.step + 3)
+
+
+def replace(told: Story, node: Node, generation: int) -> int:
+    """One node comes and another one is drained; returns the generation that trains then."""
+    told.pause(0.8)
+    told.cluster.start_node()
+    trains_again(told, generation + 1)
+    told.cluster.drain(node)
+    trains_again(told, generation + 2)
+    told.pause(0.1)
+    return generation + 2
+
+
+@pytest.mark.timeout(300)
+def test_nodes_of_the_release_before_are_replaced_one_by_one(
+    tmp_path: Path, packages: Path, job: str, etcd: EtcdServer
+) -> None:
+    """Either release leads, and a node of each is killed while both are there."""
+    place = placed(packages)
+    assert version(dict(place("node-0").environment)) == BEFORE != elasticzero.__version__
+    words = ["--nnodes", "2:4", "--strategy", "zero1", "--redundancy", "mirror", "--lease-ttl", "2"]
+    words += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "25"]
+    words += [str(REGRESSION), "--epochs", "12", "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=3, place=place) as told:
+        trains_again(told, 1)
+        at = replace(told, told.node(0), 1)
+        assert told.of("world")[-1]["members"] == ["node-1", "node-2", "node-3"]
+        told.cluster.kill_node(told.node(3))
+        trains_again(told, at + 1)
+        at = replace(told, told.node(1), at + 1)
+        told.cluster.kill_node(told.node(2))
+        trains_again(told, at + 1)
+        told.pause(0.8)
+        told.cluster.start_node()
+        trains_again(told, at + 2)
+        assert told.of("world")[-1]["members"] == ["node-4", "node-5"]
+        assert 0 in told.wait_for_end().values()
+    assert {world["tier"] for world in told.of("world") if world["generation"] > 1} == {"ram"}
+    check_samples(told.lineage, told.directory(), epochs=12)
