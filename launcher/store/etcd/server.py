@@ -129,7 +129,9 @@ class EtcdServer:
 
     def pause(self) -> None:
         """Suspends it: connections stay open and nothing answers."""
-        self._running().send_signal(signal.SIGSTOP)
+        process = self._running()
+        process.send_signal(signal.SIGSTOP)  # threads that run go on for a moment
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._running().send_signal(signal.SIGCONT)
