@@ -163,7 +163,7 @@ def screen_of(reading: Reading, age_s: float, width: int, height: int | None) ->
     """Returns the screen for what was read `age_s` seconds ago."""
     notes = []
     if reading.store_error is not None:
-        notes.append(f"{reading.store_error}; trying again")
+        notes.append(f"etcd is tried again: {reading.store_error}")
     if reading.token_missing:
         notes.append(f"what nodes do needs the job's token: give {HOW}")
     elif reading.silent:

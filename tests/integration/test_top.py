@@ -153,7 +153,7 @@ def test_top_follows_a_job_and_leaves_the_terminal_as_it_was(
             shown.wait("● training")
             shown.wait("STEP TIME")
             etcd.pause()
-            shown.wait("trying again")
+            shown.wait("etcd is tried again")
             found["step"] = 7_654_321
             shown.wait("7,654,321 of 12,000")
             etcd.resume()
