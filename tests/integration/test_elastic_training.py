@@ -117,6 +117,7 @@ def test_nodes_that_hold_everything_die_come_and_leave_without_a_lost_step(
         told.wait_for_step(10)
         told.cluster.kill_node(told.node(0))
         told.wait_for_first_step(2)
+        told.pause(1.0)
         told.cluster.start_node()
         told.wait_for_first_step(3)
         told.cluster.drain(told.node(1))

@@ -78,7 +78,7 @@ def test_nodes_of_the_release_before_are_replaced_one_by_one(
     """Either release leads, and a node of each is killed while both are there."""
     place = placed(packages)
     assert version(dict(place("node-0").environment)) == BEFORE != elasticzero.__version__
-    words = ["--nnodes", "2:4", "--strategy", "zero1", "--redundancy", "mirror", "--lease-ttl", "2"]
+    words = ["--nnodes", "1:4", "--strategy", "zero1", "--redundancy", "mirror", "--lease-ttl", "2"]
     words += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "25"]
     words += [str(REGRESSION), "--epochs", "12", "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=3, place=place) as told:
