@@ -229,6 +229,7 @@ def test_a_job_is_seen_from_any_node_and_by_the_commands(
             assert token not in file.read_text(errors="replace"), file
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_node_that_comes_to_lead_knows_what_was_before_it(
     tmp_path: Path, job: str, etcd: EtcdServer

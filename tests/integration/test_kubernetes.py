@@ -91,6 +91,7 @@ def test_a_preempted_pod_is_replaced_and_costs_no_step(
     check_result(told, reference)
 
 
+@pytest.mark.slow
 def test_the_job_goes_on_while_a_lost_node_counts_as_alive(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -141,6 +142,7 @@ def disturb(
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3])
 def test_two_random_disruptions(
     seed: int, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
@@ -184,6 +186,7 @@ def test_bad_input_fails_the_job_at_once(
     assert all(len(codes) == 1 for codes in told.codes.values()), "no pod is tried again"
 
 
+@pytest.mark.slow
 def test_a_drained_node_comes_back_as_another(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -204,6 +207,7 @@ def test_a_drained_node_comes_back_as_another(
     check_result(told, reference)
 
 
+@pytest.mark.slow
 def test_a_job_is_scaled_down_and_up(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -228,6 +232,7 @@ def test_a_job_is_scaled_down_and_up(
     check_result(told, reference)
 
 
+@pytest.mark.slow
 def test_a_suspended_job_goes_on_where_it_was(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -263,6 +268,7 @@ def apply_anew(told: PodStory, manifests: Sequence[Manifest]) -> None:
     told.cluster.apply(manifests)
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_job_that_is_done_needs_restart(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:

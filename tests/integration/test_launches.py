@@ -56,6 +56,7 @@ def test_a_finished_launch_and_the_next(tmp_path: Path, job: str, etcd: EtcdServ
     assert end_of(etcd, job) == (again, later), "and begins nothing anew"
 
 
+@pytest.mark.slow
 def test_a_failed_launch_fails_those_that_come_later(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

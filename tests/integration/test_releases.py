@@ -71,6 +71,7 @@ def replace(told: Story, node: Node, generation: int) -> int:
     return generation + 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nodes_of_the_release_before_are_replaced_one_by_one(
     tmp_path: Path, packages: Path, job: str, etcd: EtcdServer

@@ -138,6 +138,7 @@ def test_a_preempted_task_is_requeued_and_costs_no_step(
     check_weights(tmp_path / "checkpoints", reference)
 
 
+@pytest.mark.slow
 def test_a_time_limit_and_a_failed_node(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_time_limit_and_a_failed_node(
     check_weights(tmp_path / "checkpoints", reference)
 
 
+@pytest.mark.slow
 def test_a_cancelled_task_leaves_and_stays_away(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
