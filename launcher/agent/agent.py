@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Set
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
@@ -22,6 +23,7 @@ from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.ipc.messages import AbandonSave, Captured, Message, Saved, SnapshotHeld
 from elasticzero.launcher.agent.assignments import assignments, snapshot_role
 from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
@@ -32,6 +34,7 @@ from elasticzero.launcher.http.compute_poll import ComputePoll
 from elasticzero.launcher.http.refusals import RefusalProbe
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.observability.recovery.spans import open_spans
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.leader import is_leader
@@ -88,7 +91,10 @@ class Agent:
         self._observer = WatchCache(store, self.wake)
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
         self.memory = JobMemory(options.node)
-        self.events = EventLog(options.log_dir, self.memory.history.take)
+        log_line = partial(log_for_node, options.node)
+        self._spans = open_spans(options.job, options.node, log_line)
+        listeners = [self.memory.history.take, *([self._spans.take] if self._spans else [])]
+        self.events = EventLog(options.log_dir, listeners)
         self.reporter = AgentReporter(options, self.events, metrics)
         self._server = ForkServer(preloaded_modules(options.checkpoint_dir))
         self._group: WorkerGroup | None = None
@@ -378,5 +384,7 @@ class Agent:
         self.saver.close()
         self._membership.close()
         self.reporter.close(code)
+        if self._spans is not None:
+            self._spans.close()
         if self.claim is not None:
             self.claim.release()

@@ -30,7 +30,7 @@ from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.observability.job_metrics import job_exposition
 from elasticzero.launcher.observability.metrics import Metrics
-from elasticzero.launcher.observability.recovery import RecoveryRecord
+from elasticzero.launcher.observability.recovery.record import RecoveryRecord
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
 from elasticzero.launcher.protocol.documents import Done, Failure, World
 from elasticzero.launcher.protocol.leader import is_leader

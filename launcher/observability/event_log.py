@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +47,10 @@ class EventLog:
     """Appends events; each line is written whole, so a reader never sees half of one."""
 
     def __init__(
-        self, directory: Path, listen: Callable[[Mapping[str, Any]], None] | None = None
+        self, directory: Path, listeners: Sequence[Callable[[Mapping[str, Any]], None]] = ()
     ) -> None:
-        """listen: receives each event that is written."""
-        self._listen = listen
+        """listeners: receive each event that is written."""
+        self._listeners = tuple(listeners)
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / EVENTS_FILE
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -72,8 +72,8 @@ class EventLog:
             self._end += written
         while self._kept_bytes > KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
-        if self._listen is not None:
-            self._listen(record)
+        for listen in self._listeners:
+            listen(record)
 
     def newest(self, most_bytes: int) -> LogPart:
         """Returns the newest part of the log, at most so many bytes of whole lines, and before it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticzero.ipc.messages import Restored
-from elasticzero.launcher.observability.recovery import RecoveryRecord
+from elasticzero.launcher.observability.recovery.record import RecoveryRecord
 
 RESTORED = Restored(step=4, tier="ram", connect_s=0.1, build_s=0.2, restore_s=0.3)
 

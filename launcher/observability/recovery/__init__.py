@@ -1,0 +1,1 @@
+"""Measures recoveries, and sends a span of each to an OpenTelemetry collector."""
