@@ -20,7 +20,7 @@ from elasticzero.errors import (
 )
 from elasticzero.launcher.agent.agent import Agent
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.console import log, log_for_node
+from elasticzero.launcher.agent.console import NAMES_SHOWN, log, log_for_node
 from elasticzero.launcher.agent.etcd_hosting import (
     hosted,
     own_address,
@@ -58,10 +58,13 @@ from elasticzero.launcher.store.membership import (
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.serialization import decode
+from elasticzero.text import list_text
 
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 STORE_RETRY = RetryPolicy(first_pause_s=2.0, max_pause_s=8.0, growth=1.5)
 """Pauses between tries to reach the store; a thousand nodes may wait for the same store."""
+RESTART_REST_S = 0.5
+"""Pause between looks at whether the nodes of a job that is over are gone."""
 T = TypeVar("T")
 
 
@@ -255,6 +258,26 @@ def _retry_store(
     )
 
 
+def _is_deserted(store: Store, options: AgentOptions, over: Condition) -> bool:
+    """Waits a TTL for the nodes of a job that is over to be gone.
+
+    over: the end. Returns False if another node has begun the job again meanwhile; raises
+    `UserError` if there still are nodes.
+    """
+    deadline_s = time.monotonic() + options.policy.lease_ttl_s + RESTART_REST_S
+    while nodes := store.read(MEMBERS).entries:
+        done = store.read(DONE).entries.get(DONE)
+        if done is None or done.mod_revision != over.mod_revision:
+            return False
+        if time.monotonic() > deadline_s:
+            names = list_text((name.removeprefix(MEMBERS) for name in nodes), NAMES_SHOWN)
+            raise UserError(
+                f"job {options.job!r} still has nodes ({names}); --restart needs them gone first"
+            )
+        time.sleep(RESTART_REST_S)
+    return True
+
+
 def _join(membership: Membership, agent: Agent) -> PreemptionNotice | None:
     """Registers the node; returns the notice instead if the node is to leave before that."""
 
@@ -322,9 +345,9 @@ def _wait_for_store(
             f"job {options.job!r} {how[over.outcome]} ({over.reason}); add --restart to run it "
             "again, from its newest checkpoint, or take another --job"
         )
-    if store.read(MEMBERS).entries:
-        raise UserError(f"job {options.job!r} still has nodes; --restart needs them gone first")
     same = Condition(key=DONE, mod_revision=done.mod_revision)
+    if not _is_deserted(store, options, same):
+        return _wait_for_store(store, options, endpoints, restart=restart)
     over_and_gone = ["done", "world", "control", "alarm/", "reports/"]
     store.write({}, deletes=over_and_gone, conditions=[same])  # unless another node was faster
     text = f"job {options.job}: was done, runs again from the newest checkpoint"

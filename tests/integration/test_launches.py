@@ -4,11 +4,12 @@ another one it is told so."""
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.protocol.documents import Done
+from elasticzero.launcher.protocol.documents import Done, Member, to_bytes
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
@@ -66,3 +67,25 @@ def test_a_failed_launch_fails_those_that_come_later(
     late = run(*command, str(FAILS_ON_IMPORT))
     assert late.returncode == failed.returncode
     assert "this node came after the end of the job" in late.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_restart_waits_for_the_nodes_of_the_run_before_to_be_gone(
+    tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    """Pods of a launch that ended are still there for a moment; an agent that hangs is for good."""
+    script = [str(REGRESSION), "--epochs", "1"]
+    command = [*words(etcd, job, "first", tmp_path), "--lease-ttl", "2"]
+    assert run(*command, *script).returncode == 0
+    again = [*words(etcd, job, "second", tmp_path), "--lease-ttl", "2", "--restart", *script]
+    with EtcdStore([etcd.endpoint], job_prefix(job)) as store:
+        store.write({"members/old": to_bytes(Member("old", "i", "127.0.0.1", 1, 1, 1))})
+        refused = run(*again)
+        assert refused.returncode == 64
+        assert f"job '{job}' still has nodes (old)" in refused.stderr
+        goes = threading.Timer(1.0, store.write, ({},), {"deletes": ["members/old"]})
+        goes.start()
+        assert run(*again).returncode == 0
+        goes.join()
+    assert end_of(etcd, job)[0].launch_id == "second"
