@@ -151,10 +151,16 @@ def test_two_random_disruptions(
     check_result(told, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize(
+    ("strategy", "seed"),
+    [
+        pytest.param("zero3", 11, marks=pytest.mark.slow),
+        pytest.param("ddp", 12, marks=pytest.mark.slow),
+        pytest.param("ddp", 11, marks=pytest.mark.chaos),
+        pytest.param("zero3", 12, marks=pytest.mark.chaos),
+    ],
+)
 def test_many_random_disruptions(
     seed: int,
     strategy: str,
