@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/quickstart.md, as a newcomer types them.
+"""The commands of docs/quickstart.md, as a newcomer types them.
 
 `make integrations` runs these: they install the package anew, which fetches torch.
 """
@@ -20,8 +20,9 @@ pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
 def commands(page: Path) -> str:
     """The page's shell commands, which clone this repository in place of the public one."""
     text = "\n".join(re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
-    assert text.startswith("git clone https://")
-    return re.sub(r"https://\S+", str(ROOT), text, count=1)
+    clones = re.compile(r"git clone https://\S+/(\w+)\n")
+    assert clones.match(text)
+    return clones.sub(rf"git clone '{ROOT}' \1\n", text, count=1)
 
 
 def run(script: str, directory: Path) -> str:
