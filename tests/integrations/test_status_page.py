@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,11 @@ class Window:
         return str(self.page.locator(selector).inner_text())
 
     def wait(self, expression: str) -> None:
-        self.page.wait_for_function(expression, timeout=60_000)
+        """Until it is true; the page's policy forbids a function that Playwright leaves in it."""
+        deadline_s = time.monotonic() + 60
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline_s, f"{expression}\n{self.text('body')}"
+            self.page.wait_for_timeout(100)
 
 
 @pytest.fixture
