@@ -67,7 +67,8 @@ def fail_job(
     step = following.resume.step
     if not (final or sure):
         past = max(step, row[-1].step) if recurs(row[:-1], row[-1], step) else step
-        reason += f"; {following.fruitless} times in a row without progress past step {past}"
+        times = f"{following.fruitless} times in a row " if following.fruitless > 1 else ""
+        reason += f"; {times}without progress past step {past}"
     if sure or not final:
         alike = repeated_failure_note(row)
         reason += f"; {alike}" if alike else ""
