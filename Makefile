@@ -24,6 +24,8 @@ GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker
   plain_scripts.py::test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node \
   torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Thousands of agents and workers start in the tests; without it each compiles the whole package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test slow check reference manifests bench chaos gpu integrations versions docs pictures tools clean
 
