@@ -148,6 +148,7 @@ def document(nodes: Sequence[str] = NODES[-1], *, waiting: Sequence[str] = ()) -
         "step": step,
         "total_steps": TOTAL,
         "steps_per_s": 1 / STEP_S,
+        "generation": len(FAULTS),
         "generation_age_s": ENDS_S - FAULTS[-1][0],
         "nnodes": [2, 4],
         "goodput": SECONDS["productive"] / sum(SECONDS.values()),

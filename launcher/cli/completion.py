@@ -21,7 +21,7 @@ from elasticzero.text import print_result
 Rest = Literal["files", "directories", "nothing"]
 
 _METAVARS: dict[str, Rest] = {"FILE": "files", "DIR": "directories"}
-"""What a value may be, by the name that the help has for it."""
+"""Values that are allowed, by the name that the help has for them."""
 _POSITIONALS: dict[str, Rest] = {
     **dict.fromkeys(("script", "arguments"), "files"),
     **dict.fromkeys(("path", "a", "b", "directory", "target"), "directories"),
@@ -110,9 +110,9 @@ class Candidates:
     """Holds what may stand at the cursor."""
 
     words: dict[str, str] = field(default_factory=dict)
-    """Whole words, each with its description."""
+    """Words that are offered, each with its description."""
     rest: Rest = "nothing"
-    """What the shell adds."""
+    """Kind of words that the shell adds by itself."""
 
 
 def add_completion_options(parser: Parser) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
-from elasticzero.launcher.observability.compute_time import compute_ratios
+from elasticzero.launcher.observability.compute_time import compute_ratios, worker_times
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, quarantine_reason
 from elasticzero.launcher.protocol.view import View
@@ -158,7 +158,8 @@ def _nodes(
     row = job.world.strikes if job.world is not None else ()
     struck = {s.node: s.count for s in row}
     aside = {s.node: quarantine_reason(row, s.node) for s in row if s.count >= QUARANTINE_STRIKES}
-    ratios = _slowest_ratios(statuses, placed)
+    members = {node: own for node, own in statuses.items() if node in placed}
+    ratios = _slowest_ratios(job.world.generation, members) if job.world is not None else {}
     nodes = []
     for node, member in job.nodes.items():
         own, index = statuses.get(node, {}), placed.get(node)
@@ -186,17 +187,11 @@ def _nodes(
     return nodes
 
 
-def _slowest_ratios(statuses: AgentStatuses, placed: Mapping[str, int]) -> dict[str, float]:
+def _slowest_ratios(generation: int, statuses: AgentStatuses) -> dict[str, float]:
     """Returns the own time of the slowest worker of each of the slowest members, as a multiple of
     the median of all workers."""
-    times = {
-        (node, int(rank)): seconds
-        for node, own in statuses.items()
-        if node in placed
-        for rank, seconds in (own.get("compute_s") or {}).items()
-    }
     found: dict[str, float] = {}
-    for (node, _), ratio in compute_ratios(times).items():
+    for (node, _), ratio in compute_ratios(worker_times(generation, statuses)).items():
         found[node] = max(ratio, found.get(node, 0.0))
     return found
 

@@ -22,7 +22,7 @@ class EtcdFacts:
     binary: str | None = None
     """Path of an etcd that can be started here, for a job on one node."""
     versions: tuple[EtcdVersion, ...] = ()
-    """What each endpoint that answers says."""
+    """Answers, of those endpoints that gave one."""
     writes_s: tuple[float, ...] = ()
     """Seconds that each write of a key took."""
     error: str = ""
@@ -156,7 +156,7 @@ class MachineFacts:
     storage: StorageFacts
     gpu: GpuFacts
     clock_synchronized: bool | None
-    """Whether the kernel says that its clock is synchronized; None: it does not say."""
+    """True if the kernel says that its clock is synchronized; None: it does not say."""
     versions: VersionFacts
     limits: LimitFacts
     cloud: CloudFacts

@@ -21,7 +21,7 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
-    """What to do; empty: nothing."""
+    """Says what to do; empty: nothing."""
 
 
 def release_of(version: str) -> tuple[int, ...]:

@@ -7,11 +7,9 @@ now and then, seldom enough that a thousand nodes cost it little.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 from elasticzero.launcher.dashboard.agent_client import query_agents
-from elasticzero.launcher.observability.compute_time import WorkerTimes
+from elasticzero.launcher.observability.compute_time import WorkerTimes, worker_times
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.secrets import Secret
 
@@ -57,17 +55,3 @@ class ComputePoll:
                     self._times = times
         finally:
             self._polling = False
-
-
-def worker_times(generation: int, statuses: Mapping[str, Mapping[str, Any]]) -> WorkerTimes:
-    """Returns the own times of workers in seconds, from the statuses of agents that are in this
-    generation."""
-    found: dict[tuple[str, int], float] = {}
-    for node, status in statuses.items():
-        times = status.get("compute_s")
-        if status.get("generation") != generation or not isinstance(times, dict):
-            continue
-        for rank, own_s in times.items():
-            if str(rank).isdecimal() and isinstance(own_s, int | float):
-                found[node, int(rank)] = float(own_s)
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 RECENT = 32
 """Number of steps of which a worker's own time is the median."""
@@ -38,6 +39,20 @@ class ComputeTimes:
     def medians(self) -> dict[int, float]:
         """Returns each worker's median over its last steps, in seconds, by local rank."""
         return {rank: median(tuple(recent)) for rank, recent in tuple(self._seconds.items())}
+
+
+def worker_times(generation: int, statuses: Mapping[str, Mapping[str, Any]]) -> WorkerTimes:
+    """Returns the own times of workers in seconds, from the statuses of agents that are in this
+    generation."""
+    found: dict[tuple[str, int], float] = {}
+    for node, status in statuses.items():
+        times = status.get("compute_s")
+        if status.get("generation") != generation or not isinstance(times, dict):
+            continue
+        for rank, own_s in times.items():
+            if str(rank).isdecimal() and isinstance(own_s, int | float):
+                found[node, int(rank)] = float(own_s)
+    return found
 
 
 def compute_ratios(times: WorkerTimes) -> dict[tuple[str, int], float]:

@@ -110,13 +110,13 @@ def test_a_step_takes_the_inverse_of_the_speed() -> None:
 def test_a_nodes_slowest_worker_is_compared_with_the_median_of_all() -> None:
     found = status_in(
         LEADER,
-        a={"compute_s": {"0": 0.25, "1": 0.75}},
-        b={"compute_s": {"0": 0.5}},
-        c={"compute_s": {"0": 9.0}},
+        a={"generation": 2, "compute_s": {"0": 0.25, "1": 0.75}},
+        b={"generation": 2, "compute_s": {"0": 0.5}},
+        c={"generation": 2, "compute_s": {"0": 9.0}},
     )
     ratios = {node["node"]: node["compute_ratio"] for node in found["nodes"]}
     assert ratios == {"a": 1.5, "b": 1.0, "c": None}, "node c is no member"
-    (alone, *_) = status_in(LEADER, a={"compute_s": {"0": 0.1}})["nodes"]
+    (alone, *_) = status_in(LEADER, a={"generation": 2, "compute_s": {"0": 0.1}})["nodes"]
     assert alone["compute_ratio"] is None
 
 

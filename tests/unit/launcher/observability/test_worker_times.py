@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticzero.launcher.http.compute_poll import worker_times
+from elasticzero.launcher.observability.compute_time import worker_times
 
 
 def status(generation: int, times: Any) -> dict[str, Any]:
