@@ -229,7 +229,9 @@ class AgentReporter:
                         self._time.stepped(message.step, message.at_s, message.data_wait_s)
                         ago_s = time.monotonic() - message.at_s
                         at = {"time": time.time() - ago_s, "generation": group.generation}
-                        self.note("step", **_plain(message) | at)
+                        rank, own_s = self._latest.compute.slowest()
+                        slowest = {"slowest_local_rank": rank, "compute_s": own_s}
+                        self.note("step", **_plain(message) | at | slowest)
                 case Logged():
                     self.note("log", rank=worker.rank, step=message.step, **message.scalars)
                 case Captured():

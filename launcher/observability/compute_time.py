@@ -40,6 +40,14 @@ class ComputeTimes:
         """Returns each worker's median over its last steps, in seconds, by local rank."""
         return {rank: median(tuple(recent)) for rank, recent in tuple(self._seconds.items())}
 
+    def slowest(self) -> tuple[int | None, float | None]:
+        """Returns the local rank and the median of the slowest worker; None: no time is known."""
+        medians = self.medians()
+        if not medians:
+            return None, None
+        rank = max(medians, key=lambda rank: medians[rank])
+        return rank, medians[rank]
+
 
 def worker_times(generation: int, statuses: Mapping[str, Mapping[str, Any]]) -> WorkerTimes:
     """Returns the own times of workers in seconds, from the statuses of agents that are in this

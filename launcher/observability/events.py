@@ -201,8 +201,10 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "samples": "samples in the global batch",
             "total": "steps of the whole run; 0 if that is not known",
             "gradient_norm": "norm of the gradient before clipping; null if no step was applied",
-            "compute_s": "seconds of the rank's own forwards and backwards, without waits for "
-            "data or collectives; null if that is not known",
+            "compute_s": "seconds of the forwards and backwards of the node's slowest worker, "
+            "without waits for data or collectives: the median of its last 32 steps; null if that "
+            "is not known",
+            "slowest_local_rank": "rank of that worker on its node",
         },
     ),
     "log": EventSpec(

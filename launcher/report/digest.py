@@ -149,7 +149,9 @@ def _take_step(life: AgentLife, event: Mapping[str, Any], at_s: float) -> Mappin
         own.first_step_s = at_s
     own.last_step_s, own.last_step = at_s, max(own.last_step, step)
     life.total_steps = max(life.total_steps, int(event.get("total", 0)))
-    life.steps.extend((generation, step, at_s, step_s, wait_s))
+    own_s = event.get("compute_s")
+    compute_s = float(own_s) if _is_number(own_s) else math.nan
+    life.steps.extend((generation, step, at_s, step_s, wait_s, compute_s))
     return {**event, "data_wait_s": wait_s * count} if count > 1 else event
 
 

@@ -148,8 +148,9 @@ class AgentLife:
         return self.exit.get("outcome") if self.exit is not None else None
 
 
-STEP_ROW = 5
-"""Numbers in a row of `AgentLife.steps`."""
+STEP_ROW = 6
+"""Numbers in a row of `AgentLife.steps`: generation, step, time of its end, duration, wait for
+data, own time of the node's slowest worker (not a number: not known)."""
 LOSS_ROW = 4
 """Numbers in a row of `AgentLife.losses`."""
 

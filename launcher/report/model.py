@@ -138,6 +138,10 @@ class NodeStepTimes:
     """Mean seconds of a step in which the node waited for data."""
     ratio: float
     """Median of the node's step time over the mean of all nodes at the same step."""
+    compute_s: float | None
+    """Median of the own time of the node's slowest worker in a step; None: it is not known."""
+    compute_ratio: float | None
+    """Median of that time over the median of all nodes at the same step."""
     is_slow: bool
 
 

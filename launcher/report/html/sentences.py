@@ -209,8 +209,9 @@ def step_times_lead(summary: RunSummary) -> str:
     """Returns what is to be said of slow nodes."""
     slow = [times.node for times in summary.step_times if times.is_slow]
     why = (
-        "All nodes wait for the slowest at each step, so their step times differ little; a node "
-        "that waits long for its data holds up the others."
+        "All nodes wait for the slowest at each step, so their step times differ little. A node "
+        "whose own forwards and backwards take longer than the others', or that waits long for its "
+        "data, holds them up."
     )
     if not slow:
         spread = max(abs(times.ratio - 1) for times in summary.step_times)

@@ -136,6 +136,8 @@ def step_time_section(summary: RunSummary) -> str:
         "95% below",
         "Waited for data",
         "To the mean",
+        "Own compute",
+        "To the median",
         "",
     )
     rows = [
@@ -146,12 +148,14 @@ def step_time_section(summary: RunSummary) -> str:
             span_text(times.slowest_s),
             span_text(times.wait_s),
             f"{100 * (times.ratio - 1):+.1f}%",
+            span_text(times.compute_s) if times.compute_s is not None else "–",
+            f"{times.compute_ratio:.2f} ×" if times.compute_ratio is not None else "–",
             tag("fault", "slow") if times.is_slow else "",
         )
         for times in shown
     ]
     lead = escaped(step_times_lead(summary) + note)
-    listed = table(head, rows, numbers=(1, 2, 3, 4, 5))
+    listed = table(head, rows, numbers=(1, 2, 3, 4, 5, 6, 7))
     return section("nodes", "Step times of nodes", lead, listed)
 
 

@@ -78,7 +78,11 @@ class MadeUpJob:
         )
 
     def train(
-        self, count: int, step_s: float = 0.1, waits_s: Mapping[str, float] | None = None
+        self,
+        count: int,
+        step_s: float = 0.1,
+        waits_s: Mapping[str, float] | None = None,
+        compute_s: Mapping[str, float | None] | None = None,
     ) -> None:
         for _ in range(count):
             self.wait(step_s)
@@ -94,6 +98,7 @@ class MadeUpJob:
                     data_wait_s=(waits_s or {}).get(node, 0.01),
                     samples=8,
                     total=self.total,
+                    compute_s=(compute_s or {}).get(node, 0.05),
                 )
             self.note(self.members[:1], "log", rank=0, step=self.step, loss=5.0 - 0.01 * self.step)
         self.stepped_s = self.now_s

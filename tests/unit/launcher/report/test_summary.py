@@ -194,6 +194,18 @@ def test_slow_data_of_one_node_is_found() -> None:
     job.end()
 
 
+def test_a_node_that_computes_longer_in_equal_steps_is_found() -> None:
+    job = MadeUpJob()
+    job.register("a", "b", "c")
+    job.world("a", "b", "c")
+    job.train(30, compute_s={"c": 0.1, "b": None})
+    first, *others = job.summary().step_times
+    assert (first.node, first.is_slow, first.compute_s) == ("c", True, 0.1)
+    assert first.compute_ratio == pytest.approx(0.1 / 0.075)
+    assert [times.is_slow for times in others] == [False, False]
+    job.end()
+
+
 def test_checkpoints_of_all_nodes_are_added_up() -> None:
     job = MadeUpJob()
     job.register("a", "b")
