@@ -19,6 +19,24 @@ KEY = re.compile(r"[-._a-zA-Z0-9]+")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KINDS = ("job", "jobset", "trainjob")
 """Kinds of object that the agents' pods can belong to."""
+SET_BY = {
+    "ELASTICZERO_JOB": "--name and --run set it",
+    "ELASTICZERO_NNODES": "--nnodes sets it",
+    "ELASTICZERO_ETCD": "--etcd sets it",
+    "ELASTICZERO_ETCD_CACERT": "--etcd-tls sets it",
+    "ELASTICZERO_ETCD_CERT": "--etcd-tls sets it",
+    "ELASTICZERO_ETCD_KEY": "--etcd-tls sets it",
+    "ELASTICZERO_GRACE": "--grace-period sets it",
+    "ELASTICZERO_CHECKPOINT_DIR": "--checkpoints sets it",
+    "ELASTICZERO_TOKEN": "--token-secret sets it",
+    "ELASTICZERO_HTTP_PORT": "probes, the Service and the NetworkPolicy name the same port",
+    "ELASTICZERO_LOG_DIR": "a volume of bounded size is mounted there",
+    "ELASTICZERO_NODE_NAME": "it differs from pod to pod",
+    "ELASTICZERO_HOST": "it differs from pod to pod",
+    "ELASTICZERO_ZONE": "it differs from pod to pod",
+    "ELASTICZERO_LAUNCH_ID": "it differs from Job to Job",
+}
+"""Variables that --env does not change, with the reason."""
 IN_MEMORY = "emptyDir"
 """Value of --etcd-storage with which etcd's data last as long as its pod."""
 
@@ -111,6 +129,8 @@ class RenderOptions:
         for name in self.pod.environment:
             if not VARIABLE.fullmatch(name):
                 raise UserError(f"--env {name}: KEY=VALUE is expected")
+            if name in SET_BY:
+                raise UserError(f"--env {name}: the manifests give its value; {SET_BY[name]}")
 
     @property
     def job(self) -> str:

@@ -10,6 +10,7 @@ import pytest
 from elasticzero.errors import UserError
 from elasticzero.launcher.kubernetes.clouds import CLOUDS, grace_of
 from elasticzero.launcher.kubernetes.options import (
+    SET_BY,
     EtcdOptions,
     LocalScript,
     PodOptions,
@@ -215,6 +216,7 @@ def test_bytes_of_a_quantity() -> None:
         ({"pod": PodOptions(cpus="some")}, "--cpus some"),
         ({"pod": PodOptions(gpus=-1)}, "0 or more"),
         ({"pod": PodOptions(environment={"A B": "1"})}, "--env A B"),
+        ({"pod": PodOptions(environment={"ELASTICZERO_HTTP_PORT": "1"})}, "the same port"),
         ({"etcd": EtcdOptions(members=2)}, "--etcd-members 2"),
         ({"etcd": EtcdOptions(endpoints="e:2379", tls=True)}, "without https://"),
         ({"etcd": EtcdOptions(endpoints="e:2379", backup=True)}, "--etcd-backup is for an etcd"),
@@ -223,6 +225,15 @@ def test_bytes_of_a_quantity() -> None:
 def test_what_is_refused_names_the_option(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace(OPTIONS, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"checkpoints": "s3://b"}, {"etcd": EtcdOptions(tls=True)}])
+def test_the_environment_leaves_what_the_manifests_depend_on(changes: dict[str, Any]) -> None:
+    pod = PodOptions(token_secret="token")
+    variables = agent_of(agents_of(rendered(pod=pod, **changes)))["env"]
+    given = {one["name"] for one in variables if one["name"].startswith("ELASTICZERO_")}
+    free = {"NPROC_PER_NODE", "JOIN_TIMEOUT", "TEE", "STRATEGY", "CHECKPOINT_EVERY"}
+    assert given - {f"ELASTICZERO_{name}" for name in free} <= SET_BY.keys()
 
 
 def test_a_queued_job_waits_and_begins_with_min() -> None:
