@@ -39,6 +39,8 @@ SURVIVORS = ("forked", "kept")
 --keep-workers, lets their processes train on where nothing speaks against it."""
 LOSES_A_NODE = ("node", "leader", "drain")
 COMES_BACK = ("silent", "cut")
+STRIKES = ("worker", "freeze")
+"""Faults of a worker, for which its node is set aside where no other node has them."""
 COSTS_NOTHING = ("drain", "join", "etcd")
 """Faults for which no step is done twice."""
 

@@ -24,7 +24,15 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import WORLD
 from elasticzero.processes import children_of, descendants
-from tests.chaos.matrix import COMES_BACK, COSTS_NOTHING, LOSES_A_NODE, PROVOKED, SHAPES, Cell
+from tests.chaos.matrix import (
+    COMES_BACK,
+    COSTS_NOTHING,
+    LOSES_A_NODE,
+    PROVOKED,
+    SHAPES,
+    STRIKES,
+    Cell,
+)
 from tests.chaos.networks import Networks
 from tests.chaos.seen import Seen
 from tests.integration.clusters import Story
@@ -109,6 +117,9 @@ class Stage:
         self._wait("progress", lambda: self._seen.trains(set(self._seen.members), 0))
         nodes, members, before = self._told.cluster.nodes, self._seen.members, self._seen.generation
         choices = {"leader": members[:1], "node": members[1:]}.get(cell.fault, members)
+        if cell.fault in STRIKES:
+            longest = min(map(self._last_struck, members))
+            choices = [name for name in members if self._last_struck(name) == longest]
         victim = joiner or nodes[self._dice.choice(choices)]
         others = [name for name in members if name != victim.name]
         other = nodes[min(others, key=self._last_struck)]
@@ -189,7 +200,7 @@ class Stage:
         match cell.step:
             case "regrouping":
                 stay = [name for name in ranks if name != other.name]
-                struck = cell.fault in ("worker", "freeze")
+                struck = cell.fault in STRIKES
                 keeps = victim.name if struck else min(stay, key=victim.name.__eq__)
                 busy = ranks[keeps][-1:]
                 self._hold("step", generation, busy)
@@ -201,7 +212,7 @@ class Stage:
             case "written":
                 self._provoke(other)
                 self._wait("a world", lambda: self._seen.generation > generation)
-                if cell.fault in ("worker", "freeze"):
+                if cell.fault in STRIKES:
                     word = f"start {generation + 1}"
                     self._wait("a start", lambda: self._seen.said(word, [victim]))
                     workers = lambda: self._told.cluster.workers_of(victim)  # noqa: E731
@@ -292,7 +303,7 @@ class Stage:
 
     def _strike(self, cell: Cell, victim: Node) -> None:
         cluster = self._told.cluster
-        if cell.fault in ("worker", "freeze"):
+        if cell.fault in STRIKES:
             self._struck.append(victim.name)
         match cell.fault:
             case "worker":
