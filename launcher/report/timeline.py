@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticzero.launcher.report.life import AgentLife
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.report.life import AgentLife, SeenWorld
 from elasticzero.launcher.report.runs import JobRun
 from elasticzero.launcher.report.thinning import Span
 
@@ -65,9 +67,11 @@ def _of_life(life: AgentLife) -> list[Span]:
     ends = [*(world.at_s for world in worlds[1:]), life.ended_s]
     if life.registered_s is not None:
         spans.append((since_s, worlds[0].at_s if worlds else life.ended_s, "waiting"))
+    left_at_s = _left_at(life, worlds)
     for world, end_s in zip(worlds, ends, strict=False):
         if life.node not in world.members:
-            spans.append((world.at_s, end_s, "waiting"))
+            if world.at_s < left_at_s:
+                spans.append((world.at_s, end_s, "waiting"))
             continue
         own, ended = life.own.get(world.generation), life.rounds.get(world.generation)
         course = Course(
@@ -80,6 +84,16 @@ def _of_life(life: AgentLife) -> list[Span]:
         )
         spans += _of_course(course, end_s)
     return spans
+
+
+def _left_at(life: AgentLife, worlds: Sequence[SeenWorld]) -> float:
+    """Returns when the first generation without the node began, after which its agent left;
+    infinity for an agent that did not leave."""
+    if life.exit is None or life.exit.get("code") != ExitCode.LEFT:
+        return math.inf
+    own = [world.at_s for world in worlds if life.node in world.members]
+    later = [world.at_s for world in worlds if world.at_s > max(own, default=math.inf)]
+    return min(later, default=math.inf)
 
 
 def _of_course(course: Course, end_s: float) -> list[Span]:

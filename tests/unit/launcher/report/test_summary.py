@@ -82,6 +82,21 @@ def test_states_of_a_node_follow_each_other() -> None:
     assert [state for _, _, state in summary.states["d"]] == ["waiting", "starting", "training"]
 
 
+@pytest.mark.parametrize(("code", "last"), [(75, "recovering"), (0, "waiting")])
+def test_a_node_that_left_does_not_wait_for_a_place(code: int, last: str) -> None:
+    job = MadeUpJob()
+    job.register("a", "b")
+    job.world("a", "b")
+    job.train(20)
+    job.round("leave", "b leaves", ["a", "b"])
+    job.world("a", resume=20)
+    seen = next(event for event in reversed(job.logs["a"]) if event["event"] == "world")
+    job.logs["b"].append(seen)
+    job.wait(1.0)
+    job.note(["b"], "exit", code=code, outcome=None, reason="", end_reason="", seconds=None)
+    assert [state for _, _, state in job.summary().states["b"]][-1] == last
+
+
 def test_losses_of_steps_that_were_done_again_stand_apart() -> None:
     summary = eventful().summary()
     assert len(summary.losses) == 100
