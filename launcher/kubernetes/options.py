@@ -30,7 +30,6 @@ SET_BY = {
     "ELASTICZERO_CHECKPOINT_DIR": "--checkpoints sets it",
     "ELASTICZERO_TOKEN": "--token-secret sets it",
     "ELASTICZERO_HTTP_PORT": "probes, the Service and the NetworkPolicy name the same port",
-    "ELASTICZERO_LOG_DIR": "a volume of bounded size is mounted there",
     "ELASTICZERO_NODE_NAME": "it differs from pod to pod",
     "ELASTICZERO_HOST": "it differs from pod to pod",
     "ELASTICZERO_ZONE": "it differs from pod to pod",

@@ -45,11 +45,10 @@ class Training:
 
     def manifests(self, *flags: str) -> list[Manifest]:
         """What `elasticzero k8s render` prints for it, with agents that listen at `HTTP_PORT`."""
-        variables = {"ELASTICZERO_HTTP_PORT": str(HTTP_PORT), **self.variables}
         words = elasticzero(
             *("k8s", "render", "--name", self.job, "--image", "registry.example.com/train:1"),
             *("--nnodes", self.nodes, "--checkpoints", "shared-files", "--output", "json"),
-            *(f"--env={name}={value}" for name, value in variables.items()),
+            *(f"--env={name}={value}" for name, value in self.variables.items()),
             *flags,
             *(self.script.name, *self.arguments),
         )
@@ -58,8 +57,11 @@ class Training:
         )
         assert done.returncode == 0, done.stderr
         manifests: list[Manifest] = json.loads(done.stdout)["items"]
-        (port,) = agent_of(agents_of(manifests))["ports"]
+        agent = agent_of(agents_of(manifests))
+        (port,) = agent["ports"]
         port["containerPort"] = HTTP_PORT
+        (variable,) = (one for one in agent["env"] if one["name"] == "ELASTICZERO_HTTP_PORT")
+        variable["value"] = str(HTTP_PORT)
         return manifests
 
 

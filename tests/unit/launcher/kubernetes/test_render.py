@@ -232,7 +232,7 @@ def test_the_environment_leaves_what_the_manifests_depend_on(changes: dict[str, 
     pod = PodOptions(token_secret="token")
     variables = agent_of(agents_of(rendered(pod=pod, **changes)))["env"]
     given = {one["name"] for one in variables if one["name"].startswith("ELASTICZERO_")}
-    free = {"NPROC_PER_NODE", "JOIN_TIMEOUT", "TEE", "STRATEGY", "CHECKPOINT_EVERY"}
+    free = {"NPROC_PER_NODE", "JOIN_TIMEOUT", "TEE", "LOG_DIR", "STRATEGY", "CHECKPOINT_EVERY"}
     assert given - {f"ELASTICZERO_{name}" for name in free} <= SET_BY.keys()
 
 
