@@ -78,7 +78,7 @@ $(INTEGRATIONS)/.ready: $(READY) constraints.txt
 	$(RUN) -m venv --clear $(INTEGRATIONS)
 	@site=$$($(RUN) -c 'import site; print(site.getsitepackages()[0])'); \
 	  echo "import site; site.addsitedir('$$site')" > $$(echo $(INTEGRATIONS)/lib/python*/site-packages)/base.pth
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate torchao playwright pillow
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate torchao playwright pillow matplotlib
 	@touch $@
 
 integrations: $(INTEGRATIONS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
@@ -109,9 +109,10 @@ docs: $(DOCS)/.ready ## the pages as a site in build/site; a broken link is an e
 	rm -rf build/pages && mkdir -p build/pages && cp -r --parents $(PAGES) build/pages
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict
 
-pictures: $(INTEGRATIONS)/.ready ## write docs/pictures by Chromium, Debian's package chromium (about 2 minutes)
+pictures: $(INTEGRATIONS)/.ready tools ## write docs/pictures by Chromium, Debian's package chromium (about 6 minutes)
 	$(INTEGRATIONS)/bin/python -m tools.pictures
 	$(INTEGRATIONS)/bin/python -m tools.report_picture
+	$(INTEGRATIONS)/bin/python -m tools.dashboard_picture
 
 # Torch of constraints.txt is the CPU's: name a Python that has torch for CUDA and this package.
 gpu: ## tests with CUDA and NCCL, ranks sharing a GPU if need be: make gpu RUN=python3

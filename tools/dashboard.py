@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from elasticzero.launcher.goodput import TIME_CLASSES
+from elasticzero.launcher.report.html.style import COLOURS
 
 OF_JOB = '{namespace=~"$namespace",job_id="$job_id"}'
 """Selects the series of the job that the reader of the dashboard has chosen."""
 BY_NODE = f"* on (namespace, instance, job) group_left (job_id, node) elasticzero_info{OF_JOB}"
 """Keeps the series of the job's nodes, and gives them the label `node`."""
+
+CLASS_COLOURS: Mapping[str, str] = {name: COLOURS[name][0] for name in TIME_CLASSES}
+"""Colours of the classes of time, as in the report."""
 
 Kind = Literal["stat", "timeseries"]
 
@@ -34,6 +41,8 @@ class Panel:
     width: int = 8
     """Columns of the 24 that a row has."""
     stacked: bool = False
+    colours: Mapping[str, str] = field(default_factory=dict)
+    """Colours of series by name; another has the next one of Grafana's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,7 @@ TIME = Row(
             unit="percentunit",
             width=12,
             stacked=True,
+            colours=CLASS_COLOURS,
         ),
         Panel(
             title="Seconds since the job began",
@@ -160,6 +170,7 @@ TIME = Row(
             unit="s",
             width=12,
             stacked=True,
+            colours=CLASS_COLOURS,
         ),
     ),
 )
@@ -170,11 +181,11 @@ NODES = Row(
         Panel(
             title="Nodes",
             queries=(
-                Query(job("members"), "members"),
-                Query(job("waiting_nodes"), "waiting"),
-                Query(job("set_aside_nodes"), "set aside"),
                 Query(job("nodes_min"), "MIN"),
                 Query(job("nodes_max"), "MAX"),
+                Query(job("set_aside_nodes"), "set aside"),
+                Query(job("waiting_nodes"), "waiting"),
+                Query(job("members"), "members"),
             ),
             about="Waiting: registered and without a place.",
         ),

@@ -158,10 +158,20 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "title": panel.title,
         "description": panel.about,
         "datasource": DATA_SOURCE,
-        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": _colours(panel)},
         "options": options,
         "targets": [_target(index, query) for index, query in enumerate(panel.queries)],
     }
+
+
+def _colours(panel: Panel) -> list[dict[str, Any]]:
+    return [
+        {
+            "matcher": {"id": "byName", "options": name},
+            "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}],
+        }
+        for name, colour in panel.colours.items()
+    ]
 
 
 def _target(index: int, query: Query) -> dict[str, Any]:

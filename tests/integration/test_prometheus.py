@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, story
 from tests.support.promql import panel_queries, rules, selectors
+from tools.prometheus import Prometheus, as_grafana_sends, prometheus
 
 SLOW = "node-2"
 EMPTY = {
@@ -28,87 +19,6 @@ EMPTY = {
     "Errors a second": "etcd answers",
 }
 """Panels for which this job produces nothing, and why."""
-
-
-class Prometheus:
-    """A running server."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    def get(self, path: str, **parameters: str) -> Any:
-        query = urllib.parse.urlencode(parameters)
-        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            return json.loads(answer.read())["data"]
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
-        return found
-
-    def values(self, expression: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """The result of a query, by these labels."""
-        return {
-            tuple(one["metric"].get(label, "") for label in labels): float(one["value"][1])
-            for one in self.query(expression)
-        }
-
-    def value(self, expression: str) -> float:
-        (value,) = self.values(expression).values()
-        return value
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-@contextmanager
-def prometheus(
-    program: str, folder: Path, rules_file: Path, targets: Mapping[str, Sequence[str]]
-) -> Iterator[Prometheus]:
-    """Prometheus with these targets for each path."""
-    folder.mkdir()
-    jobs = [
-        {
-            "job_name": "elasticzero" + path.replace("/", "-"),
-            "metrics_path": path,
-            "static_configs": [{"targets": list(addresses)}],
-        }
-        for path, addresses in targets.items()
-    ]
-    config = folder / "prometheus.yml"
-    intervals = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
-    value = {"global": intervals, "rule_files": [str(rules_file)], "scrape_configs": jobs}
-    config.write_text(yaml.safe_dump(value))
-    port = free_port()
-    command = [program, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
-    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    server = Prometheus(port)
-    try:
-        deadline_s = time.monotonic() + 30.0
-        while True:
-            try:
-                server.get("status/buildinfo")
-                break
-            except (OSError, urllib.error.URLError):
-                assert process.poll() is None, (folder / "log").read_text()
-                assert time.monotonic() < deadline_s, (folder / "log").read_text()
-                time.sleep(0.1)
-        yield server
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def shown(expression: str, job: str) -> str:
-    """A query as Grafana sends it."""
-    for variable, value in (("namespace", ".*"), ("job_id", job), ("__rate_interval", "30s")):
-        expression = expression.replace(f"${variable}", value)
-    return expression
 
 
 @pytest.mark.timeout(240)
@@ -128,8 +38,7 @@ def test_prometheus_answers_every_query_about_a_job_with_a_killed_worker(
         told.wait_for_step(2)
         ports = {node: e["port"] for node, e in told.told if e["event"] == "serving"}
         addresses = [f"127.0.0.1:{port}" for port in ports.values()]
-        targets = {"/metrics": addresses, "/metrics/job": addresses}
-        with prometheus(server, tmp_path / "prometheus", rules_file, targets) as found:
+        with prometheus(server, tmp_path / "prometheus", rules_file, addresses) as found:
             told.wait(
                 "scrapes of generation 1",
                 lambda: len(found.query("elasticzero_step")) == 3,
@@ -208,7 +117,7 @@ def check_rules(found: Prometheus, root: Path, job: str) -> None:
 def check_dashboard(found: Prometheus, job: str) -> None:
     empty = {}
     for title, expression, legend in panel_queries():
-        result = found.query(shown(expression, job))
+        result = found.query(as_grafana_sends(expression, job))
         values = [float(one["value"][1]) for one in result]
         if not values or all(value != value for value in values):
             empty[title] = legend
