@@ -42,11 +42,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (about 4 minutes)
 	$(RUN) examples/demo.py
 
-test: $(READY) tools ## unit tests, and what a job does, with real processes (about 15 minutes)
+test: $(READY) tools ## unit tests, and what a job does, with real processes (about 20 minutes)
 	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile
 
-slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 15 minutes)
-	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile \
+slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 30 minutes)
+	timeout --foreground --kill-after=10 3000 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile \
 	  -m "slow and not chaos"
 
 check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale page or manifest

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,11 @@ from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 
 FAILS_ON_IMPORT = SCRIPTS / "fails_on_import.py"
+
+
+def rare(value: object) -> Any:
+    """What `make slow` runs."""
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def run(*words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -99,6 +105,7 @@ def test_a_log_directory_that_mutes_the_terminal_is_said(tmp_path: Path) -> None
     assert "[0] " in found.stdout
 
 
+@pytest.mark.slow
 def test_a_plain_script_is_told_apart_from_a_training(tmp_path: Path) -> None:
     """It was "finished after step 0", with 0 steps recomputed; its faults were passed over."""
     script = tmp_path / "sleeps.py"
@@ -203,7 +210,9 @@ def test_fewer_nodes_than_wanted_says_who_is_there(
     assert "waiting for nodes: 1 of at least 2 are here (lonely); 1 missing" in found.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(rare(number) for number in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None:
     words = ["local", "--nodes", "3", "--log-dir", str(tmp_path), str(REGRESSION)]
     process = subprocess.Popen(

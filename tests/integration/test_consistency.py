@@ -124,6 +124,7 @@ def test_two_ranks_that_differ_end_a_job_without_checkpoints(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_majority_without_checkpoints_goes_on_by_itself(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -67,6 +67,7 @@ def test_every_example_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "output: " in run(tmp_path, "infer.py")
 
 
+@pytest.mark.slow
 def test_the_quick_start_runs_as_printed(tmp_path: Path) -> None:
     assert scripts(tmp_path, ROOT / "README.md") == ["train.py"]
     quick_start = (tmp_path / "train.py").read_text()

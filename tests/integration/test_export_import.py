@@ -140,6 +140,7 @@ def test_a_run_goes_on_from_transformers_own_files(tmp_path: Path) -> None:
     assert torch.equal(trained(tmp_path, checkpoints, 0), logits_of(model))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_torch_saved_of_a_tied_model(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as torch_dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict

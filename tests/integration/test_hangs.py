@@ -70,7 +70,7 @@ def test_stopped_and_looping_workers_are_replaced_busy_ones_not(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("script", ["import", "plain"])
+@pytest.mark.parametrize("script", ["import", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_process_that_is_stopped_before_it_says_anything_is_replaced(
     script: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
@@ -93,6 +93,7 @@ def test_a_process_that_is_stopped_before_it_says_anything_is_replaced(
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_a_held_lock_and_a_collective_that_others_do_not_call(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:

@@ -34,6 +34,7 @@ def test_the_interface_of_an_address_is_found() -> None:
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_ranks_meet_where_the_host_name_is_loopback(
     networks: Networks, tmp_path: Path, job: str
 ) -> None:

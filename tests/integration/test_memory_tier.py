@@ -57,6 +57,7 @@ def test_a_lost_node_of_four_costs_two_steps_at_most_without_any_checkpoint(
     check_weights(tmp_path / "c", reference)
 
 
+@pytest.mark.slow
 def test_two_lost_nodes_that_are_no_pair_lose_nothing_that_was_held(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -149,6 +150,7 @@ def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
     check_weights(tmp_path / "c", reference)
 
 
+@pytest.mark.slow
 def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
@@ -162,6 +164,7 @@ def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
     assert catalog.newest_good(open_directory(tmp_path / "c")) == told.step
 
 
+@pytest.mark.slow
 def test_without_shared_memory_checkpoints_are_written_all_the_same(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_node_whose_worker_crashes_thrice_is_set_aside(
     assert "regression.py" in log
 
 
+@pytest.mark.slow
 def test_an_interrupted_worker_is_named_and_not_its_peer(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -35,7 +35,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
     return {name: tensor.flatten().tolist() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_micro_batches_halve_until_memory_suffices(
     etcd: EtcdServer, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:

@@ -119,6 +119,7 @@ def submit(environment: Mapping[str, str], *words: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_a_preempted_task_is_requeued_and_costs_no_step(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:

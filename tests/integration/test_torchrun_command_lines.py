@@ -113,6 +113,7 @@ def test_a_program_without_python(tmp_path: Path) -> None:
     assert "every rank's script has ended with status 0" in said
 
 
+@pytest.mark.slow
 def test_a_program_may_be_a_python_that_trains(tmp_path: Path) -> None:
     script = [str(SCRIPTS / "regression.py"), "--epochs", "1"]
     words = ["--nproc-per-node=2", "--no-python", sys.executable, *script]
@@ -164,7 +165,7 @@ def test_two_nodes_meet_by_c10d(tmp_path: Path) -> None:
     assert said.count("losing this host loses coordination") == 1
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "name"])
+@pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.slow), "name"])
 def test_two_nodes_meet_at_a_master_address(host: str, tmp_path: Path) -> None:
     """The second starts first, waits for the host, and is the second all the same."""
     port = free_ports(1)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,27 @@ def assert_close(folder: Path, expected: dict[str, Tensor]) -> None:
         )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def in_each(name: str, told: dict[str, Any], rare: Collection[str] = ()) -> list[Any]:
+    """A case for each strategy, of which `make slow` runs the rare ones."""
+    return [
+        pytest.param(
+            strategy,
+            told,
+            id=f"{name}-{strategy}",
+            marks=[pytest.mark.slow] if strategy in rare else [],
+        )
+        for strategy in STRATEGIES
+    ]
+
+
 @pytest.mark.parametrize(
-    "told",
+    ("strategy", "told"),
     [
-        pytest.param({}, id="one micro-batch"),
-        pytest.param({"micro": 1, "clip": 0.3}, id="many and clipping"),
-        pytest.param({"reentrant": False}, id="checkpointed"),
-        pytest.param({"bucket_bytes": 1, "micro": 1}, id="a bucket for each"),
-        pytest.param({"bucket_bytes": 500, "compile": True}, id="compiled"),
+        *in_each("one micro-batch", {}),
+        *in_each("many and clipping", {"micro": 1, "clip": 0.3}),
+        *in_each("checkpointed", {"reentrant": False}),
+        *in_each("a bucket for each", {"bucket_bytes": 1, "micro": 1}),
+        *in_each("compiled", {"bucket_bytes": 500, "compile": True}, rare=("zero1", "zero2")),
     ],
 )
 def test_unused_parameters_train_as_in_one_process(

@@ -52,11 +52,20 @@ from tests.unit.checkpoint.disk_faults import Faults, Harm, Killed
 LAYOUT = simple_layout(world_size=2, numel=40)
 HARMS = [harm for harm in get_args(Harm) if harm != "none"]
 Way = Literal["straight", "by memory"]
+LONGER: Way = "by memory"
+"""The way with many more calls: `make test` kills at each of them, `make slow` does the rest."""
 State = tuple[int, int]
 """A generation, and the step that it saved."""
 
 each_way_and_harm = pytest.mark.parametrize(
-    ("way", "harm"), [(way, harm) for way in get_args(Way) for harm in HARMS]
+    ("way", "harm"),
+    [
+        pytest.param(
+            way, harm, marks=[pytest.mark.slow] if way == LONGER and harm != "kill" else []
+        )
+        for way in get_args(Way)
+        for harm in HARMS
+    ],
 )
 
 
