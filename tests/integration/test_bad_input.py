@@ -94,6 +94,7 @@ def test_a_log_directory_that_cannot_be_made(words: list[str], tmp_path: Path) -
     assert found.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_log_directory_that_mutes_the_terminal_is_said(tmp_path: Path) -> None:
     words = ["--log-dir", str(tmp_path), str(REGRESSION), "--epochs", "1"]
     found = run("run", "--http-port", "0", *words)

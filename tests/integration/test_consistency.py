@@ -53,7 +53,7 @@ def world(told: Story, generation: int) -> dict[str, Any]:
         slow("ddp", "bit", "1", "model/2.weight"),
         ("zero2", "add", "1", "model/2.weight"),
         slow("zero2", "lr", "3", "optimizer/options"),
-        ("zero3", "lr", "3", "optimizer/options"),
+        slow("zero3", "lr", "3", "optimizer/options"),
     ],
 )
 def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(

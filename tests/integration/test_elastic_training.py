@@ -168,6 +168,7 @@ def test_the_leader_may_die(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_five_workers_all_notice_a_lost_one(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     words = ["--nnodes", "1:5", str(REGRESSION), "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=5) as told:

@@ -266,6 +266,7 @@ def test_a_node_that_comes_to_lead_knows_what_was_before_it(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_an_open_status_is_served_to_everyone(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     words = ["--nnodes", "2:2", "--open-status", str(REGRESSION), "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:

@@ -73,6 +73,7 @@ def test_two_lost_nodes_that_are_no_pair_lose_nothing_that_was_held(
     check_weights(tmp_path / "c", reference)
 
 
+@pytest.mark.slow
 def test_a_lost_pair_falls_back_to_storage_and_says_so(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_worker_that_was_alone_leaves_its_state_with_its_agent(
     check_weights(tmp_path / "c", reference)
 
 
+@pytest.mark.slow
 def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:

@@ -156,6 +156,7 @@ def test_below_min_the_job_waits_goes_on_and_can_be_stopped(
     assert saved is not None and told.step - 2 <= saved <= told.step
 
 
+@pytest.mark.slow
 def test_a_node_whose_workers_fail_again_and_again_is_set_aside(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_node_whose_workers_fail_again_and_again_is_set_aside(
         assert "set aside after 3 failures" in row and row.count("?") == 3, shown
 
 
+@pytest.mark.slow
 def test_of_the_nodes_beyond_max_as_many_wait_as_spares_allows(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_bad_newcomer_is_set_aside_and_the_others_train(
     assert len(told.committed()) == max(told.committed()) == 4 * 34
 
 
+@pytest.mark.slow
 def test_an_import_error_on_one_of_two_nodes_leaves_the_other(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -128,6 +128,7 @@ def test_where_no_spans_are_sent(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_agents_send_a_recovery_each_and_outlive_a_collector_that_is_away(
     tmp_path: Path, job: str, etcd: EtcdServer, collector: Collector
 ) -> None:

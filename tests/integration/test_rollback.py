@@ -83,8 +83,8 @@ def long(*words: str) -> Any:
 @pytest.mark.parametrize(
     "words",
     [
-        ("ddp",),
         ("zero3",),
+        long("ddp"),
         long("zero1"),
         long("zero2"),
         long("zero2", "--redundancy", "mirror", "--keep-workers"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.simulation.running import Failure, run_many
 
-QUICK, SLOW, CHAOS = range(1_000), range(1_000, 10_000), range(10_000, 110_000)
+QUICK, SLOW, CHAOS = range(500), range(500, 10_000), range(10_000, 110_000)
 """Seeds of schedules of 3 to 7 nodes, for `make test`, `make slow` and `make chaos`."""
 QUICK_LARGE, SLOW_LARGE, CHAOS_LARGE = range(5), range(5, 50), range(50, 550)
 """Seeds of schedules of LARGE_NODES, for the same three."""
