@@ -194,7 +194,7 @@ NODES = Row(
             queries=(
                 Query(f"max by (cause) (elasticzero_job_recoveries_total{OF_JOB})", "{{cause}}"),
             ),
-            about="Counted since the leading agent joined the job.",
+            about="Since the leading agent joined. boundary: nodes came or left in good order.",
         ),
         Panel(
             title="Seconds of a recovery by phase",
