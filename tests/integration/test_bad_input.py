@@ -20,7 +20,7 @@ FAILS_ON_IMPORT = SCRIPTS / "fails_on_import.py"
 
 
 def rare(value: object) -> Any:
-    """What `make slow` runs."""
+    """Makes a case that only `make slow` runs."""
     return pytest.param(value, marks=pytest.mark.slow)
 
 

@@ -31,13 +31,16 @@ def rare(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.chaos)
 
 
+def slow(*values: Any) -> Any:
+    """Makes a case that only `make slow` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def redone(told: Story) -> int:
     return told.lineage.recomputed
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("zero1", marks=pytest.mark.slow), rare("zero2"), rare("zero3")]
-)
+@pytest.mark.parametrize("strategy", [slow("zero1"), rare("zero2"), slow("zero3")])
 def test_two_lost_nodes_one_after_the_other_cost_no_finished_step(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:

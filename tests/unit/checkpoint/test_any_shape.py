@@ -69,7 +69,7 @@ def as_bytes(parts: list[list[TensorPiece]]) -> list[dict[str, bytes]]:
 
 
 @pytest.mark.timeout(400)
-@settings(max_examples=500)
+@settings(max_examples=1000)
 @given(st.data(), layouts())
 def test_any_layout_loads_into_any_other(data: st.DataObject, first: Layout) -> None:
     whole = tensors_of(dict(first.tensors))
