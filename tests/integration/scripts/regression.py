@@ -173,7 +173,8 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
             seen = session.step_count
             place = {"generation": session.generation, "step": seen + 1}
             trace = {**place, "samples": list(session.batch_indices)}
-            print(json.dumps({"trace": trace}), flush=True)
+            # In one write, of which a kill leaves all or nothing.
+            print(json.dumps({"trace": trace}) + "\n", end="", flush=True)
             time.sleep(pause(options.pause))
             holds.wait("step", session.generation, session.rank)
             if options.long_step == seen + 1 and session.generation == 1:
