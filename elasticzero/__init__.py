@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elasticzero.data.streams.source import Stream
     from elasticzero.entry_point import run
     from elasticzero.errors import (
         CheckpointDamaged,
@@ -31,6 +32,7 @@ __all__ = [
     "RetryError",
     "Session",
     "StorageError",
+    "Stream",
     "UserError",
     "run",
 ]
@@ -39,7 +41,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"Session": "session", "run": "entry_point"}.get(name, "errors")
+    home = {
+        "Session": "session",
+        "Stream": "data.streams.source",
+        "run": "entry_point",
+    }.get(name, "errors")
     return getattr(import_module(f"{__name__}.{home}"), name)
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison
-from elasticzero.data.loader import BatchReader, RankSchedule
-from elasticzero.data.sampling import BatchPlan, SampleOrder
+from elasticzero.data.loader import BatchReader
+from elasticzero.data.loop_arguments import LoopArguments
 from elasticzero.errors import UserError
 from elasticzero.ipc.messages import Logged, Restored
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
@@ -215,47 +215,43 @@ class Session:
         object has ended, so that `for epoch in range(3)` around one with `epochs=1` is the same as
         `epochs=3`.
 
-        dataset: has a length and is indexed by number. global_batch: samples in a step over all
-        ranks. epochs: passes over the dataset, after which the loop ends. steps: global batches,
-        after which the loop ends; give `epochs`, `steps` or both. micro_batch: samples at once on
-        one rank, by default its whole part of the global batch; auto: half as many each time that
-        memory does not suffice. virtual_batch: cuts each global batch into slices of so many
-        samples, which are the micro-batches, on whatever ranks; each has random states and buffers
-        of its own, so that dropout and the like do not depend on the world; `global_batch` must be
-        a multiple. shuffle: whether each epoch has an order of its own. seed: chooses the orders;
-        an epoch's depends on the seed and the epoch only. collate_fn: makes a batch of a list of
-        samples, by default as a `DataLoader` does. num_workers: processes that load data, as of a
-        `DataLoader`. drop_last: leaves out the samples at an epoch's end that make no whole global
-        batch. on_epoch_end: called on all ranks after the last step of each epoch, before the state
-        is captured; its effect on what is tracked counts exactly once.
+        dataset: has a length and is indexed by number, or is a stream: an `ez.Stream`, or an
+        `IterableDataset` that gives the same samples each time. global_batch: samples in a step
+        over all ranks. epochs: passes over the dataset, after which the loop ends. steps: global
+        batches, after which the loop ends; give `epochs`, `steps` or both. micro_batch: samples at
+        once on one rank, by default its whole part of the global batch; auto: half as many each
+        time that memory does not suffice. virtual_batch: cuts each global batch into slices of so
+        many samples, which are the micro-batches, on whatever ranks; each has random states and
+        buffers of its own, so that dropout and the like do not depend on the world; `global_batch`
+        must be a multiple. shuffle: whether each epoch has an order of its own. seed: chooses the
+        orders; an epoch's depends on the seed and the epoch only. collate_fn: makes a batch of a
+        list of samples, by default as a `DataLoader` does. num_workers: processes that load data,
+        as of a `DataLoader`. drop_last: leaves out the samples at an epoch's end that make no whole
+        global batch. on_epoch_end: called on all ranks after the last step of each epoch, before
+        the state is captured; its effect on what is tracked counts exactly once.
         """
         argument_checks.check_arguments(others)
         if self._prepared("batches").copy is None:
             raise UserError("call session.restore() before session.batches(…)")
-        order = SampleOrder(samples=argument_checks.length_of(dataset), seed=seed, shuffle=shuffle)
-        plan = BatchPlan(
-            order=order,
+        loop = LoopArguments(
             global_batch=global_batch,
             epochs=epochs,
             steps=steps,
-            drop_last=drop_last,
-        )
-        reader = BatchReader(
-            dataset=dataset,
-            device=self.device,
+            micro_batch=micro_batch,
+            virtual_batch=virtual_batch,
+            shuffle=shuffle,
+            seed=seed,
             collate_fn=collate_fn,
             num_workers=num_workers,
-            seeded=virtual_batch is not None,
+            drop_last=drop_last,
         )
-        schedule = RankSchedule(
-            plan=plan,
-            rank=self.rank,
-            world_size=self.world_size,
-            micro_batch=micro_batch,
-            micro_batch_limit=self._loops.micro_batch_limit(self._prepared("batches")),
-            virtual_batch=virtual_batch,
+        training = self._prepared("batches")
+        schedule = loop.schedule(
+            dataset, self.rank, self.world_size, self._loops.micro_batch_limit(training)
         )
-        return self._loops.run(self._prepared("batches"), schedule, reader, on_epoch_end)
+        groups = self._generation.groups
+        reader = loop.reader(dataset, self.device, None if groups is None else groups.sum)
+        return self._loops.run(training, schedule, reader, on_epoch_end)
 
     def backward(
         self,

@@ -12,6 +12,7 @@ Check after an upgrade of torch:
  - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
  - `_get_backend(device)` gives the NCCL backend, which has `name`, `abort` and, from torch 2.7 on,
    `get_error`. `make gpu` runs all of these;
+ - `torch.utils.data._utils.worker._worker_info` is what `get_worker_info` returns;
  - `_optimizer_step_pre_hooks` and `_global_optimizer_pre_hooks`, and those named `post`, hold what
    runs at an optimizer's step.
 """
@@ -34,6 +35,7 @@ from torch._C._distributed_c10d import (  # noqa: TID251 - the one place
     TCPStore,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data._utils import worker as data_worker
 
 __all__ = [
     "OWN_GROUP",
@@ -42,6 +44,7 @@ __all__ = [
     "StepCheck",
     "Store",
     "TCPStore",
+    "as_data_worker",
     "call_before_compiling",
     "collectives_begun",
     "drop_step_hooks",
@@ -97,6 +100,16 @@ def call_before_compiling(finish: Callable[[], None]) -> bool:
 
     dynamo.callback_handler.register_start_callback(before)
     return True
+
+
+def as_data_worker(number: int, workers: int, dataset: Any) -> None:
+    """Has `torch.utils.data.get_worker_info` say from here on that this process is so many-th of
+    so many workers; with 0 workers, that it is none."""
+    found = None
+    if workers:
+        seed = torch.initial_seed()
+        found = data_worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
+    data_worker._worker_info = found
 
 
 class StepCheck:

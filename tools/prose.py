@@ -95,6 +95,10 @@ SESSION_ORDER = (
 
 SESSION_ATTRIBUTES = (("`device`", "`torch.device`", "Where batches arrive and the model is."),)
 
+STREAM = """\
+`elasticzero.Stream` makes a dataset for `session.batches` of samples that have no index.
+[Data](../data.md) says what holds for each kind of data."""
+
 BY_HAND = """\
 `elasticzero.checkpoint` saves and loads without an agent, in any script.
 [Checkpoints](../checkpoints.md) has examples. A tensor's name in the checkpoint is the path to it,

@@ -48,6 +48,12 @@ def session() -> str:
     parts += [_function(function, "session") for function in methods]
     parts.append("## Properties")
     parts.append(table(("Property", "Type", "Meaning"), [*properties, *prose.SESSION_ATTRIBUTES]))
+    parts.append("## Stream\n\n" + prose.STREAM)
+    stream = source.class_named("Stream", "elasticzero/data/streams/source.py")
+    parts.append(_function(source.constructor(stream), "elasticzero"))
+    parts += [
+        _function(function, "elasticzero.Stream") for function in source.functions(stream.body)
+    ]
     parts.append("## Checkpoints by hand\n\n" + prose.BY_HAND)
     by_hand = source.functions(source.module("checkpoint/api.py").body)
     parts += [_function(function, "checkpoint") for function in by_hand]

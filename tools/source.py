@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -105,10 +106,19 @@ def functions(body: list[ast.stmt]) -> Iterator[Function]:
             )
 
 
+def constructor(node: ast.ClassDef) -> Function:
+    """What makes an object of the class, under the class's name; its text is the class's, too."""
+    [made] = [s for s in node.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
+    renamed = copy.copy(made)
+    renamed.name, renamed.returns = node.name, ast.Name(node.name)
+    [found] = functions([renamed])
+    return replace(found, text=f"{plain(ast.get_docstring(node))}\n\n{found.text}")
+
+
 def _signature(node: ast.FunctionDef, *, manages: bool) -> str:
     """As a caller writes it: without `self`, and without what catches misspelt arguments."""
     given = node.args
-    given.args = [argument for argument in given.args if argument.arg != "self"]
+    given.args = [argument for argument in given.args if argument.arg not in ("self", "cls")]
     if given.kwarg is not None and given.kwarg.annotation is not None:
         given.kwarg = None if ast.unparse(given.kwarg.annotation) == "Never" else given.kwarg
     returns = ast.unparse(node.returns) if node.returns is not None else "None"

@@ -11,6 +11,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -74,15 +75,13 @@ def of_loop(schedule: RankSchedule, loop: int) -> Description:
     size = schedule.most_samples
     values = {
         "loop": loop,
-        "samples": plan.order.samples,
         "global_batch": plan.global_batch,
         "micro_batch": None if size is None or size >= whole else size,
         "virtual_batch": schedule.virtual_batch,
         "epochs": plan.epochs,
         "steps": plan.steps,
-        "seed": plan.order.seed,
-        "shuffle": plan.order.shuffle,
         "drop_last": plan.drop_last,
+        **asdict(plan.order),
     }
     return {name: _plain(value) for name, value in values.items()}
 

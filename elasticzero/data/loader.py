@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from elasticzero.data.sampling import (
     DataPosition,
     GlobalBatch,
     MicroBatch,
-    SampleOrder,
     micro_batches,
 )
 from elasticzero.data.seeding import SeededRequest, SeededSamples
 from elasticzero.data.slices import slice_seed, slices_of
+from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.errors import UserError
 from elasticzero.processes import die_with_parent
 from elasticzero.spans import Span
@@ -49,6 +49,10 @@ class BatchReader:
     seeded: bool = False
     """Batches are named by `SeededRequest` instead of lists of dataset indices."""
 
+    def open(self, schedule: RankSchedule, position: DataPosition) -> OpenBatches:
+        """Returns the micro-batches of a rank from a position on."""
+        return IndexedBatches(self.batches(schedule.requests(position)))
+
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Yields one batch on the device for each request."""
         dataset: Any = SeededSamples(self.dataset) if self.seeded else self.dataset
@@ -58,11 +62,42 @@ class BatchReader:
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
-            worker_init_fn=_die_with_parent if self.num_workers else None,
+            worker_init_fn=die_with_training_process if self.num_workers else None,
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:
             yield to_device(batch, self.device)
+
+
+class OpenBatches(Protocol):
+    """Yields the micro-batches of one rank."""
+
+    def __next__(self) -> Any: ...
+
+    def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
+        """Makes sure that the batch after this one can be named; all ranks call this together.
+
+        after: the position after `batch`.
+        """
+
+    def close(self) -> None:
+        """Ends what loads data."""
+
+
+class IndexedBatches:
+    """Yields the micro-batches of samples that are named by an index."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
+        """Does nothing: the epoch's order names all batches."""
+
+    def close(self) -> None:
+        """Does nothing: the processes end with the last reference to them."""
 
 
 class _OneShotSampler:
@@ -75,7 +110,7 @@ class _OneShotSampler:
         return self._requests
 
 
-def _die_with_parent(_: int) -> None:
+def die_with_training_process(_: int) -> None:
     """Makes a data worker die with the training process.
 
     The worker has copies of the process's connections: if it outlived the process, the peers would
@@ -118,7 +153,7 @@ def _same_mapping_type(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
 class RankSchedule:
     """Lists one rank's micro-batches of a loop from a position on."""
 
-    plan: BatchPlan
+    plan: BatchPlan | StreamPlan
     rank: int
     world_size: int
     micro_batch: int | Literal["auto"] | None = None
@@ -145,6 +180,11 @@ class RankSchedule:
                 "session.batches was given both micro_batch= and virtual_batch=; a slice of "
                 "virtual_batch samples is the micro-batch: leave out micro_batch="
             )
+        if size is not None and isinstance(self.plan, StreamPlan):
+            raise UserError(
+                "session.batches was given a stream and virtual_batch=: the samples of a slice "
+                "would lie on several ranks; leave it out, or give a dataset with an index"
+            )
         if size is not None and (size < 1 or total % size):
             raise UserError(
                 f"virtual_batch is {size}; global_batch, which is {total}, must be a multiple of it"
@@ -160,7 +200,8 @@ class RankSchedule:
         """Returns this rank's micro-batches of one global batch."""
         if self.virtual_batch is not None:
             return list(slices_of(batch, self.rank, self.world_size, self.virtual_batch))
-        return list(micro_batches(batch, self.rank, self.world_size, self.most_samples))
+        mine, largest = self.plan.share(batch, self.rank, self.world_size)
+        return list(micro_batches(batch, mine, largest, self.most_samples))
 
     @property
     def most_samples(self) -> int | None:
@@ -176,7 +217,8 @@ class RankSchedule:
 
     def requests(self, position: DataPosition) -> Iterator[Request]:
         """Yields the samples of every micro-batch from `position` to the end."""
-        order: SampleOrder = self.plan.order
+        assert isinstance(self.plan, BatchPlan)
+        order = self.plan.order
         for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
             kept = (batch for batch, _ in batches if batch not in self.left_out)
             spans = (part.positions for batch in kept for part in self.parts(batch))
@@ -199,7 +241,7 @@ class RankSchedule:
 class StepProgress:
     """Tracks the global batch and micro-batch that the script works on."""
 
-    def __init__(self, plan: BatchPlan | None = None, *, on_gpu: bool = False) -> None:
+    def __init__(self, plan: BatchPlan | StreamPlan | None = None, *, on_gpu: bool = False) -> None:
         self.plan = plan
         self.clock = StepClock(on_gpu=on_gpu)
         """Measures the rank's own time in the global batch."""
@@ -333,14 +375,19 @@ class StepProgress:
             raise UserError(
                 "session.batch_indices exists only inside the loop over session.batches"
             )
+        if isinstance(self.plan, StreamPlan):
+            raise UserError("session.batch_indices: the samples of a stream have no index")
         batch = self.batch
         indices = self.plan.order.indices(batch.epoch, batch.start, batch.stop)
         return [int(index) for index in indices]
 
     def total(self, step: int, after: DataPosition) -> int:
-        """Returns the steps of the whole run if this loop is its last; after: the position after
-        `step`."""
-        return step + self.plan.steps_from(after) if self.plan is not None else 0
+        """Returns the steps of the whole run if this loop is its last, and 0 if that is unknown.
+
+        after: the position after `step`.
+        """
+        left = self.plan.steps_from(after) if self.plan is not None else None
+        return step + left if left is not None else 0
 
 
 def _listed(only: tuple[str, ...] | None) -> str:

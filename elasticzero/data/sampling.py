@@ -96,6 +96,7 @@ class Mark:
     epoch: int
     offset: int
     order: Any = None
+    stream: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,11 @@ class DataPosition:
     steps: int = 0
     """Number of global batches of this loop already used."""
     order: Any = None
-    """The inputs of the order, `[samples, seed, shuffle]`; another order in mid-epoch is
-    refused."""
+    """The inputs of the order: `[samples, seed, shuffle]`, or those of a stream; another order in
+    mid-epoch is refused."""
+    stream: Any = None
+    """Of a stream, where its readers go on in this epoch (`data/streams/plan.py`); None: at their
+    beginning, or it is no stream."""
     dataset: int = 0
     """Number of the loop's dataset object, from 0, in the order in which loops first used them."""
     first_epoch: int = 0
@@ -145,7 +149,13 @@ class DataPosition:
     def mark(self, dataset: int) -> Mark:
         """Returns the record of a dataset's use."""
         if dataset == self.dataset:
-            return Mark(dataset=dataset, epoch=self.epoch, offset=self.offset, order=self.order)
+            return Mark(
+                dataset=dataset,
+                epoch=self.epoch,
+                offset=self.offset,
+                order=self.order,
+                stream=self.stream,
+            )
         unused = Mark(dataset=dataset, epoch=0, offset=0)
         return next((mark for mark in self.others if mark.dataset == dataset), unused)
 
@@ -236,37 +246,15 @@ class BatchPlan:
         """
         order = [self.order.samples, self.order.seed, self.order.shuffle]
         if position.loop < loop:
-            mark = position.mark(dataset)
-            epoch, offset = mark.epoch, mark.offset
-            if offset and (mark.order != order or offset >= self.order.samples):
-                epoch, offset = epoch + 1, 0
-            left = [m for m in position.others if m.dataset not in (dataset, position.dataset)]
-            if position.dataset != dataset:
-                left.append(position.mark(position.dataset))
-            return DataPosition(
-                loop=loop,
-                epoch=epoch,
-                offset=offset,
-                order=order,
-                dataset=dataset,
-                first_epoch=epoch,
-                others=tuple(left[-KEPT_DATASETS:]),
-                stopped=position.stopped,
-                micro_batch=position.micro_batch,
-                skipped=position.skipped,
-            )
+            return next_loop(position, loop, dataset, order, lambda at: at >= self.order.samples)
         known = position.order
         rest = self.global_batch if self.drop_last else 1
-        if position.offset and known not in (None, order) and position.offset > known[0] - rest:
-            position = replace(position, epoch=position.epoch + 1, offset=0)
         if position.offset and known not in (None, order):
-            raise UserError(
-                f"training stopped in the middle of an epoch over [samples, seed, shuffle] = "
-                f"{position.order}, and the script now has {order}: some samples would be used "
-                "twice and others never. Go on with the same dataset and seed, or start afresh "
-                "in another checkpoint directory"
-            )
-        return replace(position, order=order, dataset=dataset)
+            if len(known) == len(order) and position.offset > known[0] - rest:
+                position = replace(position, epoch=position.epoch + 1, offset=0)
+            else:
+                raise other_order(position, f"[samples, seed, shuffle] = {order}")
+        return replace(position, order=order, dataset=dataset, stream=None)
 
     def ends_epoch(self, position: DataPosition) -> bool:
         """Returns whether no global batch of the position's epoch is left."""
@@ -279,6 +267,11 @@ class BatchPlan:
         if not self.ends_epoch(position):
             return position
         return replace(position, epoch=position.epoch + 1, offset=0)
+
+    def share(self, batch: GlobalBatch, rank: int, world_size: int) -> tuple[Span, int]:
+        """Returns the positions of `batch` that belong to `rank`, and the largest number of them
+        that a rank has."""
+        return share(batch, rank, world_size), -(-len(batch) // world_size)
 
     def next(self, position: DataPosition) -> tuple[GlobalBatch, DataPosition] | None:
         """Returns (the global batch at `position`, the position after it), or None at the end."""
@@ -293,6 +286,49 @@ class BatchPlan:
         return batch, replace(position, offset=stop, steps=position.steps + 1)
 
 
+def next_loop(
+    position: DataPosition,
+    loop: int,
+    dataset: int,
+    order: Any,
+    is_over: Callable[[int], bool],
+) -> DataPosition:
+    """Returns where loop number `loop` begins, which follows those that `position` has passed.
+
+    order: the inputs of its order. is_over: whether so many samples are all of an epoch.
+    """
+    mark = position.mark(dataset)
+    epoch, offset, stream = mark.epoch, mark.offset, mark.stream
+    if offset and (mark.order != order or is_over(offset)):
+        epoch, offset, stream = epoch + 1, 0, None
+    left = [m for m in position.others if m.dataset not in (dataset, position.dataset)]
+    if position.dataset != dataset:
+        left.append(position.mark(position.dataset))
+    return DataPosition(
+        loop=loop,
+        epoch=epoch,
+        offset=offset,
+        order=order,
+        stream=stream,
+        dataset=dataset,
+        first_epoch=epoch,
+        others=tuple(left[-KEPT_DATASETS:]),
+        stopped=position.stopped,
+        micro_batch=position.micro_batch,
+        skipped=position.skipped,
+    )
+
+
+def other_order(position: DataPosition, here: str) -> UserError:
+    """Returns the error for a loop that would go on in mid-epoch with another order."""
+    return UserError(
+        f"training stopped in the middle of an epoch over [samples, seed, shuffle] = "
+        f"{position.order}, and the script now has {here}: some samples would be used twice and "
+        "others never. Go on with the same dataset and seed, or start afresh in another "
+        "checkpoint directory"
+    )
+
+
 def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
     """Returns the positions of `batch` that belong to `rank`; shares differ by at most one
     sample."""
@@ -303,15 +339,13 @@ def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
 
 
 def micro_batches(
-    batch: GlobalBatch, rank: int, world_size: int, size: int | None
+    batch: GlobalBatch, mine: Span, largest: int, size: int | None
 ) -> Iterator[MicroBatch]:
-    """Returns `rank`'s micro-batches of at most `size` samples (None: all at once).
+    """Returns a rank's micro-batches of at most `size` samples (None: all at once).
 
     Every rank has the same number. A rank with fewer samples than the others fills up with the
-    batch's first sample, at weight 0.
+    batch's first sample, at weight 0. mine, largest: as `BatchPlan.share` returns them.
     """
-    mine = share(batch, rank, world_size)
-    largest = -(-len(batch) // world_size)
     size = size or largest
     count = -(-largest // size)
     for i in range(count):

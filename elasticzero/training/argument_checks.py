@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset
 
 from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import Assignment
@@ -203,35 +202,6 @@ def check_arguments(others: Mapping[str, Any]) -> None:
         known = BATCH_ARGUMENTS.get(name)
         advice = f": {known}" if known else ""
         raise UserError(f"session.batches takes no {name}={advice}")
-
-
-def length_of(dataset: Any) -> int:
-    """Returns the number of samples; raises `UserError` for a dataset that is not indexed by
-    number."""
-    if isinstance(dataset, DataLoader):
-        raise UserError(
-            "session.batches was given a DataLoader: give its dataset, and what else it was told, "
-            "session.batches(loader.dataset, global_batch=…, collate_fn=loader.collate_fn, "
-            "num_workers=…)"
-        )
-    if isinstance(dataset, IterableDataset):
-        raise UserError(
-            f"{type(dataset).__name__} is an IterableDataset, which only gives its samples in a "
-            "row: samples must be reachable by index (__len__ and __getitem__), so that each is "
-            "used exactly once when the world changes; write it as a Dataset, of files or offsets"
-        )
-    if isinstance(dataset, Mapping):
-        names = ", ".join(map(repr, list(dataset)[:4]))
-        raise UserError(
-            f"session.batches was given a {type(dataset).__name__} with the keys {names}: give one "
-            "dataset of it"
-        )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError(
-            f"{type(dataset).__name__} has no __len__ and __getitem__: samples must be reachable "
-            "by index, so that each is used exactly once when the world changes"
-        )
-    return len(dataset)
 
 
 def scalar(name: str, value: float | Tensor) -> float:

@@ -23,7 +23,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.loader import BatchReader, RankSchedule, StepProgress
 from elasticzero.data.sampling import EpochEnd, GlobalBatch, MicroBatch
+from elasticzero.data.streams.loader import StreamReader
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import LoopExited, Stepped
@@ -123,7 +124,7 @@ class Loops:
         self,
         training: TrainingState,
         schedule: RankSchedule,
-        reader: BatchReader,
+        reader: BatchReader | StreamReader,
         on_epoch_end: Callable[[], object] | None,
     ) -> Iterator[Any]:
         """Yields the micro-batches of the next loop, from the present position to the loop's
@@ -140,7 +141,7 @@ class Loops:
         loop, self._count = self._count, self._count + 1
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
-        renewed = self._datasets.looks_recreated(reader.dataset, (order.samples, order.seed))
+        renewed = self._datasets.looks_recreated(reader.dataset, astuple(order))
         if self._epoch is None:
             self._epoch = training.position.epoch
         if loop < training.position.loop:
@@ -168,14 +169,14 @@ class Loops:
         self,
         training: TrainingState,
         schedule: RankSchedule,
-        reader: BatchReader,
+        reader: BatchReader | StreamReader,
         on_epoch_end: Callable[[], object] | None,
         mine: object,
     ) -> Iterator[Any]:
         on_gpu = reader.device.type == "cuda"
         progress = self.progress = StepProgress(schedule.plan, on_gpu=on_gpu)
         schedule = self._without_left_out(schedule, training.position.dataset)
-        data = reader.batches(schedule.requests(training.position))
+        data = reader.open(schedule, training.position)
         if schedule.virtual_batch is not None:
             seed, dataset = schedule.plan.order.seed, training.position.dataset
             self._slices = SliceStates(seed, dataset, training.auxiliary.buffers)
@@ -192,10 +193,12 @@ class Loops:
                     EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
                 )
                 training.begin_step(batch, after, ends)
+                progress.begin(batch)
+                data.look_ahead(batch, after)
+                progress.data_wait_s = time.monotonic() - progress.began_s
                 if batch in schedule.left_out:
                     training.pass_over()
                     continue
-                progress.begin(batch)
                 for part in schedule.parts(batch):
                     began_s = time.monotonic()
                     samples = next(data)
@@ -216,6 +219,7 @@ class Loops:
             raise
         finally:
             training.in_loop = False
+            data.close()
             self._send_step(training)
             self._link.send(LoopExited())
         self.progress = StepProgress()

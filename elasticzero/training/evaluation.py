@@ -10,16 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
+from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.data.loader import BatchReader
+from elasticzero.data.datasets import as_stream, length_of
+from elasticzero.data.loader import BatchReader, to_device
 from elasticzero.data.sampling import share_of
 from elasticzero.data.seeding import SeededRequest, seed_generators
 from elasticzero.data.slices import slice_seed
+from elasticzero.data.streams.dealing import readers_of
+from elasticzero.data.streams.reader import any_sample, batches_of_readers
+from elasticzero.data.streams.source import Stream, stream_order
 from elasticzero.errors import UserError
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.rng import preserve_rng
-from elasticzero.training.argument_checks import length_of
 
 Result = float | dict[str, float]
 EvaluationFn = Callable[[Any], Any]
@@ -41,6 +46,9 @@ def evaluate(
     rank, world_size = (
         (0, 1) if groups is None else (groups.rank_info.rank, groups.rank_info.world_size)
     )
+    stream = as_stream(reader.dataset)
+    if stream is not None:
+        return _evaluate_stream(stream, reader, fn, batch_size, groups, check)
     samples = length_of(reader.dataset)
     if samples < 1 or batch_size < 1:
         raise UserError(f"session.evaluate: {samples} samples in batches of {batch_size}")
@@ -52,31 +60,94 @@ def evaluate(
     )
     names: list[str] | None = None
     table: Tensor | None = None
-    scalar = False
     for (index, counts), span, batch in zip(share, spans, batches, strict=True):
         check()
         seed_generators(slice_seed(0, 0, 0, span[0], "compute"))
-        value = fn(batch)
-        scalar = not isinstance(value, Mapping)
-        values = {"": value} if scalar else dict(value)
-        if table is None or names is None:
-            names = sorted(values)
+        names, means = _means(fn, batch, names)
+        if table is None:
             table = torch.zeros(count, len(names), dtype=torch.float64)
-        elif sorted(values) != names:
-            raise UserError(f"session.evaluate: fn gave {sorted(values)} after {names}")
         if counts:
-            table[index] = torch.tensor([_number(values[name]) for name in names]).double()
+            table[index] = means
     assert table is not None and names is not None
     if groups is not None:
         table = groups.sum(
             table
         )  # every entry comes from the rank that has it; the others give zero
     sizes = [min((i + 1) * batch_size, samples) - i * batch_size for i in range(count)]
-    means = {
-        name: math.fsum(v * n for v, n in zip(table[:, k].tolist(), sizes, strict=True)) / samples
-        for k, name in enumerate(names)
-    }
-    return means[""] if scalar else means
+    return _result(
+        {
+            name: math.fsum(v * n for v, n in zip(table[:, k].tolist(), sizes, strict=True))
+            / samples
+            for k, name in enumerate(names)
+        }
+    )
+
+
+def _evaluate_stream(
+    stream: Stream,
+    reader: BatchReader,
+    fn: EvaluationFn,
+    batch_size: int,
+    groups: ProcessGroups | None,
+    check: Callable[[], None],
+) -> Result:
+    """Returns what `evaluate` does, for a stream that has an end.
+
+    A batch has samples of one reader; each reader is read by one rank, and its sums are made there
+    in their order. All ranks compute equally many batches: one without a batch computes its last
+    one again, or any sample, which does not count.
+    """
+    rank, world_size = (
+        (0, 1) if groups is None else (groups.rank_info.rank, groups.rank_info.world_size)
+    )
+    order = stream_order(stream, seed=0, shuffle=False)
+    sums = torch.zeros(order.readers, 1, dtype=torch.float64)
+    names: list[str] | None = None
+    batches = batches_of_readers(
+        stream.source, order, readers_of(rank, world_size, order.readers), batch_size
+    )
+    last = [any_sample(stream.source, order)]
+    while True:
+        found = next(batches, None)
+        if groups is not None:
+            more = groups.barrier(Call.EVALUATE, int(found is not None))
+        else:
+            more = int(found is not None)
+        if not more:
+            break
+        check()
+        number, samples = found if found is not None else (rank, last)
+        last = samples
+        seed_generators(slice_seed(0, 0, number, int(sums[number % order.readers, 0]), "compute"))
+        batch = to_device((reader.collate_fn or default_collate)(samples), reader.device)
+        names, means = _means(fn, batch, names)
+        if sums.shape[1] == 1:
+            sums = torch.cat([sums, torch.zeros(order.readers, len(names)).double()], 1)
+        if found is not None:
+            sums[number, 0] += len(samples)
+            sums[number, 1:] += means * len(samples)
+    if groups is not None:
+        sums = groups.sum(sums)
+    count = math.fsum(sums[:, 0].tolist())
+    assert names is not None
+    return _result(
+        {name: math.fsum(sums[:, k + 1].tolist()) / count for k, name in enumerate(names)}
+    )
+
+
+def _means(fn: EvaluationFn, batch: Any, names: list[str] | None) -> tuple[list[str], Tensor]:
+    """Returns the names of what `fn` gives for a batch, which are the same each time, and its
+    values; a number without a name has an empty one."""
+    value = fn(batch)
+    values = dict(value) if isinstance(value, Mapping) else {"": value}
+    found = sorted(values)
+    if names is not None and found != names:
+        raise UserError(f"session.evaluate: fn gave {found} after {names}")
+    return found, torch.tensor([_number(values[name]) for name in found], dtype=torch.float64)
+
+
+def _result(means: dict[str, float]) -> Result:
+    return means[""] if list(means) == [""] else means
 
 
 def _number(value: Any) -> float:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 import elasticzero as ez
 
 DATA: Any = torch.arange(16.0).view(8, 2)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(DATA)
-
-    def __len__(self) -> int:
-        return len(DATA)
 
 
 def network() -> nn.Module:
@@ -164,7 +156,6 @@ def cases() -> dict[str, Callable[[ez.Session], None]]:
         "forgotten restore": forgotten_restore,
         "loader": lambda s: data(s, DataLoader(DATA)),
         "evaluated loader": evaluated,
-        "iterable": lambda s: data(s, Stream()),
         "generator": lambda s: data(s, iter(DATA)),
         "dict": lambda s: data(s, {"train": DATA}),
         "sampler": lambda s: data(s, DATA, sampler=RandomSampler(DATA)),

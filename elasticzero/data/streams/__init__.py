@@ -1,0 +1,2 @@
+"""Reads streams, whose samples have no index: each sample once, and the same global batches in
+every world."""

@@ -1,0 +1,100 @@
+"""Deals the shards of a stream to its readers, the readers to ranks and their processes, and keys
+the shuffle of samples. Pure.
+
+Rules:
+ I1  A stream of at least as many shards as readers is read shard by shard: reader v has the shards
+     at places v, v + V, v + 2V, ... of the epoch's order. With fewer shards, V is a multiple of
+     their number S, and reader v has every (V/S)th sample of one shard.
+ I2  The samples of a reader are shuffled within windows: runs of so many samples, the last of an
+     epoch shorter. What is drawn depends on the seed, the epoch, the reader and the window alone.
+ I3  A reader belongs to one rank, and there to one process, by its number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from elasticzero.data.sampling import Indices, permuted
+from elasticzero.errors import UserError
+from elasticzero.hashing import mix64
+
+DEFAULT_READERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Names the samples that a reader reads of one shard: every `stride`th one from `first` on."""
+
+    shard: int
+    first: int = 0
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOrder:
+    """Describes what the order of a stream's samples depends on, besides the samples."""
+
+    shards: int
+    readers: int
+    window: int
+    """Number of samples that are shuffled among each other; 1: they keep their order."""
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise UserError("the stream has no shards: give it at least one")
+        if self.window < 1:
+            raise UserError(f"shuffle_window is {self.window}; it must be at least 1")
+        if self.readers < 1:
+            raise UserError(f"readers is {self.readers}; it must be at least 1")
+        if self.readers > self.shards and self.readers % self.shards:
+            raise UserError(
+                f"readers is {self.readers}, and the stream has {self.shards} shards: give at most "
+                f"{self.shards}, or a multiple of it"
+            )
+
+    def parts(self, reader: int, epoch: int) -> Iterator[Part]:
+        """Yields what a reader reads in an epoch, in order (I1)."""
+        if self.readers > self.shards:
+            place, strided = reader % self.shards, self.readers // self.shards
+            yield Part(self._shard(place, epoch), reader // self.shards, strided)
+            return
+        for place in range(reader, self.shards, self.readers):
+            yield Part(self._shard(place, epoch))
+
+    def _shard(self, place: int, epoch: int) -> int:
+        if not self.shuffle:
+            return place
+        return int(permuted(np.array([place], np.uint64), self.shards, self.seed, epoch)[0])
+
+    def window_order(self, reader: int, epoch: int, window: int, samples: int) -> Indices:
+        """Returns the order of the samples of a reader's window that has so many (I2)."""
+        places = np.arange(samples, dtype=np.uint64)
+        if not self.shuffle or samples < 2:
+            return places.astype(np.int64)
+        key = mix64(self.seed + 0x8CB92BA72F3D8DD7)
+        for number in (epoch, reader):
+            key = mix64(key + mix64(number + 0x9E3779B97F4A7C15))
+        return permuted(places, samples, key, window)
+
+
+def default_readers(shards: int) -> int:
+    """Returns the number of readers of a stream for which none was given: about 64, and such that
+    each reads as much as the others."""
+    if shards >= DEFAULT_READERS:
+        return DEFAULT_READERS
+    return max(1, shards) * (DEFAULT_READERS // max(1, shards))
+
+
+def readers_of(rank: int, world_size: int, readers: int) -> range:
+    """Returns the readers of a rank (I3)."""
+    return range(rank, readers, world_size)
+
+
+def readers_of_process(mine: range, process: int, processes: int) -> range:
+    """Returns the readers of one of a rank's processes that load data (I3)."""
+    return mine[process::processes]

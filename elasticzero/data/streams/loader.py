@@ -1,0 +1,273 @@
+"""Reads a rank's micro-batches of a stream, and exchanges with the other ranks how far all have
+read.
+
+The ranks exchange whenever less than `LOW` global batches are decided, which all of them compute
+alike. So batches are read ahead without a word between ranks, and an exchange, which is one sum
+over a small table, follows every several steps.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from elasticzero.data.loader import RankSchedule, die_with_training_process, to_device
+from elasticzero.data.sampling import DataPosition, GlobalBatch
+from elasticzero.data.streams.dealing import readers_of, readers_of_process
+from elasticzero.data.streams.plan import ROW, StreamPlan
+from elasticzero.data.streams.reader import ReaderMark
+from elasticzero.data.streams.reader_process import (
+    Command,
+    Fill,
+    Give,
+    Open,
+    ReaderProcess,
+    collate_of_process,
+)
+from elasticzero.data.streams.source import Stream
+from elasticzero.data.streams.turn import UNKNOWN
+from elasticzero.errors import UserError
+
+LOW, HIGH = 2, 8
+"""Numbers of global batches: fewer decided ones begin an exchange, which decides more."""
+COMMANDS = 16
+"""Maximum number of commands that a process has not answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamReader:
+    """Reads the samples of a stream and makes batches of them on a device."""
+
+    dataset: Any
+    """The object that the script gave, by which its use is recorded."""
+    stream: Stream
+    device: torch.device
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Returns the sum of the ranks' tables, which all ranks call together; None: there is one."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+
+    def open(self, schedule: RankSchedule, position: DataPosition) -> StreamBatches:
+        """Returns the micro-batches of a rank from a position on; all ranks call this together."""
+        return StreamBatches(self, schedule, position)
+
+
+class StreamBatches:
+    """Yields the micro-batches of one rank."""
+
+    def __init__(
+        self, reader: StreamReader, schedule: RankSchedule, position: DataPosition
+    ) -> None:
+        assert isinstance(schedule.plan, StreamPlan)
+        self._plan: StreamPlan = schedule.plan
+        self._schedule = schedule
+        self._reader = reader
+        order, world = self._plan.order, schedule.world_size
+        if world > order.readers:
+            raise UserError(
+                f"the stream has {order.readers} readers, and the world {world} ranks, each of "
+                "which needs one: give ez.Stream readers=, as many as ranks at least"
+            )
+        mine = readers_of(schedule.rank, world, order.readers)
+        count = max(1, reader.num_workers)
+        self._numbers = [readers_of_process(mine, p, count) for p in range(count)]
+        self._commands: list[Any] = (
+            [multiprocessing.SimpleQueue() for _ in range(count)]
+            if reader.num_workers
+            else [_LocalQueue()]
+        )
+        collate = collate_of_process(reader.collate_fn, count)
+        self._collates_here = collate is None
+        loader: DataLoader[Any] = DataLoader(
+            ReaderProcess(reader.stream.source, order, self._commands, collate),
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=reader.num_workers,
+            prefetch_factor=COMMANDS if reader.num_workers else None,
+            pin_memory=reader.device.type == "cuda",
+            worker_init_fn=die_with_training_process if reader.num_workers else None,
+            generator=torch.Generator().manual_seed(0),
+        )
+        self._answers = iter(loader)
+        self._sent: deque[Command] = deque()
+        """Commands that are not answered."""
+        self._pending: deque[Give] = deque()
+        """Commands for micro-batches that were not sent yet."""
+        self._parts: deque[list[Any]] = deque()
+        """Answered micro-batches."""
+        self._opened: set[int] = set()
+        self._at = position
+        """The position of the next batch for which no command was made."""
+        self._learn_enough(position, position.offset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next micro-batch, on the device."""
+        self._send_ahead()
+        while not self._parts:
+            self._receive()
+        parts = self._parts.popleft()
+        self._send_ahead()
+        if self._collates_here and self._reader.collate_fn is not None:
+            samples = [sample for part in parts for sample in part]
+            return to_device(self._reader.collate_fn(samples), self._reader.device)
+        return join_parts([to_device(part, self._reader.device) for part in parts])
+
+    def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
+        """Makes sure that the batch after this one can be named. All ranks call this together, once
+        for each batch; after: the position after `batch`."""
+        if self._plan.lacks(after, LOW) is not None:
+            self._learn_enough(after, batch.start)
+
+    def close(self) -> None:
+        """Ends the processes that load data."""
+        for commands in self._commands:
+            commands.put(None)
+        del self._answers
+
+    def _learn_enough(self, position: DataPosition, drawn: int) -> None:
+        """Exchanges with all ranks until `LOW` batches from `position` on can be named.
+
+        drawn: number of samples of the position's epoch that may have to be read again no more.
+        """
+        while (epoch := self._plan.lacks(position, LOW)) is not None:
+            self._learn(epoch, drawn if epoch == position.epoch else 0)
+        self._send_ahead()
+
+    def _learn(self, epoch: int, drawn: int) -> None:
+        """Exchanges with all ranks how far the readers have read in an epoch."""
+        plan = self._plan
+        drawn_V = plan.drawn(epoch, drawn)
+        running = int((plan.of(epoch).total_V == UNKNOWN).sum())
+        ahead = -(-HIGH * plan.global_batch // running) + 2
+        self._open(epoch, drawn)
+        self._send_each(
+            Fill(epoch, {v: int(drawn_V[v]) for v in numbers}, ahead) for numbers in self._numbers
+        )
+        report: dict[int, Any] = {}
+        while not report:
+            report = self._receive()
+        table = torch.zeros(plan.order.readers, 1 + ROW, dtype=torch.int64)
+        for number, row in report.items():
+            table[number] = torch.tensor(row)
+        if self._reader.sum_over_ranks is not None:
+            table = self._reader.sum_over_ranks(table)
+        plan.learn(epoch, table[:, 0].tolist(), table[:, 1:].tolist())
+
+    def _open(self, epoch: int, drawn: int) -> None:
+        """Opens the readers of an epoch, of which so many samples are used, unless they are."""
+        if epoch in self._opened:
+            return
+        self._opened.add(epoch)
+        drawn_V = self._plan.drawn(epoch, drawn)
+        rows = self._plan.rows.get(epoch)
+        for commands, numbers in zip(self._commands, self._numbers, strict=True):
+            marks = {
+                v: ReaderMark(*rows[v][1:]) if rows is not None else ReaderMark() for v in numbers
+            }
+            commands.put(Open(epoch, marks, {v: int(drawn_V[v]) for v in numbers}))
+
+    def _send_ahead(self) -> None:
+        """Sends the commands for the batches that can be named, as far as they fit."""
+        while len(self._sent) + len(self._parts) < COMMANDS:
+            if not self._pending:
+                found = (
+                    None if self._plan.lacks(self._at, 1) is not None else self._plan.next(self._at)
+                )
+                if found is None:
+                    return
+                batch, self._at = found
+                self._pending.extend(self._gives(batch))
+            self._send_give(self._pending.popleft())
+
+    def _gives(self, batch: GlobalBatch) -> Iterator[Give]:
+        """Yields what the rank's micro-batches of a batch consist of."""
+        self._open(batch.epoch, batch.start)
+        counts = self._plan.counts(batch)
+        mine = [v for numbers in self._numbers for v in numbers]
+        turn = sorted((i, v) for v in mine for i in range(int(counts[v])))
+        readers = [v for _, v in turn]
+        if batch in self._schedule.left_out:
+            yield Give(batch.epoch, readers, use=False)
+            return
+        for part in self._schedule.parts(batch):
+            size = part.weight
+            yield Give(batch.epoch, readers[:size], filler=not size)
+            readers = readers[size:]
+
+    def _send_give(self, give: Give) -> None:
+        """Sends each process its share of a micro-batch."""
+        if len(self._commands) == 1:
+            self._send_each([give])
+            return
+        own = [frozenset(numbers) for numbers in self._numbers]
+        self._send_each(
+            Give(give.epoch, [v for v in give.readers if v in o], give.filler and not p, give.use)
+            for p, o in enumerate(own)
+        )
+
+    def _send_each(self, commands: Iterator[Command] | Sequence[Command]) -> None:
+        for number, command in enumerate(commands):
+            self._commands[number].put(command)
+            if number == 0:
+                self._sent.append(command)
+
+    def _receive(self) -> dict[int, Any]:
+        """Takes the answers of all processes to a command; returns the report if it was `Fill`."""
+        command = self._sent.popleft()
+        answers = [next(self._answers) for _ in self._commands]
+        if isinstance(command, Fill):
+            return {number: row for answer in answers for number, row in answer.items()}
+        if isinstance(command, Give) and command.use:
+            self._parts.append([answer for answer in answers if answer is not None])
+        return {}
+
+
+class _LocalQueue:
+    """Holds the commands where the training process loads data itself."""
+
+    def __init__(self) -> None:
+        self._commands: deque[Command | None] = deque()
+
+    def put(self, command: Command | None) -> None:
+        self._commands.append(command)
+
+    def get(self) -> Command | None:
+        return self._commands.popleft()
+
+    def empty(self) -> bool:
+        return not self._commands
+
+
+def _unchanged(answer: Any) -> Any:
+    return answer
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Returns one batch of several that `default_collate` has made, of the same structure."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, dict):
+        return {key: join_parts([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(join_parts, zip(*parts, strict=True)))
+    if isinstance(first, (list, tuple)):
+        if first and isinstance(first[0], (str, bytes)):
+            return [text for part in parts for text in part]
+        return [join_parts(column) for column in zip(*parts, strict=True)]
+    raise UserError(
+        f"a stream's batch has a {type(first).__name__}, of which parts cannot be joined: give "
+        "collate_fn="
+    )

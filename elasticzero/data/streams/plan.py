@@ -1,0 +1,193 @@
+"""Divides the epochs of a loop over a stream into global batches, from what is known of them. Pure.
+
+Where a reader goes on is part of the training state, in one row for each reader, equal on all
+ranks: `[total, count, part, offset, skip]`, of which the last four are a `ReaderMark`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from elasticzero.data.sampling import DataPosition, GlobalBatch, next_loop, other_order
+from elasticzero.data.streams.dealing import StreamOrder
+from elasticzero.data.streams.turn import UNKNOWN, Counts, Known
+from elasticzero.errors import UserError
+from elasticzero.spans import Span
+
+ROW = 5
+"""Count of numbers that say of a reader where it goes on."""
+
+
+@dataclass(kw_only=True)
+class StreamPlan:
+    """Divides the epochs of a loop into global batches, as far as the ranks have read."""
+
+    order: StreamOrder
+    global_batch: int
+    epochs: int | None = None
+    steps: int | None = None
+    drop_last: bool = False
+    known: dict[int, Known] = field(default_factory=dict)
+    """What is known of each epoch; it grows."""
+    rows: dict[int, Any] = field(default_factory=dict)
+    """Where readers go on in each epoch; it becomes newer."""
+    _drawn: dict[tuple[int, int], Counts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise UserError(f"global_batch is {self.global_batch}; it must be at least 1")
+        if self.epochs is None and self.steps is None:
+            raise UserError("session.batches needs epochs=… or steps=…, to know where to end")
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Returns what the order depends on, as the position in the data has it."""
+        order = self.order
+        return ["stream", order.shards, order.readers, order.window, order.seed, order.shuffle]
+
+    def start(self, position: DataPosition, loop: int, dataset: int = 0) -> DataPosition:
+        """Returns the position at which the loop begins, as `BatchPlan.start` does."""
+        if position.loop < loop:
+            stream = position.mark(dataset).stream
+            over = partial(_is_over, stream)
+            position = next_loop(position, loop, dataset, self.inputs, over)
+        elif position.order not in (None, self.inputs):
+            if position.offset and not _is_over(position.stream, position.offset):
+                raise other_order(position, f"{self.inputs}")
+            epoch = position.epoch + (position.offset > 0)
+            position = replace(position, epoch=epoch, offset=0, stream=None)
+        position = replace(position, order=self.inputs, dataset=dataset)
+        found = _known(position.stream, position.offset, self.order.readers)
+        self.known, self.rows = {position.epoch: found}, {position.epoch: position.stream}
+        return position
+
+    def learn(self, epoch: int, read_V: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Takes in how far all readers have read in an epoch, and where they go on.
+
+        Raises `UserError` if a reader has ended where it did not before.
+        """
+        before, total_V = self.of(epoch), np.array([row[0] for row in rows], np.int64)
+        # One that reads again what was known to have an end may not have come to it yet.
+        total_V = np.where(total_V == UNKNOWN, before.total_V, total_V)
+        for reader in np.flatnonzero(
+            (before.total_V != UNKNOWN) & (before.total_V != total_V)
+        ).tolist():
+            raise UserError(
+                f"reader {reader} of the stream has {total_V[reader]} samples in epoch {epoch}, "
+                f"and had {before.total_V[reader]} before: its shards have changed. Go on with the "
+                "same data, or start afresh in another checkpoint directory"
+            )
+        self.known[epoch] = Known(np.array(read_V, np.int64), total_V)
+        self.rows[epoch] = tuple(
+            (int(total), *row[1:]) for total, row in zip(total_V, rows, strict=True)
+        )
+        self._drawn.clear()
+        if self.known[epoch].whole and not self.known[epoch].decided():
+            raise UserError("the stream gave no sample at all: check its shards")
+
+    def of(self, epoch: int) -> Known:
+        return self.known.get(epoch) or Known.nothing(self.order.readers)
+
+    def drawn(self, epoch: int, places: int) -> Counts:
+        """Returns how many samples of each reader the first places of an epoch take."""
+        key = epoch, places
+        if key not in self._drawn:
+            if len(self._drawn) > 64:
+                self._drawn.clear()
+            self._drawn[key] = self.of(epoch).drawn(places)
+        return self._drawn[key]
+
+    def lacks(self, position: DataPosition, batches: int) -> int | None:
+        """Returns the epoch of which more must be known to draw so many batches from `position`
+        on; None: enough is known."""
+        offset, epoch = position.offset, position.epoch
+        if self.steps is not None:
+            batches = min(batches, self.steps - position.steps)
+        beyond = self.global_batch if self.drop_last else 1  # tells whether the epoch ends
+        needed = batches * self.global_batch + beyond if batches > 0 else 0
+        while needed > 0 and not self._is_past(position, epoch):
+            known = self.of(epoch)
+            left = known.decided() - offset
+            if not known.whole:
+                return epoch if left < needed else None
+            needed, offset, epoch = needed - left, 0, epoch + 1
+        return None
+
+    def _is_past(self, position: DataPosition, epoch: int) -> bool:
+        return self.epochs is not None and epoch >= position.first_epoch + self.epochs
+
+    def ends_epoch(self, position: DataPosition) -> bool:
+        """Returns whether no global batch of the position's epoch is left."""
+        known = self.of(position.epoch)
+        if not known.whole:
+            return False
+        left = known.decided() - position.offset
+        return left <= 0 or (self.drop_last and left < self.global_batch)
+
+    def wrapped(self, position: DataPosition) -> DataPosition:
+        """Returns the same position, moved to the beginning of the next epoch if its epoch has
+        ended."""
+        if not self.ends_epoch(position):
+            return position
+        return replace(position, epoch=position.epoch + 1, offset=0, stream=None)
+
+    def next(self, position: DataPosition) -> tuple[GlobalBatch, DataPosition] | None:
+        """Returns (the global batch at `position`, the position after it), or None at the end.
+
+        `lacks(position, 1)` must be None.
+        """
+        position = self.wrapped(position)
+        epoch, offset = position.epoch, position.offset
+        if self._is_past(position, epoch):
+            return None
+        if self.steps is not None and position.steps >= self.steps:
+            return None
+        stop = min(offset + self.global_batch, self.of(epoch).decided())
+        batch = GlobalBatch(epoch=epoch, start=offset, stop=stop)
+        after = replace(
+            position, offset=stop, steps=position.steps + 1, stream=self.rows.get(epoch)
+        )
+        return batch, after
+
+    def share(self, batch: GlobalBatch, rank: int, world_size: int) -> tuple[Span, int]:
+        """Returns the part of `batch` that belongs to `rank`, and the largest number of samples
+        that a rank has.
+
+        The part has as many positions as the rank has samples; which samples they are follows from
+        its readers.
+        """
+        counts = self.counts(batch)
+        by_rank = [int(counts[r::world_size].sum()) for r in range(world_size)]
+        start = batch.start + sum(by_rank[:rank])
+        return Span(start, start + by_rank[rank]), max(by_rank)
+
+    def counts(self, batch: GlobalBatch) -> Counts:
+        """Returns how many samples of each reader a batch takes."""
+        return self.drawn(batch.epoch, batch.stop) - self.drawn(batch.epoch, batch.start)
+
+    def steps_from(self, position: DataPosition) -> int | None:
+        """Returns the number of global batches to the end of the loop; None: it is unknown."""
+        if self.steps is None or self.epochs is not None:
+            return None
+        return max(0, self.steps - position.steps)
+
+
+def _known(stream: Any, offset: int, readers: int) -> Known:
+    """Returns what a position in the data says of its epoch."""
+    known = Known.nothing(readers)
+    if stream is None:
+        return known
+    known = Known(known.read_V, np.array([row[0] for row in stream], np.int64))
+    # So many samples of each reader have been drawn, hence read.
+    return Known(known.drawn(offset), known.total_V)
+
+
+def _is_over(stream: Any, offset: int) -> bool:
+    """Returns whether so many samples are all of the epoch of a position."""
+    totals = [row[0] for row in stream] if stream is not None else [UNKNOWN]
+    return UNKNOWN not in totals and offset >= sum(totals)

@@ -1,0 +1,154 @@
+"""Runs the readers of one process that loads data, by commands of the training process.
+
+Each process gets the same number of commands, and answers each but `Open` once, in their order.
+While none waits it reads ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from elasticzero.data.streams.dealing import StreamOrder
+from elasticzero.data.streams.reader import Reader, ReaderMark, any_sample, open_readers
+from elasticzero.data.streams.source import ShardSource
+from elasticzero.data.streams.turn import UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Opens the readers of an epoch, for those of every process."""
+
+    epoch: int
+    marks: Mapping[int, ReaderMark]
+    """Where the readers of this process go on."""
+    drawn: Mapping[int, int]
+    """Number of samples of each that are used already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Reads so many samples of each reader beyond those that are used, and reports."""
+
+    epoch: int
+    drawn: Mapping[int, int]
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Gives a part of a micro-batch: the next sample of each reader that is named."""
+
+    epoch: int
+    readers: Sequence[int]
+    filler: bool = False
+    """Gives any sample, where the rank has none."""
+    use: bool = True
+    """False: the samples are left out."""
+
+
+Command = Open | Fill | Give
+Report = dict[int, tuple[int, int, int, int, int, int]]
+"""Of each reader of a process: samples read, and the row of `plan.py`."""
+
+
+class Commands(Protocol):
+    """Holds the commands for one process, which end with a None."""
+
+    def get(self) -> Command | None: ...
+    def empty(self) -> bool: ...
+
+
+class ReaderProcess(IterableDataset[Any]):
+    """Presents the answers of a process to torch's `DataLoader`."""
+
+    def __init__(
+        self,
+        source: ShardSource,
+        order: StreamOrder,
+        commands: Sequence[Commands],
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        """commands: of each process, by its number."""
+        self._source = source
+        self._order = order
+        self._commands = commands
+        self._collate = collate_fn
+        self._readers: dict[int, dict[int, Reader]] = {}
+        """The open readers of each epoch."""
+        self._ahead = 0
+        """Number of samples that readers read ahead."""
+        self._last: list[Any] = []
+        """A sample that was given before, if there is one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        commands = self._commands[info.id if info is not None else 0]
+        in_process = info is None
+        while True:
+            while not in_process and commands.empty() and self._read_ahead():
+                pass
+            match commands.get():
+                case None:
+                    return
+                case Open() as command:
+                    self._open(command)
+                case Fill() as command:
+                    yield self._fill(command)
+                case Give() as command:
+                    yield self._give(command)
+
+    def _open(self, command: Open) -> None:
+        opened = open_readers(self._source, self._order, command.epoch, command.marks)
+        for number, reader in opened.items():
+            for _ in range(reader.read, command.drawn[number]):
+                reader.take()
+        self._readers[command.epoch] = opened
+
+    def _read_ahead(self) -> bool:
+        """Reads a sample that was not asked for yet; returns whether there was one to read."""
+        for readers in self._readers.values():
+            running = [r for r in readers.values() if r.total == UNKNOWN]
+            behind = min(running, key=lambda reader: reader.waiting, default=None)
+            if behind is not None and behind.waiting < self._ahead:
+                behind.read_one()
+                return True
+        return False
+
+    def _fill(self, command: Fill) -> Report:
+        self._ahead = command.ahead
+        found: Report = {}
+        for number, reader in self._readers[command.epoch].items():
+            drawn = command.drawn[number]
+            while reader.total == UNKNOWN and reader.read < drawn + command.ahead:
+                reader.read_one()
+            mark = reader.mark(drawn)
+            at = (mark.count, mark.part, mark.offset, mark.skip)
+            found[number] = (reader.read, reader.total, *at)
+        return found
+
+    def _give(self, command: Give) -> Any:
+        for epoch in [epoch for epoch in self._readers if epoch < command.epoch]:
+            del self._readers[epoch]
+        samples = [self._readers[command.epoch][number].take() for number in command.readers]
+        if not command.use:
+            return None
+        if command.filler:
+            samples = self._last or [any_sample(self._source, self._order)]
+        self._last = samples[:1] or self._last
+        if not samples:
+            return None
+        return samples if self._collate is None else self._collate(samples)
+
+
+def collate_of_process(
+    collate_fn: Callable[[list[Any]], Any] | None, processes: int
+) -> Callable[[list[Any]], Any] | None:
+    """Returns what collates a part of a micro-batch where it was read; None: the whole is collated
+    by the training process, since only parts of `default_collate` can be joined."""
+    if collate_fn is None:
+        return default_collate
+    return collate_fn if processes <= 1 else None

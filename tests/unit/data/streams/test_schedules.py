@@ -1,0 +1,235 @@
+"""Random streams under random changes of the world: each sample in exactly one committed step, and
+the same global batches in every world.
+
+Ranks are threads, which exchange by a sum as real ones do.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elasticzero.data.loader import RankSchedule
+from elasticzero.data.sampling import DataPosition, GlobalBatch
+from elasticzero.data.streams.loader import StreamReader
+from elasticzero.data.streams.plan import StreamPlan
+from elasticzero.data.streams.source import Stream, stream_order
+from elasticzero.errors import UserError
+from elasticzero.serialization import decode, encode
+
+CPU = torch.device("cpu")
+Batches = dict[GlobalBatch, list[int]]
+
+
+class Sum:
+    """Sums the tables of the ranks of a world, each in a thread of its own."""
+
+    def __init__(self, world_size: int) -> None:
+        self._tables: list[Tensor] = []
+        self._barrier = threading.Barrier(world_size)
+        self._lock = threading.Lock()
+
+    def __call__(self, table: Tensor) -> Tensor:
+        with self._lock:
+            self._tables.append(table)
+        self._barrier.wait(20)
+        found = torch.stack(self._tables).sum(0)
+        if self._barrier.wait(20) == 0:
+            self._tables = []
+        self._barrier.wait(20)
+        return found
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+@dataclass
+class Job:
+    """Trains on a stream, generation by generation; a sample is its number."""
+
+    sizes: list[int]
+    readers: int | None
+    window: int
+    loop: dict[str, Any]
+    seed: int = 0
+    micro_batch: int | None = None
+    left_out: frozenset[GlobalBatch] = frozenset()
+    position: DataPosition = field(default_factory=DataPosition)
+    committed: Batches = field(default_factory=dict)
+    ended: bool = False
+
+    def stream(self) -> Stream:
+        first = [sum(self.sizes[:s]) for s in range(len(self.sizes))]
+
+        def read(shard: int, start: int) -> Iterator[int]:
+            yield from range(first[shard] + start, first[shard] + self.sizes[shard])
+
+        shards = range(len(self.sizes))
+        return Stream(shards, read, readers=self.readers, shuffle_window=self.window)
+
+    def generation(self, world_size: int, steps: int, kept: int) -> None:
+        """Trains so many steps, of which the last ones are lost, except `kept`."""
+        add = Sum(world_size)
+
+        def rank_of(rank: int) -> tuple[Batches, list[DataPosition]]:
+            try:
+                return self._rank(rank, world_size, steps, add)
+            except BaseException:
+                add.abort()
+                raise
+
+        with ThreadPoolExecutor(world_size) as pool:
+            futures = [pool.submit(rank_of, rank) for rank in range(world_size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error  # that of a rank which did not only miss the others
+        ranks = [future.result() for future in futures]
+        positions = ranks[0][1]
+        assert all(each == positions for _, each in ranks)
+        kept = min(kept, len(positions) - 1)
+        batches = list(ranks[0][0])
+        for batch in batches[:kept]:
+            samples = [sample for found, _ in ranks for sample in found[batch]]
+            if batch not in self.left_out:
+                assert len(samples) == len(batch)
+            self.committed[batch] = samples
+        self.ended = kept == len(batches) < steps
+        stored = json.loads(json.dumps(encode(positions[kept])))
+        self.position = decode(DataPosition, stored)
+
+    def _rank(
+        self, rank: int, world_size: int, steps: int, add: Sum
+    ) -> tuple[Batches, list[DataPosition]]:
+        plan = StreamPlan(order=stream_order(self.stream(), self.seed, True), **self.loop)
+        schedule = RankSchedule(
+            plan=plan,
+            rank=rank,
+            world_size=world_size,
+            micro_batch=self.micro_batch,
+            left_out=self.left_out,
+        )
+        position = plan.start(self.position, 0)
+        reader = StreamReader(
+            dataset=None, stream=self.stream(), device=CPU, sum_over_ranks=add, collate_fn=list
+        )
+        data = reader.open(schedule, position)
+        found: Batches = {}
+        positions = [position]
+        for batch, after in schedule.steps(position):
+            if len(found) == steps:
+                break
+            data.look_ahead(batch, after)
+            found[batch] = []
+            for part in schedule.parts(batch) if batch not in self.left_out else ():
+                samples = next(data)
+                assert len(samples) == max(1, part.weight)
+                found[batch] += samples if part.weight else []
+            positions.append(after)
+        data.close()
+        return found, positions
+
+
+def random_job(random: Random) -> Job:
+    sizes = [random.choice((0, 1, random.randrange(40))) for _ in range(random.randint(1, 9))]
+    sizes[random.randrange(len(sizes))] += 1
+    several = random.random() < 0.3
+    readers = len(sizes) * random.randint(2, 3) if several else random.randint(1, len(sizes))
+    loop: dict[str, Any] = {"global_batch": random.randint(4, 24)}
+    loop["epochs"] = random.choice((1, 2, 3))
+    if random.random() < 0.3:
+        loop["steps"] = random.randint(1, 12)
+    return Job(
+        sizes,
+        readers,
+        random.choice((1, 3, 8)),
+        loop,
+        seed=random.randrange(99),
+        micro_batch=random.choice((None, 2, 5)),
+    )
+
+
+def undisturbed(job: Job) -> Job:
+    found = replace(job, committed={}, position=DataPosition())
+    found.generation(1, 10_000, 10_000)
+    assert found.ended
+    return found
+
+
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(2, 10))]
+)
+def test_each_sample_is_in_one_committed_step_in_every_world(part: int) -> None:
+    """1,000 schedules in all, of which `make test` has 200."""
+    for number in range(100):
+        random = Random(part * 100 + number)
+        job = random_job(random)
+        expected = undisturbed(job)
+        most = min(5, job.readers or 1, job.loop["global_batch"])
+        while not job.ended:
+            steps = random.randint(0, 7)
+            job.generation(random.randint(1, most), steps, random.randint(0, steps))
+        assert list(job.committed) == list(expected.committed)
+        for batch, samples in job.committed.items():
+            assert sorted(samples) == sorted(expected.committed[batch]), (number, batch)
+        if "steps" not in job.loop:
+            uses = Counter(sample for samples in job.committed.values() for sample in samples)
+            assert set(uses.values()) == {job.loop["epochs"]}
+            assert len(uses) == sum(job.sizes)
+
+
+def test_a_left_out_batch_is_read_over() -> None:
+    job = Job([30, 20, 25], 3, 4, {"global_batch": 8, "epochs": 1})
+    expected = undisturbed(job).committed
+    batches = list(expected)
+    job.left_out = frozenset(batches[3:5])
+    job.generation(3, 99, 99)
+    expected |= {batch: [] for batch in job.left_out}
+    assert {b: sorted(s) for b, s in job.committed.items()} == {
+        b: sorted(s) for b, s in expected.items()
+    }
+
+
+def test_drop_last_leaves_out_what_makes_no_whole_batch() -> None:
+    job = Job([30, 20, 25], 3, 4, {"global_batch": 8, "epochs": 2, "drop_last": True})
+    job.generation(2, 99, 99)
+    assert job.ended
+    assert [len(batch) for batch in job.committed] == [8] * 18
+    assert {batch.epoch for batch in job.committed} == {0, 1}
+
+
+def test_a_larger_world_than_readers_is_refused() -> None:
+    job = Job([30, 20], 2, 4, {"global_batch": 8, "epochs": 1})
+    with pytest.raises(UserError, match="2 readers, and the world 3 ranks"):
+        job.generation(3, 1, 1)
+
+
+def test_a_stream_without_samples_is_refused() -> None:
+    job = Job([0, 0], 2, 4, {"global_batch": 8, "epochs": 1})
+    with pytest.raises(UserError, match="no sample at all"):
+        job.generation(2, 1, 1)
+
+
+def test_a_shard_that_shrank_is_said() -> None:
+    job = Job([30, 20], 2, 4, {"global_batch": 8, "epochs": 1})
+    job.generation(2, 4, 4)
+    job.sizes = [5, 5]
+    with pytest.raises(UserError, match="fewer samples than before"):
+        job.generation(2, 1, 1)
+
+
+def test_another_order_in_mid_epoch_is_refused() -> None:
+    job = Job([30, 20], 2, 4, {"global_batch": 8, "epochs": 1})
+    job.generation(2, 4, 4)
+    job.seed = 7
+    with pytest.raises(UserError, match="in the middle of an epoch"):
+        job.generation(2, 1, 1)
