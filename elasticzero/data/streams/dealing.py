@@ -19,7 +19,7 @@ import numpy as np
 
 from elasticzero.data.sampling import Indices, permuted
 from elasticzero.errors import UserError
-from elasticzero.hashing import mix64
+from elasticzero.hashing import mix64, mix64_each
 
 DEFAULT_READERS = 64
 
@@ -73,13 +73,13 @@ class StreamOrder:
 
     def window_order(self, reader: int, epoch: int, window: int, samples: int) -> Indices:
         """Returns the order of the samples of a reader's window that has so many (I2)."""
-        places = np.arange(samples, dtype=np.uint64)
         if not self.shuffle or samples < 2:
-            return places.astype(np.int64)
+            return np.arange(samples)
         key = mix64(self.seed + 0x8CB92BA72F3D8DD7)
-        for number in (epoch, reader):
+        for number in (epoch, reader, window):
             key = mix64(key + mix64(number + 0x9E3779B97F4A7C15))
-        return permuted(places, samples, key, window)
+        drawn = mix64_each(np.arange(samples, dtype=np.uint64) + np.uint64(key))
+        return np.argsort(drawn, kind="stable")
 
 
 def default_readers(shards: int) -> int:
@@ -96,5 +96,10 @@ def readers_of(rank: int, world_size: int, readers: int) -> range:
 
 
 def readers_of_process(mine: range, process: int, processes: int) -> range:
-    """Returns the readers of one of a rank's processes that load data (I3)."""
-    return mine[process::processes]
+    """Returns the readers of one of a rank's processes that load data (I3).
+
+    They follow each other in the turn, so that a batch smaller than a round has its samples of few
+    processes.
+    """
+    count = len(mine)
+    return mine[process * count // processes : (process + 1) * count // processes]

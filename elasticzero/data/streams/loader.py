@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,7 @@ class StreamBatches:
         mine = readers_of(schedule.rank, world, order.readers)
         count = max(1, reader.num_workers)
         self._numbers = [readers_of_process(mine, p, count) for p in range(count)]
+        self._process_of = {v: p for p, numbers in enumerate(self._numbers) for v in numbers}
         self._commands: list[Any] = (
             [multiprocessing.SimpleQueue() for _ in range(count)]
             if reader.num_workers
@@ -192,10 +193,15 @@ class StreamBatches:
     def _gives(self, batch: GlobalBatch) -> Iterator[Give]:
         """Yields what the rank's micro-batches of a batch consist of."""
         self._open(batch.epoch, batch.start)
-        counts = self._plan.counts(batch)
-        mine = [v for numbers in self._numbers for v in numbers]
-        turn = sorted((i, v) for v in mine for i in range(int(counts[v])))
-        readers = [v for _, v in turn]
+        counts = self._plan.counts(batch).tolist()
+        # By process, so that a micro-batch has its samples of few.
+        readers = [
+            v
+            for numbers in self._numbers
+            for turn in range(max([counts[v] for v in numbers], default=0))
+            for v in numbers
+            if turn < counts[v]
+        ]
         if batch in self._schedule.left_out:
             yield Give(batch.epoch, readers, use=False)
             return
@@ -209,13 +215,15 @@ class StreamBatches:
         if len(self._commands) == 1:
             self._send_each([give])
             return
-        own = [frozenset(numbers) for numbers in self._numbers]
+        shares: list[list[int]] = [[] for _ in self._commands]
+        for v in give.readers:
+            shares[self._process_of[v]].append(v)
         self._send_each(
-            Give(give.epoch, [v for v in give.readers if v in o], give.filler and not p, give.use)
-            for p, o in enumerate(own)
+            Give(give.epoch, share, give.filler and not process, give.use)
+            for process, share in enumerate(shares)
         )
 
-    def _send_each(self, commands: Iterator[Command] | Sequence[Command]) -> None:
+    def _send_each(self, commands: Iterable[Command]) -> None:
         for number, command in enumerate(commands):
             self._commands[number].put(command)
             if number == 0:

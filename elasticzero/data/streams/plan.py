@@ -87,7 +87,7 @@ class StreamPlan:
             (int(total), *row[1:]) for total, row in zip(total_V, rows, strict=True)
         )
         self._drawn.clear()
-        if self.known[epoch].whole and not self.known[epoch].decided():
+        if self.known[epoch].whole and not self.known[epoch].decided:
             raise UserError("the stream gave no sample at all: check its shards")
 
     def of(self, epoch: int) -> Known:
@@ -112,7 +112,7 @@ class StreamPlan:
         needed = batches * self.global_batch + beyond if batches > 0 else 0
         while needed > 0 and not self._is_past(position, epoch):
             known = self.of(epoch)
-            left = known.decided() - offset
+            left = known.decided - offset
             if not known.whole:
                 return epoch if left < needed else None
             needed, offset, epoch = needed - left, 0, epoch + 1
@@ -126,7 +126,7 @@ class StreamPlan:
         known = self.of(position.epoch)
         if not known.whole:
             return False
-        left = known.decided() - position.offset
+        left = known.decided - position.offset
         return left <= 0 or (self.drop_last and left < self.global_batch)
 
     def wrapped(self, position: DataPosition) -> DataPosition:
@@ -147,7 +147,7 @@ class StreamPlan:
             return None
         if self.steps is not None and position.steps >= self.steps:
             return None
-        stop = min(offset + self.global_batch, self.of(epoch).decided())
+        stop = min(offset + self.global_batch, self.of(epoch).decided)
         batch = GlobalBatch(epoch=epoch, start=offset, stop=stop)
         after = replace(
             position, offset=stop, steps=position.steps + 1, stream=self.rows.get(epoch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from elasticzero.data.streams.dealing import StreamOrder
@@ -61,7 +62,7 @@ class SharedShard:
 
 
 class Reader:
-    """Reads the samples of one reader of a stream in an epoch."""
+    """Reads the samples of one reader of a stream in an epoch, window by window."""
 
     def __init__(
         self,
@@ -79,16 +80,18 @@ class Reader:
         self._number = number
         self._epoch = epoch
         self._shared = shared
-        self._at = (mark.part, mark.offset)
-        """The place after the last sample that was read of the source."""
-        self._raw = self._samples(*self._at)
-        self._window: deque[Any] = deque()
-        self._next = mark
-        """The mark of the next sample that is read out of a window."""
+        self._parts = islice(order.parts(number, epoch), mark.part, None)
+        self._part, self._offset = mark.part - 1, mark.offset
+        """The part that is read, from that of the mark on, and the number of its samples that were
+        read."""
+        self._samples: Iterator[Any] = iter(())
+        self._next_part(mark.offset)
+        self._skip = mark.skip
+        """Number of samples of the next window that are left out."""
         self._ready: deque[Any] = deque()
         """Samples that were read and not taken."""
-        self._marks: deque[ReaderMark] = deque()
-        """The marks of samples that were read, from the oldest that may be asked for."""
+        self._windows: deque[ReaderMark] = deque()
+        """The marks of the windows that were read, from the oldest that may be asked for."""
         self.read = mark.count
         self.total = UNKNOWN
         """Number of samples of the epoch; unknown until they are read."""
@@ -98,27 +101,36 @@ class Reader:
         """Returns the number of samples that were read and not taken."""
         return len(self._ready)
 
-    def read_one(self) -> None:
-        """Reads one more sample, or finds that there is none."""
-        if not self._window:
-            self._open_window()
-        if not self._window:
+    def read_window(self) -> None:
+        """Reads the next window, or finds that there is none."""
+        size = self._order.window
+        part, offset = self._part, self._offset
+        samples: list[Any] = []
+        while len(samples) < size:
+            found = list(islice(self._samples, size - len(samples)))
+            samples += found
+            self._offset += len(found)
+            if len(samples) < size and not self._next_part(0):
+                break
+        mark = ReaderMark(self.read, part, offset, self._skip)
+        if len(samples) <= self._skip:
             self.total = self.read
+            self._windows.append(mark)
             return
-        self._ready.append(self._window.popleft())
-        mark = self._next
-        self._marks.append(mark)
-        self.read += 1
-        if self._window:
-            self._next = ReaderMark(self.read, mark.part, mark.offset, mark.skip + 1)
-        else:
-            self._next = ReaderMark(self.read, *self._at)
+        # A window is known by its beginning, since its number is not known after a resume.
+        order = self._order.window_order(
+            self._number, self._epoch, part << 40 | offset, len(samples)
+        )
+        self._ready.extend([samples[place] for place in order.tolist()[self._skip :]])
+        self.read += len(samples) - self._skip
+        self._windows.append(mark)
+        self._skip = 0
 
     def take(self) -> Any:
         """Returns the next sample. Raises `UserError` if there is none, although there was one when
         the ranks last read so far."""
         while not self._ready and self.total == UNKNOWN:
-            self.read_one()
+            self.read_window()
         if not self._ready:
             raise UserError(
                 f"reader {self._number} of the stream has {self.total} samples in epoch "
@@ -129,39 +141,26 @@ class Reader:
 
     def mark(self, count: int) -> ReaderMark:
         """Returns from where sample number `count` can be read again; none before it is asked for
-        later."""
-        while self._marks and self._marks[0].count < count:
-            self._marks.popleft()
-        return self._marks[0] if self._marks else self._next
+        later. count: at most `read`."""
+        while len(self._windows) > 1 and self._windows[1].count <= count:
+            self._windows.popleft()
+        if not self._windows or count == self.read:
+            return ReaderMark(self.read, self._part, self._offset, self._skip)
+        first = self._windows[0]
+        return ReaderMark(count, first.part, first.offset, first.skip + count - first.count)
 
-    def _open_window(self) -> None:
-        """Reads the next window, in its shuffled order."""
-        size = self._order.window
-        samples: list[Any] = []
-        start = self._at
-        for sample, at in self._raw:
-            samples.append(sample)
-            self._at = at
-            if len(samples) == size:
-                break
-        # The window's number is not known after a resume, its beginning is.
-        index = start[0] << 40 | start[1]
-        order = self._order.window_order(self._number, self._epoch, index, len(samples))
-        self._window.extend(samples[place] for place in order.tolist()[self._next.skip :])
-
-    def _samples(self, part: int, offset: int) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Yields the samples from a place on, each with the place after it."""
-        for index, found in enumerate(self._order.parts(self._number, self._epoch)):
-            if index < part:
-                continue
-            start = offset if index == part else 0
-            samples: Iterable[Any] = (
-                self._shared.of(found.first)
-                if self._shared is not None
-                else self._source.read(found.shard, start)
-            )
-            for number, sample in enumerate(samples, start + 1):
-                yield sample, (index, number)
+    def _next_part(self, offset: int) -> bool:
+        """Goes on to the next part of the reader, if there is one, at a sample of it."""
+        part = next(self._parts, None)
+        if part is None:
+            return False
+        self._part, self._offset = self._part + 1, offset
+        self._samples = (
+            self._shared.of(part.first)
+            if self._shared is not None
+            else self._source.read(part.shard, offset)
+        )
+        return True
 
 
 def batches_of_readers(
@@ -174,9 +173,9 @@ def batches_of_readers(
     ).items():
         while reader.total == UNKNOWN:
             while reader.total == UNKNOWN and reader.waiting < size:
-                reader.read_one()
-            if reader.waiting:
-                yield number, [reader.take() for _ in range(reader.waiting)]
+                reader.read_window()
+            while reader.waiting >= size or (reader.waiting and reader.total != UNKNOWN):
+                yield number, [reader.take() for _ in range(min(size, reader.waiting))]
 
 
 def any_sample(source: ShardSource, order: StreamOrder) -> Any:

@@ -109,12 +109,12 @@ class ReaderProcess(IterableDataset[Any]):
         self._readers[command.epoch] = opened
 
     def _read_ahead(self) -> bool:
-        """Reads a sample that was not asked for yet; returns whether there was one to read."""
+        """Reads samples that were not asked for yet; returns whether there were any to read."""
         for readers in self._readers.values():
             running = [r for r in readers.values() if r.total == UNKNOWN]
             behind = min(running, key=lambda reader: reader.waiting, default=None)
             if behind is not None and behind.waiting < self._ahead:
-                behind.read_one()
+                behind.read_window()
                 return True
         return False
 
@@ -124,7 +124,7 @@ class ReaderProcess(IterableDataset[Any]):
         for number, reader in self._readers[command.epoch].items():
             drawn = command.drawn[number]
             while reader.total == UNKNOWN and reader.read < drawn + command.ahead:
-                reader.read_one()
+                reader.read_window()
             mark = reader.mark(drawn)
             at = (mark.count, mark.part, mark.offset, mark.skip)
             found[number] = (reader.read, reader.total, *at)

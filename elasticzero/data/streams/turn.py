@@ -17,6 +17,7 @@ Shapes: V readers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ UNKNOWN = -1
 _NO_END = np.int64(1) << np.int64(62)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Known:
     """Says how far the readers of a stream have read in one epoch."""
 
@@ -40,16 +41,17 @@ class Known:
     def nothing(cls, readers: int) -> Known:
         return cls(np.zeros(readers, np.int64), np.full(readers, UNKNOWN, np.int64))
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Returns whether all readers have ended."""
         return bool((self.total_V != UNKNOWN).all())
 
-    @property
+    @cached_property
     def _limits_V(self) -> Counts:
         """Returns the number of samples of each reader, which is without end if it is unknown."""
         return np.where(self.total_V == UNKNOWN, _NO_END, self.total_V)
 
+    @cached_property
     def decided(self) -> int:
         """Returns the number of places of the epoch's order that are decided (T2)."""
         running = np.flatnonzero(self.total_V == UNKNOWN)
@@ -63,7 +65,7 @@ class Known:
     def drawn(self, places: int) -> Counts:
         """Returns how many samples the first `places` places of the order take of each reader.
 
-        places: at most `decided()`.
+        places: at most `decided`.
         """
         limits_V = self._limits_V
         low, high = 0, places  # whole rounds in these places: as many as places at most

@@ -40,7 +40,7 @@ def test_places_are_decided_once_all_before_them_are(
         else:
             continue
         break
-    assert known.decided() == decided
+    assert known.decided == decided
     assert known.whole == all(ended)
     for count in range(decided + 1):
         expected = [places[:count].count(v) for v in range(len(samples))]
