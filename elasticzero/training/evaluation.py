@@ -104,9 +104,9 @@ def _evaluate_stream(
     sums = torch.zeros(order.readers, 1, dtype=torch.float64)
     names: list[str] | None = None
     batches = batches_of_readers(
-        stream.source, order, readers_of(rank, world_size, order.readers), batch_size
+        stream, order, readers_of(rank, world_size, order.readers), batch_size
     )
-    last = [any_sample(stream.source, order)]
+    last = [any_sample(stream, order)]
     while True:
         found = next(batches, None)
         if groups is not None:

@@ -12,7 +12,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,8 @@ class StreamOrder:
     """Number of samples that are shuffled among each other; 1: they keep their order."""
     seed: int = 0
     shuffle: bool = True
+    contents: str = ""
+    """Describes what the stream consists of."""
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -51,11 +53,6 @@ class StreamOrder:
             raise UserError(f"shuffle_window is {self.window}; it must be at least 1")
         if self.readers < 1:
             raise UserError(f"readers is {self.readers}; it must be at least 1")
-        if self.readers > self.shards and self.readers % self.shards:
-            raise UserError(
-                f"readers is {self.readers}, and the stream has {self.shards} shards: give at most "
-                f"{self.shards}, or a multiple of it"
-            )
 
     def parts(self, reader: int, epoch: int) -> Iterator[Part]:
         """Yields what a reader reads in an epoch, in order (I1)."""
@@ -82,12 +79,13 @@ class StreamOrder:
         return np.argsort(drawn, kind="stable")
 
 
-def default_readers(shards: int) -> int:
-    """Returns the number of readers of a stream for which none was given: about 64, and such that
-    each reads as much as the others."""
-    if shards >= DEFAULT_READERS:
-        return DEFAULT_READERS
-    return max(1, shards) * (DEFAULT_READERS // max(1, shards))
+def default_readers(shards: Sequence[int]) -> int:
+    """Returns the number of readers of a stream for which none was given: the most up to 64 that
+    can be dealt the shards of each of its sources."""
+    for readers in range(DEFAULT_READERS, 1, -1):
+        if all(readers <= count or readers % max(1, count) == 0 for count in shards):
+            return readers
+    return 1
 
 
 def readers_of(rank: int, world_size: int, readers: int) -> range:

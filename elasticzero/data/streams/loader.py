@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from elasticzero.data.loader import RankSchedule, die_with_training_process, to_device
 from elasticzero.data.sampling import DataPosition, GlobalBatch
 from elasticzero.data.streams.dealing import readers_of, readers_of_process
-from elasticzero.data.streams.plan import ROW, StreamPlan
-from elasticzero.data.streams.reader import ReaderMark
+from elasticzero.data.streams.plan import StreamPlan
+from elasticzero.data.streams.reader import ReaderMark, mark_of
 from elasticzero.data.streams.reader_process import (
     Command,
     Fill,
@@ -31,6 +31,7 @@ from elasticzero.data.streams.reader_process import (
     ReaderProcess,
     collate_of_process,
 )
+from elasticzero.data.streams.sequence import place_width
 from elasticzero.data.streams.source import Stream
 from elasticzero.data.streams.turn import UNKNOWN
 from elasticzero.errors import UserError
@@ -87,7 +88,7 @@ class StreamBatches:
         collate = collate_of_process(reader.collate_fn, count)
         self._collates_here = collate is None
         loader: DataLoader[Any] = DataLoader(
-            ReaderProcess(reader.stream.source, order, self._commands, collate),
+            ReaderProcess(reader.stream, order, self._commands, collate),
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=reader.num_workers,
@@ -157,7 +158,8 @@ class StreamBatches:
         report: dict[int, Any] = {}
         while not report:
             report = self._receive()
-        table = torch.zeros(plan.order.readers, 1 + ROW, dtype=torch.int64)
+        width = 4 + place_width(self._reader.stream)
+        table = torch.zeros(plan.order.readers, width, dtype=torch.int64)
         for number, row in report.items():
             table[number] = torch.tensor(row)
         if self._reader.sum_over_ranks is not None:
@@ -170,11 +172,9 @@ class StreamBatches:
             return
         self._opened.add(epoch)
         drawn_V = self._plan.drawn(epoch, drawn)
-        rows = self._plan.rows.get(epoch)
+        rows, fresh = self._plan.rows.get(epoch), ReaderMark.beginning(self._reader.stream)
         for commands, numbers in zip(self._commands, self._numbers, strict=True):
-            marks = {
-                v: ReaderMark(*rows[v][1:]) if rows is not None else ReaderMark() for v in numbers
-            }
+            marks = {v: mark_of(rows[v]) if rows else fresh for v in numbers}
             commands.put(Open(epoch, marks, {v: int(drawn_V[v]) for v in numbers}))
 
     def _send_ahead(self) -> None:

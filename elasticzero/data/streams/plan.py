@@ -1,7 +1,7 @@
 """Divides the epochs of a loop over a stream into global batches, from what is known of them. Pure.
 
 Where a reader goes on is part of the training state, in one row for each reader, equal on all
-ranks: `[total, count, part, offset, skip]`, of which the last four are a `ReaderMark`.
+ranks: `[total, count, skip, *place]`, of which all but the first are a `ReaderMark`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.turn import UNKNOWN, Counts, Known
 from elasticzero.errors import UserError
 from elasticzero.spans import Span
-
-ROW = 5
-"""Count of numbers that say of a reader where it goes on."""
 
 
 @dataclass(kw_only=True)
@@ -48,7 +45,8 @@ class StreamPlan:
     def inputs(self) -> list[Any]:
         """Returns what the order depends on, as the position in the data has it."""
         order = self.order
-        return ["stream", order.shards, order.readers, order.window, order.seed, order.shuffle]
+        kept = [order.readers, order.window, order.seed, order.shuffle]
+        return ["stream", order.contents, *kept]
 
     def start(self, position: DataPosition, loop: int, dataset: int = 0) -> DataPosition:
         """Returns the position at which the loop begins, as `BatchPlan.start` does."""

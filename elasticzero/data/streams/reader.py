@@ -1,64 +1,46 @@
-"""Reads one reader's samples of an epoch, and marks where each can be read again from."""
+"""Reads one reader's samples of an epoch, shuffles them in windows, and marks where each can be
+read again from."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from elasticzero.data.streams.dealing import StreamOrder
-from elasticzero.data.streams.source import ShardSource
+from elasticzero.data.streams.sequence import (
+    Place,
+    SampleSequence,
+    SharedShard,
+    open_sequence,
+    place_width,
+)
+from elasticzero.data.streams.source import Mixture, Pack, Stream
 from elasticzero.data.streams.turn import UNKNOWN
 from elasticzero.errors import UserError
+from elasticzero.hashing import mix64
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderMark:
     """Says from where a reader goes on so that it gives its sample number `count` next."""
 
-    count: int = 0
-    part: int = 0
-    """Number of the part of the reader in which the window of that sample begins."""
-    offset: int = 0
-    """Number of samples of that part before the window."""
-    skip: int = 0
+    count: int
+    skip: int
     """Number of samples of the shuffled window that come before."""
+    place: Place
+    """Place in the reader's sequence at which the window begins."""
+
+    @classmethod
+    def beginning(cls, stream: Stream) -> ReaderMark:
+        return cls(0, 0, (0,) * place_width(stream))
 
 
-class SharedShard:
-    """Reads a shard once for all readers of this process that have every so many-th sample of
-    it."""
-
-    def __init__(
-        self, source: ShardSource, shard: int, strides: int, offsets: Mapping[int, int]
-    ) -> None:
-        """offsets: for each reader, named by its first sample, the number of its samples that it
-        does not need."""
-        self._strides = strides
-        self._from = {first: offset * strides + first for first, offset in offsets.items()}
-        self._at = min(self._from.values())
-        self._samples = source.read(shard, self._at)
-        self._waiting: dict[int, deque[Any]] = {first: deque() for first in offsets}
-
-    def of(self, first: int) -> Iterator[Any]:
-        """Yields the samples of one reader."""
-        mine = self._waiting[first]
-        while True:
-            while not mine:
-                if not self._advance():
-                    return
-            yield mine.popleft()
-
-    def _advance(self) -> bool:
-        for sample in self._samples:
-            owner = self._at % self._strides
-            if self._at >= self._from.get(owner, self._at + 1):
-                self._waiting[owner].append(sample)
-            self._at += 1
-            return True
-        return False
+def mark_of(row: Sequence[int]) -> ReaderMark:
+    """Returns the mark in a row of `plan.py`."""
+    _, count, skip, *place = row
+    return ReaderMark(count, skip, tuple(place))
 
 
 class Reader:
@@ -66,26 +48,17 @@ class Reader:
 
     def __init__(
         self,
-        source: ShardSource,
+        sequence: SampleSequence,
         order: StreamOrder,
         number: int,
         epoch: int,
         mark: ReaderMark,
-        shared: SharedShard | None = None,
     ) -> None:
-        """mark: where to go on. shared: the shard of which this reader has a part, if others have
-        parts of it too."""
-        self._source = source
+        """sequence: at the place of `mark`."""
+        self._sequence = sequence
         self._order = order
         self._number = number
         self._epoch = epoch
-        self._shared = shared
-        self._parts = islice(order.parts(number, epoch), mark.part, None)
-        self._part, self._offset = mark.part - 1, mark.offset
-        """The part that is read, from that of the mark on, and the number of its samples that were
-        read."""
-        self._samples: Iterator[Any] = iter(())
-        self._next_part(mark.offset)
         self._skip = mark.skip
         """Number of samples of the next window that are left out."""
         self._ready: deque[Any] = deque()
@@ -103,27 +76,19 @@ class Reader:
 
     def read_window(self) -> None:
         """Reads the next window, or finds that there is none."""
-        size = self._order.window
-        part, offset = self._part, self._offset
-        samples: list[Any] = []
-        while len(samples) < size:
-            found = list(islice(self._samples, size - len(samples)))
-            samples += found
-            self._offset += len(found)
-            if len(samples) < size and not self._next_part(0):
-                break
-        mark = ReaderMark(self.read, part, offset, self._skip)
+        place = self._sequence.place
+        samples = self._sequence.take(self._order.window)
         if len(samples) <= self._skip:
             self.total = self.read
-            self._windows.append(mark)
             return
         # A window is known by its beginning, since its number is not known after a resume.
-        order = self._order.window_order(
-            self._number, self._epoch, part << 40 | offset, len(samples)
-        )
-        self._ready.extend([samples[place] for place in order.tolist()[self._skip :]])
+        window = 0
+        for number in place:
+            window = mix64(window + mix64(number))
+        order = self._order.window_order(self._number, self._epoch, window, len(samples))
+        self._ready.extend([samples[index] for index in order.tolist()[self._skip :]])
+        self._windows.append(ReaderMark(self.read, self._skip, place))
         self.read += len(samples) - self._skip
-        self._windows.append(mark)
         self._skip = 0
 
     def take(self) -> Any:
@@ -145,32 +110,18 @@ class Reader:
         while len(self._windows) > 1 and self._windows[1].count <= count:
             self._windows.popleft()
         if not self._windows or count == self.read:
-            return ReaderMark(self.read, self._part, self._offset, self._skip)
+            return ReaderMark(self.read, self._skip, self._sequence.place)
         first = self._windows[0]
-        return ReaderMark(count, first.part, first.offset, first.skip + count - first.count)
-
-    def _next_part(self, offset: int) -> bool:
-        """Goes on to the next part of the reader, if there is one, at a sample of it."""
-        part = next(self._parts, None)
-        if part is None:
-            return False
-        self._part, self._offset = self._part + 1, offset
-        self._samples = (
-            self._shared.of(part.first)
-            if self._shared is not None
-            else self._source.read(part.shard, offset)
-        )
-        return True
+        return ReaderMark(count, first.skip + count - first.count, first.place)
 
 
 def batches_of_readers(
-    source: ShardSource, order: StreamOrder, numbers: Iterable[int], size: int
+    stream: Stream, order: StreamOrder, numbers: Iterable[int], size: int
 ) -> Iterator[tuple[int, list[Any]]]:
     """Yields the samples of these readers in batches of at most `size`, each of one reader, with
     its number."""
-    for number, reader in open_readers(
-        source, order, 0, {v: ReaderMark() for v in numbers}
-    ).items():
+    marks = {number: ReaderMark.beginning(stream) for number in numbers}
+    for number, reader in open_readers(stream, order, 0, marks).items():
         while reader.total == UNKNOWN:
             while reader.total == UNKNOWN and reader.waiting < size:
                 reader.read_window()
@@ -178,36 +129,46 @@ def batches_of_readers(
                 yield number, [reader.take() for _ in range(min(size, reader.waiting))]
 
 
-def any_sample(source: ShardSource, order: StreamOrder) -> Any:
-    """Returns the stream's first sample; raises `UserError` if it has none."""
-    for shard in range(order.shards):
-        for sample in source.read(shard, 0):
+def any_sample(stream: Stream, order: StreamOrder) -> Any:
+    """Returns a sample of the stream; raises `UserError` if it has none."""
+    for number in range(order.readers):
+        mark = ReaderMark.beginning(stream)
+        for sample in open_sequence(stream, order, number, 0, mark.place).take(1):
             return sample
     raise UserError("the stream gave no sample at all: check its shards")
 
 
 def open_readers(
-    source: ShardSource, order: StreamOrder, epoch: int, marks: Mapping[int, ReaderMark]
+    stream: Stream, order: StreamOrder, epoch: int, marks: Mapping[int, ReaderMark]
 ) -> dict[int, Reader]:
     """Returns the readers of one process in an epoch, by number, with a mark for each to go on
     from."""
-    shared = _shared_shards(source, order, epoch, marks)
+    shared = _shared_shards(stream, order, epoch, marks)
     return {
-        number: Reader(source, order, number, epoch, mark, shared.get(number))
+        number: Reader(
+            open_sequence(stream, order, number, epoch, mark.place, shared.get(number)),
+            order,
+            number,
+            epoch,
+            mark,
+        )
         for number, mark in marks.items()
     }
 
 
 def _shared_shards(
-    source: ShardSource, order: StreamOrder, epoch: int, marks: Mapping[int, ReaderMark]
+    stream: Stream, order: StreamOrder, epoch: int, marks: Mapping[int, ReaderMark]
 ) -> dict[int, SharedShard]:
     """Returns the shard of each reader, where several readers have parts of one."""
-    if order.readers <= order.shards:
+    source = stream.source
+    while isinstance(source, Pack):
+        source = source.stream.source
+    if isinstance(source, Mixture) or order.readers <= order.shards:
         return {}
     parts = {number: next(order.parts(number, epoch)) for number in marks}
     offsets: dict[int, dict[int, int]] = {}
     for number, part in parts.items():
-        offsets.setdefault(part.shard, {})[part.first] = marks[number].offset
+        offsets.setdefault(part.shard, {})[part.first] = marks[number].place[1]
     strides = order.readers // order.shards
     opened = {shard: SharedShard(source, shard, strides, of) for shard, of in offsets.items()}
     return {number: opened[part.shard] for number, part in parts.items()}

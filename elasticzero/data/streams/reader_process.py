@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.reader import Reader, ReaderMark, any_sample, open_readers
-from elasticzero.data.streams.source import ShardSource
+from elasticzero.data.streams.source import Stream
 from elasticzero.data.streams.turn import UNKNOWN
 
 
@@ -51,7 +51,7 @@ class Give:
 
 
 Command = Open | Fill | Give
-Report = dict[int, tuple[int, int, int, int, int, int]]
+Report = dict[int, tuple[int, ...]]
 """Of each reader of a process: samples read, and the row of `plan.py`."""
 
 
@@ -67,13 +67,13 @@ class ReaderProcess(IterableDataset[Any]):
 
     def __init__(
         self,
-        source: ShardSource,
+        stream: Stream,
         order: StreamOrder,
         commands: Sequence[Commands],
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
         """commands: of each process, by its number."""
-        self._source = source
+        self._stream = stream
         self._order = order
         self._commands = commands
         self._collate = collate_fn
@@ -102,7 +102,7 @@ class ReaderProcess(IterableDataset[Any]):
                     yield self._give(command)
 
     def _open(self, command: Open) -> None:
-        opened = open_readers(self._source, self._order, command.epoch, command.marks)
+        opened = open_readers(self._stream, self._order, command.epoch, command.marks)
         for number, reader in opened.items():
             for _ in range(reader.read, command.drawn[number]):
                 reader.take()
@@ -126,8 +126,8 @@ class ReaderProcess(IterableDataset[Any]):
             while reader.total == UNKNOWN and reader.read < drawn + command.ahead:
                 reader.read_window()
             mark = reader.mark(drawn)
-            at = (mark.count, mark.part, mark.offset, mark.skip)
-            found[number] = (reader.read, reader.total, *at)
+            row = (reader.total, mark.count, mark.skip, *mark.place)
+            found[number] = (reader.read, *row)
         return found
 
     def _give(self, command: Give) -> Any:
@@ -137,7 +137,7 @@ class ReaderProcess(IterableDataset[Any]):
         if not command.use:
             return None
         if command.filler:
-            samples = self._last or [any_sample(self._source, self._order)]
+            samples = self._last or [any_sample(self._stream, self._order)]
         self._last = samples[:1] or self._last
         if not samples:
             return None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
 from elasticzero.data.streams.dealing import DEFAULT_READERS, StreamOrder, default_readers
 from elasticzero.data.streams.iterable import WorkerShards
 from elasticzero.errors import UserError
+from elasticzero.hashing import mix64
 
 SHUFFLE_WINDOW = 16
 
@@ -55,7 +58,9 @@ class Stream:
                 f"ez.Stream was given a {type(shards).__name__} and no function: give it shards "
                 "and read=, a function read(shard, start) that yields the samples of a shard"
             )
-        self.source: ShardSource = shards if read is None else _Shards(shards, read)  # type: ignore[assignment, arg-type]
+        self.source: ShardSource | Mixture | Pack = (
+            shards if read is None else _Shards(shards, read)  # type: ignore[assignment, arg-type]
+        )
         self.readers = readers
         self.shuffle_window = shuffle_window
 
@@ -71,17 +76,118 @@ class Stream:
         source = WorkerShards(dataset, readers)
         return cls(source, readers=readers, shuffle_window=shuffle_window)
 
+    @classmethod
+    def mixed(
+        cls,
+        streams: Mapping[Stream, float],
+        *,
+        repeat: bool = False,
+        readers: int | None = None,
+        shuffle_window: int = SHUFFLE_WINDOW,
+    ) -> Stream:
+        """Makes a stream that draws each sample from one of several, at random by their weights.
+
+        streams: each with its weight, a positive number; readers and windows are those of the
+        mixture. repeat: one that has ended begins again, in another order, so that an epoch has no
+        end and the loop needs `steps=`; by default it drops out, and an epoch has each sample of
+        all of them once. The other arguments are those of `Stream`. Raises `UserError` for weights
+        that are not positive.
+        """
+        for weight in streams.values():
+            if not (0 < weight < math.inf):
+                raise UserError(
+                    f"ez.Stream.mixed was given the weight {weight}: give positive ones"
+                )
+        if not streams:
+            raise UserError("ez.Stream.mixed was given no stream")
+        mixture = Mixture(tuple(streams), tuple(map(float, streams.values())), repeat)
+        return cls._of(mixture, readers, shuffle_window)
+
+    def packed(self, length: int, size: Callable[[Any], int] = len) -> Stream:
+        """Returns a stream of lists of this one's samples, each list together at most so long.
+
+        A list has samples that follow each other in one reader; one that is longer than `length` by
+        itself is a list of its own. `collate_fn` gets a list of these lists. length: such as a
+        number of tokens. size: gives the length of a sample. Raises `UserError` for a length below
+        1.
+        """
+        if length < 1:
+            raise UserError(f"Stream.packed was given the length {length}; it must be at least 1")
+        return self._of(Pack(self, length, size), self.readers, self.shuffle_window)
+
+    @classmethod
+    def _of(cls, source: Any, readers: int | None, shuffle_window: int) -> Stream:
+        made = cls.__new__(cls)
+        made.source, made.readers, made.shuffle_window = source, readers, shuffle_window
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Draws each sample from one of several streams."""
+
+    streams: tuple[Stream, ...]
+    weights: tuple[float, ...]
+    repeat: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Joins the samples of a stream to lists that are together at most so long."""
+
+    stream: Stream
+    length: int
+    size: Callable[[Any], int]
+
 
 def stream_order(stream: Stream, seed: int, shuffle: bool) -> StreamOrder:
     """Returns what the order of a stream's samples depends on."""
-    shards = stream.source.shards
+    shards = _shards_of(stream)
+    readers = default_readers(shards) if stream.readers is None else stream.readers
+    for count in shards:
+        if count and readers > count and readers % count:
+            raise UserError(
+                f"readers is {readers}, and the stream has {count} shards: give at most {count}, "
+                "or a multiple of it"
+            )
     return StreamOrder(
-        shards=shards,
-        readers=default_readers(shards) if stream.readers is None else stream.readers,
+        shards=min(shards),
+        readers=readers,
         window=stream.shuffle_window if shuffle else 1,
         seed=seed,
         shuffle=shuffle,
+        contents=_contents(stream),
     )
+
+
+def component_order(stream: Stream, order: StreamOrder, number: int) -> StreamOrder:
+    """Returns the order of a component of a mixture, by its number."""
+    shards = min(_shards_of(stream))
+    return replace(order, shards=shards, seed=mix64(order.seed + mix64(number)))
+
+
+def _shards_of(stream: Stream) -> list[int]:
+    """Returns the number of shards of each source in a stream."""
+    match stream.source:
+        case Mixture() as mixture:
+            return [count for each in mixture.streams for count in _shards_of(each)]
+        case Pack() as pack:
+            return _shards_of(pack.stream)
+        case source:
+            return [source.shards]
+
+
+def _contents(stream: Stream) -> str:
+    """Describes what a stream consists of, for comparison with that of another run."""
+    match stream.source:
+        case Mixture() as mixture:
+            parts = zip(mixture.weights, mixture.streams, strict=True)
+            text = ", ".join(f"{weight:g} of ({_contents(each)})" for weight, each in parts)
+            return text + (", repeated" if mixture.repeat else "")
+        case Pack() as pack:
+            return f"packed to {pack.length}: {_contents(pack.stream)}"
+        case source:
+            return f"{source.shards} shards"
 
 
 class _Shards:

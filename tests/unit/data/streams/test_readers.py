@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elasticzero.data.streams.dealing import StreamOrder, default_readers
 from elasticzero.data.streams.reader import Reader, ReaderMark, open_readers
-from elasticzero.data.streams.source import Stream
+from elasticzero.data.streams.source import Mixture, Pack, Stream, stream_order
 from elasticzero.data.streams.turn import UNKNOWN
 from elasticzero.errors import UserError
 
@@ -42,8 +42,9 @@ def rest(reader: Reader) -> list[Sample]:
 
 
 def fresh(source: Shards, order: StreamOrder, epoch: int = 0) -> dict[int, Reader]:
-    marks = dict.fromkeys(range(order.readers), ReaderMark())
-    return open_readers(source, order, epoch, marks)
+    stream = Stream(source)
+    marks = dict.fromkeys(range(order.readers), ReaderMark.beginning(stream))
+    return open_readers(stream, order, epoch, marks)
 
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
@@ -84,7 +85,7 @@ def test_a_reader_goes_on_from_each_mark(sizes: list[int], data: st.DataObject) 
             reader.read_window()
     mark = reader.mark(count)
     assert mark.count == count
-    resumed = open_readers(Shards(sizes), order, 0, {number: mark})[number]
+    resumed = open_readers(Stream(Shards(sizes)), order, 0, {number: mark})[number]
     assert rest(resumed) == whole[count:]
     assert resumed.total == len(whole)
 
@@ -107,15 +108,14 @@ def test_without_shuffle_shards_keep_their_order() -> None:
 
 @pytest.mark.parametrize(("shards", "readers"), [(1, 64), (3, 63), (63, 63), (64, 64), (9999, 64)])
 def test_readers_unless_told_are_about_64_and_alike(shards: int, readers: int) -> None:
-    assert default_readers(shards) == readers
-    StreamOrder(shards=shards, readers=default_readers(shards), window=1)
+    assert default_readers([shards]) == readers
+    StreamOrder(shards=shards, readers=default_readers([shards]), window=1)
 
 
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
         ({"shards": 0, "readers": 1, "window": 1}, "no shards"),
-        ({"shards": 3, "readers": 4, "window": 1}, "at most 3, or a multiple of it"),
         ({"shards": 3, "readers": 0, "window": 1}, "readers is 0"),
         ({"shards": 3, "readers": 3, "window": 0}, "shuffle_window is 0"),
     ],
@@ -125,10 +125,21 @@ def test_other_orders_are_refused(given_: dict[str, Any], message: str) -> None:
         StreamOrder(**given_)
 
 
+def test_readers_that_cannot_be_dealt_the_shards_are_refused() -> None:
+    stream = Stream(Shards([5, 5, 5]), readers=4)
+    with pytest.raises(UserError, match="at most 3, or a multiple of it"):
+        stream_order(stream, 0, True)
+    mixed = Stream.mixed({stream: 1, Stream(Shards([5] * 4)): 1}, readers=4)
+    with pytest.raises(UserError, match="at most 3, or a multiple of it"):
+        stream_order(mixed, 0, True)
+    assert stream_order(Stream(Shards([5, 5, 5]), readers=6), 0, True).readers == 6
+
+
 def test_a_function_of_one_parameter_is_skipped_in() -> None:
     by_skip = Stream([3, 5], lambda size: iter(range(size))).source
     by_seek = Stream([3, 5], lambda size, start: range(start, size)).source
     for source in (by_skip, by_seek):
+        assert not isinstance(source, Mixture | Pack)
         assert source.shards == 2
         assert list(source.read(1, 2)) == [2, 3, 4]
     with pytest.raises(UserError, match="a list and no function"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -23,12 +23,23 @@ from elasticzero.data.loader import RankSchedule
 from elasticzero.data.sampling import DataPosition, GlobalBatch
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.data.streams.plan import StreamPlan
+from elasticzero.data.streams.reader import ReaderMark, open_readers
 from elasticzero.data.streams.source import Stream, stream_order
 from elasticzero.errors import UserError
 from elasticzero.serialization import decode, encode
 
 CPU = torch.device("cpu")
-Batches = dict[GlobalBatch, list[int]]
+Batches = dict[GlobalBatch, list[Any]]
+KINDS = ("plain", "mixed", "packed", "mixed and packed")
+
+
+def length_of(sample: int) -> int:
+    return sample % 4 + 1 if sample % 50 else 30
+
+
+def samples_in(found: list[Any]) -> list[int]:
+    """The samples of a batch, also where they are packed in lists."""
+    return [s for one in found for s in (one if isinstance(one, list) else [one])]
 
 
 class Sum:
@@ -61,6 +72,7 @@ class Job:
     readers: int | None
     window: int
     loop: dict[str, Any]
+    kind: str = "plain"
     seed: int = 0
     micro_batch: int | None = None
     left_out: frozenset[GlobalBatch] = frozenset()
@@ -74,8 +86,15 @@ class Job:
         def read(shard: int, start: int) -> Iterator[int]:
             yield from range(first[shard] + start, first[shard] + self.sizes[shard])
 
-        shards = range(len(self.sizes))
-        return Stream(shards, read, readers=self.readers, shuffle_window=self.window)
+        numbers = range(len(self.sizes))
+        given: dict[str, Any] = {"readers": self.readers, "shuffle_window": self.window}
+        stream = Stream(numbers, read, **given)
+        if "mixed" in self.kind:
+            # As many shards each, so that both can be dealt to the readers.
+            half = len(numbers) // 2
+            parts = {Stream(numbers[:half], read): 1.0, Stream(numbers[half:], read): 3.5}
+            stream = Stream.mixed(parts, **given)
+        return stream.packed(9, length_of) if "packed" in self.kind else stream
 
     def generation(self, world_size: int, steps: int, kept: int) -> None:
         """Trains so many steps, of which the last ones are lost, except `kept`."""
@@ -143,7 +162,11 @@ def random_job(random: Random) -> Job:
     sizes = [random.choice((0, 1, random.randrange(40))) for _ in range(random.randint(1, 9))]
     sizes[random.randrange(len(sizes))] += 1
     several = random.random() < 0.3
-    readers = len(sizes) * random.randint(2, 3) if several else random.randint(1, len(sizes))
+    kind = random.choice(KINDS)
+    if "mixed" in kind:
+        sizes += [random.randrange(20) for _ in sizes]
+    each = len(sizes) // 2 if "mixed" in kind else len(sizes)
+    readers = each * random.randint(2, 3) if several else random.randint(1, each)
     loop: dict[str, Any] = {"global_batch": random.randint(4, 24)}
     loop["epochs"] = random.choice((1, 2, 3))
     if random.random() < 0.3:
@@ -153,6 +176,7 @@ def random_job(random: Random) -> Job:
         readers,
         random.choice((1, 3, 8)),
         loop,
+        kind,
         seed=random.randrange(99),
         micro_batch=random.choice((None, 2, 5)),
     )
@@ -182,9 +206,54 @@ def test_each_sample_is_in_one_committed_step_in_every_world(part: int) -> None:
         for batch, samples in job.committed.items():
             assert sorted(samples) == sorted(expected.committed[batch]), (number, batch)
         if "steps" not in job.loop:
-            uses = Counter(sample for samples in job.committed.values() for sample in samples)
+            uses = Counter(s for samples in job.committed.values() for s in samples_in(samples))
             assert set(uses.values()) == {job.loop["epochs"]}
             assert len(uses) == sum(job.sizes)
+
+
+def test_a_packed_batch_has_lists_of_at_most_the_length() -> None:
+    job = Job([40, 70], 2, 4, {"global_batch": 8, "epochs": 1}, "packed")
+    lists = [each for samples in undisturbed(job).committed.values() for each in samples]
+    lengths = [sum(map(length_of, each)) for each in lists]
+    assert all(length <= 9 or len(each) == 1 for length, each in zip(lengths, lists, strict=True))
+    assert max(map(len, lists)) > 1
+    assert sum(lengths) / 9 > 0.6 * len(lists)
+
+
+def numbers(first: int) -> Callable[[int, int], Iterator[int]]:
+    """Reads shards of 50 samples, the first of which has this number."""
+
+    def read(shard: int, start: int) -> Iterator[int]:
+        yield from range(first + 50 * shard + start, first + 50 * (shard + 1))
+
+    return read
+
+
+def test_a_mixture_draws_by_weight_and_repeats_what_has_ended() -> None:
+    order = {"readers": 2, "shuffle_window": 1}
+    small, large = Stream(range(2), numbers(0)), Stream(range(40), numbers(1000))
+    mixed = Stream.mixed({small: 1, large: 3}, repeat=True, **order)
+    readers = open_readers(
+        mixed,
+        stream_order(mixed, 5, True),
+        0,
+        {v: ReaderMark.beginning(mixed) for v in range(2)},
+    )
+    drawn = [reader.take() for reader in readers.values() for _ in range(600)]
+    of_small = [sample for sample in drawn if sample < 1000]
+    assert 230 < len(of_small) < 370
+    uses = Counter(of_small)
+    assert set(uses) == set(range(100))
+    # Each epoch has each of them once, and readers begin the next one at their own pace.
+    assert max(uses.values()) - min(uses.values()) <= 2
+    large_uses = Counter(sample for sample in drawn if sample >= 1000)
+    assert set(large_uses.values()) == {1}
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_weights_that_are_none_are_refused(weight: float) -> None:
+    with pytest.raises(UserError, match="give positive"):
+        Stream.mixed({Stream([1], numbers(0)): weight})
 
 
 def test_a_left_out_batch_is_read_over() -> None:
