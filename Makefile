@@ -70,6 +70,7 @@ bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, s
 	$(RUN) benchmarks/recovery.py
 	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/training.py
+	$(RUN) benchmarks/streams.py
 
 chaos: $(READY) ## long runs with random faults
 	$(RUN) -m pytest -ra -q -m chaos --timeout=3600

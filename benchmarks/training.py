@@ -20,13 +20,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from performance_page import about_in_words, machine, present_commit, publish, record
+from ratio import Ratio
 
 from elasticzero.memory_estimate import STATE_SIZES, LineUp, ModelSize, rank_memory
 from elasticzero.spans import STRATEGIES
@@ -60,24 +60,6 @@ MOST_MEMORY = 1.1
 STEPS = {"17M": 8, "105M": 3}
 """In one turn."""
 LIMIT_S = 1800
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
-    """The median of paired ratios with its 95 % range, from order statistics."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, own_s: list[float], reference_s: list[float]) -> Ratio:
-        found = sorted(own / other for own, other in zip(own_s, reference_s, strict=True))
-        count = len(found)
-        reach = 0.98 * math.sqrt(count)
-        low = max(0, math.floor(count / 2 - reach))
-        high = min(count - 1, math.ceil(count / 2 + reach) - 1)
-        return cls(median=statistics.median(found), low=found[low], high=found[high])
 
 
 def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:

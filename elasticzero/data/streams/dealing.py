@@ -22,6 +22,8 @@ from elasticzero.errors import UserError
 from elasticzero.hashing import mix64, mix64_each
 
 DEFAULT_READERS = 64
+_PLACES = 64
+"""Number of places of the order of shards that are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +56,24 @@ class StreamOrder:
         if self.readers < 1:
             raise UserError(f"readers is {self.readers}; it must be at least 1")
 
-    def parts(self, reader: int, epoch: int) -> Iterator[Part]:
-        """Yields what a reader reads in an epoch, in order (I1)."""
+    def parts(self, reader: int, epoch: int, start: int = 0) -> Iterator[Part]:
+        """Yields what a reader reads in an epoch, in order, from part number `start` on (I1)."""
         if self.readers > self.shards:
-            place, strided = reader % self.shards, self.readers // self.shards
-            yield Part(self._shard(place, epoch), reader // self.shards, strided)
+            place = reader % self.shards
+            for shard in self._at(range(place, place + 1)[start:], epoch):
+                yield Part(shard, reader // self.shards, self.readers // self.shards)
             return
-        for place in range(reader, self.shards, self.readers):
-            yield Part(self._shard(place, epoch))
+        places = range(reader, self.shards, self.readers)[start:]
+        for first in range(0, len(places), _PLACES):
+            for shard in self._at(places[first : first + _PLACES], epoch):
+                yield Part(shard)
 
-    def _shard(self, place: int, epoch: int) -> int:
+    def _at(self, places: range, epoch: int) -> list[int]:
+        """Returns the shards at these places of the epoch's order."""
         if not self.shuffle:
-            return place
-        return int(permuted(np.array([place], np.uint64), self.shards, self.seed, epoch)[0])
+            return list(places)
+        found = permuted(np.array(places, np.uint64), self.shards, self.seed, epoch)
+        return [int(shard) for shard in found]
 
     def window_order(self, reader: int, epoch: int, window: int, samples: int) -> Indices:
         """Returns the order of the samples of a reader's window that has so many (I2)."""

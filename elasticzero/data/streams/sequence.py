@@ -86,7 +86,7 @@ class ShardSequence:
         part, offset = place
         self._source = source
         self._shared = shared
-        self._parts = islice(order.parts(reader, epoch), part, None)
+        self._parts = order.parts(reader, epoch, part)
         self._part, self._offset = part - 1, offset
         self._samples: Iterator[Any] = iter(())
         if not self._next_part(offset):
