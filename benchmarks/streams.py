@@ -182,8 +182,7 @@ def resume_seconds(used: int = 10_000_000, shards: int = 20_000, size: int = 1_0
         count = used // order.readers + (reader < used % order.readers)
         skip = count % order.window
         rows.append([-1, count, skip, *divmod(count - skip, size)])
-    probe = StreamPlan(order=order, global_batch=GLOBAL_BATCH, epochs=1)
-    position = DataPosition(offset=used, order=probe.inputs, stream=rows)
+    position = DataPosition(offset=used, order=order.inputs, stream=rows)
     began_s = time.perf_counter()
     data, _, _ = opened(stream, 0, position, epochs=1)
     next(data)

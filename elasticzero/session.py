@@ -9,7 +9,7 @@ from typing import Any, Literal, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison
@@ -194,15 +194,16 @@ class Session:
 
     def batches(  # noqa: PLR0913 - keywords of the public interface
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | DataLoader[Any],
         *,
-        global_batch: int,
+        global_batch: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         micro_batch: int | Literal["auto"] | None = None,
         virtual_batch: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        sampler: Collection[int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         drop_last: bool = False,
@@ -216,24 +217,29 @@ class Session:
         `epochs=3`.
 
         dataset: has a length and is indexed by number, or is a stream: an `ez.Stream`, or an
-        `IterableDataset` that gives the same samples each time. global_batch: samples in a step
-        over all ranks. epochs: passes over the dataset, after which the loop ends. steps: global
-        batches, after which the loop ends; give `epochs`, `steps` or both. micro_batch: samples at
-        once on one rank, by default its whole part of the global batch; auto: half as many each
-        time that memory does not suffice. virtual_batch: cuts each global batch into slices of so
-        many samples, which are the micro-batches, on whatever ranks; each has random states and
-        buffers of its own, so that dropout and the like do not depend on the world; `global_batch`
-        must be a multiple. shuffle: whether each epoch has an order of its own. seed: chooses the
-        orders; an epoch's depends on the seed and the epoch only. collate_fn: makes a batch of a
-        list of samples, by default as a `DataLoader` does. num_workers: processes that load data,
-        as of a `DataLoader`. drop_last: leaves out the samples at an epoch's end that make no whole
-        global batch. on_epoch_end: called on all ranks after the last step of each epoch, before
-        the state is captured; its effect on what is tracked counts exactly once.
+        `IterableDataset` that gives the same samples each time; or is a `DataLoader`, whose
+        arguments are taken over: its batch is the `micro_batch`, and `global_batch` as many as
+        training began with ranks. global_batch: samples in a step over all ranks. epochs: passes
+        over the dataset, after which the loop ends. steps: global batches, after which the loop
+        ends; give `epochs`, `steps` or both. micro_batch: samples at once on one rank, by default
+        its whole part of the global batch; auto: half as many each time that memory does not
+        suffice. virtual_batch: cuts each global batch into slices of so many samples, which are the
+        micro-batches, on whatever ranks; each has random states and buffers of its own, so that
+        dropout and the like do not depend on the world; `global_batch` must be a multiple. shuffle:
+        whether each epoch has an order of its own. seed: chooses the orders; an epoch's depends on
+        the seed and the epoch only. sampler: gives the indices of an epoch in place of `shuffle`;
+        it is iterated once an epoch, with seeded generators. collate_fn: makes a batch of a list of
+        samples, by default as a `DataLoader` does. num_workers: processes that load data, as of a
+        `DataLoader`. drop_last: leaves out the samples at an epoch's end that make no whole global
+        batch. on_epoch_end: called on all ranks after the last step of each epoch, before the state
+        is captured; its effect on what is tracked counts exactly once.
         """
         argument_checks.check_arguments(others)
         if self._prepared("batches").copy is None:
             raise UserError("call session.restore() before session.batches(…)")
+        training = self._prepared("batches")
         loop = LoopArguments(
+            dataset=dataset,
             global_batch=global_batch,
             epochs=epochs,
             steps=steps,
@@ -241,16 +247,14 @@ class Session:
             virtual_batch=virtual_batch,
             shuffle=shuffle,
             seed=seed,
+            sampler=sampler,
             collate_fn=collate_fn,
             num_workers=num_workers,
             drop_last=drop_last,
-        )
-        training = self._prepared("batches")
-        schedule = loop.schedule(
-            dataset, self.rank, self.world_size, self._loops.micro_batch_limit(training)
-        )
-        groups = self._generation.groups
-        reader = loop.reader(dataset, self.device, None if groups is None else groups.sum)
+        ).resolved(training.position.first_world or self.world_size)
+        limit, groups = self._loops.micro_batch_limit(training), self._generation.groups
+        schedule = loop.schedule(self.rank, self.world_size, limit)
+        reader = loop.reader(self.device, None if groups is None else groups.sum)
         return self._loops.run(training, schedule, reader, on_epoch_end)
 
     def backward(
@@ -328,7 +332,7 @@ class Session:
 
     def evaluate(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | DataLoader[Any],
         fn: Callable[[Any], Any],
         *,
         batch_size: int = 32,
@@ -339,9 +343,9 @@ class Session:
         The ranks divide the batches; the result does not depend on their number. Meanwhile the
         model is in eval mode and gradients are off, and training continues as if nothing happened.
 
-        dataset: an object with a length, indexed by number. fn: a function that takes a batch and
-        returns its mean, a number or a dict of numbers. batch_size: number of samples in a batch.
-        collate_fn: as for `batches`.
+        dataset: as for `batches`; of a `DataLoader`, its batch size and `collate_fn` count. fn: a
+        function that takes a batch and returns its mean, a number or a dict of numbers. batch_size:
+        number of samples in a batch. collate_fn: as for `batches`.
         """
         training = self._prepared("evaluate")
         reader = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)

@@ -11,7 +11,6 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -81,7 +80,7 @@ def of_loop(schedule: RankSchedule, loop: int) -> Description:
         "epochs": plan.epochs,
         "steps": plan.steps,
         "drop_last": plan.drop_last,
-        **asdict(plan.order),
+        **plan.order.described,
     }
     return {name: _plain(value) for name, value in values.items()}
 

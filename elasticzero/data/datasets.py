@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from elasticzero.data.streams.iterable import HuggingFaceShards, WholeDataset
 from elasticzero.data.streams.source import Stream
@@ -32,12 +40,6 @@ def _is_hugging_face(dataset: Any) -> bool:
 def length_of(dataset: Any) -> int:
     """Returns the number of samples; raises `UserError` for a dataset that is not indexed by
     number."""
-    if isinstance(dataset, DataLoader):
-        raise UserError(
-            "session.batches was given a DataLoader: give its dataset, and what else it was told, "
-            "session.batches(loader.dataset, global_batch=…, collate_fn=loader.collate_fn, "
-            "num_workers=…)"
-        )
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, list(dataset)[:4]))
         raise UserError(
@@ -50,3 +52,52 @@ def length_of(dataset: Any) -> int:
             "samples are reached by index, an IterableDataset, or an ez.Stream of shards"
         )
     return len(dataset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderParts:
+    """Says what a `DataLoader` was made of."""
+
+    dataset: Any
+    batch_size: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int
+    drop_last: bool
+    shuffle: bool
+    seed: int | None
+    """Seed of its sampler; None: it has none."""
+    sampler: Any
+    """A sampler of the script's own; None: the order is all samples, shuffled or not."""
+
+
+def parts_of(loader: DataLoader[Any]) -> LoaderParts:
+    """Returns what a loader was made of; raises `UserError` for what the session cannot take
+    over."""
+    if loader.batch_size is None:
+        raise UserError(
+            "session.batches was given a DataLoader that makes its batches by batch_sampler=, or "
+            "none: give it batch_size= and, for another order of samples, sampler="
+        )
+    if loader.worker_init_fn is not None:
+        raise UserError(
+            "session.batches was given a DataLoader with worker_init_fn=, but data workers are the "
+            "session's: leave it out, and seed what is random by the sample's index"
+        )
+    sampler = loader.sampler
+    known = isinstance(sampler, (DistributedSampler, SequentialSampler)) or (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+    streamed = isinstance(loader.dataset, IterableDataset)
+    shuffled = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)
+    return LoaderParts(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
+        num_workers=loader.num_workers,
+        drop_last=loader.drop_last,
+        shuffle=streamed or bool(shuffled),
+        seed=getattr(sampler, "seed", None) if known else None,
+        sampler=None if known or streamed else sampler,
+    )

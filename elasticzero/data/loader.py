@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from elasticzero.data.sampling import (
     BatchPlan,
@@ -42,7 +42,7 @@ it."""
 class BatchReader:
     """Reads samples and makes batches of them on a device."""
 
-    dataset: Dataset[Any]
+    dataset: Any
     device: torch.device
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0

@@ -3,56 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from elasticzero.data.datasets import as_stream, length_of
+from elasticzero.data.datasets import as_stream, length_of, parts_of
 from elasticzero.data.loader import BatchReader, RankSchedule
+from elasticzero.data.sampler_order import order_by
 from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.source import stream_order
+from elasticzero.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopArguments:
     """Holds the arguments of `session.batches`, which describes them."""
 
-    global_batch: int
+    dataset: Any
+    global_batch: int | None
     epochs: int | None
     steps: int | None
     micro_batch: int | Literal["auto"] | None
     virtual_batch: int | None
     shuffle: bool
     seed: int
+    sampler: Any
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int
     drop_last: bool
 
-    def schedule(
-        self, dataset: Any, rank: int, world_size: int, micro_batch_limit: int | None
-    ) -> RankSchedule:
-        """Returns what one rank computes of the loop over this dataset."""
-        stream = as_stream(dataset)
-        make_plan: Callable[..., BatchPlan | StreamPlan] = BatchPlan
-        order: Any
-        if stream is not None:
-            make_plan, order = StreamPlan, stream_order(stream, self.seed, self.shuffle)
-        else:
-            samples = length_of(dataset)
-            order = SampleOrder(samples=samples, seed=self.seed, shuffle=self.shuffle)
-        plan = make_plan(
-            order=order,
-            global_batch=self.global_batch,
-            epochs=self.epochs,
-            steps=self.steps,
-            drop_last=self.drop_last,
+    def resolved(self, first_world: int) -> LoopArguments:
+        """Returns the arguments with those of a `DataLoader` in place of the loader.
+
+        first_world: number of ranks with which training began, each of which takes a batch of the
+        loader. Raises `UserError` if there is no size of a global batch.
+        """
+        if not isinstance(self.dataset, DataLoader):
+            if self.global_batch is None:
+                raise UserError(
+                    "session.batches needs global_batch=, the samples of a step over all ranks"
+                )
+            return self
+        parts = parts_of(self.dataset)
+        alone = self.virtual_batch is None and self.micro_batch is None
+        return replace(
+            self,
+            dataset=parts.dataset,
+            global_batch=self.global_batch or parts.batch_size * first_world,
+            micro_batch=parts.batch_size if alone else self.micro_batch,
+            shuffle=parts.shuffle,
+            seed=self.seed if parts.seed is None else parts.seed,
+            sampler=self.sampler if self.sampler is not None else parts.sampler,
+            collate_fn=self.collate_fn or parts.collate_fn,
+            num_workers=self.num_workers or parts.num_workers,
+            drop_last=self.drop_last or parts.drop_last,
         )
+
+    def schedule(self, rank: int, world_size: int, micro_batch_limit: int | None) -> RankSchedule:
+        """Returns what one rank computes of the loop."""
         return RankSchedule(
-            plan=plan,
+            plan=self._plan(),
             rank=rank,
             world_size=world_size,
             micro_batch=self.micro_batch,
@@ -60,17 +75,33 @@ class LoopArguments:
             virtual_batch=self.virtual_batch,
         )
 
+    def _plan(self) -> BatchPlan | StreamPlan:
+        assert self.global_batch is not None
+        loop: dict[str, Any] = {
+            "global_batch": self.global_batch,
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "drop_last": self.drop_last,
+        }
+        stream = as_stream(self.dataset)
+        if stream is not None:
+            if self.sampler is not None:
+                raise UserError("session.batches was given a stream and sampler=: leave it out")
+            return StreamPlan(order=stream_order(stream, self.seed, self.shuffle), **loop)
+        samples = length_of(self.dataset)
+        if self.sampler is not None:
+            return BatchPlan(order=order_by(self.sampler, self.seed), **loop)
+        order = SampleOrder(samples=samples, seed=self.seed, shuffle=self.shuffle)
+        return BatchPlan(order=order, **loop)
+
     def reader(
-        self,
-        dataset: Any,
-        device: torch.device,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None,
+        self, device: torch.device, sum_over_ranks: Callable[[Tensor], Tensor] | None
     ) -> BatchReader | StreamReader:
-        """Returns what reads this dataset on one rank; sum_over_ranks: as of `StreamReader`."""
-        stream = as_stream(dataset)
+        """Returns what reads the dataset on one rank; sum_over_ranks: as of `StreamReader`."""
+        stream = as_stream(self.dataset)
         if stream is not None:
             return StreamReader(
-                dataset=dataset,
+                dataset=self.dataset,
                 stream=stream,
                 device=device,
                 sum_over_ranks=sum_over_ranks,
@@ -78,7 +109,7 @@ class LoopArguments:
                 num_workers=self.num_workers,
             )
         return BatchReader(
-            dataset=dataset,
+            dataset=self.dataset,
             device=device,
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,

@@ -77,6 +77,16 @@ class SampleOrder:
                 f"the dataset has {self.samples} samples; between 1 and {MAX_SAMPLES} are needed"
             )
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """Returns what the order depends on, by name."""
+        return {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Returns what the order depends on, as the position in the data has it."""
+        return [*self.described.values()]
+
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """Returns the dataset indices at positions `[start, stop)` of an epoch."""
         return self.at(epoch, np.arange(start, stop, dtype=np.uint64))
@@ -136,6 +146,8 @@ class DataPosition:
     """The other datasets, the last used ones last; `KEPT_DATASETS` at most."""
     micro_batch: int | None = None
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
+    first_world: int = 0
+    """Number of ranks with which the first loop began; 0: none has."""
     stopped: str | None = None
     """Reason for which the script ended training for all ranks; None: it did not."""
     skipped: tuple[SkippedBatch, ...] = ()
@@ -244,7 +256,7 @@ class BatchPlan:
         Raises `UserError` if training would continue inside a loop, in mid-epoch, with another
         order. position: where training resumes.
         """
-        order = [self.order.samples, self.order.seed, self.order.shuffle]
+        order = self.order.inputs
         if position.loop < loop:
             return next_loop(position, loop, dataset, order, lambda at: at >= self.order.samples)
         known = position.order
@@ -253,7 +265,7 @@ class BatchPlan:
             if len(known) == len(order) and position.offset > known[0] - rest:
                 position = replace(position, epoch=position.epoch + 1, offset=0)
             else:
-                raise other_order(position, f"[samples, seed, shuffle] = {order}")
+                raise other_order(position, f"{order}")
         return replace(position, order=order, dataset=dataset, stream=None)
 
     def ends_epoch(self, position: DataPosition) -> bool:
@@ -312,6 +324,7 @@ def next_loop(
         stream=stream,
         dataset=dataset,
         first_epoch=epoch,
+        first_world=position.first_world,
         others=tuple(left[-KEPT_DATASETS:]),
         stopped=position.stopped,
         micro_batch=position.micro_batch,

@@ -20,10 +20,8 @@ from elasticzero.state.model import called_parts
 from elasticzero.torch_internals import StepCheck
 
 BATCH_ARGUMENTS = {
-    "sampler": "the order is the session's, so that each sample is used once in every world; give "
-    "shuffle= and seed=, or a dataset that is in your order with shuffle=False",
-    "batch_sampler": "the session makes the batches; give global_batch= and, for smaller ones on "
-    "each rank, micro_batch=",
+    "batch_sampler": "the session makes the batches; give global_batch=, micro_batch= for smaller "
+    "ones on each rank, and sampler= for their order",
     "batch_size": "give global_batch=, the samples of a step over all ranks, and, for smaller "
     "batches on each rank, micro_batch=",
     "generator": "the order follows from seed=",

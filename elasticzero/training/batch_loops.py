@@ -23,7 +23,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ class Loops:
         loop, self._count = self._count, self._count + 1
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
-        renewed = self._datasets.looks_recreated(reader.dataset, astuple(order))
+        renewed = self._datasets.looks_recreated(reader.dataset, tuple(order.inputs))
         if self._epoch is None:
             self._epoch = training.position.epoch
         if loop < training.position.loop:
@@ -156,6 +156,7 @@ class Loops:
         training.left_at = ""
         self._comparison.require_equal(Call.LOOP, of_loop(schedule, loop))
         position = schedule.plan.start(training.position, loop, dataset)
+        position = replace(position, first_world=position.first_world or schedule.world_size)
         if schedule.micro_batch == "auto":
             position = replace(position, micro_batch=schedule.micro_batch_limit)
         training.begin_loop(position)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.data.datasets import as_stream, length_of
+from elasticzero.data.datasets import as_stream, length_of, parts_of
 from elasticzero.data.loader import BatchReader, to_device
 from elasticzero.data.sampling import share_of
 from elasticzero.data.seeding import SeededRequest, seed_generators
@@ -46,6 +46,11 @@ def evaluate(
     rank, world_size = (
         (0, 1) if groups is None else (groups.rank_info.rank, groups.rank_info.world_size)
     )
+    if isinstance(reader.dataset, DataLoader):
+        parts = parts_of(reader.dataset)
+        collate_fn = reader.collate_fn or parts.collate_fn
+        reader = replace(reader, dataset=parts.dataset, collate_fn=collate_fn)
+        batch_size = parts.batch_size
     stream = as_stream(reader.dataset)
     if stream is not None:
         return _evaluate_stream(stream, reader, fn, batch_size, groups, check)

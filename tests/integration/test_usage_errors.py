@@ -13,11 +13,9 @@ TOLD = {
     "no factory": "a function that makes the optimizer",
     "made nothing": "let it return the optimizer",
     "forgotten restore": "call session.restore() before session.batches(…)",
-    "loader": "session.batches(loader.dataset, global_batch=…",
-    "evaluated loader": "give its dataset",
+    "loader of batches": "makes its batches by batch_sampler=",
     "generator": "give a dataset whose samples are reached by index, an IterableDataset",
     "dict": "with the keys 'train': give one dataset of it",
-    "sampler": "session.batches takes no sampler=: the order is the session's",
     "batch_size": "session.batches takes no batch_size=: give global_batch=",
     "typo": "session.batches takes no shufle=",
     "own step": "the script calls optimizer.step() itself: leave it out",
@@ -34,7 +32,7 @@ for strategy in ("zero1", "zero2", "zero3"):
 for strategy in ("ddp", "zero1", "zero2", "zero3"):
     TOLD[f"closure {strategy}"] = "LBFGS computes the loss anew"
 WORKS = {
-    *("norm ddp", "value ddp"),
+    *("evaluated loader", "norm ddp", "value ddp"),
     *(
         f"{what} {which}"
         for what in ("average", "plain average")

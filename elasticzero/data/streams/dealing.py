@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,22 @@ class StreamOrder:
             raise UserError(f"shuffle_window is {self.window}; it must be at least 1")
         if self.readers < 1:
             raise UserError(f"readers is {self.readers}; it must be at least 1")
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Returns what the order depends on, by name."""
+        return {
+            "stream": self.contents,
+            "readers": self.readers,
+            "shuffle_window": self.window,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Returns what the order depends on, as the position in the data has it."""
+        return [*self.described.values()]
 
     def parts(self, reader: int, epoch: int, start: int = 0) -> Iterator[Part]:
         """Yields what a reader reads in an epoch, in order, from part number `start` on (I1)."""

@@ -41,25 +41,18 @@ class StreamPlan:
         if self.epochs is None and self.steps is None:
             raise UserError("session.batches needs epochs=… or steps=…, to know where to end")
 
-    @property
-    def inputs(self) -> list[Any]:
-        """Returns what the order depends on, as the position in the data has it."""
-        order = self.order
-        kept = [order.readers, order.window, order.seed, order.shuffle]
-        return ["stream", order.contents, *kept]
-
     def start(self, position: DataPosition, loop: int, dataset: int = 0) -> DataPosition:
         """Returns the position at which the loop begins, as `BatchPlan.start` does."""
         if position.loop < loop:
             stream = position.mark(dataset).stream
             over = partial(_is_over, stream)
-            position = next_loop(position, loop, dataset, self.inputs, over)
-        elif position.order not in (None, self.inputs):
+            position = next_loop(position, loop, dataset, self.order.inputs, over)
+        elif position.order not in (None, self.order.inputs):
             if position.offset and not _is_over(position.stream, position.offset):
-                raise other_order(position, f"{self.inputs}")
+                raise other_order(position, f"{self.order.inputs}")
             epoch = position.epoch + (position.offset > 0)
             position = replace(position, epoch=epoch, offset=0, stream=None)
-        position = replace(position, order=self.inputs, dataset=dataset)
+        position = replace(position, order=self.order.inputs, dataset=dataset)
         found = _known(position.stream, position.offset, self.order.readers)
         self.known, self.rows = {position.epoch: found}, {position.epoch: position.stream}
         return position

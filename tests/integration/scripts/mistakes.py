@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import elasticzero as ez
 
@@ -54,7 +54,7 @@ def data(session: ez.Session, dataset: Any, **more: Any) -> None:
 
 def evaluated(session: ez.Session) -> None:
     prepared(session)
-    session.evaluate(DataLoader(DATA), lambda x: x.mean())  # type: ignore[arg-type]
+    session.evaluate(DataLoader(DATA), lambda x: x.mean())
 
 
 def clipped(session: ez.Session, strategy: str, clip: Callable[[Any], Any]) -> None:
@@ -154,11 +154,10 @@ def cases() -> dict[str, Callable[[ez.Session], None]]:
         "no factory": lambda s: s.prepare(network(), "adam") and None,  # type: ignore[arg-type]
         "made nothing": lambda s: s.prepare(network(), lambda _: None) and None,  # type: ignore[type-var]
         "forgotten restore": forgotten_restore,
-        "loader": lambda s: data(s, DataLoader(DATA)),
+        "loader of batches": lambda s: data(s, DataLoader(DATA, batch_size=None)),
         "evaluated loader": evaluated,
         "generator": lambda s: data(s, iter(DATA)),
         "dict": lambda s: data(s, {"train": DATA}),
-        "sampler": lambda s: data(s, DATA, sampler=RandomSampler(DATA)),
         "batch_size": lambda s: data(s, DATA, batch_size=4),
         "typo": lambda s: data(s, DATA, shufle=True),
         "own step": stepped,

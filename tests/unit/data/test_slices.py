@@ -78,7 +78,7 @@ def read(world_size: int, workers: int, first: int) -> dict[int, Any]:
         schedule = RankSchedule(plan=plan, rank=rank, world_size=world_size, virtual_batch=2)
         parts = [part for batch, _ in schedule.steps(position) for part in schedule.parts(batch)]
         reader = BatchReader(
-            dataset=Noisy(),  # type: ignore[arg-type]  # it is no `Dataset`, as a script's may be
+            dataset=Noisy(),  # it is no `Dataset`, as a script's may be
             device=torch.device("cpu"),
             collate_fn=collate,
             num_workers=workers,
