@@ -39,6 +39,7 @@ SHARDS, GLOBAL_BATCH, STEP_S = 64, 64, 0.05
 TOKENS = 2048
 KINDS = {"tokens": 600, "compressed": 60}
 """Samples of a shard: 8 KB read from a file as they are, and 48 KB that are decompressed."""
+PEER = "DataLoader over the stream"
 LEAST_THROUGHPUT, MOST_STEP_MS, MOST_RESUME_S = 0.95, 0.5, 2.0
 
 Sample = dict[str, Any]
@@ -165,7 +166,7 @@ def steps_of_each(folder: Path, workers: int, steps: int) -> dict[str, list[floa
         next(batches)
         loader.append(time.perf_counter() - began_s)
         time.sleep(STEP_S)
-    return {"stream": stream, "index": indexed, "DataLoader over the stream": loader[10:]}
+    return {"stream": stream, "index": indexed, PEER: loader[10:]}
 
 
 def resume_seconds(used: int = 10_000_000, shards: int = 20_000, size: int = 1_000) -> float:
@@ -207,14 +208,17 @@ def tables(found: dict[str, Any]) -> str:
             f"{ratio.median:.2f} | {ratio.low:.2f} to {ratio.high:.2f} | "
             f"≥ {LEAST_THROUGHPUT} | {met} |"
         )
-    lines += ["", "| time in the data path of a 50 ms step | median, ms | mean, ms | wanted | |"]
-    lines.append("|" + "---|" * 5)
+    heads = "median, ms | mean, ms | beyond DataLoader, ms | wanted"
+    lines += ["", f"| time in the data path of a 50 ms step | {heads} | |", "|" + "---|" * 6]
+    means_ms = {name: statistics.mean(each) * 1e3 for name, each in found["steps"].items()}
     for name, seconds in found["steps"].items():
-        mean_ms = statistics.mean(seconds) * 1e3
-        judged = "met" if mean_ms <= MOST_STEP_MS else "NOT met"
-        verdict = ["", ""] if name.startswith("Data") else [f"≤ {MOST_STEP_MS}", judged]
-        middle_ms = statistics.median(seconds) * 1e3
-        lines.append(f"| {name} | {middle_ms:.2f} | {mean_ms:.2f} | {' | '.join(verdict)} |")
+        beyond_ms = means_ms[name] - means_ms[PEER]
+        judged = "met" if beyond_ms <= MOST_STEP_MS else "NOT met"
+        verdict = (
+            ["", "", ""] if name == PEER else [f"{beyond_ms:.2f}", f"≤ {MOST_STEP_MS}", judged]
+        )
+        row = [name, f"{statistics.median(seconds) * 1e3:.2f}", f"{means_ms[name]:.2f}", *verdict]
+        lines.append(f"| {' | '.join(row)} |")
     resume_s = found["resume_s"]
     met = "met" if resume_s <= MOST_RESUME_S else "NOT met"
     lines += [

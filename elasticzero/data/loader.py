@@ -125,17 +125,23 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Returns `value` with `function` applied to each tensor in its mappings and sequences."""
-    if isinstance(value, Tensor):
+    return map_each(Tensor, function, value)
+
+
+def map_each(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """Returns `value` with `function` applied to each object of this kind in its mappings and
+    sequences."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
-        mapped = {key: map_tensors(function, entry) for key, entry in value.items()}
+        mapped = {key: map_each(kind, function, entry) for key, entry in value.items()}
         return mapped if type(value) is dict else _same_mapping_type(value, mapped)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, entry) for entry in value))
+        return type(value)(*(map_each(kind, function, entry) for entry in value))
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        items = [map_tensors(function, entry) for entry in value]
+        items = [map_each(kind, function, entry) for entry in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value
 

@@ -43,7 +43,7 @@ class StreamOrder:
     shards: int
     readers: int
     window: int
-    """Number of samples that are shuffled among each other; 1: they keep their order."""
+    """Number of samples that are read at once, and shuffled among each other."""
     seed: int = 0
     shuffle: bool = True
     contents: str = ""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from elasticzero.data.loader import RankSchedule, die_with_training_process, to_device
+from elasticzero.data.loader import RankSchedule, die_with_training_process, map_each, to_device
 from elasticzero.data.sampling import DataPosition, GlobalBatch
 from elasticzero.data.streams.dealing import readers_of, readers_of_process
 from elasticzero.data.streams.plan import StreamPlan
@@ -27,6 +27,7 @@ from elasticzero.data.streams.reader_process import (
     Command,
     Fill,
     Give,
+    InMessage,
     Open,
     ReaderProcess,
     collate_of_process,
@@ -236,7 +237,13 @@ class StreamBatches:
         if isinstance(command, Fill):
             return {number: row for answer in answers for number, row in answer.items()}
         if isinstance(command, Give) and command.use:
-            self._parts.append([answer for answer in answers if answer is not None])
+            self._parts.append(
+                [
+                    map_each(InMessage, InMessage.tensor, answer)
+                    for answer in answers
+                    if answer is not None
+                ]
+            )
         return {}
 
 

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from elasticzero.data.loader import map_tensors
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.reader import Reader, ReaderMark, any_sample, open_readers
 from elasticzero.data.streams.source import Stream
@@ -51,6 +54,9 @@ class Give:
 
 
 Command = Open | Fill | Give
+INLINE_BYTES = 16 << 10
+"""Maximum size of a tensor that is sent without shared memory."""
+_INLINE_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64)
 Report = dict[int, tuple[int, ...]]
 """Of each reader of a process: samples read, and the row of `plan.py`."""
 
@@ -60,6 +66,28 @@ class Commands(Protocol):
 
     def get(self) -> Command | None: ...
     def empty(self) -> bool: ...
+
+
+class InMessage:
+    """Holds a small tensor that is sent in the message itself: a file of shared memory for each
+    takes ten times as long."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        """Returns the tensor in this form if it is small."""
+        small = tensor.nbytes <= INLINE_BYTES and tensor.device.type == "cpu"
+        known = tensor.layout == torch.strided and tensor.dtype in _INLINE_DTYPES
+        return cls(tensor.numpy()) if small and known and not tensor.requires_grad else tensor
+
+    def tensor(self) -> Tensor:
+        return torch.from_numpy(self._array)
+
+    def pin_memory(self, device: object = None) -> Tensor:
+        """Returns the tensor in pinned memory, as `DataLoader` asks each part of a batch to."""
+        return self.tensor().pin_memory()
 
 
 class ReaderProcess(IterableDataset[Any]):
@@ -99,7 +127,8 @@ class ReaderProcess(IterableDataset[Any]):
                 case Fill() as command:
                     yield self._fill(command)
                 case Give() as command:
-                    yield self._give(command)
+                    answer = self._give(command)
+                    yield answer if in_process else map_tensors(InMessage.of, answer)
 
     def _open(self, command: Open) -> None:
         opened = open_readers(self._stream, self._order, command.epoch, command.marks)

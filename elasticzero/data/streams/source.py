@@ -153,7 +153,7 @@ def stream_order(stream: Stream, seed: int, shuffle: bool) -> StreamOrder:
     return StreamOrder(
         shards=min(shards),
         readers=readers,
-        window=stream.shuffle_window if shuffle else 1,
+        window=stream.shuffle_window,
         seed=seed,
         shuffle=shuffle,
         contents=_contents(stream),
