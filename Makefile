@@ -79,7 +79,7 @@ $(INTEGRATIONS)/.ready: $(READY) constraints.txt
 	$(RUN) -m venv --clear $(INTEGRATIONS)
 	@site=$$($(RUN) -c 'import site; print(site.getsitepackages()[0])'); \
 	  echo "import site; site.addsitedir('$$site')" > $$(echo $(INTEGRATIONS)/lib/python*/site-packages)/base.pth
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate torchao playwright pillow matplotlib
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate torchao datasets playwright pillow matplotlib
 	@touch $@
 
 integrations: $(INTEGRATIONS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
