@@ -9,7 +9,7 @@ Shapes: N samples of the dataset, P positions asked for, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,7 +265,7 @@ class BatchPlan:
             if len(known) == len(order) and position.offset > known[0] - rest:
                 position = replace(position, epoch=position.epoch + 1, offset=0)
             else:
-                raise other_order(position, f"{order}")
+                raise other_order(position, self.order.described)
         return replace(position, order=order, dataset=dataset, stream=None)
 
     def ends_epoch(self, position: DataPosition) -> bool:
@@ -332,13 +332,16 @@ def next_loop(
     )
 
 
-def other_order(position: DataPosition, here: str) -> UserError:
-    """Returns the error for a loop that would go on in mid-epoch with another order."""
+def other_order(position: DataPosition, here: Mapping[str, Any]) -> UserError:
+    """Returns the error for a loop that would go on in mid-epoch with another order.
+
+    here: what the loop's order depends on, by name.
+    """
+    listed = ", ".join(f"{name} {value}" for name, value in here.items())
     return UserError(
-        f"training stopped in the middle of an epoch over [samples, seed, shuffle] = "
-        f"{position.order}, and the script now has {here}: some samples would be used twice and "
-        "others never. Go on with the same dataset and seed, or start afresh in another "
-        "checkpoint directory"
+        f"training stopped in the middle of an epoch whose order is given by {position.order}, and "
+        f"the script now has {listed}: some samples would be used twice and others never. Go on "
+        "with the same dataset and seed, or start afresh in another checkpoint directory"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import elasticzero.checkpoint
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.processes import descendants
 from tests.integration.clusters import SCRIPTS, Story, story, traces_in
 from tests.integration.scripts import regression
 
@@ -79,7 +81,11 @@ def train(tmp_path: Path, etcd: EtcdServer, job: str, kind: str, words: Sequence
     options += [str(SCRIPT), kind, "--epochs", str(EPOCHS), "--pause", "0.05", *words]
     with story(tmp_path, etcd.endpoint, job, options, nodes=3) as told:
         told.wait_for_step(8)
-        told.cluster.kill_worker(told.node(0))
+        if kind == "iterable":  # of which a process that loads data dies, in place of a worker
+            (worker, *_) = told.cluster.workers_of(told.node(0))
+            os.kill(min(descendants(worker)), signal.SIGKILL)
+        else:
+            told.cluster.kill_worker(told.node(0))
         told.wait_for_first_step(2)
         told.wait_for_step(told.step + 5)
         told.cluster.kill_node(told.node(1))

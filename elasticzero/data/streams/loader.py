@@ -132,10 +132,10 @@ class StreamBatches:
             self._learn_enough(after, batch.start)
 
     def close(self) -> None:
-        """Ends the processes that load data."""
+        """Tells the processes that load data to end; does not wait for them, since a generation
+        that ends is not to wait for a sample."""
         for commands in self._commands:
             commands.put(None)
-        del self._answers
 
     def _learn_enough(self, position: DataPosition, drawn: int) -> None:
         """Exchanges with all ranks until `LOW` batches from `position` on can be named.

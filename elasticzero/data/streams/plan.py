@@ -49,7 +49,7 @@ class StreamPlan:
             position = next_loop(position, loop, dataset, self.order.inputs, over)
         elif position.order not in (None, self.order.inputs):
             if position.offset and not _is_over(position.stream, position.offset):
-                raise other_order(position, f"{self.order.inputs}")
+                raise other_order(position, self.order.described)
             epoch = position.epoch + (position.offset > 0)
             position = replace(position, epoch=epoch, offset=0, stream=None)
         position = replace(position, order=self.order.inputs, dataset=dataset)
