@@ -78,6 +78,8 @@ class StreamPlan:
             (int(total), *row[1:]) for total, row in zip(total_V, rows, strict=True)
         )
         self._drawn.clear()
+        for past in [known for known in self.known if known < epoch - 1]:
+            del self.known[past], self.rows[past]
         if self.known[epoch].whole and not self.known[epoch].decided:
             raise UserError("the stream gave no sample at all: check its shards")
 
