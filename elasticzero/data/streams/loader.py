@@ -128,6 +128,7 @@ class StreamBatches:
     def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
         """Makes sure that the batch after this one can be named. All ranks call this together, once
         for each batch; after: the position after `batch`."""
+        self._plan.forget_before(batch.epoch)
         if self._plan.lacks(after, LOW) is not None:
             self._learn_enough(after, batch.start)
 

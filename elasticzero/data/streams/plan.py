@@ -78,10 +78,13 @@ class StreamPlan:
             (int(total), *row[1:]) for total, row in zip(total_V, rows, strict=True)
         )
         self._drawn.clear()
-        for past in [known for known in self.known if known < epoch - 1]:
-            del self.known[past], self.rows[past]
         if self.known[epoch].whole and not self.known[epoch].decided:
             raise UserError("the stream gave no sample at all: check its shards")
+
+    def forget_before(self, epoch: int) -> None:
+        """Drops what is known of the epochs before this one, in which training stands."""
+        for past in [known for known in self.known if known < epoch]:
+            del self.known[past], self.rows[past]
 
     def of(self, epoch: int) -> Known:
         return self.known.get(epoch) or Known.nothing(self.order.readers)
