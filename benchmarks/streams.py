@@ -76,7 +76,7 @@ def read(folder: Path, kind: str, shard: int, start: int) -> Iterator[Sample]:
 
 
 class Shards(IterableDataset[Sample]):
-    """The same samples for a DataLoader, divided among its workers."""
+    """Gives the same samples to a DataLoader, divided among its workers."""
 
     def __init__(self, reads: Callable[[int, int], Iterator[Sample]]) -> None:
         self._reads = reads

@@ -107,7 +107,7 @@ def functions(body: list[ast.stmt]) -> Iterator[Function]:
 
 
 def constructor(node: ast.ClassDef) -> Function:
-    """What makes an object of the class, under the class's name; its text is the class's, too."""
+    """Returns the class's `__init__` under its name, with the class's text first."""
     [made] = [s for s in node.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
     renamed = copy.copy(made)
     renamed.name, renamed.returns = node.name, ast.Name(node.name)

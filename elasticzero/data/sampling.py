@@ -136,8 +136,8 @@ class DataPosition:
     """The inputs of the order: `[samples, seed, shuffle]`, or those of a stream; another order in
     mid-epoch is refused."""
     stream: Any = None
-    """Of a stream, where its readers go on in this epoch (`data/streams/plan.py`); None: at their
-    beginning, or it is no stream."""
+    """Where a stream's readers go on in this epoch (`data/streams/plan.py`); None: at their
+    beginning, or the dataset is no stream."""
     dataset: int = 0
     """Number of the loop's dataset object, from 0, in the order in which loops first used them."""
     first_epoch: int = 0

@@ -110,9 +110,6 @@ class StreamBatches:
         """The position of the next batch for which no command was made."""
         self._learn_enough(position, position.offset)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def __next__(self) -> Any:
         """Returns the next micro-batch, on the device."""
         self._send_ahead()
@@ -120,7 +117,7 @@ class StreamBatches:
             self._receive()
         parts = self._parts.popleft()
         self._send_ahead()
-        if self._collates_here and self._reader.collate_fn is not None:
+        if self._reader.collate_fn is not None and self._collates_here:
             samples = [sample for part in parts for sample in part]
             return to_device(self._reader.collate_fn(samples), self._reader.device)
         return join_parts([to_device(part, self._reader.device) for part in parts])

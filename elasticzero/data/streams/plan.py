@@ -30,7 +30,7 @@ class StreamPlan:
     steps: int | None = None
     drop_last: bool = False
     known: dict[int, Known] = field(default_factory=dict)
-    """What is known of each epoch; it grows."""
+    """How far the readers have read, by epoch; it grows."""
     rows: dict[int, Any] = field(default_factory=dict)
     """Where readers go on in each epoch; it becomes newer."""
     _drawn: dict[tuple[int, int], Counts] = field(default_factory=dict)

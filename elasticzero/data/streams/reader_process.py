@@ -58,7 +58,8 @@ INLINE_BYTES = 16 << 10
 """Maximum size of a tensor that is sent without shared memory."""
 _INLINE_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64)
 Report = dict[int, tuple[int, ...]]
-"""Of each reader of a process: samples read, and the row of `plan.py`."""
+"""Maps each reader of a process to the number of samples that it has read, and the numbers of its
+row in `plan.py`."""
 
 
 class Commands(Protocol):

@@ -210,6 +210,8 @@ class _Shards:
 
 def _takes_start(read: Callable[..., Any]) -> bool:
     """Returns whether the function takes a second positional argument."""
-    kinds = [p.kind for p in inspect.signature(read).parameters.values()]
-    positional = [k for k in kinds if k.name in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")]
-    return len(positional) > 1 or any(k.name == "VAR_POSITIONAL" for k in kinds)
+    try:
+        inspect.signature(read).bind(None, 0)
+    except TypeError:
+        return False
+    return True
