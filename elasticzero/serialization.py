@@ -18,6 +18,10 @@ from typing import Any, Literal, TypeVar, Union
 T = TypeVar("T")
 PLAIN = frozenset({str, int, float, bool, type(None)})
 """The types whose values JSON holds unchanged."""
+NEW = {"new": True}
+"""Metadata of a field that the release before does not have. It is encoded only where it differs
+from its default, so that records that both releases can make are equal: ranks of both compare
+digests of them."""
 
 
 class RecordError(ValueError):
@@ -30,7 +34,12 @@ def encode(record: Any) -> Any:
     if kind in PLAIN:
         return record
     if dataclasses.is_dataclass(kind):
-        return {name: encode(getattr(record, name)) for name in _names(kind)}
+        new = _new_defaults(kind)
+        return {
+            name: encode(getattr(record, name))
+            for name in _names(kind)
+            if name not in new or getattr(record, name) != new[name]
+        }
     if isinstance(record, Mapping):
         return {str(key): encode(value) for key, value in record.items()}
     if isinstance(record, (tuple, list)):
@@ -90,6 +99,11 @@ def _by_name_only(kind: type) -> bool:
 @cache
 def _names(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(kind) if f.init)
+
+
+@cache
+def _new_defaults(kind: type) -> Mapping[str, Any]:
+    return {f.name: f.default for f in dataclasses.fields(kind) if "new" in f.metadata}
 
 
 @cache

@@ -218,11 +218,11 @@ class Session:
 
         dataset: has a length and is indexed by number, or is a stream: an `ez.Stream`, or an
         `IterableDataset` that gives the same samples each time; or is a `DataLoader`, whose
-        arguments are taken over: its batch is the `micro_batch`, and `global_batch` as many as
-        training began with ranks. global_batch: samples in a step over all ranks. epochs: passes
-        over the dataset, after which the loop ends. steps: global batches, after which the loop
-        ends; give `epochs`, `steps` or both. micro_batch: samples at once on one rank, by default
-        its whole part of the global batch; auto: half as many each time that memory does not
+        arguments are taken over: its batch is the `micro_batch`, and `global_batch` as many as the
+        first loop over a loader began with ranks. global_batch: samples in a step over all ranks.
+        epochs: passes over the dataset, after which the loop ends. steps: global batches, after
+        which it ends; give `epochs`, `steps` or both. micro_batch: samples at once on one rank, by
+        default all of its share; auto: half as many each time that memory does not
         suffice. virtual_batch: cuts each global batch into slices of so many samples, which are the
         micro-batches, on whatever ranks; each has random states and buffers of its own, so that
         dropout and the like do not depend on the world; `global_batch` must be a multiple. shuffle:

@@ -36,12 +36,14 @@ class LoopArguments:
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int
     drop_last: bool
+    first_world: int = 0
+    """Number of ranks from which the global batch follows; 0: it is given."""
 
     def resolved(self, first_world: int) -> LoopArguments:
         """Returns the arguments with those of a `DataLoader` in place of the loader.
 
-        first_world: number of ranks with which training began, each of which takes a batch of the
-        loader. Raises `UserError` if there is no size of a global batch.
+        first_world: number of ranks with which the first loop over a loader began, each of which
+        takes a batch of it. Raises `UserError` if there is no size of a global batch.
         """
         if not isinstance(self.dataset, DataLoader):
             if self.global_batch is None:
@@ -55,6 +57,7 @@ class LoopArguments:
             self,
             dataset=parts.dataset,
             global_batch=self.global_batch or parts.batch_size * first_world,
+            first_world=first_world if self.global_batch is None else 0,
             micro_batch=parts.batch_size if alone else self.micro_batch,
             shuffle=parts.shuffle,
             seed=self.seed if parts.seed is None else parts.seed,
@@ -73,6 +76,7 @@ class LoopArguments:
             micro_batch=self.micro_batch,
             micro_batch_limit=micro_batch_limit,
             virtual_batch=self.virtual_batch,
+            first_world=self.first_world,
         )
 
     def _plan(self) -> BatchPlan | StreamPlan:

@@ -10,7 +10,7 @@ Shapes: N samples of the dataset, P positions asked for, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from elasticzero.errors import UserError
 from elasticzero.hashing import mix64
+from elasticzero.serialization import NEW
 from elasticzero.spans import Span
 
 Positions = npt.NDArray[np.uint64]
@@ -106,7 +107,7 @@ class Mark:
     epoch: int
     offset: int
     order: Any = None
-    stream: Any = None
+    stream: Any = field(default=None, metadata=NEW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class DataPosition:
     order: Any = None
     """The inputs of the order: `[samples, seed, shuffle]`, or those of a stream; another order in
     mid-epoch is refused."""
-    stream: Any = None
+    stream: Any = field(default=None, metadata=NEW)
     """Where a stream's readers go on in this epoch (`data/streams/plan.py`); None: at their
     beginning, or the dataset is no stream."""
     dataset: int = 0
@@ -146,8 +147,9 @@ class DataPosition:
     """The other datasets, the last used ones last; `KEPT_DATASETS` at most."""
     micro_batch: int | None = None
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
-    first_world: int = 0
-    """Number of ranks with which the first loop began; 0: none has."""
+    first_world: int = field(default=0, metadata=NEW)
+    """Number of ranks with which the first loop began whose global batch follows from it; 0: none
+    has."""
     stopped: str | None = None
     """Reason for which the script ended training for all ranks; None: it did not."""
     skipped: tuple[SkippedBatch, ...] = ()

@@ -31,8 +31,9 @@ import torch
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
-from elasticzero.data.loader import BatchReader, RankSchedule, StepProgress
+from elasticzero.data.loader import BatchReader, RankSchedule
 from elasticzero.data.sampling import EpochEnd, GlobalBatch, MicroBatch
+from elasticzero.data.step_progress import StepProgress
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
@@ -156,7 +157,7 @@ class Loops:
         training.left_at = ""
         self._comparison.require_equal(Call.LOOP, of_loop(schedule, loop))
         position = schedule.plan.start(training.position, loop, dataset)
-        position = replace(position, first_world=position.first_world or schedule.world_size)
+        position = replace(position, first_world=position.first_world or schedule.first_world)
         if schedule.micro_batch == "auto":
             position = replace(position, micro_batch=schedule.micro_batch_limit)
         training.begin_loop(position)

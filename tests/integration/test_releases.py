@@ -1,15 +1,11 @@
-"""A job goes on while its nodes are replaced, one after another, by those of this release.
-
-The release before is `tests/fixtures/releases`: the packages of its wheel.
-"""
+"""A job goes on while its nodes are replaced, one after another, by those of this release."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,26 +15,17 @@ from elasticzero.launcher.local.cluster import Node, Placement
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples
+from tests.support.releases import BEFORE, unpack_release_before
 
-BEFORE = "0.1.0"
 OLD = ("node-0", "node-1", "node-2")
 
 
-@pytest.fixture
-def packages(tmp_path: Path, root: Path) -> Path:
-    """The folder of the release before."""
-    archive = root / "tests" / "fixtures" / "releases" / f"elasticzero-{BEFORE}.tar.xz"
-    with tarfile.open(archive) as opened:
-        opened.extractall(tmp_path / "before", filter="data")
-    return tmp_path / "before"
-
-
-def placed(packages: Path) -> Callable[[str], Placement]:
+def placed(before: Mapping[str, str]) -> Callable[[str], Placement]:
     """The first nodes are of the release before; the others have zones, which it does not know."""
 
     def place(node: str) -> Placement:
         if node in OLD:
-            return Placement(environment={"PYTHONPATH": str(packages), "PYTHONSAFEPATH": "1"})
+            return Placement(environment=before)
         return Placement(environment={"ELASTICZERO_ZONE": f"zone-{int(node[-1]) % 2}"})
 
     return place
@@ -78,10 +65,10 @@ def replace(told: Story, node: Node, generation: int) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nodes_of_the_release_before_are_replaced_one_by_one(
-    tmp_path: Path, packages: Path, job: str, etcd: EtcdServer
+    tmp_path: Path, root: Path, job: str, etcd: EtcdServer
 ) -> None:
     """Either release leads, and a node of each is killed while both are there."""
-    place = placed(packages)
+    place = placed(unpack_release_before(root, tmp_path / "before"))
     assert version(dict(place("node-0").environment)) == BEFORE != elasticzero.__version__
     words = ["--nnodes", "1:4", "--strategy", "zero1", "--redundancy", "mirror", "--lease-ttl", "2"]
     words += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "25"]

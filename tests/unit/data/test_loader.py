@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from elasticzero.data.loader import RankSchedule, StepProgress
+from elasticzero.data.loader import RankSchedule
 from elasticzero.data.sampling import BatchPlan, GlobalBatch, SampleOrder
+from elasticzero.data.step_progress import StepProgress
 from elasticzero.errors import UserError
 
 PLAN = BatchPlan(order=SampleOrder(samples=100), global_batch=20, steps=1)
