@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Other projects that tests run, beside the packages of $(VENV), which stay as they are.
 INTEGRATIONS := .venv-integrations
+# Frameworks of the oldest releases that the adapters support, before those of the environment of the tests.
+OLDEST_FRAMEWORKS := .venv-oldest-frameworks
 # The two ends of the ranges in pyproject.toml; the newer one with Python 3.13 where there is one.
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
@@ -75,16 +77,20 @@ bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, s
 chaos: $(READY) ## long runs with random faults
 	$(RUN) -m pytest -ra -q -m chaos --timeout=3600
 
-$(INTEGRATIONS)/.ready: $(READY) constraints.txt
-	$(RUN) -m venv --clear $(INTEGRATIONS)
+$(INTEGRATIONS)/.ready: PACKAGES = -c constraints.txt torchao datasets playwright pillow matplotlib
+$(OLDEST_FRAMEWORKS)/.ready: PACKAGES = -r tests/integrations/oldest_frameworks.txt
+$(OLDEST_FRAMEWORKS)/.ready: tests/integrations/oldest_frameworks.txt
+$(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready: .venv-%/.ready: $(READY) constraints.txt
+	$(RUN) -m venv --clear .venv-$*
 	@site=$$($(RUN) -c 'import site; print(site.getsitepackages()[0])'); \
-	  echo "import site; site.addsitedir('$$site')" > $$(echo $(INTEGRATIONS)/lib/python*/site-packages)/base.pth
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt accelerate torchao datasets playwright pillow matplotlib
+	  echo "import site; site.addsitedir('$$site')" > $$(echo .venv-$*/lib/python*/site-packages)/base.pth
+	.venv-$*/bin/python -m pip install --quiet $(PACKAGES)
 	@touch $@
 
-integrations: $(INTEGRATIONS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
+integrations: $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
 	@.ci/browser
 	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
+	timeout --foreground --kill-after=10 900 $(OLDEST_FRAMEWORKS)/bin/python -m pytest -ra -q -m "not chaos" tests/integration/adapters
 
 # Each Python is a try, since gigabytes are fetched.
 $(OLDEST)/.ready: PYTHONS = $(RUN) $(RUN)
@@ -127,5 +133,5 @@ tools: # programs that some tests run, from Debian's packages where they are mis
 	@.ci/tools
 
 clean: ## remove everything that make has built
-	rm -rf $(VENV) $(INTEGRATIONS) $(OLDEST) $(NEWEST) $(DOCS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) $(OLDEST_FRAMEWORKS) $(OLDEST) $(NEWEST) $(DOCS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from elasticzero.errors import ElasticZeroError
-from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.session import Session
 from elasticzero.worker import single_process
 from elasticzero.worker.generation import Generation
@@ -18,7 +18,7 @@ from elasticzero.worker.process_reuse import (
 )
 
 
-def run(train: Callable[[Session], None]) -> None:
+def run(train: Callable[[Session], None], *, keep_process: bool = True) -> None:
     """Trains: calls `train` with the session of this process's generation.
 
     Under an agent the process ends here when the generation does, and `train` is entered again in
@@ -29,7 +29,8 @@ def run(train: Callable[[Session], None]) -> None:
     ELASTICZERO_CHECKPOINT_DIR and its like say. It prints an error of this project's in one line
     and raises `SystemExit` with its exit code, and so it does at Ctrl-C.
 
-    train: the training function.
+    train: the training function. keep_process: False if `train` uses what was made outside of it,
+    as a model, so that --keep-workers must not enter it again in the same process.
     """
     link = AgentClient.from_environment()
     if link.standalone:
@@ -37,6 +38,8 @@ def run(train: Callable[[Session], None]) -> None:
         return
     baseline = ProcessBaseline()
     while (ended := _generation(link, train)) is not None:
+        if not keep_process:
+            exit_now(ended.code)
         prepare_for_next_generation(link, ended, baseline)
 
 

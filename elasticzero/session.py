@@ -82,6 +82,11 @@ class Session:
         return self._loops.progress.indices()
 
     @property
+    def micro_batch_samples(self) -> int:
+        """Returns the number of samples of this rank's micro-batch that count; 0 for a filler."""
+        return self._loops.progress.current("micro_batch_samples")[1].weight
+
+    @property
     def epoch(self) -> int:
         """Returns the epoch of the current global batch, from 0, over all loops over its dataset.
 
@@ -94,8 +99,7 @@ class Session:
     @property
     def stopped(self) -> str | None:
         """Returns the reason given to `stop`, once all ranks have it; None: it was not called."""
-        training = self._generation.training
-        return training.stopped if training is not None else None
+        return None if (training := self._generation.training) is None else training.stopped
 
     def stop(self, reason: str) -> None:
         """Ends training for all ranks; any of them may call this, at any time.
@@ -222,8 +226,8 @@ class Session:
         first loop over a loader began with ranks. global_batch: samples in a step over all ranks.
         epochs: passes over the dataset, after which the loop ends. steps: global batches, after
         which it ends; give `epochs`, `steps` or both. micro_batch: samples at once on one rank, by
-        default all of its share; auto: half as many each time that memory does not
-        suffice. virtual_batch: cuts each global batch into slices of so many samples, which are the
+        default all of its share; auto: half as many each time that memory does not suffice.
+        virtual_batch: cuts each global batch into slices of so many samples, which are the
         micro-batches, on whatever ranks; each has random states and buffers of its own, so that
         dropout and the like do not depend on the world; `global_batch` must be a multiple. shuffle:
         whether each epoch has an order of its own. seed: chooses the orders; an epoch's depends on
@@ -235,9 +239,8 @@ class Session:
         is captured; its effect on what is tracked counts exactly once.
         """
         argument_checks.check_arguments(others)
-        if self._prepared("batches").copy is None:
+        if (training := self._prepared("batches")).copy is None:
             raise UserError("call session.restore() before session.batches(…)")
-        training = self._prepared("batches")
         loop = LoopArguments(
             dataset=dataset,
             global_batch=global_batch,
@@ -352,10 +355,8 @@ class Session:
         groups = self._generation.groups
         if groups is not None:
             groups.barrier(Call.EVALUATE, where=f" after step {training.step}")
-        with (
-            self.busy("evaluating"),
-            evaluating(training.strategy.model, training.auxiliary, groups),
-        ):
+        model, auxiliary = training.strategy.model, training.auxiliary
+        with self.busy("evaluating"), evaluating(model, auxiliary, groups):
             return evaluate(reader, fn, batch_size, groups, self._link.check)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -394,7 +395,6 @@ class Session:
                 self._loops.progress.exclude_time_since(began_s)
 
     def _prepared(self, call: str) -> TrainingState:
-        training = self._generation.training
-        if training is None:
+        if (training := self._generation.training) is None:
             raise UserError(f"call session.prepare(model, optimizer) before session.{call}(…)")
         return training

@@ -1,0 +1,1 @@
+"""Adapts frameworks that people train with: one module or package for each, by its name."""

@@ -1,0 +1,319 @@
+"""Runs a trainer's training in one generation: its data, its callbacks, and what it logs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from transformers.trainer_utils import TrainOutput, speed_metrics
+
+from elasticzero.errors import UserError
+from elasticzero.integrations.transformers import saving
+from elasticzero.integrations.transformers.optimizer import OptimizerFactory
+from elasticzero.integrations.transformers.progress import Progress
+from elasticzero.integrations.transformers.whole_model import WholeModel
+from elasticzero.session import Session
+
+if TYPE_CHECKING:
+    from elasticzero.integrations.transformers.trainer import Trainer
+
+LOSSES_KEPT = 1024
+"""Number of steps after which the ranks share their losses, though nothing is logged."""
+
+
+class TrainingLoop:
+    """Trains a trainer's model in the session of one generation."""
+
+    def __init__(self, trainer: Trainer, session: Session, ignore_keys: list[str] | None) -> None:
+        """ignore_keys: as of `Trainer.train`."""
+        self.session = session
+        self._trainer, self._args = trainer, trainer.args
+        self._ignore_keys = ignore_keys
+        self._progress = Progress()
+        self._steps_in_epoch: int | None = None
+        """Steps of an epoch; None: the dataset has no length."""
+        self._in_epoch = self._in_step = False
+        self._of_step: Tensor | None = None
+        """Of this rank's micro-batches of a step: the sums of their losses, each times its weight,
+        and of the weights; shape (2,)."""
+        self._losses: list[Tensor] = []
+        """The same of each step of which no mean is taken yet."""
+        self._loss_sum, self._loss_steps = 0.0, 0
+        """Sum of the mean losses of the steps since the last log, and their number."""
+        self._logged = self._began = 0
+        self._began_s = time.time()
+
+    def run(self) -> TrainOutput:
+        """Trains from the newest state to the end of training."""
+        trainer, session, args = self._trainer, self.session, self._args
+        if trainer.model_init is not None:
+            trainer.model = trainer.call_model_init()
+        _checkpoint_activations(trainer)
+        factory, whole = OptimizerFactory(trainer), WholeModel(trainer.model)
+        trainer.lr_scheduler = None
+        model, trainer.optimizer = session.prepare(
+            trainer.model,
+            factory,
+            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            compile=(args.torch_compile_mode or True) if args.torch_compile else False,
+        )
+        trainer.model_wrapped = model
+        session.track("trainer", self._progress)
+        session.restore()
+        batches, steps = self._batches()
+        trainer.lr_scheduler = factory.scheduler_of(trainer.optimizer, steps)
+        self._progress.adopt_scheduler(trainer.lr_scheduler)
+        self._begin(steps)
+        for inputs in batches:
+            self._micro_batch(model, inputs)
+        if self._in_epoch:
+            self._end_epoch()
+        output = self._finish()
+        trainer.model = trainer.model_wrapped = whole.after_training(session, trainer.model)
+        return output
+
+    def _batches(self) -> tuple[Any, int]:
+        """Returns the micro-batches of all epochs, and the number of steps in them."""
+        trainer, args, progress = self._trainer, self._args, self._progress
+        dataset = trainer.train_dataset
+        if dataset is None:
+            raise UserError("train() needs a train_dataset, which the Trainer was not given")
+        accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        if progress.global_batch is None:
+            wanted = trainer.elastic_global_batch
+            progress.global_batch = wanted or accumulated * self.session.world_size
+        global_batch = progress.global_batch
+        collate = trainer._get_collator_with_removed_columns(  # noqa: SLF001 - as its own loader
+            trainer.data_collator, description="training"
+        )
+        steps = args.max_steps
+        order: dict[str, Any] = {}
+        if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__"):
+            whole = math.floor if args.dataloader_drop_last else math.ceil
+            self._steps_in_epoch = max(1, whole(len(dataset) / global_batch))
+            if steps <= 0:
+                steps = math.ceil(args.num_train_epochs * self._steps_in_epoch)
+            sampler = trainer._get_train_sampler()  # noqa: SLF001 - as its own loader
+            order = {"shuffle": isinstance(sampler, RandomSampler)}
+            if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler)):
+                order = {"sampler": sampler}
+        micro_batch: Any = "auto" if args.auto_find_batch_size else args.per_device_train_batch_size
+        batches = self.session.batches(
+            dataset,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            steps=steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            drop_last=args.dataloader_drop_last,
+            on_epoch_end=self._end_epoch,
+            **order,
+        )
+        return batches, steps
+
+    def _begin(self, steps: int) -> None:
+        trainer, args = self._trainer, self._args
+        handler = trainer.callback_handler
+        handler.model, handler.optimizer = trainer.model, trainer.optimizer
+        handler.lr_scheduler = trainer.lr_scheduler
+        state = self._progress.recall(trainer)
+        if state is not None:
+            trainer.state = state
+        state = trainer.state
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        state.global_step = self._began = self._logged = self.session.step_count
+        state.max_steps, state.train_batch_size = steps, args.per_device_train_batch_size
+        state.num_train_epochs = math.ceil(steps / (self._steps_in_epoch or steps))
+        state.compute_steps(args, steps)
+        self._set_epoch()
+        trainer.control = handler.on_train_begin(args, state, trainer.control)
+        if args.eval_on_start and state.global_step == 0:
+            trainer._evaluate(None, self._ignore_keys, skip_scheduler=True)  # noqa: SLF001
+
+    def _micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Computes one micro-batch, and what follows the global batch's last one."""
+        trainer, args, handler = self._trainer, self._args, self._trainer.callback_handler
+        if not self._in_epoch:
+            self._in_epoch = True
+            trainer.control = handler.on_epoch_begin(args, trainer.state, trainer.control)
+        if not self._in_step:
+            self._in_step = True
+            trainer.control = handler.on_step_begin(args, trainer.state, trainer.control)
+        model.train()
+        inputs = trainer._prepare_inputs(inputs)  # noqa: SLF001 - a hook of subclasses
+        items = self._items(inputs)
+        with trainer.compute_loss_context_manager(), _session_averages(args):
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        self._add_loss(loss.detach(), items)
+        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        self.session.backward(loss, weight=items)
+        rate = trainer._get_learning_rate()  # noqa: SLF001 - that of this step
+        if self.session.step(max_grad_norm=args.max_grad_norm or None):
+            self._in_step = False
+            self._end_step(rate)
+        else:
+            trainer.control = handler.on_substep_end(args, trainer.state, trainer.control)
+
+    def _items(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Returns the number of labels in a micro-batch, over which its loss is a mean; None: it is
+        a mean over samples."""
+        count = self._trainer._get_num_items_in_batch  # noqa: SLF001 - as its own loop
+        with _session_averages(self._args):
+            items = count([inputs], self.session.device)
+        return items if items is None or isinstance(items, Tensor) else torch.tensor(items)
+
+    def _add_loss(self, loss: Tensor, items: Tensor | None) -> None:
+        """Adds a micro-batch's loss to those of its step."""
+        counts = self.session.micro_batch_samples > 0
+        weight = self.session.micro_batch_samples if items is None else items * counts
+        pair = torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)]) * weight
+        if self._args.logging_nan_inf_filter:
+            pair = torch.where(pair.isfinite().all(), pair, 0.0)
+        self._of_step = pair if self._of_step is None else self._of_step + pair
+
+    def _end_step(self, rate: float) -> None:
+        """Does what follows a step of the optimizer."""
+        trainer, args, handler = self._trainer, self._args, self._trainer.callback_handler
+        scheduler = trainer.lr_scheduler
+        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            scheduler.step()
+        trainer.state.global_step = self.session.step_count
+        self._set_epoch()
+        assert self._of_step is not None
+        self._losses.append(self._of_step)
+        self._of_step = None
+        if len(self._losses) == LOSSES_KEPT:
+            self._take_losses()
+        if (
+            args.torch_empty_cache_steps
+            and trainer.state.global_step % args.torch_empty_cache_steps == 0
+        ):
+            torch.cuda.empty_cache()
+        trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
+        trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
+        self._act(rate)
+
+    def _end_epoch(self) -> None:
+        """Does what follows an epoch's last step."""
+        trainer, args = self._trainer, self._args
+        self._in_epoch = False
+        trainer.control = trainer.callback_handler.on_epoch_end(
+            args, trainer.state, trainer.control
+        )
+        self._act(trainer._get_learning_rate())  # noqa: SLF001 - no public name
+
+    def _act(self, rate: float) -> None:
+        """Logs, evaluates, saves and ends, as the callbacks have decided on all ranks alike."""
+        trainer, control = self._trainer, self._trainer.control
+        asked = control.should_log or control.should_evaluate or control.should_save
+        if control.should_log and trainer.state.global_step > self._logged:
+            self._log(rate)
+        if control.should_evaluate:
+            metrics = trainer._evaluate(None, self._ignore_keys)  # noqa: SLF001 - steps the rate
+            best = trainer._determine_best_metric(metrics, None)  # noqa: SLF001 - no public name
+            if self._args.save_strategy == "best":
+                control.should_save = best
+        if control.should_save:
+            trainer._save_checkpoint(trainer.model, None)  # noqa: SLF001 - a hook of subclasses
+            trainer.control = trainer.callback_handler.on_save(
+                self._args, trainer.state, trainer.control
+            )
+        if asked:
+            self._progress.share(trainer)
+        if control.should_epoch_stop and not control.should_training_stop:
+            raise UserError(
+                "a callback has set should_epoch_stop, and an epoch ends with its last sample: "
+                "set should_training_stop"
+            )
+        last = trainer.state.global_step >= trainer.state.max_steps
+        if control.should_training_stop and not last:
+            self.session.stop("a callback of the Trainer has set should_training_stop")
+
+    def _log(self, rate: float) -> None:
+        """Logs the mean loss of the steps since the last log, over all ranks."""
+        trainer = self._trainer
+        logs: dict[str, float] = {}
+        self._take_losses()
+        if self._loss_steps:
+            logs["loss"] = self._loss_sum / self._loss_steps
+        if self.session.gradient_norm is not None:
+            logs["grad_norm"] = self.session.gradient_norm
+        logs["learning_rate"] = rate
+        self._count_losses()
+        self._logged = trainer.state.global_step
+        trainer.store_flos()
+        self.session.log(**{name: value for name, value in logs.items() if self.session.rank == 0})
+        trainer.log(logs, self._began_s)
+
+    def _take_losses(self) -> None:
+        """Adds the mean loss over all ranks of each step since the last call; all call this
+        together."""
+        if not self._losses:
+            return
+        pairs = torch.stack(self._losses)
+        self._losses.clear()
+        if dist.is_initialized():
+            dist.all_reduce(pairs)
+        totals, weights = pairs.unbind(1)
+        self._loss_sum += (totals / weights)[weights > 0].sum().item()
+        self._loss_steps += len(pairs)
+
+    def _count_losses(self) -> None:
+        """Adds the losses since the last log to those of the whole training."""
+        self._progress.loss_sum += self._loss_sum
+        self._progress.loss_steps += self._loss_steps
+        self._loss_sum, self._loss_steps = 0.0, 0
+
+    def _set_epoch(self) -> None:
+        state = self._trainer.state
+        state.epoch = state.global_step / (self._steps_in_epoch or state.max_steps)
+
+    def _finish(self) -> TrainOutput:
+        """Logs the whole training's figures, takes the best model if asked, and tells callbacks."""
+        trainer, args, progress = self._trainer, self._args, self._progress
+        steps = trainer.state.global_step
+        self._take_losses()
+        self._count_losses()
+        mean = progress.loss_sum / max(progress.loss_steps, 1)
+        done = steps - self._began
+        samples = done * (progress.global_batch or 0)
+        metrics = speed_metrics("train", self._began_s, num_samples=samples, num_steps=done)
+        trainer.store_flos()
+        metrics["total_flos"], metrics["train_loss"] = trainer.state.total_flos, mean
+        trainer.log(metrics)
+        if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            saving.load_best_model(trainer)
+        trainer.control = trainer.callback_handler.on_train_end(
+            args, trainer.state, trainer.control
+        )
+        return TrainOutput(steps, mean, metrics)
+
+
+@contextmanager
+def _session_averages(args: Any) -> Iterator[None]:
+    """Lets the trainer's loss be a mean over this rank's labels: the session weighs the ranks."""
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = True
+
+
+def _checkpoint_activations(trainer: Trainer) -> None:
+    """Makes the model compute activations again in its backward, if its arguments say so."""
+    args, model = trainer.args, trainer.model
+    if getattr(args, "activation_checkpointing", False):
+        options = dict(getattr(args, "activation_checkpointing_kwargs", None) or {})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None)
+    elif args.gradient_checkpointing:
+        options = args.gradient_checkpointing_kwargs or {"use_reentrant": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -1,0 +1,104 @@
+"""Keeps what a `Trainer` knows of its training as part of the training state."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Protocol
+
+import torch.distributed as dist
+import transformers
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer_callback import TrainerState
+
+OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero")
+
+
+class Exported(Protocol):
+    """Describes callbacks that keep state, such as that which stops early."""
+
+    def state(self) -> dict[str, Any]: ...
+
+
+class Progress:
+    """Holds a trainer's state, which is rank 0's, and its scheduler's.
+
+    What a trainer logs has times, and so differs by rank: `share` makes it equal. `session.track`
+    keeps this.
+    """
+
+    def __init__(self) -> None:
+        self.global_batch: int | None = None
+        """Samples in a step over all ranks; None: no generation has trained yet."""
+        self.loss_sum = 0.0
+        """Sum of the mean losses of `loss_steps` steps."""
+        self.loss_steps = 0
+        self.scheduler: LRScheduler | None = None
+        self._shared = ""
+        self._loaded_scheduler: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "global_batch": self.global_batch,
+            "loss": [self.loss_sum, self.loss_steps],
+            "trainer": self._shared,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_batch = state["global_batch"]
+        self.loss_sum, self.loss_steps = state["loss"]
+        self._shared = state["trainer"]
+        self._loaded_scheduler = state["scheduler"]
+
+    def adopt_scheduler(self, scheduler: LRScheduler) -> None:
+        """Lets a scheduler that was just built go on where the loaded one stood."""
+        self.scheduler = scheduler
+        if (state := self._loaded_scheduler) is None:
+            return
+        scheduler.load_state_dict(state)
+        for group, rate in zip(scheduler.optimizer.param_groups, state["_last_lr"], strict=True):
+            if hasattr(group["lr"], "fill_"):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def share(self, trainer: transformers.Trainer) -> None:
+        """Gives all ranks the trainer's state of rank 0; all call this together."""
+        trainer.state = dataclasses.replace(trainer.state, stateful_callbacks=exported(trainer))
+        told = dataclasses.asdict(trainer.state)
+        texts = [json.dumps({k: v for k, v in told.items() if k not in OF_THE_PROCESS})]
+        if dist.is_initialized():
+            dist.broadcast_object_list(texts, src=0)
+        self._shared = texts[0]
+        trainer.state = self._state(trainer)
+
+    def recall(self, trainer: transformers.Trainer) -> TrainerState | None:
+        """Returns the state that was loaded, and gives the callbacks theirs; None: there is
+        none."""
+        if not self._shared:
+            return None
+        state = self._state(trainer)
+        for each in exported(trainer):
+            stored = state.stateful_callbacks.get(type(each).__name__, {})
+            if isinstance(stored, list):
+                stored = stored.pop(0)
+            constant = {} if each is trainer.control else stored.get("args", {})
+            for name, value in {**stored.get("args", {}), **stored.get("attributes", {})}.items():
+                if name not in constant:
+                    setattr(each, name, value)
+        return state
+
+    def _state(self, trainer: transformers.Trainer) -> TrainerState:
+        state = TrainerState(**json.loads(self._shared))
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        return state
+
+
+def exported(trainer: transformers.Trainer) -> list[Any]:
+    """Returns the callbacks that keep state, and the trainer's control."""
+    found = [*trainer.callback_handler.callbacks, trainer.control]
+    return [
+        each for each in found if isinstance(each, transformers.trainer_callback.ExportableState)
+    ]

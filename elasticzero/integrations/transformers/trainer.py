@@ -1,0 +1,117 @@
+"""Defines the `Trainer` that trains in an elastic session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_utils import TrainOutput
+
+from elasticzero.entry_point import run
+from elasticzero.errors import UserError
+from elasticzero.integrations.launch_environment import hide
+from elasticzero.integrations.transformers import accelerator, refusals, saving
+from elasticzero.integrations.transformers.loop import TrainingLoop
+from elasticzero.session import Session
+from elasticzero.state.rng import preserve_rng
+
+
+class Trainer(transformers.Trainer):
+    """Trains on nodes that come and go; used as the `Trainer` of transformers is.
+
+    The script runs from its top on each rank and in each generation, up to `train`, which goes on
+    from the newest state. The lines after `train` are reached once training has finished, by each
+    rank alone.
+    """
+
+    def __init__(self, *args: Any, global_batch: int | None = None, **others: Any) -> None:
+        """global_batch: samples in a step over all ranks; by default as many as
+        `per_device_train_batch_size` and `gradient_accumulation_steps` make of the ranks with which
+        training begins. The other arguments are those of transformers."""
+        self.elastic_launch = hide()
+        self.elastic_loop: TrainingLoop | None = None
+        self.elastic_global_batch = global_batch
+        self.elastic_output: TrainOutput | None = None
+        super().__init__(*args, **others)
+        accelerator.stand_alone(self, self.elastic_launch)
+
+    @property
+    def session(self) -> Session:
+        """Returns the session of this generation; raises `UserError` outside of `train`."""
+        if self.elastic_loop is None:
+            raise UserError("trainer.session exists while train() runs: use it in a callback")
+        return self.elastic_loop.session
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **_: Any,
+    ) -> TrainOutput:
+        """Trains from the newest state of the job to the end, and returns what transformers does.
+
+        resume_from_checkpoint: True or nothing; training goes on in any case. Ends the process with
+        `UserError` for an argument that has no effect here.
+        """
+
+        def generation(session: Session) -> None:
+            refusals.check_training_arguments(self.args, resume_from_checkpoint, trial)
+            refusals.check_methods(self, Trainer)
+            if self.elastic_output is not None:
+                raise UserError(
+                    "train() was called twice, and a job trains once: make one dataset and one "
+                    "schedule of both parts, or two jobs"
+                )
+            accelerator.join_generation(self, session.device)
+            self.elastic_loop = TrainingLoop(self, session, ignore_keys_for_eval)
+            self.elastic_output = self.elastic_loop.run()
+
+        self.is_in_train = True
+        with self.elastic_launch.shown():
+            run(generation, keep_process=False)
+        self.is_in_train = False
+        self.elastic_loop = None
+        accelerator.stand_alone(self, self.elastic_launch)
+        assert self.elastic_output is not None
+        return self.elastic_output
+
+    def evaluate(self, *args: Any, **others: Any) -> Any:
+        """Evaluates as transformers does: the ranks divide the batches while `train` runs, and
+        after it each rank evaluates by itself."""
+        if self.elastic_loop is None:
+            return super().evaluate(*args, **others)
+        with self.session.busy("evaluating"), preserve_rng(self.session.device):
+            return super().evaluate(*args, **others)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the whole model by rank 0; all ranks call this while `train` runs."""
+        if self.elastic_loop is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = saving.state_dict(self.session, self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save")
+
+    def is_world_process_zero(self) -> bool:
+        """Returns whether this process is that of rank 0."""
+        return self.elastic_launch.rank == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Returns whether this process is the first of its node."""
+        return self.elastic_launch.local_rank == 0
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        saving.save_checkpoint(self, self.session)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        """Returns the model that the session has laid over the ranks."""
+        return model if self.elastic_loop is None else self.model_wrapped
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        own = accelerator.own_device(device, self.elastic_launch)
+        super()._move_model_to_device(model, own)

@@ -1,0 +1,1 @@
+"""Frameworks that people train with, on real clusters through faults."""

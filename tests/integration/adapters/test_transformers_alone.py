@@ -1,0 +1,246 @@
+"""The Trainer of transformers on one process: the results of transformers' own, and what is
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch.utils.data import IterableDataset, SequentialSampler, Subset
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+from elasticzero.integrations.transformers import Trainer
+from elasticzero.integrations.transformers.refusals import ARGUMENTS
+from tests.integration.scripts.transformers_trainer import Texts, gpt2, loss_of, right
+
+
+class InOrder(transformers.Trainer):
+    """Takes the samples in their order, which both trainers then have."""
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class Theirs(InOrder):
+    """That of transformers."""
+
+
+class Ours(InOrder, Trainer):
+    """That of this package."""
+
+
+def arguments(folder: Path, **given: Any) -> TrainingArguments:
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "logging_steps": 3,
+        "save_strategy": "no",
+        "warmup_steps": 4,
+    }
+    fixed = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    return TrainingArguments(**{**fixed, **values, **given})
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return gpt2().double()
+
+
+def made(kind: type, folder: Path, args: dict[str, Any], **given: Any) -> Any:
+    values = {"train_dataset": Texts(), "compute_loss_func": loss_of, **given}
+    values.setdefault("model", model())
+    return kind(args=arguments(folder, **args), **values)
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def check_equal(ours: Any, theirs: Any) -> None:
+    assert ours.state.global_step == theirs.state.global_step
+    for (name, mine), other in zip(
+        ours.model.named_parameters(), theirs.model.parameters(), strict=True
+    ):
+        assert (mine - other).abs().max() < 1e-10, name
+    for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "epoch"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"max_grad_norm": 0.05, "lr_scheduler_type": "cosine"},
+        {"max_steps": 17, "eval_strategy": "epoch"},
+        {"num_train_epochs": 1.5, "optim": "sgd", "lr_scheduler_type": "constant"},
+        {"dataloader_drop_last": True, "dataloader_num_workers": 1},
+    ],
+    ids=lambda args: ",".join(args) or "plain",
+)
+def test_the_steps_are_those_of_transformers(args: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    samples = 97 if "dataloader_drop_last" in args else len(Texts())  # of which one is dropped
+    data = {"train_dataset": Subset(Texts(), range(samples))}
+    data["eval_dataset"] = Subset(Texts(), range(9))
+    for kind in (Ours, Theirs):
+        trainer = made(kind, tmp_path / kind.__name__, args, **data)
+        output = trainer.train()
+        assert output.global_step == trainer.state.global_step > 0
+        found.append((trainer, output.training_loss))
+    (ours, loss), (theirs, wanted) = found
+    check_equal(ours, theirs)
+    assert loss == pytest.approx(wanted, rel=1e-4)
+
+
+def test_an_optimizer_and_a_scheduler_that_are_given(tmp_path: Path) -> None:
+    found = []
+    for kind in (Ours, Theirs):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.8, 0.9))
+        scheduler = torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5),
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            ],
+            milestones=[5],
+        )
+        trainer = made(
+            kind, tmp_path / kind.__name__, {}, model=net, optimizers=(optimizer, scheduler)
+        )
+        trainer.train()
+        found.append(trainer)
+    check_equal(*found)
+
+
+def test_training_stops_early_and_ends_with_the_best_model(tmp_path: Path) -> None:
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    }
+    stop = EarlyStoppingCallback(early_stopping_patience=2)
+    given = {"eval_dataset": Subset(Texts(), range(9)), "callbacks": [stop]}
+    trainer = made(Ours, tmp_path, args, compute_metrics=right, **given)
+    output = trainer.train()
+    losses = logged(trainer, "eval_loss")
+    best = losses.index(max(losses)) * 2 + 2
+    assert output.global_step in (best + 4, best + 5) and len(losses) == best // 2 + 2
+    assert trainer.state.best_global_step == best
+    assert (tmp_path / f"checkpoint-{best}" / "model.safetensors").exists()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses), rel=1e-6)
+
+
+class Row(IterableDataset):  # type: ignore[type-arg]
+    """The texts, without an index."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (Texts()[index] for index in range(len(Texts())))
+
+
+def test_a_stream_is_trained_on(tmp_path: Path) -> None:
+    trainer = made(Trainer, tmp_path, {"max_steps": 20}, train_dataset=Row())
+    assert trainer.train().global_step == 20
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft about itself
+def test_lora_saves_the_adapter_alone(tmp_path: Path) -> None:
+    net = peft.get_peft_model(
+        model(), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    trainer = made(Trainer, tmp_path, {"save_strategy": "epoch"}, model=net)
+    trainer.train()
+    moved = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+    for folder in (tmp_path / "checkpoint-26", tmp_path):
+        if folder == tmp_path:
+            trainer.save_model()
+        assert (folder / "adapter_model.safetensors").exists()
+        again = peft.PeftModel.from_pretrained(model(), folder)
+        for name, parameter in again.named_parameters():
+            assert torch.equal(parameter, net.get_parameter(name)), name
+
+
+REFUSED = {
+    "deepspeed": {},
+    "ignore_data_skip": True,
+    "neftune_noise_alpha": 5.0,
+    "include_num_input_tokens_seen": "all",
+    "average_tokens_across_devices": False,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "deepspeed"])
+def test_an_argument_without_effect_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = made(Trainer, tmp_path, {name: REFUSED[name]})
+    with pytest.raises(SystemExit) as stop:
+        trainer.train()
+    said = capsys.readouterr().err
+    assert stop.value.code == 64
+    assert f"takes no {name}=" in said and ARGUMENTS[name][1] in said and "Traceback" not in said
+
+
+class OwnStep(Trainer):
+    def training_step(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+
+class Looks(TrainerCallback):
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        raise AssertionError
+
+
+class EndsEpochs(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        (OwnStep, {}, "OwnStep overrides training_step"),
+        (Trainer, {"callbacks": [Looks()]}, "Looks has on_pre_optimizer_step"),
+        (Trainer, {"callbacks": [EndsEpochs()]}, "should_epoch_stop"),
+        (Trainer, {"train_dataset": None}, "needs a train_dataset"),
+    ],
+)
+def test_what_is_not_called_is_refused(
+    kind: type,
+    given: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        made(kind, tmp_path, {}, **given).train()
+    assert stop.value.code == 64
+    assert said in capsys.readouterr().err
+
+
+def test_a_second_training_and_a_folder_to_resume_from_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = made(Trainer, tmp_path, {"max_steps": 2})
+    with pytest.raises(SystemExit):
+        trainer.train(resume_from_checkpoint="checkpoint-2")
+    assert "load the model from it" in capsys.readouterr().err
+    trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert "train() was called twice" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""Trains a tiny language model in float64 by transformers' Trainer, and writes down which samples
+each global batch holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from elasticzero.integrations.transformers import Trainer
+from tests.integration.scripts.regression import pause
+
+SAMPLES, LENGTH, WORDS = 101, 12, 32
+
+
+class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Sequences of words of unequal lengths, whose rest is not learnt."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        words = torch.randint(1, WORDS, (LENGTH,), generator=generator)
+        labels = words.clone()
+        labels[3 + index % 9 :] = -100
+        return {"input_ids": words, "labels": labels, "unused": index}
+
+
+class Trace(TrainerCallback):
+    """Writes down the samples of each step, and slows it."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.trainer: Trainer | None = None
+        self._pause_s = pause_s
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self.trainer is not None
+        time.sleep(pause(self._pause_s))
+        session = self.trainer.session
+        trace = {
+            "generation": session.generation,
+            "step": session.step_count + 1,
+            "samples": session.batch_indices,
+        }
+        if session.rank == 0:
+            print(json.dumps({"trace": trace}), flush=True)
+
+
+def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """In 64 bits, where transformers' own computes in 32."""
+    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
+    total = nn.functional.cross_entropy(
+        logits.reshape(-1, WORDS), targets.reshape(-1), ignore_index=-100, reduction="sum"
+    )
+    assert num_items_in_batch is not None
+    return total / num_items_in_batch
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """A model that computes in 64 bits throughout."""
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        attn_pdrop=0,
+        embd_pdrop=0,
+        resid_pdrop=0,
+        attn_implementation="eager",
+    )
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config)
+
+
+def right(found: Any) -> dict[str, float]:
+    """The share of words that were foreseen, of all that count."""
+    guessed, labels = found.predictions.argmax(-1)[:, :-1], found.label_ids[:, 1:]
+    return {"right": float((guessed == labels)[labels != -100].mean())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output")
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--global-batch", type=int)
+    parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
+    words = parser.parse_args()
+    torch.manual_seed(0)
+    model: PreTrainedModel = gpt2() if words.model == "gpt2" else llama()
+    args = TrainingArguments(
+        output_dir=words.output,
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=words.epochs,
+        learning_rate=1e-2,
+        warmup_steps=5,
+        weight_decay=0.1,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=10,
+        save_strategy="steps",
+        save_steps=10,
+        save_total_limit=2,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trace = Trace(words.pause)
+    held_out = torch.utils.data.Subset(Texts(), range(21))
+    trainer = Trainer(
+        model.double(),
+        args,
+        train_dataset=Texts(),
+        eval_dataset=held_out,
+        compute_loss_func=loss_of if words.model == "gpt2" else None,
+        compute_metrics=right,
+        callbacks=[trace],
+        global_batch=words.global_batch,
+    )
+    trace.trainer = trainer
+    output = trainer.train()
+    found = trainer.evaluate()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        history = [entry.get("step") for entry in trainer.state.log_history if "loss" in entry]
+        told = {"steps": output.global_step, "loss": output.training_loss, "logged": history}
+        told |= {"eval": found["eval_loss"], "right": found["eval_right"]}
+        print(json.dumps({"ended": told}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
