@@ -274,9 +274,13 @@ def packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def copy_without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same kind, without state, hooks and groups."""
+    """Returns an optimizer of the same kind, without state, hooks and groups.
+
+    A scheduler that was built on the optimizer has wrapped its `step`, which stays behind: it would
+    step the optimizer itself.
+    """
     clone = object.__new__(type(optimizer))
-    clone.__dict__ = dict(optimizer.__dict__)
+    clone.__dict__ = {key: each for key, each in optimizer.__dict__.items() if key != "step"}
     clone.state = defaultdict(dict)
     clone.param_groups = []
     drop_step_hooks(clone)

@@ -78,6 +78,21 @@ def test_packed_state_of_plain_tensors_is_refused_before_a_step() -> None:
         open_optimizers(made, NamedModel(model), "nothing")
 
 
+@pytest.mark.parametrize("dealt", ["nothing", "elements", "rows"])
+def test_a_scheduler_on_the_optimizer_hides_nothing_of_what_it_keeps(dealt: Any) -> None:
+    """A scheduler wraps the optimizer's step, which must not be what the dummies are stepped by."""
+    schemas = []
+    for scheduled in (False, True):
+        model = nn.Linear(4, 3)
+        made = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if scheduled:
+            torch.optim.lr_scheduler.OneCycleLR(made, 0.1, total_steps=9)
+        before = model.weight.detach().clone()
+        schemas.append(open_optimizers(made, NamedModel(model), dealt).schema("weight"))
+        assert torch.equal(model.weight, before) and not made.state
+    assert schemas[0] == schemas[1] and set(schemas[1]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
 def test_an_optimizer_that_steps_elsewhere_is_tried_there() -> None:
     """Its parameters are on a device on which nothing can be computed, as a GPU's are while the
     state is to lie in host memory."""
