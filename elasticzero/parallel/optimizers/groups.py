@@ -168,17 +168,19 @@ class Optimizers:
     def stored_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns what is kept for a parameter as it is stored, by key.
 
-        parameter: what the optimizer has of it. Raises `UserError` where the optimizer packs it in
-        another way than it has packed what it keeps for a dummy.
+        parameter: what the optimizer has of it. Raises `UserError` where the optimizer keeps more
+        than for a dummy, which would not be stored, or packs it in another way.
         """
         group = self.group_of[name]
         state = group.optimizer.state.get(parameter, {})
         found, schema = stored_state(state), group.schema(name)
         packs = group.nature.packs or any(map(is_packed, state.values()))
-        if packs and found and found.keys() != schema.keys():
+        unknown = found.keys() - schema.keys()
+        if unknown or (packs and found and found.keys() != schema.keys()):
+            before = ", ".join(sorted(schema)) or "nothing"
             raise UserError(
                 f"{type(group.optimizer).__name__} keeps {', '.join(sorted(found))} for parameter "
-                f"{name!r}, and kept {', '.join(sorted(schema))} for the dummy by which "
+                f"{name!r}, and kept {before} for the dummy by which "
                 "session.prepare found out what it keeps: use torch.optim.AdamW, or an optimizer "
                 "of torchao"
             )

@@ -93,6 +93,31 @@ def test_a_scheduler_on_the_optimizer_hides_nothing_of_what_it_keeps(dealt: Any)
     assert schemas[0] == schemas[1] and set(schemas[1]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+class Late(torch.optim.SGD):
+    """Keeps something from its third step on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            if state["count"] > 2:
+                state["late"] = torch.zeros_like(parameter)
+
+
+def test_state_that_would_not_be_stored_is_an_error() -> None:
+    model = nn.Linear(2, 3)
+    made = Late(model.parameters(), lr=0.1)
+    optimizers = open_optimizers(made, NamedModel(model), "nothing")
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        made.step()
+        assert set(optimizers.stored_state("weight", model.weight)) == {"count"}
+    made.step()
+    with pytest.raises(UserError, match="Late keeps count, late for parameter 'weight', and kept"):
+        optimizers.stored_state("weight", model.weight)
+
+
 def test_an_optimizer_that_steps_elsewhere_is_tried_there() -> None:
     """Its parameters are on a device on which nothing can be computed, as a GPU's are while the
     state is to lie in host memory."""
