@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
 
 from elasticzero.errors import ElasticZeroError
 from elasticzero.ipc.agent_client import AgentClient, exit_now
@@ -58,11 +61,7 @@ def _generation(link: AgentClient, train: Callable[[Session], None]) -> EndedGen
 
 def _train_standalone(train: Callable[[Session], None]) -> None:
     """Trains on this process alone, which no agent has started."""
-    try:
-        link = single_process.begin(os.environ)
-    except ElasticZeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(int(error.exit_code)) from error
+    link = _standalone_link()
     generation = Generation(link)
     with link.interruptions(lambda: generation.training):
         try:
@@ -73,9 +72,72 @@ def _train_standalone(train: Callable[[Session], None]) -> None:
             link.end(error, generation.training)
 
 
+def _standalone_link() -> single_process.LocalLink:
+    try:
+        return single_process.begin(os.environ)
+    except ElasticZeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(int(error.exit_code)) from error
+
+
 def _enter(train: Callable[[Session], None], generation: Generation) -> None:
     try:
         train(Session(generation))
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
             raise
+
+
+class OpenRun:
+    """Runs one generation of a script that has no training function: from here to `finish`.
+
+    An error that ends the script, or the end of the generation, ends the process; a script that
+    ends otherwise has finished training. As with `run`, the script runs in each generation.
+    """
+
+    def __init__(self) -> None:
+        link = AgentClient.from_environment()
+        self._open, self._stack = True, ExitStack()
+        if link.standalone:
+            link = _standalone_link()
+        self._generation = Generation(link)
+        if isinstance(link, single_process.LocalLink):
+            self._stack.enter_context(link.interruptions(lambda: self._generation.training))
+        self._hook, sys.excepthook = sys.excepthook, self._end
+        atexit.register(self.finish)
+        self._generation.enter()
+        self.session = Session(self._generation)
+
+    def finish(self) -> None:
+        """Saves what is not saved yet, and waits for the other ranks; the script goes on alone."""
+        if not self._open:
+            return
+        try:
+            self._generation.finish()
+        except BaseException as error:  # noqa: BLE001 - the end of a generation: told to the agent
+            self._end(type(error), error, error.__traceback__)
+        self._close()
+        self._generation.close()
+
+    def _close(self) -> None:
+        self._open, sys.excepthook = False, self._hook
+        self._stack.close()
+
+    def _end(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Ends the generation after an error left the script; the hook for such errors."""
+        if not self._open:
+            self._hook(kind, error, trace)
+            return
+        self._close()
+        link = self._generation.link
+        if not isinstance(link, single_process.LocalLink):
+            exit_now(self._generation.end(error).code)
+        try:
+            link.end(error, self._generation.training)
+        except SystemExit as stop:
+            exit_now(stop.code if isinstance(stop.code, int) else 1)
+        except BaseException as own:  # noqa: BLE001 - the script's own error
+            self._hook(type(own), own, own.__traceback__)
+            exit_now(1)

@@ -15,6 +15,7 @@ from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison
 from elasticzero.data.loader import BatchReader
 from elasticzero.data.loop_arguments import LoopArguments
+from elasticzero.data.sampling import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.ipc.messages import Logged, Restored
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
@@ -82,9 +83,9 @@ class Session:
         return self._loops.progress.indices()
 
     @property
-    def micro_batch_samples(self) -> int:
-        """Returns the number of samples of this rank's micro-batch that count; 0 for a filler."""
-        return self._loops.progress.current("micro_batch_samples")[1].weight
+    def micro_batch(self) -> MicroBatch:
+        """Returns this rank's micro-batch: `weight` samples count, `last` ends the global batch."""
+        return self._loops.progress.current("micro_batch")[1]
 
     @property
     def epoch(self) -> int:
@@ -179,8 +180,7 @@ class Session:
         training = self._prepared("restore")
         if training.copy is not None:
             raise UserError("session.restore was called twice")
-        link = self._link
-        link.check()
+        (link := self._link).check()
         generation, began_s = self._generation, time.monotonic()
         with link.exit_on_abort():
             restore = link.restore if isinstance(link, LocalLink) else TrainingState.restore

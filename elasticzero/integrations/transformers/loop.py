@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from elasticzero.errors import UserError
 from elasticzero.integrations.transformers import saving
 from elasticzero.integrations.transformers.optimizer import OptimizerFactory
-from elasticzero.integrations.transformers.progress import Progress
+from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.transformers.whole_model import WholeModel
 from elasticzero.session import Session
 
@@ -36,7 +36,7 @@ class TrainingLoop:
         self.session = session
         self._trainer, self._args = trainer, trainer.args
         self._ignore_keys = ignore_keys
-        self._progress = Progress()
+        self._progress = TrainerProgress()
         self._steps_in_epoch: int | None = None
         """Steps of an epoch; None: the dataset has no length."""
         self._in_epoch = self._in_step = False
@@ -157,11 +157,13 @@ class TrainingLoop:
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
         self.session.backward(loss, weight=items)
         rate = trainer._get_learning_rate()  # noqa: SLF001 - that of this step
+        last = self.session.micro_batch.last
         if self.session.step(max_grad_norm=args.max_grad_norm or None):
-            self._in_step = False
             self._end_step(rate)
-        else:
+        elif not last:
             trainer.control = handler.on_substep_end(args, trainer.state, trainer.control)
+        if last:
+            self._in_step, self._of_step = False, None
 
     def _items(self, inputs: dict[str, Any]) -> Tensor | None:
         """Returns the number of labels in a micro-batch, over which its loss is a mean; None: it is
@@ -173,8 +175,8 @@ class TrainingLoop:
 
     def _add_loss(self, loss: Tensor, items: Tensor | None) -> None:
         """Adds a micro-batch's loss to those of its step."""
-        counts = self.session.micro_batch_samples > 0
-        weight = self.session.micro_batch_samples if items is None else items * counts
+        samples = self.session.micro_batch.weight
+        weight = samples if items is None else items * bool(samples)
         pair = torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)]) * weight
         if self._args.logging_nan_inf_filter:
             pair = torch.where(pair.isfinite().all(), pair, 0.0)
@@ -190,7 +192,6 @@ class TrainingLoop:
         self._set_epoch()
         assert self._of_step is not None
         self._losses.append(self._of_step)
-        self._of_step = None
         if len(self._losses) == LOSSES_KEPT:
             self._take_losses()
         if (

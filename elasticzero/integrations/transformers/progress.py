@@ -20,7 +20,7 @@ class Exported(Protocol):
     def state(self) -> dict[str, Any]: ...
 
 
-class Progress:
+class TrainerProgress:
     """Holds a trainer's state, which is rank 0's, and its scheduler's.
 
     What a trainer logs has times, and so differs by rank: `share` makes it equal. `session.track`

@@ -3,9 +3,7 @@ each global batch holds."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from transformers import (
 )
 
 from elasticzero.integrations.transformers import Trainer
-from tests.integration.scripts.regression import pause
+from tests.integration.scripts import adapted
 
 SAMPLES, LENGTH, WORDS = 101, 12, 32
 
@@ -49,15 +47,7 @@ class Trace(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.trainer is not None
-        time.sleep(pause(self._pause_s))
-        session = self.trainer.session
-        trace = {
-            "generation": session.generation,
-            "step": session.step_count + 1,
-            "samples": session.batch_indices,
-        }
-        if session.rank == 0:
-            print(json.dumps({"trace": trace}), flush=True)
+        adapted.trace(self.trainer.session, self._pause_s)
 
 
 def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
@@ -108,11 +98,7 @@ def right(found: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output")
-    parser.add_argument("--pause", type=float, default=0.0)
-    parser.add_argument("--epochs", type=float, default=3)
-    parser.add_argument("--global-batch", type=int)
+    parser = adapted.parser()
     parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
     words = parser.parse_args()
     torch.manual_seed(0)

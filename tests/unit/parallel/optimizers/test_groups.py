@@ -107,15 +107,15 @@ class Late(torch.optim.SGD):
 
 def test_state_that_would_not_be_stored_is_an_error() -> None:
     model = nn.Linear(2, 3)
-    made = Late(model.parameters(), lr=0.1)
+    made, weight = Late(model.parameters(), lr=0.1), model.get_parameter("weight")
     optimizers = open_optimizers(made, NamedModel(model), "nothing")
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
         made.step()
-        assert set(optimizers.stored_state("weight", model.weight)) == {"count"}
+        assert set(optimizers.stored_state("weight", weight)) == {"count"}
     made.step()
     with pytest.raises(UserError, match="Late keeps count, late for parameter 'weight', and kept"):
-        optimizers.stored_state("weight", model.weight)
+        optimizers.stored_state("weight", weight)
 
 
 def test_an_optimizer_that_steps_elsewhere_is_tried_there() -> None:

@@ -1,0 +1,224 @@
+"""Defines the `Accelerator` that trains in an elastic session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from elasticzero.entry_point import OpenRun
+from elasticzero.errors import UserError
+from elasticzero.integrations.accelerate.prepared import (
+    ElasticLoader,
+    ElasticOptimizer,
+    ElasticScheduler,
+    GradientNorm,
+    LoopSize,
+)
+from elasticzero.integrations.launch_environment import hide
+from elasticzero.integrations.optimizers import GivenOptimizer, move_scheduler
+from elasticzero.session import Session
+
+REFUSED = {
+    "deepspeed_plugin": "--strategy zero2 divides the state",
+    "deepspeed_plugins": "--strategy zero2 divides the state",
+    "fsdp_plugin": "--strategy zero3 divides the model",
+    "megatron_lm_plugin": "models are not divided within a layer here",
+    "parallelism_config": "models are not divided within a layer here",
+    "split_batches": "a loader's batch is what a rank computes at once",
+}
+"""Arguments without effect, and why."""
+ONE_CALL = "give the model, its optimizer, the training DataLoader and schedulers in one call"
+
+
+class Accelerator(accelerate.Accelerator):
+    """Trains on nodes that come and go; used as the `Accelerator` of accelerate is.
+
+    The script runs from its top on each rank and in each generation. Loops over the prepared
+    training loader that training has passed give nothing, and the one that it was in goes on.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        global_batch: int | None = None,
+        strategy: str | None = None,
+        **others: Any,
+    ) -> None:
+        """global_batch: samples in a step over all ranks; by default as many as the loader's
+        `batch_size` and `gradient_accumulation_steps` make of the ranks with which training begins.
+        strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`. The other
+        arguments are those of accelerate."""
+        for name, advice in REFUSED.items():
+            if others.get(name):
+                raise UserError(f"elasticzero's Accelerator takes no {name}: {advice}")
+        launch = hide()
+        self.elastic = OpenRun()
+        os.environ.update(launch.variables)  # the generation's group exists: no other is opened
+        self.elastic_global_batch, self.elastic_strategy = global_batch, strategy
+        self.elastic_tracked: list[Any] = []
+        self.elastic_optimizer: ElasticOptimizer | None = None
+        self.elastic_models: dict[int, nn.Module] = {}
+        super().__init__(*args, **others)
+
+    @property
+    def session(self) -> Session:
+        """Returns the session of this generation."""
+        return self.elastic.session
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares what is trained, in one call; loaders of other calls are for evaluation.
+
+        The first `DataLoader` beside an optimizer is the one that is trained on. Raises `UserError`
+        for a second call with an optimizer, for several models or optimizers, and for a model
+        without its optimizer.
+        """
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        models = [each for each in args if isinstance(each, nn.Module)]
+        if not optimizers and not models:
+            prepared = tuple(self.prepare_data_loader(each) for each in args)
+            return prepared if len(prepared) > 1 else prepared[0]
+        if self.elastic_optimizer is not None or len(optimizers) != 1 or len(models) != 1:
+            raise UserError(
+                f"accelerator.prepare was given {len(models)} models and {len(optimizers)} "
+                f"optimizers{' in a second call' if self.elastic_optimizer is not None else ''}, "
+                f"and one session trains one model by one optimizer: {ONE_CALL}"
+            )
+        loader = next((each for each in args if isinstance(each, DataLoader)), None)
+        if loader is None or loader.batch_size is None:
+            raise UserError(f"accelerator.prepare needs a DataLoader with a batch_size: {ONE_CALL}")
+        found = self._prepared(models[0], optimizers[0], loader, args)
+        return tuple(
+            found[id(each)]
+            if id(each) in found
+            else self.prepare_data_loader(each)
+            if isinstance(each, DataLoader)
+            else each
+            for each in args
+        )
+
+    def _prepared(
+        self, model: nn.Module, given: Optimizer, loader: DataLoader[Any], args: tuple[Any, ...]
+    ) -> dict[int, Any]:
+        """Lays all over the ranks and restores the newest state; returns what takes the place of
+        each object, by its id."""
+        session, accumulated = self.session, self.gradient_accumulation_steps
+        batch = (loader.batch_size or 1) * accumulated
+        precision = "fp32" if self.mixed_precision == "no" else str(self.mixed_precision)
+        factory = GivenOptimizer(given, model)
+        laid, made = session.prepare(
+            model, factory, strategy=self.elastic_strategy, precision=precision
+        )
+        self.elastic_models[id(laid)] = model
+        size = LoopSize(self.elastic_global_batch or batch * session.world_size)
+        session.track("accelerate", size)
+        optimizer = self.elastic_optimizer = ElasticOptimizer(made, session)
+        found: dict[int, Any] = {id(model): laid, id(given): optimizer}
+        found[id(loader)] = ElasticLoader(loader, session, size, accumulated)
+        kinds = (LRScheduler, ReduceLROnPlateau)
+        for number, each in enumerate(each for each in args if isinstance(each, kinds)):
+            scheduler = session.track(f"scheduler {number}", move_scheduler(each, made))
+            found[id(each)] = ElasticScheduler(scheduler, optimizer, size, batch)
+        for number, each in enumerate(self.elastic_tracked):
+            session.track(f"registered {number}", each)
+        session.restore()
+        return found
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, **others: Any) -> None:
+        """Adds the gradient of a micro-batch's mean loss; weight: as of `session.backward`."""
+        if others:
+            raise UserError(f"accelerator.backward takes no {', '.join(sorted(others))}")
+        self.session.backward(loss, weight)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Returns whether the micro-batch is its global batch's last on this rank."""
+        return self.session.micro_batch.last
+
+    @sync_gradients.setter
+    def sync_gradients(self, _: bool) -> None:
+        """Does nothing: the session decides."""
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Marks a micro-batch."""
+        yield
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Marks a micro-batch."""
+        yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> GradientNorm:
+        """Limits the norm of the whole gradient in the coming step; what this returns has it after
+        that step."""
+        if norm_type != 2 or self.elastic_optimizer is None:
+            raise UserError("accelerator.clip_grad_norm_ clips by the 2-norm, after prepare")
+        self.elastic_optimizer.max_grad_norm = max_norm
+        return GradientNorm(self.session)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Raises `UserError`."""
+        raise UserError("accelerator.clip_grad_value_: use accelerator.session.on_gradients")
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Returns whether the last global batch was left out."""
+        return self.elastic_optimizer is not None and self.elastic_optimizer.step_was_skipped
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **others: Any) -> Any:
+        """Returns the script's own model."""
+        own = self.elastic_models.get(id(model), model)
+        return super().unwrap_model(own, *args, **others)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Returns the whole model's state on rank 0; all ranks call this together."""
+        if id(model) not in self.elastic_models and model not in self.elastic_models.values():
+            return super().get_state_dict(model, unwrap)
+        return self.session.state_dict()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Makes objects part of the state; call it before `prepare`."""
+        if self.elastic_optimizer is not None:
+            raise UserError(
+                "accelerator.register_for_checkpointing comes before prepare, which "
+                "restores the state"
+            )
+        self.elastic_tracked += objects
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **others: Any) -> str:
+        """Saves the whole model by rank 0; the rest of the state is in `--checkpoint-dir`."""
+        if output_dir is None:
+            raise UserError("accelerator.save_state needs output_dir, for the model's weights")
+        for model in self.elastic_models.values():
+            self.save_model(model, output_dir)
+        return output_dir
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **others: Any) -> None:
+        """Raises `UserError`."""
+        raise UserError(
+            "accelerator.load_state: training goes on by itself from the newest state of "
+            "--checkpoint-dir; leave it out, and skip_first_batches too"
+        )
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Returns the loader if no batch is to be skipped; raises `UserError` otherwise."""
+        if num_batches:
+            raise UserError("accelerator.skip_first_batches: the loader goes on by itself")
+        return dataloader
+
+    def end_training(self) -> None:
+        """Saves what is not saved yet, and waits for the other ranks; the script goes on alone."""
+        super().end_training()
+        self.elastic.finish()
+        alone = {"distributed_type": DistributedType.NO, "num_processes": 1}
+        PartialState._shared_state.update(alone)  # noqa: SLF001 - its group is gone

@@ -1,0 +1,78 @@
+"""Keeps where a trainer's loops, schedulers and callbacks stand as part of the training state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer import call
+
+from elasticzero.session import Session
+from elasticzero.snapshots.restore import open_source
+
+NAME = "lightning"
+"""Name under which the session tracks it."""
+
+
+class FitProgress:
+    """Holds a trainer's progress; `session.track` keeps it.
+
+    Callbacks may keep what differs by rank, so that theirs is rank 0's, which `share` gives to all.
+    """
+
+    def __init__(self, trainer: pl.Trainer, global_batch: int) -> None:
+        self.global_batch = global_batch
+        self.callbacks_changed = True
+        self._trainer = trainer
+        self._callbacks: dict[str, Any] = {}
+        self._loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "global_batch": self.global_batch,
+            "loops": self._trainer.fit_loop.state_dict(),
+            "schedulers": [each.scheduler.state_dict() for each in self._configs],
+            "callbacks": self._callbacks,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def share(self) -> None:
+        """Takes over the state of rank 0's callbacks if theirs may have changed; all ranks call
+        this together, before each boundary."""
+        if not self.callbacks_changed:
+            return
+        live = call._call_callbacks_state_dict(self._trainer)  # noqa: SLF001 - no public name
+        found = [copy.deepcopy(live)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found, src=0)
+        self._callbacks, self.callbacks_changed = found[0], False
+
+    def recall(self) -> None:
+        """Gives loops, schedulers and callbacks the state that was loaded, if there is any."""
+        if (state := self._loaded) is None:
+            return
+        self.global_batch, self._callbacks = state["global_batch"], state["callbacks"]
+        self._trainer.fit_loop.load_state_dict(state["loops"])
+        for config, stored in zip(self._configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(stored)
+        states = {"callbacks": self._callbacks, "pytorch-lightning_version": pl.__version__}
+        call._call_callbacks_load_state_dict(self._trainer, states)  # noqa: SLF001 - likewise
+
+    @property
+    def _configs(self) -> list[Any]:
+        return list(self._trainer.strategy.lr_scheduler_configs)
+
+
+def stored_global_batch(session: Session) -> int | None:
+    """Returns the global batch of the state that this generation goes on from; None: it is the
+    first, or a process alone."""
+    assignment = session._assignment  # noqa: SLF001 - the package's own
+    if assignment.resume.tier == "fresh":
+        return None
+    tracked = open_source(assignment).manifest.state.get("tracked", {})
+    found: int | None = tracked.get(NAME, {}).get("global_batch")
+    return found

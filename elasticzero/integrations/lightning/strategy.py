@@ -1,0 +1,336 @@
+"""Defines `Elastic`, the strategy by which a trainer of Lightning trains in an elastic session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils.data import DataLoader
+
+from elasticzero.entry_point import run
+from elasticzero.errors import UserError
+from elasticzero.integrations.launch_environment import hide
+from elasticzero.integrations.lightning import data, refusals
+from elasticzero.integrations.lightning.data import Limits, StepLoader
+from elasticzero.integrations.lightning.progress import NAME, FitProgress, stored_global_batch
+from elasticzero.session import Session
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+ENDLESS_EPOCHS = 1 << 40
+
+
+class Launcher(_Launcher):
+    """Runs a trainer's `fit` in the session of each generation."""
+
+    def __init__(self, strategy: Elastic) -> None:
+        self._strategy = strategy
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Returns False: a notebook is not started anew."""
+        return False
+
+    def launch(self, function: Callable[..., Any], *args: Any, **others: Any) -> Any:
+        """Calls `function`: within a session if the trainer is to fit, or else alone."""
+        trainer = others.pop("trainer", None)
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return function(*args, **others)
+        found: list[Any] = []
+
+        def generation(session: Session) -> None:
+            with self._strategy.within(session):
+                found.append(function(*args, **others))
+
+        with self._strategy.launch_environment.shown():
+            run(generation, keep_process=False)
+        return found[0]
+
+    def kill(self, signum: int) -> None:
+        """Does nothing: the agent ends the processes."""
+
+
+class Elastic(Strategy):
+    """Trains on nodes that come and go: `L.Trainer(strategy=Elastic("zero2"))`.
+
+    The script runs from its top on each rank and in each generation, up to `trainer.fit`, which
+    goes on from the newest state. The lines after it are reached once training has finished, by
+    each rank alone.
+    """
+
+    def __init__(
+        self,
+        strategy: str | None = None,
+        *,
+        global_batch: int | None = None,
+        seed: int | None = None,
+        **others: Any,
+    ) -> None:
+        """strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
+        global_batch: samples in a step over all ranks; by default as many as the loader's
+        `batch_size` and `accumulate_grad_batches` make of the ranks with which training begins.
+        seed: chooses the orders of samples; by default that of `seed_everything`, or 0."""
+        super().__init__(**others)
+        self.launch_environment = hide()
+        self._strategy, self._global_batch, self._seed = strategy, global_batch, seed
+        self._session: Session | None = None
+        self._progress: FitProgress | None = None
+        self._steps: StepLoader | None = None
+        self._busy = ExitStack()
+        self._limits = Limits(epochs=ENDLESS_EPOCHS, steps=None, seed=0)
+        rank_zero_only.rank = self.launch_environment.rank
+
+    @property
+    def session(self) -> Session:
+        """Returns the session of this generation; raises `UserError` outside of `fit`."""
+        if self._session is None:
+            raise UserError("trainer.strategy.session exists while trainer.fit runs")
+        return self._session
+
+    def within(self, session: Session) -> Any:
+        """Returns the section in which the trainer works in a session."""
+        stack = ExitStack()
+        self._session = session
+        stack.callback(self._leave)
+        return stack
+
+    def _leave(self) -> None:
+        self._session = self._steps = self._progress = None
+
+    # What a trainer asks of its place
+
+    @property
+    def root_device(self) -> torch.device:
+        if self._session is not None:
+            return self._session.device
+        alone = self.accelerator is not None and "cuda" in type(self.accelerator).__name__.lower()
+        return torch.device("cuda", self.launch_environment.local_rank) if alone else CPU
+
+    @property
+    def global_rank(self) -> int:
+        return self.launch_environment.rank if self._session is None else self._session.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.launch_environment.local_rank
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self._session is None else self._session.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def _configure_launcher(self) -> None:
+        self._launcher = Launcher(self)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Returns the mean or the sum of a tensor over the ranks."""
+        if self.world_size == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        total = tensor.detach().clone().to(self.root_device)
+        operation = str(reduce_op).lower().rpartition(".")[2] if reduce_op is not None else "sum"
+        kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        if operation in ("mean", "avg") and not total.is_floating_point():
+            total = total.float()
+        dist.all_reduce(total, op=kinds.get(operation, dist.ReduceOp.SUM))
+        return total / self.world_size if operation in ("mean", "avg") else total
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns whether all ranks, or any of them, have decided so."""
+        count = self.reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+        return bool(count == self.world_size) if all else bool(count)
+
+    def barrier(self, name: str | None = None) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.world_size == 1:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src=src)
+        return objects[0]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        if sync_grads:
+            raise UserError("the Elastic strategy gathers no gradients: all_gather(sync_grads=…)")
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts)
+
+    # Setup
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        rank_zero_only.rank = self.global_rank
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        if self._session is None:
+            self.model.to(self.root_device)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Lays the module over the ranks, and restores the newest state."""
+        session, module = self.session, self.lightning_module
+        assert module is not None
+        refusals.check_trainer(trainer)
+        refusals.check_module(module, trainer.callbacks)
+        progress = self._begin_progress(trainer)
+        _, optimizer = session.prepare(module, self._make_optimizer, strategy=self._strategy)
+        if isinstance(module, FSDPModule):
+            for name in STEPS:
+                register_fsdp_forward_method(cast(nn.Module, module), name)
+        self.optimizers = [optimizer]
+        session.track(NAME, progress)
+        session.restore()
+        progress.recall()
+
+    def _make_optimizer(self, _: Any) -> torch.optim.Optimizer:
+        made, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        optimizer: torch.optim.Optimizer = made[0]
+        return optimizer
+
+    def _begin_progress(self, trainer: pl.Trainer) -> FitProgress:
+        """Finds out the global batch and the length of training."""
+        seed = self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        epochs = trainer.fit_loop.max_epochs or 0
+        self._limits = Limits(
+            epochs=epochs if epochs > 0 else ENDLESS_EPOCHS,
+            steps=trainer.max_steps if trainer.max_steps > 0 else None,
+            seed=seed,
+        )
+        self._accumulated = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = 1  # a batch of the trainer is a whole global batch
+        known = self._global_batch or stored_global_batch(self.session)
+        self._progress = FitProgress(trainer, known or 0)
+        return self._progress
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Returns what the trainer iterates over: the session's micro-batches for training, and
+        this rank's part for validation."""
+        if self._session is None or self._progress is None:
+            return dataloader
+        if self._stage == RunningStage.TRAINING:
+            loader = data.only_loader(dataloader, others=self._steps is not None)
+            if not self._progress.global_batch:
+                ranks = self.session.world_size
+                self._progress.global_batch = loader.batch_size * self._accumulated * ranks
+            self._steps = StepLoader(loader, self.session, self._progress, self._limits)
+            return self._steps
+        if isinstance(dataloader, DataLoader) and self.world_size > 1:
+            sampler = data.share_of_rank(dataloader, self.global_rank, self.world_size)
+            return _update_dataloader(dataloader, sampler)
+        return dataloader
+
+    @property
+    def _stage(self) -> RunningStage | None:
+        assert self.lightning_module is not None
+        stage: RunningStage | None = self.lightning_module.trainer.state.stage
+        return stage
+
+    # A step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the micro-batches of a step, and returns what the module gives for the last."""
+        output = super().training_step(*args, **kwargs)
+        while not self.session.micro_batch.last:
+            loss = output["loss"] if isinstance(output, dict) else output
+            self.session.backward(loss)
+            self.session.step()
+            assert self._steps is not None
+            inputs = self._transferred(self._steps.more())
+            output = super().training_step(inputs, *args[1:], **kwargs)
+        return output
+
+    def _transferred(self, batch: Any) -> Any:
+        """Does with a micro-batch what the trainer has done with the first."""
+        module = self.lightning_module
+        assert module is not None
+        batch = self.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
+        batch = self.batch_to_device(batch, dataloader_idx=0)
+        module.trainer._logger_connector.on_batch_start(batch)  # noqa: SLF001 - its size
+        return batch
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *_: Any, **__: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.session.backward(closure_loss)
+        found: Tensor = self.precision_plugin.post_backward(closure_loss, module)
+        return found
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **_: Any
+    ) -> Any:
+        """Computes a step's gradients by `closure`, and applies them."""
+        result = closure()
+        assert self.lightning_module is not None
+        self.session.step(max_grad_norm=self.lightning_module.trainer.gradient_clip_val or None)
+        return result
+
+    # The ends of stages
+
+    def on_validation_start(self) -> None:
+        if self._session is not None:
+            self._busy.enter_context(self._session.busy("validating"))
+
+    def on_validation_end(self) -> None:
+        self._busy.close()
+        if self._progress is not None:
+            self._progress.callbacks_changed = True
+
+    def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        if self._progress is not None:
+            self._progress.share()
+        if self.lightning_module.trainer.should_stop:
+            self.session.stop("the Trainer was told to stop")
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the whole model's state on rank 0; all ranks call this together."""
+        if self._session is not None:
+            return self._session.state_dict()
+        found: dict[str, Any] = super().lightning_module_state_dict()
+        return found
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Returns nothing: the optimizer's state is in the session's checkpoints."""
+        found: dict[str, Any] = {}
+        return found if self._session is not None else super().optimizer_state(optimizer)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **others: Any) -> Any:
+        """Loads a file of Lightning to test with; raises `UserError` where `fit` is given one."""
+        if self._session is not None:
+            raise UserError(
+                f"trainer.fit(ckpt_path={str(checkpoint_path)!r}): training goes on by itself from "
+                "the newest state of --checkpoint-dir; to begin with the weights of that file, "
+                "load the module from it"
+            )
+        return super().load_checkpoint(checkpoint_path, *args, **others)
+
+    def teardown(self) -> None:
+        """Leaves the module where it is: its state is still to be saved."""
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+CPU = torch.device("cpu")

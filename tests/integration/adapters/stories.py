@@ -1,0 +1,117 @@
+"""Trains by a framework's script while a worker dies, then a node, another one joins and one is
+drained, and compares with a process that nothing disturbs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import elasticzero.checkpoint
+from elasticzero.launcher.store.etcd.server import EtcdServer
+from tests.integration.clusters import Story, story
+
+RANKS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A script that takes an output folder, --epochs, --pause and --global-batch."""
+
+    script: Path
+    samples: int
+    epochs: int
+    batch: int = 8
+    """Samples of a step on each rank with which training begins."""
+    words: Sequence[str] = ()
+
+    @property
+    def steps_in_epoch(self) -> int:
+        return -(-self.samples // (self.batch * RANKS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a training came to."""
+
+    weights: dict[str, Tensor]
+    ended: dict[str, Any]
+    """What rank 0 says at its end."""
+
+
+def through_faults(
+    case: Case, tmp_path: Path, etcd: EtcdServer, job: str, strategy: str
+) -> Outcome:
+    """Trains on three nodes, through the faults; checks that each sample is used once an epoch."""
+    words = ["--nnodes", "2:3", "--strategy", strategy, "--settle", "2", "--lease-ttl", "2"]
+    words += ["--checkpoint-dir", str(tmp_path / "c"), "--snapshot-every", "2"]
+    words += [str(case.script), str(tmp_path / "out"), *case.words]
+    words += ["--epochs", str(case.epochs), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, words, nodes=RANKS) as told:
+        told.wait_for_step(4)
+        told.cluster.kill_worker(told.node(0))
+        told.wait_for_first_step(2)
+        told.wait_for_step(case.steps_in_epoch + 3)  # in the second epoch
+        told.cluster.kill_node(told.node(1))
+        told.wait_for_first_step(3)
+        told.pause(0.5)
+        told.cluster.start_node()
+        told.wait_for_first_step(4)
+        told.cluster.drain(told.node(2))
+        told.wait_for_first_step(5)
+        codes = told.wait_for_end()
+        said = "".join(path.read_text() for path in told.directory().glob("*/0.log"))
+    assert codes["node-0"] == codes["node-3"] == 0 and codes["node-1"] == -9
+    check_samples(case, told)
+    return Outcome(weights=weights(tmp_path / "c"), ended=ended(said))
+
+
+def undisturbed(case: Case, tmp_path: Path) -> Outcome:
+    """Trains on one process, with the same global batch."""
+    words = [sys.executable, str(case.script), str(tmp_path / "alone"), *case.words]
+    words += ["--epochs", str(case.epochs), "--global-batch", str(case.batch * RANKS)]
+    done = subprocess.run(
+        words,
+        env=os.environ | {"ELASTICZERO_CHECKPOINT_DIR": str(tmp_path / "c-alone")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return Outcome(weights=weights(tmp_path / "c-alone"), ended=ended(done.stdout))
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    found = elasticzero.checkpoint.load(folder)
+    return {name: tensor for name, tensor in found.items() if name.startswith("model/")}
+
+
+def ended(said: str) -> dict[str, Any]:
+    (found,) = [line for line in said.splitlines() if line.startswith('{"ended"')]
+    told: dict[str, Any] = json.loads(found)["ended"]
+    return told
+
+
+def check_samples(case: Case, told: Story) -> None:
+    steps, count = told.committed(), case.steps_in_epoch
+    assert sorted(steps) == list(range(1, case.epochs * count + 1))
+    for epoch in range(case.epochs):
+        of_epoch = range(epoch * count + 1, (epoch + 1) * count + 1)
+        used = sorted(sample for step in of_epoch for sample in steps[step])
+        assert used == list(range(case.samples))
+
+
+def check_weights(found: Outcome, wanted: Outcome, tolerance: float = 1e-9) -> None:
+    assert found.weights.keys() == wanted.weights.keys()
+    for name, tensor in wanted.weights.items():
+        assert tensor.dtype == torch.float64
+        assert (found.weights[name] - tensor).abs().max() < tolerance, name

@@ -1,0 +1,190 @@
+"""A loop of accelerate on one process: the results of accelerate's own, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from elasticzero.errors import UserError
+from elasticzero.integrations.accelerate import Accelerator
+from tests.integration.scripts import regression
+
+
+@pytest.fixture
+def accelerators() -> Iterator[Callable[..., Any]]:
+    """Makes accelerators, one after the other."""
+    made: list[Any] = []
+
+    def make(kind: type = Accelerator, **given: Any) -> Any:
+        for each in made:
+            each.end_training()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        made.append(kind(cpu=True, **given))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end_training()
+
+
+def parts(samples: int = 328) -> tuple[nn.Module, Any, Any, DataLoader[Any]]:
+    torch.manual_seed(0)
+    net = regression.network()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.7)
+    data = Subset(regression.dataset(), range(samples))
+    return net, optimizer, schedule, DataLoader(data, batch_size=4)
+
+
+def train(accelerator: Any, epochs: int = 2) -> tuple[Any, list[float], list[float]]:
+    """Returns the model, and the rate and the gradient's norm after each step."""
+    net, optimizer, schedule, loader = accelerator.prepare(*parts())
+    rates, norms = [], []
+    assert len(loader) == 82
+    for _ in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(regression.loss_of(net(x), y))
+                ended = accelerator.sync_gradients
+                if ended:
+                    norm = accelerator.clip_grad_norm_(net.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                if ended:
+                    norms.append(norm.item())
+                    rates.append(schedule.get_last_lr()[0])
+    return accelerator.unwrap_model(net), rates, norms
+
+
+def test_the_steps_are_those_of_accelerate(accelerators: Callable[..., Any]) -> None:
+    (ours, rates, norms), (theirs, wanted, others) = (
+        train(accelerators(kind, gradient_accumulation_steps=2))
+        for kind in (Accelerator, accelerate.Accelerator)
+    )
+    assert len(rates) == 82 and rates == pytest.approx(wanted)
+    assert norms == pytest.approx(others, rel=1e-6)
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (p - q).abs().max() < 1e-10, name
+
+
+def test_registered_objects_are_kept_and_loaders_of_other_calls_evaluate(
+    accelerators: Callable[..., Any],
+) -> None:
+    accelerator = accelerators()
+    average = torch.optim.swa_utils.AveragedModel(regression.network())
+    accelerator.register_for_checkpointing(average)
+    held_out = accelerator.prepare(DataLoader(regression.dataset(), batch_size=7))
+    net, *_ = accelerator.prepare(*parts())
+    assert "registered 0" in accelerator.session._generation.training.auxiliary.tracked
+    found = [accelerator.gather_for_metrics(y).shape[0] for _, y in held_out]
+    assert sum(found) == regression.SAMPLES
+    state = accelerator.get_state_dict(net)
+    assert state.keys() == net.state_dict().keys()
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        data = regression.dataset()
+        return (data[index] for index in range(len(data)))
+
+
+def test_a_stream_is_trained_on(accelerators: Callable[..., Any]) -> None:
+    accelerator = accelerators(global_batch=8)
+    net, optimizer, _, _ = parts()
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Rows(), batch_size=8))
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+    seen = 0
+    for x, y in loader:
+        accelerator.backward(regression.loss_of(net(x), y))
+        optimizer.step()
+        seen += len(x)
+    assert seen == regression.SAMPLES and accelerator.session.step_count == 42
+
+
+def twice(accelerator: Any) -> None:
+    accelerator.prepare(*parts())
+    accelerator.prepare(*parts())
+
+
+def other_model(accelerator: Any) -> None:
+    net, _, _, loader = parts()
+    accelerator.prepare(net, parts()[1], loader)
+
+
+def late(accelerator: Any) -> None:
+    accelerator.prepare(*parts())
+    accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)))
+
+
+def early_norm(accelerator: Any) -> None:
+    net, *_ = accelerator.prepare(*parts())
+    accelerator.clip_grad_norm_(net.parameters(), 1.0).item()
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (twice, "in a second call"),
+        (other_model, "not the model's"),
+        (late, "comes before prepare"),
+        (early_norm, "is known once optimizer.step"),
+        (lambda a: a.prepare(*parts()[:2]), "needs a DataLoader with a batch_size"),
+        (lambda a: a.prepare(parts()[0]), "1 models and 0 optimizers"),
+        (lambda a: a.load_state("folder"), "goes on by itself"),
+        (lambda a: a.skip_first_batches([], 3), "goes on by itself"),
+        (lambda a: a.clip_grad_value_([], 1.0), "on_gradients"),
+        (lambda a: a.backward(torch.zeros(1), retain_graph=True), "takes no retain_graph"),
+        (lambda a: a.save_state(), "needs output_dir"),
+        (lambda _: Accelerator(cpu=True, deepspeed_plugin=object()), "takes no deepspeed_plugin"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    act: Callable[[Any], Any], said: str, accelerators: Callable[..., Any]
+) -> None:
+    with pytest.raises(UserError, match=said):
+        act(accelerators())
+
+
+MISTAKE = """
+from elasticzero.integrations.accelerate import Accelerator
+Accelerator(cpu=True).load_state("here")
+"""
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "elasticzero.launcher.cli", "run"]])
+def test_a_mistake_ends_a_script_in_one_line(launcher: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MISTAKE)
+    options = ["--http-port=0", "--preemption=none", f"--log-dir={tmp_path / 'logs'}"]
+    words = [sys.executable, *launcher, *(options if launcher else []), str(tmp_path / "train.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 64
+    said = done.stdout + done.stderr
+    assert "accelerator.load_state: training goes on by itself" in said
+    assert "Traceback" not in said
+
+
+def test_an_error_of_the_script_is_shown_as_python_does(tmp_path: Path) -> None:
+    script = MISTAKE.replace('.load_state("here")', "\n1/0")
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py")],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr

@@ -1,0 +1,41 @@
+"""Lightning's Trainer on real clusters: a killed worker, a killed node, a join and a drain change
+neither the samples nor the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from elasticzero.launcher.store.etcd.server import EtcdServer
+from tests.integration.adapters.stories import Case, check_weights, through_faults, undisturbed
+from tests.integration.clusters import SCRIPTS
+from tests.integration.scripts import regression
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_faults_change_neither_samples_nor_weights(
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    case = Case(script=SCRIPTS / "lightning_trainer.py", samples=regression.SAMPLES, epochs=4)
+    found = through_faults(case, tmp_path, etcd, job, strategy)
+    alone = undisturbed(case, tmp_path)
+    check_weights(found, alone)
+    here, there = found.ended, alone.ended
+    for name in ("steps", "epoch", "waited"):
+        assert here[name] == there[name], name
+    for name in ("val_loss", "best"):
+        assert here[name] == pytest.approx(there[name], rel=0.05), name  # some samples count twice
+    check_saved(Path(here["path"]), found.weights)
+
+
+def check_saved(path: Path, found: dict[str, Tensor]) -> None:
+    """The files of ModelCheckpoint have the whole model."""
+    names = {name.removeprefix("model/") for name in found}
+    states = [torch.load(at, weights_only=False) for at in (path, path.with_name("last.ckpt"))]
+    assert all(state["state_dict"].keys() == names for state in states)
+    for name in names:
+        assert torch.equal(states[1]["state_dict"][name], found[f"model/{name}"]), name

@@ -1,0 +1,170 @@
+"""Lightning on one process: the results of its own strategy, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from elasticzero.integrations.lightning import Elastic
+from tests.integration.scripts import regression
+from tests.integration.scripts.lightning_trainer import Regression
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning about data workers and loggers
+
+
+def trained(strategy: Any, folder: Path, module: Any = None, **given: Any) -> tuple[Any, Any]:
+    data = regression.dataset()
+    module = module if module is not None else Regression()
+    callbacks = given.pop("callbacks", [])
+    # Lightning's last step of an epoch would be smaller where these do not divide
+    loader = given.pop("loader", DataLoader(Subset(data, range(328)), batch_size=4))
+    values = {
+        "max_epochs": 2,
+        "accumulate_grad_batches": 2,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(folder),
+    }
+    trainer = L.Trainer(strategy=strategy, callbacks=callbacks, **{**values, **given})
+    trainer.fit(module, loader, DataLoader(Subset(data, range(30)), batch_size=5))
+    return trainer, module
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"gradient_clip_val": 0.05, "max_epochs": 3},
+        {"max_steps": 17, "max_epochs": -1, "check_val_every_n_epoch": 1},
+        {"accumulate_grad_batches": 1, "val_check_interval": 0.5},
+    ],
+    ids=lambda given: ",".join(given) or "plain",
+)
+def test_the_steps_are_those_of_lightning(given: dict[str, Any], tmp_path: Path) -> None:
+    found = [trained(strategy, tmp_path, **given) for strategy in (Elastic(), "auto")]
+    (ours, mine), (theirs, other) = found
+    assert ours.global_step == theirs.global_step > 0
+    assert ours.current_epoch == theirs.current_epoch
+    for (name, p), q in zip(mine.named_parameters(), other.parameters(), strict=True):
+        assert (p - q).abs().max() < 1e-10, name
+    metrics = {name: value.item() for name, value in theirs.callback_metrics.items()}
+    assert "train_loss_epoch" in metrics
+    for name in metrics.keys() & {"val_loss"}:
+        assert ours.callback_metrics[name].item() == pytest.approx(metrics[name], rel=1e-6)
+
+
+class Worse(Regression):
+    """Its metric rises from the start."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("rises", float(self.trainer.global_step))
+
+
+def test_training_stops_early(tmp_path: Path) -> None:
+    stop = EarlyStopping("rises", patience=2)
+    trainer, _ = trained(Elastic(), tmp_path, Worse(), callbacks=[stop], max_epochs=9)
+    assert trainer.current_epoch == 3
+
+
+class ByHand(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnStep(Regression):
+    def optimizer_step(self, *_: Any, **__: Any) -> None:
+        raise AssertionError
+
+
+class Looks(Callback):
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        raise AssertionError
+
+
+class Rows(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        data = regression.dataset()
+        return (data[index] for index in range(len(data)))
+
+
+def test_a_stream_is_trained_on(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(), batch_size=4)
+    trainer, _ = trained(Elastic(), tmp_path, SteppedTo(30), loader=loader, max_steps=30)
+    assert trainer.global_step == 30
+
+
+class SteppedTo(Regression):
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "said"),
+    [
+        (ByHand, {"accumulate_grad_batches": 1}, "optimizes by hand"),
+        (OwnStep, {}, "overrides optimizer_step"),
+        (Regression, {"callbacks": [Looks()]}, "on_before_optimizer_step"),
+        (Regression, {"limit_train_batches": 5}, "limit_train_batches"),
+        (
+            Regression,
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            "clip by norm",
+        ),
+        (Regression, {"loader": [DataLoader(regression.dataset())] * 2}, "one DataLoader"),
+        (SteppedTo, {"loader": DataLoader(Rows(), 4), "max_epochs": 1}, "max_steps"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_what_cannot_be_done_is_refused(
+    module: Any,
+    given: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        trained(Elastic(), tmp_path, module(3) if module is SteppedTo else module(), **given)
+    told = capsys.readouterr().err
+    assert stop.value.code == 64
+    assert said in told and "Traceback" not in told
+
+
+def test_a_file_to_resume_from_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, module = trained("auto", tmp_path)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = L.Trainer(strategy=Elastic(), accelerator="cpu", devices=1, logger=False, max_epochs=1)
+    with pytest.raises(SystemExit):
+        again.fit(module, DataLoader(regression.dataset(), 4), ckpt_path=tmp_path / "a.ckpt")
+    assert "load the module from it" in capsys.readouterr().err
+
+
+def test_a_trained_module_is_validated_and_saved_by_lightning(tmp_path: Path) -> None:
+    trainer, module = trained(Elastic(), tmp_path)
+    held_out = DataLoader(Subset(regression.dataset(), range(30)), batch_size=5)
+    (found,) = trainer.validate(module, held_out, verbose=False)
+    x, y = (tensor[:30] for tensor in regression.dataset().tensors)
+    with torch.no_grad():
+        wanted: Tensor = regression.loss_of(module.net(x), y)
+    assert found["val_loss"] == pytest.approx(wanted.item(), rel=1e-6)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = Regression.load_from_checkpoint(tmp_path / "a.ckpt")
+    for p, q in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)

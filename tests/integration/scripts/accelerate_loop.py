@@ -1,0 +1,60 @@
+"""Trains the regression by a loop of accelerate in float64, and writes down which samples each
+global batch holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from elasticzero.integrations.accelerate import Accelerator
+from tests.integration.scripts import adapted, regression
+
+
+def main() -> None:
+    words = adapted.parser().parse_args()
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, global_batch=words.global_batch
+    )
+    data, net = regression.dataset(), regression.network()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-2, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.7)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    held_out = DataLoader(Subset(data, range(31)), batch_size=5)
+    model, optimizer, loader, held_out, schedule = accelerator.prepare(
+        net, optimizer, loader, held_out, schedule
+    )
+    session = accelerator.session
+    for _ in range(words.epochs):
+        model.train()
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                if accelerator.sync_gradients:
+                    adapted.trace(session, words.pause)
+                accelerator.backward(regression.loss_of(model(x), y))
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        model.eval()
+        losses = []
+        for x, y in held_out:
+            with torch.no_grad():
+                error = ((model(x) - y) ** 2).mean(1)
+            losses.append(accelerator.gather_for_metrics(error))
+        mean = torch.cat(losses).mean().item()
+    accelerator.wait_for_everyone()
+    accelerator.save_model(model, words.output)
+    if accelerator.is_main_process:
+        told = {"steps": session.step_count, "samples": len(torch.cat(losses)), "mean": mean}
+        told |= {"lr": optimizer.param_groups[0]["lr"], "in_epoch": len(loader)}
+        print(json.dumps({"ended": told}), flush=True)
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        assert Path(words.output, "model.safetensors").exists()
+
+
+if __name__ == "__main__":
+    main()

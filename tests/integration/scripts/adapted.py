@@ -1,0 +1,29 @@
+"""What the scripts of frameworks have in common: their arguments, and the trace of their steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import elasticzero as ez
+from tests.integration.scripts import regression
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser()
+    found.add_argument("output")
+    found.add_argument("--pause", type=float, default=0.0)
+    found.add_argument("--epochs", type=int, default=3)
+    found.add_argument("--global-batch", type=int)
+    return found
+
+
+def trace(session: ez.Session, pause_s: float) -> None:
+    """Writes down the samples of the step that begins, on rank 0, and slows it."""
+    if session.rank == 0:
+        place = {"generation": session.generation, "step": session.step_count + 1}
+        told = {"trace": {**place, "samples": session.batch_indices}}
+        # In one write, of which a kill leaves all or nothing.
+        print(json.dumps(told) + "\n", end="", flush=True)
+    time.sleep(regression.pause(pause_s))
