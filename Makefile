@@ -90,7 +90,7 @@ $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready: .venv-%/.ready: $(READY) con
 integrations: $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
 	@.ci/browser
 	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
-	timeout --foreground --kill-after=10 900 $(OLDEST_FRAMEWORKS)/bin/python -m pytest -ra -q -m "not chaos" tests/integration/adapters
+	timeout --foreground --kill-after=10 900 $(OLDEST_FRAMEWORKS)/bin/python -m pytest -ra -q tests/integration/adapters
 
 # Each Python is a try, since gigabytes are fetched.
 $(OLDEST)/.ready: PYTHONS = $(RUN) $(RUN)
