@@ -61,9 +61,8 @@ class Accelerator(accelerate.Accelerator):
         for name, advice in REFUSED.items():
             if others.get(name):
                 raise UserError(f"elasticzero's Accelerator takes no {name}: {advice}")
-        launch = hide()
-        self.elastic = OpenRun()
-        os.environ.update(launch.variables)  # the generation's group exists: no other is opened
+        os.environ.update(hide().variables)
+        self.elastic = OpenRun()  # whose group accelerate then finds, and opens no other
         self.elastic_global_batch, self.elastic_strategy = global_batch, strategy
         self.elastic_tracked: list[Any] = []
         self.elastic_optimizer: ElasticOptimizer | None = None

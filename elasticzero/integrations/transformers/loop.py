@@ -56,7 +56,7 @@ class TrainingLoop:
         if trainer.model_init is not None:
             trainer.model = trainer.call_model_init()
         _checkpoint_activations(trainer)
-        factory, whole = OptimizerFactory(trainer), WholeModel(trainer.model)
+        factory, whole = OptimizerFactory(trainer), WholeModel(session, trainer.model)
         trainer.lr_scheduler = None
         model, trainer.optimizer = session.prepare(
             trainer.model,

@@ -49,7 +49,6 @@ class Trainer(transformers.Trainer):
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-        **_: Any,
     ) -> TrainOutput:
         """Trains from the newest state of the job to the end, and returns what transformers does.
 

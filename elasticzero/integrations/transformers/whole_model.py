@@ -15,7 +15,10 @@ from elasticzero.session import Session
 class WholeModel:
     """Keeps the form of a model, without its values, from before it is divided."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, session: Session, model: nn.Module) -> None:
+        self._form = model
+        if session._assignment.strategy not in ("zero3", "auto"):  # noqa: SLF001 - our own
+            return
         empty = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in model.parameters()
