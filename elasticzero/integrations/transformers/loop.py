@@ -15,7 +15,6 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from elasticzero.errors import UserError
-from elasticzero.integrations.transformers import saving
 from elasticzero.integrations.transformers.optimizer import OptimizerFactory
 from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.transformers.whole_model import WholeModel
@@ -279,8 +278,8 @@ class TrainingLoop:
         state.epoch = state.global_step / (self._steps_in_epoch or state.max_steps)
 
     def _finish(self) -> TrainOutput:
-        """Logs the whole training's figures, takes the best model if asked, and tells callbacks."""
-        trainer, args, progress = self._trainer, self._args, self._progress
+        """Logs the whole training's figures."""
+        trainer, progress = self._trainer, self._progress
         steps = trainer.state.global_step
         self._take_losses()
         self._count_losses()
@@ -291,11 +290,6 @@ class TrainingLoop:
         trainer.store_flos()
         metrics["total_flos"], metrics["train_loss"] = trainer.state.total_flos, mean
         trainer.log(metrics)
-        if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
-            saving.load_best_model(trainer)
-        trainer.control = trainer.callback_handler.on_train_end(
-            args, trainer.state, trainer.control
-        )
         return TrainOutput(steps, mean, metrics)
 
 

@@ -26,6 +26,8 @@ class Trainer(transformers.Trainer):
     rank alone.
     """
 
+    control: Any
+
     def __init__(self, *args: Any, global_batch: int | None = None, **others: Any) -> None:
         """global_batch: samples in a step over all ranks; by default as many as
         `per_device_train_batch_size` and `gradient_accumulation_steps` make of the ranks with which
@@ -74,6 +76,9 @@ class Trainer(transformers.Trainer):
         self.is_in_train = False
         self.elastic_loop = None
         accelerator.stand_alone(self, self.elastic_launch)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            saving.load_best_model(self)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         assert self.elastic_output is not None
         return self.elastic_output
 

@@ -4,6 +4,7 @@ change neither the samples nor the weights."""
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from elasticzero.launcher.store.etcd.server import EtcdServer
-from tests.integration.adapters.stories import Case, check_weights, through_faults, undisturbed
-from tests.integration.clusters import SCRIPTS
+from tests.integration.adapters.stories import (
+    Case,
+    check_weights,
+    ended,
+    through_faults,
+    undisturbed,
+)
+from tests.integration.clusters import SCRIPTS, elasticzero
 
 
 @pytest.mark.timeout(300)
@@ -40,6 +47,22 @@ def test_faults_change_neither_samples_nor_weights(
     assert here["loss"] == pytest.approx(there["loss"], rel=0.02)  # but for steps done again
     assert here["logged"] == sorted(set(here["logged"]))
     check_saved(tmp_path / "out", found.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_each_rank_ends_with_the_whole_best_model(strategy: str, tmp_path: Path) -> None:
+    words = ["--nproc-per-node=2", "--strategy", strategy, "--http-port=0", "--preemption=none"]
+    words += ["--log-dir", str(tmp_path / "logs"), str(SCRIPTS / "transformers_trainer.py")]
+    words += [str(tmp_path / "out"), "--best", "--epochs", "6"]
+    done = subprocess.run(
+        elasticzero("run", *words), capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "logs").glob("*/*/0.log")
+    told = ended(log.read_text())
+    assert len(told["each"]) == 5 and told["right"] == pytest.approx(max(told["each"]))
 
 
 def check_saved(folder: Path, found: dict[str, Tensor]) -> None:

@@ -99,6 +99,7 @@ def right(found: Any) -> dict[str, float]:
 
 def main() -> None:
     parser = adapted.parser()
+    parser.add_argument("--best", action="store_true", help="end with the best model")
     parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
     words = parser.parse_args()
     torch.manual_seed(0)
@@ -118,6 +119,8 @@ def main() -> None:
         save_strategy="steps",
         save_steps=10,
         save_total_limit=2,
+        load_best_model_at_end=words.best,
+        metric_for_best_model="right" if words.best else None,
         report_to=[],
         disable_tqdm=True,
     )
@@ -141,6 +144,9 @@ def main() -> None:
         history = [entry.get("step") for entry in trainer.state.log_history if "loss" in entry]
         told = {"steps": output.global_step, "loss": output.training_loss, "logged": history}
         told |= {"eval": found["eval_loss"], "right": found["eval_right"]}
+        told["each"] = [
+            entry["eval_right"] for entry in trainer.state.log_history[:-1] if "eval_right" in entry
+        ]
         print(json.dumps({"ended": told}), flush=True)
 
 
