@@ -26,6 +26,7 @@ from elasticzero.integrations.accelerate.prepared import (
 )
 from elasticzero.integrations.launch_environment import hide
 from elasticzero.integrations.optimizers import GivenOptimizer, move_scheduler
+from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
 
 REFUSED = {
@@ -67,6 +68,7 @@ class Accelerator(accelerate.Accelerator):
         self.elastic_tracked: list[Any] = []
         self.elastic_optimizer: ElasticOptimizer | None = None
         self.elastic_models: dict[int, nn.Module] = {}
+        self.elastic_whole: WholeModel | None = None
         super().__init__(*args, **others)
 
     @property
@@ -114,6 +116,7 @@ class Accelerator(accelerate.Accelerator):
         batch = (loader.batch_size or 1) * accumulated
         precision = "fp32" if self.mixed_precision == "no" else str(self.mixed_precision)
         factory = GivenOptimizer(given, model)
+        self.elastic_whole = WholeModel(session, model)
         laid, made = session.prepare(
             model, factory, strategy=self.elastic_strategy, precision=precision
         )
@@ -218,6 +221,11 @@ class Accelerator(accelerate.Accelerator):
     def end_training(self) -> None:
         """Saves what is not saved yet, and waits for the other ranks; the script goes on alone."""
         super().end_training()
+        if self.elastic_whole is not None:
+            self.elastic_whole.gather(self.session)
         self.elastic.finish()
+        if self.elastic_whole is not None:
+            self.elastic_whole.restore()
+            self.elastic_whole = None
         alone = {"distributed_type": DistributedType.NO, "num_processes": 1}
         PartialState._shared_state.update(alone)  # noqa: SLF001 - its group is gone

@@ -26,6 +26,7 @@ from elasticzero.integrations.launch_environment import hide
 from elasticzero.integrations.lightning import data, refusals
 from elasticzero.integrations.lightning.data import Limits, StepLoader
 from elasticzero.integrations.lightning.progress import NAME, FitProgress, stored_global_batch
+from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -56,6 +57,7 @@ class Launcher(_Launcher):
 
         with self._strategy.launch_environment.shown():
             run(generation, keep_process=False)
+        self._strategy.make_whole()
         return found[0]
 
     def kill(self, signum: int) -> None:
@@ -88,6 +90,8 @@ class Elastic(Strategy):
         self._session: Session | None = None
         self._progress: FitProgress | None = None
         self._steps: StepLoader | None = None
+        self._whole_model: WholeModel | None = None
+        self._shares_validation = False
         self._busy = ExitStack()
         self._limits = Limits(epochs=ENDLESS_EPOCHS, steps=None, seed=0)
         rank_zero_only.rank = self.launch_environment.rank
@@ -109,6 +113,12 @@ class Elastic(Strategy):
     def _leave(self) -> None:
         self._session = self._steps = self._progress = None
 
+    def make_whole(self) -> None:
+        """Gives the module all its values back, once training is over."""
+        if self._whole_model is not None:
+            self._whole_model.restore()
+            self._whole_model = None
+
     # What a trainer asks of its place
 
     @property
@@ -129,6 +139,11 @@ class Elastic(Strategy):
     @property
     def world_size(self) -> int:
         return 1 if self._session is None else self._session.world_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Returns whether metrics can be reduced over ranks."""
+        return self.world_size > 1
 
     @property
     def is_global_zero(self) -> bool:
@@ -179,6 +194,10 @@ class Elastic(Strategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         rank_zero_only.rank = self.global_rank
+        assert self.lightning_module is not None
+        connector = self.lightning_module.trainer._accelerator_connector  # noqa: SLF001 - no other way
+        self._shares_validation |= connector.use_distributed_sampler
+        connector.use_distributed_sampler = False  # loaders are divided here
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -191,6 +210,7 @@ class Elastic(Strategy):
         assert module is not None
         refusals.check_trainer(trainer)
         refusals.check_module(module, trainer.callbacks)
+        self._whole_model = WholeModel(session, module)
         progress = self._begin_progress(trainer)
         _, optimizer = session.prepare(module, self._make_optimizer, strategy=self._strategy)
         if isinstance(module, FSDPModule):
@@ -233,7 +253,7 @@ class Elastic(Strategy):
                 self._progress.global_batch = loader.batch_size * self._accumulated * ranks
             self._steps = StepLoader(loader, self.session, self._progress, self._limits)
             return self._steps
-        if isinstance(dataloader, DataLoader) and self.world_size > 1:
+        if self._shares_validation and self.world_size > 1 and isinstance(dataloader, DataLoader):
             sampler = data.share_of_rank(dataloader, self.global_rank, self.world_size)
             return _update_dataloader(dataloader, sampler)
         return dataloader
@@ -298,8 +318,9 @@ class Elastic(Strategy):
 
     def on_train_end(self) -> None:
         assert self.lightning_module is not None
-        if self._progress is not None:
+        if self._progress is not None and self._whole_model is not None:
             self._progress.share()
+            self._whole_model.gather(self.session)
         if self.lightning_module.trainer.should_stop:
             self.session.stop("the Trainer was told to stop")
 

@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from elasticzero.errors import UserError
 from elasticzero.integrations.transformers.optimizer import OptimizerFactory
 from elasticzero.integrations.transformers.progress import TrainerProgress
-from elasticzero.integrations.transformers.whole_model import WholeModel
+from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class TrainingLoop:
         """Sum of the mean losses of the steps since the last log, and their number."""
         self._logged = self._began = 0
         self._began_s = time.time()
+        self.whole_model: WholeModel | None = None
 
     def run(self) -> TrainOutput:
         """Trains from the newest state to the end of training."""
@@ -55,7 +56,8 @@ class TrainingLoop:
         if trainer.model_init is not None:
             trainer.model = trainer.call_model_init()
         _checkpoint_activations(trainer)
-        factory, whole = OptimizerFactory(trainer), WholeModel(session, trainer.model)
+        factory = OptimizerFactory(trainer)
+        self.whole_model = whole_model = WholeModel(session, trainer.model)
         trainer.lr_scheduler = None
         model, trainer.optimizer = session.prepare(
             trainer.model,
@@ -75,7 +77,7 @@ class TrainingLoop:
         if self._in_epoch:
             self._end_epoch()
         output = self._finish()
-        trainer.model = trainer.model_wrapped = whole.after_training(session, trainer.model)
+        whole_model.gather(session)
         return output
 
     def _batches(self) -> tuple[Any, int]:

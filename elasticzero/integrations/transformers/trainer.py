@@ -74,7 +74,9 @@ class Trainer(transformers.Trainer):
         with self.elastic_launch.shown():
             run(generation, keep_process=False)
         self.is_in_train = False
-        self.elastic_loop = None
+        if self.elastic_loop is not None and self.elastic_loop.whole_model is not None:
+            self.elastic_loop.whole_model.restore()
+        self.elastic_loop, self.model_wrapped = None, self.model
         accelerator.stand_alone(self, self.elastic_launch)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             saving.load_best_model(self)

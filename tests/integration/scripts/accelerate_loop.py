@@ -47,12 +47,14 @@ def main() -> None:
         mean = torch.cat(losses).mean().item()
     accelerator.wait_for_everyone()
     accelerator.save_model(model, words.output)
-    if accelerator.is_main_process:
-        told = {"steps": session.step_count, "samples": len(torch.cat(losses)), "mean": mean}
-        told |= {"lr": optimizer.param_groups[0]["lr"], "in_epoch": len(loader)}
-        print(json.dumps({"ended": told}), flush=True)
+    steps, rate = session.step_count, optimizer.param_groups[0]["lr"]
     accelerator.end_training()
     if accelerator.is_main_process:
+        with torch.no_grad():
+            after = regression.loss_of(net(data.tensors[0]), data.tensors[1]).item()
+        told = {"steps": steps, "after": after, "samples": len(torch.cat(losses)), "mean": mean}
+        told |= {"lr": rate, "in_epoch": len(loader)}
+        print(json.dumps({"ended": told}), flush=True)
         assert Path(words.output, "model.safetensors").exists()
 
 

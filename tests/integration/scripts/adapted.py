@@ -20,10 +20,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def trace(session: ez.Session, pause_s: float) -> None:
-    """Writes down the samples of the step that begins, on rank 0, and slows it."""
-    if session.rank == 0:
-        place = {"generation": session.generation, "step": session.step_count + 1}
-        told = {"trace": {**place, "samples": session.batch_indices}}
-        # In one write, of which a kill leaves all or nothing.
-        print(json.dumps(told) + "\n", end="", flush=True)
+    """Writes down the samples of the step that begins, and slows it.
+
+    All ranks do, since lines of a node that is killed may be lost.
+    """
+    place = {"generation": session.generation, "step": session.step_count + 1}
+    told = {"trace": {**place, "samples": session.batch_indices}}
+    # In one write, of which a kill leaves all or nothing.
+    print(json.dumps(told) + "\n", end="", flush=True)
     time.sleep(regression.pause(pause_s))

@@ -78,6 +78,7 @@ def main() -> None:
             "best": keep.best_model_score.item(),
             "path": keep.best_model_path,
             "waited": stop.wait_count,
+            "after": trainer.validate(module, held_out, verbose=False)[0]["val_loss"],
         }
         print(json.dumps({"ended": told}), flush=True)
 
