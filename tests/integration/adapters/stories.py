@@ -20,6 +20,8 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import Story, story
 
 RANKS = 3
+IMPORTS = {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+"""Lets a script that Python runs by itself import its neighbours; an agent's workers can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ def undisturbed(case: Case, tmp_path: Path) -> Outcome:
     words += ["--epochs", str(case.epochs), "--global-batch", str(case.batch * RANKS)]
     done = subprocess.run(
         words,
-        env=os.environ | {"ELASTICZERO_CHECKPOINT_DIR": str(tmp_path / "c-alone")},
+        env=os.environ | IMPORTS | {"ELASTICZERO_CHECKPOINT_DIR": str(tmp_path / "c-alone")},
         capture_output=True,
         text=True,
         timeout=200,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.adapters.stories import IMPORTS
 from tests.integration.clusters import SCRIPTS
 
 LAUNCHED = {
@@ -24,7 +25,7 @@ LAUNCHED = {
 def test_another_launcher_is_refused(script: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / f"{script}.py"), str(tmp_path / "out")],
-        env=os.environ | LAUNCHED,
+        env=os.environ | IMPORTS | LAUNCHED,
         capture_output=True,
         text=True,
         timeout=90,
