@@ -220,7 +220,8 @@ class Accelerator(accelerate.Accelerator):
 
     def end_training(self) -> None:
         """Saves what is not saved yet, and waits for the other ranks; the script goes on alone."""
-        super().end_training()
+        for tracker in self.trackers:
+            tracker.finish()
         if self.elastic_whole is not None:
             self.elastic_whole.gather(self.session)
         self.elastic.finish()
