@@ -99,6 +99,7 @@ def by_lightning(ours: bool, steps: int, folder: str) -> list[float]:
         devices=1 if ours else 2,
         max_steps=steps,
         max_epochs=-1,
+        callbacks=[Clock()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
