@@ -92,9 +92,9 @@ class ElasticOptimizer:
         self.max_grad_norm: float | None = None
         """The limit for the coming step; None: no limit."""
         self.stepped = False
-        """Whether the last call has ended a global batch, and its step was applied."""
+        """True if the last call has ended a global batch, and its step was applied."""
         self.ended = False
-        """Whether the last call has ended a global batch."""
+        """True if the last call has ended a global batch."""
         self._session = session
 
     @property

@@ -40,10 +40,10 @@ class TrainingLoop:
         """Steps of an epoch; None: the dataset has no length."""
         self._in_epoch = self._in_step = False
         self._of_step: Tensor | None = None
-        """Of this rank's micro-batches of a step: the sums of their losses, each times its weight,
-        and of the weights; shape (2,)."""
+        """Sums over this rank's micro-batches of a step: of losses, each times its weight, and of
+        weights; shape (2,). None: the step has not begun."""
         self._losses: list[Tensor] = []
-        """The same of each step of which no mean is taken yet."""
+        """Such sums of each step of which no mean is taken yet."""
         self._loss_sum, self._loss_steps = 0.0, 0
         """Sum of the mean losses of the steps since the last log, and their number."""
         self._logged = self._began = 0

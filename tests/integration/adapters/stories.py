@@ -42,11 +42,11 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a training came to."""
+    """Holds what a training came to."""
 
     weights: dict[str, Tensor]
     ended: dict[str, Any]
-    """What rank 0 says at its end."""
+    """Figures that rank 0 prints at its end."""
 
 
 def through_faults(
