@@ -205,7 +205,8 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
             _report_failure(fds[1], fds[2], _failure_of(stop, f"exited with status {code}"))
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
         if sys.excepthook is not sys.__excepthook__:
-            sys.excepthook(type(error), error, error.__traceback__)  # as Python does
+            with suppress(BaseException):  # a hook that fails must not hide the script's error
+                sys.excepthook(type(error), error, error.__traceback__)  # as Python does
         print(script_traceback(error), end="", file=sys.stderr)
         _report_failure(fds[1], fds[2], _failure_of(error))
         code = 1

@@ -24,6 +24,17 @@ def rare(value: object) -> Any:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
+def test_a_script_s_own_hook_sees_its_error_and_cannot_hide_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    hook = "lambda kind, *_: print('seen', kind.__name__, flush=True) or sys.exit(0)"
+    script.write_text(f"import sys\nsys.excepthook = {hook}\n1 / 0\n")
+    words = ["--max-restarts=0", "--http-port=0", "--preemption=none", "--log-dir", str(tmp_path)]
+    done = run("run", *words, str(script))
+    said = done.stdout + done.stderr
+    assert done.returncode not in (0, 64) and "ZeroDivisionError" in said
+    assert any("seen ZeroDivisionError" in path.read_text() for path in tmp_path.glob("*/*/0.log"))
+
+
 def run(*words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         elasticzero(*words), capture_output=True, text=True, timeout=timeout, check=False
