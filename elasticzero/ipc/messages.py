@@ -28,6 +28,9 @@ FLAG_REASONS = {
 }
 """Reasons for which a generation ends at a boundary, by flag."""
 
+TOKENS = "tokens"
+"""Name in `session.log` whose values are added up; of others the mean counts."""
+
 Blame = Literal[
     "user", "peer", "checkpoint", "storage", "environment", "memory", "rollback", "killed"
 ]

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from elasticzero import __version__
-from elasticzero.ipc.messages import Captured, Logged, Message, Stepped
+from elasticzero.ipc.messages import TOKENS, Captured, Logged, Message, Stepped
 from elasticzero.launcher.observability.descriptions import MetricDescription, MetricKind
 from elasticzero.launcher.observability.gpu import GPU_METRICS, GpuCollector
 
@@ -42,8 +42,6 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 INFO_LABELS = ("job_id", "node", "version", "strategy", "shard", "redundancy")
 MAX_LOGGED_NAMES = 64
 """Maximum number of names of `session.log` that are metrics; those that come later are not."""
-TOKENS = "tokens"
-"""Name in `session.log` whose values are added up."""
 
 _STEP_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _RECOVERY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

@@ -1,0 +1,1 @@
+"""Hands what scripts log to TensorBoard, Weights & Biases and MLflow (`--log-to`)."""
