@@ -77,7 +77,7 @@ bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, s
 chaos: $(READY) ## long runs with random faults
 	$(RUN) -m pytest -ra -q -m chaos --timeout=3600
 
-$(INTEGRATIONS)/.ready: PACKAGES = -c constraints.txt torchao datasets playwright pillow matplotlib
+$(INTEGRATIONS)/.ready: PACKAGES = -c constraints.txt torchao datasets playwright pillow matplotlib mlflow-skinny wandb
 $(OLDEST_FRAMEWORKS)/.ready: PACKAGES = -r tests/integrations/oldest_frameworks.txt
 $(OLDEST_FRAMEWORKS)/.ready: tests/integrations/oldest_frameworks.txt
 $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready: .venv-%/.ready: $(READY) constraints.txt

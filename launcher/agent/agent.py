@@ -52,6 +52,8 @@ from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import MEMBERS, WatchCache, members_of
+from elasticzero.launcher.trackers.feed import TrackerFeed
+from elasticzero.launcher.trackers.node_scalars import NodeScalars
 from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.preload import preloaded_modules
@@ -136,6 +138,8 @@ class Agent:
             self.snapshots, options.checkpoint_dir, options.keep, self.wake
         )
         self._compute = ComputePoll()
+        self.scalars = NodeScalars()
+        self._trackers = TrackerFeed(options, self.scalars, log_line)
         self.view: View | None = None
 
     def prepare(self) -> None:
@@ -178,6 +182,7 @@ class Agent:
             while self._core.exit_code is None:
                 self.view, decision = self._core.cycle()
                 self.memory.turn(self.view, self.status, self.token)
+                self._trackers.turn(self.view, self.token)
                 self._log_present_nodes(self.view)
                 self._compare_workers(self.view)
                 if self._core.exit_code is None:
@@ -239,7 +244,8 @@ class Agent:
         if group is not None:
             heard = group.poll_messages(now_s, ended)
             self.reporter.received(group, heard, now_s)
-            for _, message in heard:
+            for worker, message in heard:
+                self.scalars.received(worker.rank, message)
                 match message:
                     case Captured():
                         self.saver.captured(message)
@@ -316,6 +322,7 @@ class Agent:
         self._group = group
         kill_all(worker for local_rank, worker in reusable.items() if local_rank >= len(given))
         self.reporter.starting(world, index, now_s)
+        self.scalars.begin(world.generation, world.resume.step, world.ranks(index))
         store = self._membership.take_store_socket() if first == 0 else None
         try:
             group.start(given, options.launch, options.log_dir, store, reusable)
@@ -380,6 +387,8 @@ class Agent:
         with suppress(ElasticZeroError, ChannelClosed):
             self._retire_group()
         self._server.close()
+        done = self.view.done if self.view is not None else None
+        self._trackers.close(done.outcome if done is not None else None)
         self.memory.close()
         self.saver.close()
         self._membership.close()

@@ -16,10 +16,12 @@ from elasticzero.checkpoint.storage.base import open_directory, within
 from elasticzero.errors import StorageError, UserError
 from elasticzero.ipc.assignment import BucketBytes, OnNonFinite, SpikeLimit, WorkerSettings
 from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
+from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.options.validation import (
     check_folder,
     check_name,
     check_script,
+    check_trackers,
     make_log_directory,
     overflow_folder,
     parse_common_options,
@@ -87,6 +89,8 @@ class AgentOptions:
     console: ConsoleOutput = field(default_factory=ConsoleOutput)
     """Selects the workers' output that is repeated on the terminal."""
     workers: WorkerSettings = field(default_factory=WorkerSettings)
+    log_to: tuple[TrackerTarget, ...] = ()
+    """Trackers that get the job's scalars."""
 
 
 def agent_options(
@@ -103,6 +107,7 @@ def agent_options(
     launch = launch_of(args)
     console = console_of(args)
     given = parse_common_options(args)
+    check_trackers(given.agent["log_to"])
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
     directory, storage_error = _checkpoint_directory(args)

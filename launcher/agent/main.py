@@ -161,6 +161,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             healthy=lambda: (True, "ok"),
             snapshots=_Snapshots(lambda: agent),
             events=lambda most_bytes: _newest_events(agent, most_bytes),
+            scalars=lambda after: agent.scalars.answer(after) if agent else {},
             token=agreed.secret,
             open_status=options.open_status,
         )

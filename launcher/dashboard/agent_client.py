@@ -22,6 +22,8 @@ MAX_BYTES = 4 << 20
 JOB, OWN_JOB, STATUS = "/job", "/job/own", "/status"
 """Paths of the status of the job from the agent that leads, of that from the agent that is asked,
 and of the agent's own status."""
+SCALARS = "/scalars"
+"""Path of what a node's workers have logged; `?after=` names the last entry that is known."""
 
 
 def query_agents(

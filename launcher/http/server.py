@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, BinaryIO, Protocol, cast
 
 from elasticzero.errors import OperatorError
-from elasticzero.launcher.dashboard.agent_client import JOB, OWN_JOB, STATUS
+from elasticzero.launcher.dashboard.agent_client import JOB, OWN_JOB, SCALARS, STATUS
 from elasticzero.launcher.dashboard.page import SAFE_HEADERS, status_page
 from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
 from elasticzero.launcher.http.requests import RequestRefused, byte_range, snapshot_file
@@ -42,6 +42,7 @@ EVENTS_BYTES = 16 << 20
 LEFT_OUT_HEADER = "ElasticZero-Left-Out-Bytes"
 """Header of `/events`: bytes of older events that are not sent."""
 _MOST = re.compile(r"\?most=(\d{1,12})\Z")
+_AFTER = re.compile(r"\?after=(\d{1,12})\Z")
 
 
 class SnapshotSource(Protocol):
@@ -77,12 +78,14 @@ class AgentServer:
         events: Callable[[int], LogPart],
         token: Secret,
         job_metrics: Callable[[], bytes] = bytes,
+        scalars: Callable[[int], Mapping[str, Any]] = lambda after: {},
         open_status: bool = False,
     ) -> None:
         """Begins to serve.
 
         events: returns a log's newest part of at most so many bytes; raises `FileNotFoundError` if
-        there is no log. open_status: the status needs no token.
+        there is no log. scalars: returns what workers have logged after an entry. open_status:
+        the status needs no token.
         """
         self.metrics = metrics
         self.job_metrics = job_metrics
@@ -91,6 +94,7 @@ class AgentServer:
         self.healthy = healthy
         self.snapshots = snapshots
         self.events = events
+        self.scalars = scalars
         self.token = token
         self.open_status = open_status
         self.refusals = RefusalLog()
@@ -240,6 +244,11 @@ class _Handler(BaseHTTPRequestHandler):
                 found = agent.status() if path == STATUS else agent.job(pass_on=path == JOB)
                 text = json.dumps(found, indent=2 if path == STATUS else None).encode() + b"\n"
                 self._send(HTTPStatus.OK, text, "application/json", body=body)
+            elif path == SCALARS:
+                self._check_token()
+                asked = _AFTER.search(self.path)
+                found = agent.scalars(int(asked[1]) if asked else 0)
+                self._send(HTTPStatus.OK, json.dumps(found).encode(), "application/json", body=body)
             elif path == "/events":
                 self._check_token()
                 self._send_events(body=body)

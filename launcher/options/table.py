@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from elasticzero.launcher.options.logs import LOG_OPTIONS
 from elasticzero.launcher.options.option import Option, grouped
 from elasticzero.launcher.options.parser import Parser, add_command, add_options
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
@@ -258,39 +259,7 @@ RUN_OPTIONS = (
             field="grace_s",
         ),
     ),
-    *grouped(
-        "logs",
-        Option(
-            ("--log-dir",),
-            "The workers' output is written to DIR/JOB/NODE/LOCAL_RANK.log and no longer to the "
-            "terminal. (default: a temporary directory, and the terminal)",
-            metavar="DIR",
-            pet=True,
-            in_local="taken",
-        ),
-        Option(
-            ("--log-level",),
-            "The agent logs messages of this level and above.",
-            "info",
-            choices=("debug", "info", "warning", "error"),
-        ),
-        Option(
-            ("--log-format",),
-            "The agent logs text, or JSON: one object a line with the time, level, node, "
-            "generation and rank.",
-            "text",
-            choices=("text", "json"),
-            in_local="absent",
-        ),
-        Option(
-            ("--tee",),
-            "The workers' output is repeated on the terminal even with --log-dir; torchrun's --tee "
-            "STREAMS is accepted too (see --redirects).",
-            False,
-            is_switch=True,
-            in_local="taken",
-        ),
-    ),
+    *LOG_OPTIONS,
     *grouped(
         "network",
         Option(

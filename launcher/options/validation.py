@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
+import importlib.util
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.errors import UserError
 from elasticzero.launcher.options.table import RUN_OPTIONS
+from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.secrets import TOKEN, Secret, read_secret
 from elasticzero.launcher.store.etcd.access import (
     Access,
@@ -156,6 +158,16 @@ def make_log_directory(given: str | None, job: str) -> Path:
             "--log-dir DIR"
         ) from None
     return directory
+
+
+def check_trackers(targets: Sequence[TrackerTarget]) -> None:
+    """Raises `UserError` if the package of a tracker is not installed here; any node may lead."""
+    for target in targets:
+        if importlib.util.find_spec(target.kind) is None:
+            raise UserError(
+                f"--log-to {target.kind}: the package {target.kind} is not installed here; "
+                f"pip install 'elasticzero[{target.kind}]', on every node"
+            )
 
 
 def check_name(text: str, what: str) -> str:

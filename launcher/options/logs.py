@@ -1,0 +1,51 @@
+"""Defines the options of `run` on logs: of workers, of the agent, and what trackers get.
+
+They are a part of the table of options, which `table` describes.
+"""
+
+from __future__ import annotations
+
+from elasticzero.launcher.options.option import Option, grouped
+from elasticzero.launcher.options.trackers import tracker_targets
+
+LOG_OPTIONS = grouped(
+    "logs",
+    Option(
+        ("--log-dir",),
+        "The workers' output is written to DIR/JOB/NODE/LOCAL_RANK.log and no longer to the "
+        "terminal. (default: a temporary directory, and the terminal)",
+        metavar="DIR",
+        pet=True,
+        in_local="taken",
+    ),
+    Option(
+        ("--log-level",),
+        "The agent logs messages of this level and above.",
+        "info",
+        choices=("debug", "info", "warning", "error"),
+    ),
+    Option(
+        ("--log-format",),
+        "The agent logs text, or JSON: one object a line with the time, level, node, "
+        "generation and rank.",
+        "text",
+        choices=("text", "json"),
+        in_local="absent",
+    ),
+    Option(
+        ("--tee",),
+        "The workers' output is repeated on the terminal even with --log-dir; torchrun's --tee "
+        "STREAMS is accepted too (see --redirects).",
+        False,
+        is_switch=True,
+        in_local="taken",
+    ),
+    Option(
+        ("--log-to",),
+        "The job's scalars (session.log) go to these trackers, each with its place after a colon: "
+        "tensorboard:DIR (by default runs), wandb:DIR (wandb), mlflow:URI (MLflow's own setting).",
+        metavar="TRACKERS",
+        parse=tracker_targets,
+        field="log_to",
+    ),
+)
