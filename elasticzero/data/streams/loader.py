@@ -9,6 +9,7 @@ over a small table, follows every several steps.
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,13 @@ from elasticzero.data.streams.reader_process import (
     Command,
     Fill,
     Give,
-    InMessage,
     Open,
     ReaderProcess,
     collate_of_process,
 )
 from elasticzero.data.streams.sequence import place_width
 from elasticzero.data.streams.source import Stream
+from elasticzero.data.streams.transfer import Arena, InArena, Sent, forget_arenas
 from elasticzero.data.streams.turn import UNKNOWN
 from elasticzero.errors import UserError
 
@@ -86,7 +87,10 @@ class StreamBatches:
             if reader.num_workers
             else [_LocalQueue()]
         )
-        collate = collate_of_process(reader.collate_fn, count)
+        self._arena_owner = os.urandom(8).hex()
+        # Besides those of all commands there is the part that is being joined.
+        arena = Arena(self._arena_owner, slots=COMMANDS + 2)
+        collate = collate_of_process(reader.collate_fn, count, arena)
         self._collates_here = collate is None
         loader: DataLoader[Any] = DataLoader(
             ReaderProcess(reader.stream, order, self._commands, collate),
@@ -134,6 +138,7 @@ class StreamBatches:
         that ends is not to wait for a sample."""
         for commands in self._commands:
             commands.put(None)
+        forget_arenas(self._arena_owner)
 
     def _learn_enough(self, position: DataPosition, drawn: int) -> None:
         """Exchanges with all ranks until `LOW` batches from `position` on can be named.
@@ -235,13 +240,9 @@ class StreamBatches:
         if isinstance(command, Fill):
             return {number: row for answer in answers for number, row in answer.items()}
         if isinstance(command, Give) and command.use:
-            self._parts.append(
-                [
-                    map_each(InMessage, InMessage.tensor, answer)
-                    for answer in answers
-                    if answer is not None
-                ]
-            )
+            given = [answer for answer in answers if answer is not None]
+            tensor_of = _tensor if len(given) > 1 else _own_tensor
+            self._parts.append([map_each(Sent, tensor_of, answer) for answer in given])
         return {}
 
 
@@ -259,6 +260,15 @@ class _LocalQueue:
 
     def empty(self) -> bool:
         return not self._commands
+
+
+def _tensor(sent: Sent) -> Tensor:
+    return sent.tensor()
+
+
+def _own_tensor(sent: Sent) -> Tensor:
+    """Returns a tensor that stays as it is, for a part that is joined with no other."""
+    return sent.tensor().clone() if isinstance(sent, InArena) else sent.tensor()
 
 
 def _unchanged(answer: Any) -> Any:

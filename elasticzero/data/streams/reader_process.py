@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from elasticzero.data.loader import map_tensors
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.reader import Reader, ReaderMark, any_sample, open_readers
 from elasticzero.data.streams.source import Stream
+from elasticzero.data.streams.transfer import Arena, InMessage
 from elasticzero.data.streams.turn import UNKNOWN
 
 
@@ -54,9 +53,6 @@ class Give:
 
 
 Command = Open | Fill | Give
-INLINE_BYTES = 16 << 10
-"""Maximum size of a tensor that is sent without shared memory."""
-_INLINE_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64)
 Report = dict[int, tuple[int, ...]]
 """Maps each reader of a process to the number of samples that it has read, and the numbers of its
 row in `plan.py`."""
@@ -67,28 +63,6 @@ class Commands(Protocol):
 
     def get(self) -> Command | None: ...
     def empty(self) -> bool: ...
-
-
-class InMessage:
-    """Holds a small tensor that is sent in the message itself: a file of shared memory for each
-    takes ten times as long."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Any:
-        """Returns the tensor in this form if it is small."""
-        small = tensor.nbytes <= INLINE_BYTES and tensor.device.type == "cpu"
-        known = tensor.layout == torch.strided and tensor.dtype in _INLINE_DTYPES
-        return cls(tensor.numpy()) if small and known and not tensor.requires_grad else tensor
-
-    def tensor(self) -> Tensor:
-        return torch.from_numpy(self._array)
-
-    def pin_memory(self, device: object = None) -> Tensor:
-        """Returns the tensor in pinned memory, as `DataLoader` asks each part of a batch to."""
-        return self.tensor().pin_memory()
 
 
 class ReaderProcess(IterableDataset[Any]):
@@ -175,10 +149,10 @@ class ReaderProcess(IterableDataset[Any]):
 
 
 def collate_of_process(
-    collate_fn: Callable[[list[Any]], Any] | None, processes: int
+    collate_fn: Callable[[list[Any]], Any] | None, processes: int, arena: Arena
 ) -> Callable[[list[Any]], Any] | None:
     """Returns what collates a part of a micro-batch where it was read; None: the whole is collated
     by the training process, since only parts of `default_collate` can be joined."""
     if collate_fn is None:
-        return default_collate
+        return default_collate if processes <= 1 else arena.collate
     return collate_fn if processes <= 1 else None
