@@ -23,7 +23,7 @@ from performance_page import about_in_words, machine, present_commit, publish, r
 from ratio import Ratio
 
 RANK = Path(__file__).resolve().parent / "adapters_rank.py"
-FRAMEWORKS = ("transformers", "lightning")
+FRAMEWORKS = ("transformers", "lightning", "accelerate")
 MOST = 1.03
 LIMIT_S = 600
 

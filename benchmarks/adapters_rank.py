@@ -1,6 +1,6 @@
 """Trains by a framework, by itself or by its adapter; rank 0 prints the seconds of each step.
 
-python benchmarks/adapters_rank.py transformers|lightning theirs|ours STEPS
+python benchmarks/adapters_rank.py transformers|lightning|accelerate theirs|ours STEPS
 """
 
 from __future__ import annotations
@@ -110,12 +110,37 @@ def by_lightning(ours: bool, steps: int, folder: str) -> list[float]:
     return ends_s
 
 
+def by_accelerate(ours: bool, steps: int, folder: str) -> list[float]:
+    home = "elasticzero.integrations.accelerate" if ours else "accelerate"
+    accelerator = import_module(home).Accelerator(cpu=True)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-5, fused=True)
+    loader = DataLoader(Texts(), batch_size=BATCH, shuffle=True)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    ends_s: list[float] = []
+    for batch in loader:
+        accelerator.backward(net(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends_s.append(time.perf_counter())
+        if len(ends_s) == steps:
+            break
+    accelerator.end_training()
+    return ends_s
+
+
+TRAIN = {
+    "transformers": by_transformers,
+    "lightning": by_lightning,
+    "accelerate": by_accelerate,
+}
+
+
 def main() -> None:
     framework, whose, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
-    train = by_transformers if framework == "transformers" else by_lightning
     with tempfile.TemporaryDirectory() as folder:
-        ends_s = train(whose == "ours", WARM_UP + steps, folder)
+        ends_s = TRAIN[framework](whose == "ours", WARM_UP + steps, folder)
     seconds = [after - before for before, after in pairwise(ends_s)]
     print(json.dumps({"seconds": seconds[WARM_UP:]}), flush=True)
 
