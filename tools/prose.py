@@ -175,6 +175,8 @@ checkpoints/
     rank-00000-of-00002-g000003-5d41402abc4b2a76.safetensors.sums  its checksums
     rank-00001-of-00002-g000003-5d41402abc4b2a76.safetensors
     rank-00001-of-00002-g000003-5d41402abc4b2a76.safetensors.sums
+  tags/
+    best.json                                         names a step by a tag
 ```
 
 - The names of files have the rank, the number of ranks and the save's token, so files of different
@@ -213,6 +215,8 @@ FORMAT_FIELDS: dict[str, dict[str, str]] = {
         "layout": "Which rank holds which part of which tensor.",
         "files": "The files of the ranks, by rank.",
         "state": "What is not a tensor; see below.",
+        "tags": "Tags under which the script has asked for the step; left out where there are "
+        "none.",
     },
     "Layout": {
         "world_size": "Number of ranks that wrote the step.",
@@ -253,7 +257,13 @@ this file, so every byte of a checkpoint is covered.
 
 The manifest's `state` is what is not a tensor: learning rates, counters, random states, the place
 in the data. For a save by hand its key `$tree` has the nesting of what was saved, where that is
-more than tensors."""
+more than tensors.
+
+## Tags
+
+`tags/best.json` names the step of the tag `best`. It is one JSON object with the keys `version`
+(now 1), `tag`, `step` and `directory`, the name of the step's directory. It is written after the
+step's manifest, in one change. The directory `tags` exists once a tag does."""
 
 RULES = """\
 # Numbered rules

@@ -62,8 +62,8 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             command.set_defaults(run_command=_inspect)
         case "verify":
             text = (
-                "The path or URL is that of a checkpoint directory (every step is verified) "
-                "or of one step."
+                "The path or URL is that of a checkpoint directory (every step is verified), "
+                "of one step, or of a tag in it, as DIR/tags/best."
             )
             command.add_argument("path", help=text)
             command.set_defaults(run_command=_verify)
@@ -94,7 +94,8 @@ def _list(args: argparse.Namespace) -> int:
         raise UserError(
             f"{directory.where} is one step: list {parent}, or look at this step with `inspect`"
         )
-    rows = [report.row_of(info) for info in catalog.steps(directory)]
+    named = report.tags_in(directory)
+    rows = [report.row_of(info, named) for info in catalog.steps(directory)]
     left = [info.name for info in catalog.uncommitted(directory)]
     if args.json:
         print_result(json.dumps({"steps": rows, "uncommitted": left}))
@@ -105,15 +106,16 @@ def _list(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     storage = catalog.find(args.path)
-    seen = report.summarize(storage)
+    seen = report.summarize(storage, report.tags_around(storage.where))
     print_result(json.dumps(seen.to_json()) if args.json else report.step_text(seen), end="")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    found = [info.storage for info in catalog.steps(_existing(args.path))]
+    one = catalog.tagged(open_directory(args.path).where)
+    found = [] if one else [info.storage for info in catalog.steps(_existing(args.path))]
     verified = []
-    for step in found or [catalog.find(args.path)]:
+    for step in found or [one or catalog.find(args.path)]:
         bad = list(verify.find_corruption(step))
         verified.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:

@@ -10,12 +10,13 @@ from datetime import datetime
 from typing import Any
 
 from elasticzero.checkpoint.format.manifest import Manifest
-from elasticzero.checkpoint.format.names import MANIFEST_NAME
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_of
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.storage.base import Readable, out_of_reach
+from elasticzero.checkpoint.steps.tag_files import read_tags
+from elasticzero.checkpoint.storage.base import Directory, Readable, open_directory, out_of_reach
 from elasticzero.errors import ElasticZeroError
 from elasticzero.serialization import encode
-from elasticzero.text import age_text, count_text, shown, size_text, table_text
+from elasticzero.text import age_text, count_text, print_error, shown, size_text, table_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class StepSummary:
     answer."""
     written_s: float | None
     """When the manifest's file was written, by the clock of its file system; None: not known."""
+    tags: tuple[str, ...] = ()
+    """The tags that name the step."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the summary as JSON values, for scripts."""
@@ -40,11 +43,25 @@ class StepSummary:
             about["unreadable"] = self.unreadable
         if self.written_s is not None:
             about["written"] = _date(self.written_s)
-        return {**about, **encode(self.manifest)}
+        return {**about, **encode(self.manifest), "tags": list(self.tags)}
 
 
-def summarize(storage: Readable) -> StepSummary:
-    """Summarizes a step; raises `CheckpointDamaged` if its manifest is missing or wrong."""
+def tags_in(directory: Directory) -> dict[str, int]:
+    """Returns the step that each tag in a checkpoint directory names; prints which are damaged."""
+    return read_tags(directory, lambda error: print_error(f"warning: {error}"))
+
+
+def tags_around(where: str) -> dict[str, int]:
+    """Returns the same for the directory that holds a step's directory."""
+    above, _, name = where.rstrip("/").rpartition("/")
+    return {} if step_of(name) is None else tags_in(open_directory(above or "/"))
+
+
+def summarize(storage: Readable, named: Mapping[str, int] | None = None) -> StepSummary:
+    """Summarizes a step; raises `CheckpointDamaged` if its manifest is missing or wrong.
+
+    named: the step that each tag names.
+    """
     manifest = catalog.read_manifest(storage)
     error = catalog.step_error(storage)
     return StepSummary(
@@ -53,13 +70,21 @@ def summarize(storage: Readable) -> StepSummary:
         error=None if error is None else str(error),
         unreadable=error is not None and out_of_reach(error),
         written_s=_written_s(storage),
+        tags=_tags_of(manifest.step, named or {}),
     )
 
 
-def row_of(info: catalog.StepInfo) -> dict[str, Any]:
-    """Returns the row of one step in a list, with the fields that can be read."""
-    storage = info.storage
-    row: dict[str, Any] = {"step": info.step, "path": storage.where}
+def _tags_of(step: int, named: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(sorted(tag for tag, other in named.items() if other == step))
+
+
+def row_of(info: catalog.StepInfo, named: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Returns the row of one step in a list, with the fields that can be read.
+
+    named: the step that each tag names.
+    """
+    storage, tags = info.storage, list(_tags_of(info.step, named or {}))
+    row: dict[str, Any] = {"step": info.step, "path": storage.where, "tags": tags}
     try:
         seen = summarize(storage)
     except ElasticZeroError as error:
@@ -81,13 +106,15 @@ def row_of(info: catalog.StepInfo) -> dict[str, Any]:
 
 def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Sequence[str]) -> str:
     """Formats the steps of a directory as a table for people."""
-    columns = ("step", "written", "generation", "strategy", "ranks", "tensors", "size", "state")
+    measures = ("generation", "strategy", "ranks", "tensors", "size")
+    columns = ("step", "written", *measures, "tags", "state")
     lines = []
     for row in rows:
         line = [str(row.get(column, "-")) for column in columns]
         line[1] = row.get("age", "-")
         line[6] = size_text(row["bytes"]) if "bytes" in row else "-"
-        line[7] = "whole" if row["whole"] else _trouble_text(row["unreadable"], row["reason"])
+        line[7] = ", ".join(row["tags"]) or "-"
+        line[8] = "whole" if row["whole"] else _trouble_text(row["unreadable"], row["reason"])
         lines.append(line)
     text = table_text(columns, lines) if lines else f"{shown(where)} holds no checkpoint\n"
     left = (
@@ -117,6 +144,8 @@ def step_text(seen: StepSummary) -> str:
             else "whole by its files' sizes (`verify` reads the bytes)",
         ),
     ]
+    if seen.tags:
+        facts.append(("tags", ", ".join(seen.tags)))
     if manifest.state:
         facts.append(("state", f"{', '.join(manifest.state)} (`--json` shows it)"))
     width = max(len(name) for name, _ in facts) + 2

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import xxhash
 
 from elasticzero.checkpoint.format.layout import TOO_MANY_BYTES, Layout
-from elasticzero.checkpoint.format.names import is_token, shard_file_name
+from elasticzero.checkpoint.format.names import is_tag, is_token, shard_file_name
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
 from elasticzero.errors import CheckpointDamaged
-from elasticzero.serialization import RecordError, decode, encode
+from elasticzero.serialization import NEW, RecordError, decode, encode
 
 FORMAT_VERSION = 1
 TREE = "$tree"
@@ -54,12 +54,17 @@ class Manifest:
     """The files by rank; empty in a draft, before the files are written."""
     state: Mapping[str, Any]
     """JSON of all state that is not a tensor."""
+    tags: tuple[str, ...] = field(default=(), metadata=NEW)
+    """The tags under which a script has asked for this step; `steps/tags.py` has what they mean."""
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.generation < 0:
             raise ValueError(f"step {self.step}, generation {self.generation}: one is negative")
         if not is_token(self.token):
             raise ValueError(f"token {self.token!r} is not 1 to 64 letters, digits, '-' or '_'")
+        for tag in self.tags:
+            if not is_tag(tag):
+                raise ValueError(f"{tag!r} is no tag")
         if self.files and len(self.files) != self.layout.world_size:
             raise ValueError(f"{len(self.files)} files for a world of {self.layout.world_size}")
         for rank, file in enumerate(self.files):
@@ -84,6 +89,8 @@ def with_own_file(draft: Manifest, rank: int, file: ShardFile) -> Manifest:
 def to_json(manifest: Manifest) -> bytes:
     """Returns the contents of the manifest's file."""
     parts = {f.name: getattr(manifest, f.name) for f in fields(manifest) if f.name != "layout"}
+    if not manifest.tags:
+        del parts["tags"]
     return with_digest(encode(parts) | {"layout": manifest.layout.json()})
 
 

@@ -14,6 +14,8 @@ from elasticzero.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
 SUMS_SUFFIX = ".sums"
+TAGS_DIRECTORY = "tags"
+"""Name of the folder, beside the steps, of the files that each name a step by a tag."""
 MAX_STEP = 10**18 - 1
 """Largest step number that the name of a step's directory has room for."""
 _STEP_DIRECTORY = re.compile(r"step-(\d{12,18})")
@@ -28,6 +30,9 @@ _FILE_OF_SAVE = re.compile(
     rf"\.?rank-\d{{5,9}}-of-\d{{5,9}}-({_TOKEN})\.safetensors(\.sums)?"
     r"(\.[0-9a-f-]+\.partial)?"
 )
+MAX_TAG_CHARACTERS = 64
+_TAG = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_TAG_CHARACTERS - 1}}}")
+_TAG_SUFFIX = ".json"
 _PARTIAL = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial")
 
 
@@ -63,6 +68,22 @@ def step_of(directory: str) -> int | None:
     """Returns the step in a directory's name, or None for any other name."""
     match = _STEP_DIRECTORY.fullmatch(directory)
     return int(match[1]) if match and step_directory(int(match[1])) == directory else None
+
+
+def is_tag(text: str) -> bool:
+    """Returns whether a step may have this tag, which becomes the name of a file."""
+    return _TAG.fullmatch(text) is not None
+
+
+def tag_file_name(tag: str) -> str:
+    """Returns the name of the file that names the step of a tag."""
+    return tag + _TAG_SUFFIX
+
+
+def tag_of_file(name: str) -> str | None:
+    """Returns the tag of such a file, or None for any other name."""
+    tag = name.removesuffix(_TAG_SUFFIX)
+    return tag if is_tag(tag) and name == tag_file_name(tag) else None
 
 
 def snapshot_draft_name(rank: int, world_size: int) -> str:

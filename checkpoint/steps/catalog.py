@@ -9,9 +9,19 @@ from dataclasses import dataclass
 
 from elasticzero.checkpoint.format.checksums import missing_file_error
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
-from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_of
+from elasticzero.checkpoint.format.names import (
+    MANIFEST_NAME,
+    SUMS_SUFFIX,
+    TAGS_DIRECTORY,
+    is_tag,
+    step_directory,
+    step_of,
+    tag_file_name,
+    tag_of_file,
+)
 from elasticzero.checkpoint.format.strict_json import reason
 from elasticzero.checkpoint.format.validation import check_committed
+from elasticzero.checkpoint.steps.tag_files import read_tag
 from elasticzero.checkpoint.storage.base import (
     Directory,
     Readable,
@@ -29,12 +39,13 @@ MANIFEST_LIMIT_BYTES = 1 << 28
 FILES_AT_ONCE = 16
 """Maximum number of files whose sizes are requested at the same time."""
 RESOLVABLE = (
-    "The path or URL is that of a checkpoint directory (its newest good step is taken) "
-    "or of one step."
+    "The path or URL is that of a checkpoint directory (its newest good step is taken), "
+    "of one step, or of a tag in it, as DIR/tags/best."
 )
 """Description of the argument of `resolve`, for the help of commands."""
-_IGNORED_NAMES = ("lost+found",)
-"""Names that a new volume may contain, which do not make a directory foreign."""
+_IGNORED_NAMES = ("lost+found", TAGS_DIRECTORY)
+"""Names that a new volume, or a directory whose steps were removed, may contain, which do not make
+it foreign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +156,8 @@ def resolve(
 ) -> Storage:
     """Returns the good step that a path or URL means.
 
-    The path is a step itself, or a checkpoint directory, of which the newest good step is returned.
+    The path is a step itself, a tag of one (`DIR/tags/best`), or a checkpoint directory, of which
+    the newest good step is returned.
 
     `log_line`: receives one line about newer steps that are skipped. Raises `CheckpointDamaged` for
     one step that is not good, `UserError` if there is no good step, and `StorageError` if one might
@@ -165,6 +177,8 @@ def find(url: str | os.PathLike[str], log_line: Callable[[str], object] = print_
 def _find(url: str | os.PathLike[str], log_line: Callable[[str], object]) -> tuple[Storage, bool]:
     """Returns (the step that `url` means, whether it is known to be good)."""
     directory = open_directory(url)
+    if (step := tagged(directory.where)) is not None:
+        return step, False
     names = directory.names()
     in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
     if MANIFEST_NAME in names or (names and in_a_step):
@@ -192,22 +206,52 @@ def _find(url: str | os.PathLike[str], log_line: Callable[[str], object]) -> tup
     )
 
 
+def tagged(where: str) -> Storage | None:
+    """Returns the step that a tag names, for a path such as `DIR/tags/best` or that of its file.
+
+    Returns None for any other path. Raises `UserError` if the step does not exist, and
+    `CheckpointDamaged` if the tag's file is damaged.
+    """
+    folder, _, name = where.rpartition("/")
+    above, _, last = folder.rpartition("/")
+    tag = tag_of_file(name) or name
+    if last != TAGS_DIRECTORY or above.endswith(":/") or not is_tag(tag):
+        return None
+    directory = open_directory(above or "/")
+    step = read_tag(directory, tag)
+    if step is None:
+        return None
+    storage = directory.step(step_directory(step))
+    if not _has_manifest(storage):
+        raise UserError(
+            f"{folder}/{tag_file_name(tag)} names step {step}, which does not exist in "
+            f"{directory.where}: load another step"
+        )
+    return storage
+
+
 def check_writable(directory: Directory) -> None:
     """Makes the directory if it does not exist, and checks that it can be written.
 
     Raises `StorageError` if not, and `UserError` as `check_target` does.
     """
     check_outside_steps(directory.where)
-    directory.check_writable()
+    if tagged(directory.where) is None:
+        directory.check_writable()
     check_target(directory)
 
 
 def check_target(directory: Directory) -> None:
     """Raises `UserError` for a directory that no checkpoint may be written into.
 
-    Such a directory lies in a step's directory, or holds other things and no checkpoint.
+    Such a directory lies in a step's directory, is a tag, or holds other things and no checkpoint.
     """
     check_outside_steps(directory.where)
+    if (step := tagged(directory.where)) is not None:
+        raise UserError(
+            f"{directory.where} is a tag, of {step.where}: give the checkpoint directory, or, to "
+            "go on from that step, a new directory into which its directory is copied"
+        )
     names = [n for n in directory.names() if n[0] != "." and n not in _IGNORED_NAMES]
     if names and not any(step_of(name) is not None for name in names):
         held = list_text(sorted(names), 3)

@@ -2,7 +2,8 @@
 
 The process that commits a step applies retention after it. Files that another save may still write
 stay: files of a newer generation, of this generation's next steps, and recently written files. An
-age is the difference between two files of the same storage, by its clock alone.
+age is the difference between two files of the same storage, by its clock alone. Steps that tags
+name stay (rule Y3 in `tags`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Protocol
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import (
     MANIFEST_NAME,
+    TAGS_DIRECTORY,
+    is_own_partial,
     is_partial,
     step_directory,
     step_of,
@@ -22,6 +25,8 @@ from elasticzero.checkpoint.format.names import (
     token_of_file,
 )
 from elasticzero.checkpoint.steps.catalog import read_manifest, step_error_text
+from elasticzero.checkpoint.steps.tag_files import read_tags
+from elasticzero.checkpoint.steps.tags import keep_for_tags
 from elasticzero.checkpoint.storage.base import Directory, Storage, explain
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 
@@ -104,6 +109,10 @@ def apply_retention(
             return cleaner.result
         cleaner.now_s = now_s
         stay = _retained_steps(directory, committed, keep, files, bad_steps)
+        if keep.last is not None and TAGS_DIRECTORY in files:
+            cleaner.named = read_tags(directory)
+            stay |= set(cleaner.named.values())
+        cleaner.remove_unfinished_tags(files.get(TAGS_DIRECTORY, {}))
         for name, times in files.items():
             step = step_of(name)
             if step is not None and MANIFEST_NAME in times and step not in stay:
@@ -149,6 +158,8 @@ class _Cleaner:
         self.now_s = 0.0
         """Time at which the committed manifest was written or, before it exists, the newest
         file."""
+        self.named: Mapping[str, int] = {}
+        """The step that each tag names."""
         self._is_committed = committed
         self._directory = directory
         self._committed = save
@@ -158,8 +169,11 @@ class _Cleaner:
         files."""
         storage = self._directory.step(name)
         with self.collecting_problems():
-            named = _token_of_step(storage)
+            manifest = _manifest_of_step(storage)
+            named = manifest.token if manifest is not None else None
             if self._is_newer(named, times[MANIFEST_NAME]):
+                return
+            if manifest is not None and keep_for_tags(self._directory, manifest, self.named):
                 return
             storage.remove(MANIFEST_NAME)
             self.result.steps.append(step)
@@ -170,6 +184,14 @@ class _Cleaner:
                     rest.remove(file)
             self.remove_leftovers(name, step, {file: times[file] for file in rest})
 
+    def remove_unfinished_tags(self, times: Mapping[str, float]) -> None:
+        """Removes what processes that were killed while they wrote a tag have left."""
+        storage = self._directory.step(TAGS_DIRECTORY)
+        with self.collecting_problems():
+            for name, written_s in times.items():
+                if is_own_partial(name) and self.now_s - written_s > HOUR_S:
+                    storage.remove(name)
+
     def remove_leftovers(self, name: str, step: int, times: Mapping[str, float]) -> None:
         """Removes files that no manifest names and that no save can still be writing."""
         storage = self._directory.step(name)
@@ -179,9 +201,10 @@ class _Cleaner:
             if MANIFEST_NAME in times and (
                 len(set(tokens.values())) > 1 or any(map(is_partial, times))
             ):
-                named = _token_of_step(storage)
-                if named is None:
+                manifest = _manifest_of_step(storage)
+                if manifest is None:
                     return
+                named = manifest.token
             elif MANIFEST_NAME in times:
                 return
             loose = [file for file in tokens if tokens[file] != named or is_partial(file)]
@@ -259,9 +282,9 @@ def _retained_steps(
     return stay if good == keep.last else set(names)
 
 
-def _token_of_step(storage: Storage) -> str | None:
-    """Returns the token in a step's manifest, or None if it cannot be read."""
+def _manifest_of_step(storage: Storage) -> Manifest | None:
+    """Returns a step's manifest, or None if it cannot be read."""
     try:
-        return read_manifest(storage).token
+        return read_manifest(storage)
     except CheckpointDamaged:
         return None

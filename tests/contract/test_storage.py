@@ -15,6 +15,8 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory
 from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
+from elasticzero.checkpoint.steps.tag_files import read_tags
+from elasticzero.checkpoint.steps.tags import set_tags
 from elasticzero.checkpoint.storage import multipart
 from elasticzero.checkpoint.storage.base import (
     Directory,
@@ -226,6 +228,27 @@ def test_a_checkpoint_is_written_found_verified_and_tidied(directory: Directory)
     tidied = apply_retention(directory, draft, RetentionPolicy(last=1))
     assert (sorted(tidied.steps), tidied.files, tidied.problems) == ([1, 2, 3], [], [])
     assert directory.names() == [step_directory(4)]
+
+
+def test_a_tag_names_a_step_and_moves_to_a_newer_one(directory: Directory) -> None:
+    for step in (1, 2, 3):
+        write_step(directory, step)
+    set_tags(directory, 1, ["best", "first"])
+    set_tags(directory, 2, ["best"])
+    set_tags(directory, 1, ["best"])
+    assert read_tags(directory) == {"best": 2, "first": 1}
+    assert directory.step("tags").names() == ["best.json", "first.json"]
+    assert catalog.resolve(f"{directory.where}/tags/best").where == (
+        f"{directory.where}/{step_directory(2)}"
+    )
+    draft = write_step(directory, 4)
+    tidied = apply_retention(directory, draft, RetentionPolicy(last=1))
+    assert (tidied.steps, tidied.files, tidied.problems) == ([3], [], [])
+    set_tags(directory, 4, ["best", "first"])
+    tidied = apply_retention(directory, draft, RetentionPolicy(last=1))
+    assert (sorted(tidied.steps), tidied.problems) == ([1, 2], [])
+    assert directory.names() == [step_directory(4), "tags"]
+    assert catalog.newest_good(directory) == 4
 
 
 def test_the_first_whole_save_wins_a_damaged_one_is_replaced(

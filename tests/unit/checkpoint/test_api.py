@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from elasticzero import checkpoint
+from elasticzero.checkpoint.steps.tags import set_tags
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, UserError
 from tests.unit.checkpoint.damage_cases import signed
 
@@ -205,3 +207,13 @@ def test_a_step_is_any_integer_that_can_name_a_directory(tmp_path: Path) -> None
         with pytest.raises(UserError, match=f"step {wrong}"):
             checkpoint.save(tmp_path, {"a": torch.ones(2)}, step=wrong)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000007"]
+
+
+def test_a_step_is_loaded_by_its_tag(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {"w": torch.full((2,), float(step))}, step=step)
+    set_tags(DiskDirectory(tmp_path), 1, ["best"])
+    assert checkpoint.load(tmp_path / "tags" / "best")["w"].tolist() == [1.0, 1.0]
+    assert checkpoint.load(tmp_path)["w"].tolist() == [2.0, 2.0]
+    checkpoint.save(tmp_path, {"w": torch.zeros(2)}, step=3)
+    assert checkpoint.load_state(tmp_path / "tags" / "best.json") == {}

@@ -17,7 +17,8 @@ from elasticzero.checkpoint.cli.main import main
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps.catalog import read_manifest
-from elasticzero.checkpoint.storage.disk import DiskStorage
+from elasticzero.checkpoint.steps.tag_files import write_tag
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.launcher.cli.main import main as launcher_main
 from elasticzero.text import READER_GONE
 from tests.unit.checkpoint.cases import draft_of, elements, flip, simple_layout, write_step
@@ -63,6 +64,45 @@ def test_list_for_scripts(directory: Path, capsys: Output) -> None:
     assert [step["step"] for step in value["steps"]] == [20, 10]
     assert all(step["whole"] and step["ranks"] == 2 for step in value["steps"])
     assert value["uncommitted"] == []
+
+
+def test_tags_are_listed_and_name_steps(directory: Path, capsys: Output) -> None:
+    for tag in ("best", "small"):
+        write_tag(DiskDirectory(directory), tag, 10)
+    assert main(["list", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-2:] == ["tags", "state"]
+    assert lines[1].split()[-2:] == ["-", "whole"]
+    assert lines[2].split()[-3:] == ["best,", "small", "whole"]
+    assert main(["list", "--json", str(directory)]) == 0
+    listed = json.loads(capsys.readouterr().out)["steps"]
+    assert [step["tags"] for step in listed] == [[], ["best", "small"]]
+    for path in (directory / "tags" / "best", directory / step_directory(10)):
+        assert main(["inspect", str(path)]) == 0
+        assert "tags        best, small" in capsys.readouterr().out
+        assert main(["inspect", "--json", str(path)]) == 0
+        assert json.loads(capsys.readouterr().out)["tags"] == ["best", "small"]
+
+
+def test_commands_take_a_tag_for_its_step(directory: Path, capsys: Output) -> None:
+    write_tag(DiskDirectory(directory), "best", 10)
+    damage(directory, 20)
+    tag, target = str(directory / "tags" / "best.json"), str(directory.parent / "new")
+    assert main(["verify", tag]) == 0
+    assert capsys.readouterr().out == f"{directory / step_directory(10)}: good\n"
+    assert main(["verify", str(directory)]) == 70
+    assert main(["reshard", tag, target, "--world-size", "1", "-q"]) == 0
+    assert main(["diff", tag, target, "-q"]) == 0
+    assert "the same" in capsys.readouterr().out
+
+
+def test_a_damaged_tag_is_said_and_the_rest_is_listed(directory: Path, capsys: Output) -> None:
+    write_tag(DiskDirectory(directory), "best", 10)
+    (directory / "tags" / "other.json").write_text("{")
+    assert main(["list", str(directory)]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3 and " best " in out
+    assert err.startswith(f"warning: {directory}/tags/other.json is damaged: ")
 
 
 def test_list_of_nothing(tmp_path: Path, capsys: Output) -> None:
