@@ -29,6 +29,8 @@ from elasticzero.ipc.messages import (
     Saved,
     SaveState,
     SnapshotHeld,
+    Tagged,
+    TagStep,
 )
 from elasticzero.ipc.thread_location import main_thread
 
@@ -89,6 +91,8 @@ class AgentClient:
         self.saved = self.unsaved = -1
         """Newest step whose save has ended on this node, and newest one that ended without a
         checkpoint."""
+        self.tags_missing = 0
+        """Number of calls of `tag` that the agent has not answered yet."""
         self.save_error: str | None = None
         """Error of the newest save that ended without a checkpoint."""
         self.not_finite: str | None = None
@@ -187,6 +191,7 @@ class AgentClient:
         assert self._channel is not None
         self.flags, self.aborted, self.save_error, self.not_finite = 0, None, None, None
         self.held = self.not_held = self.saved = self.unsaved = -1
+        self.tags_missing = 0
         self.saves = queue.SimpleQueue()
         self._busy_sections.clear()
         self.awaits = ""
@@ -201,6 +206,12 @@ class AgentClient:
             self._channel.send(message)
         except ChannelClosed:
             os._exit(1)
+
+    def tag(self, step: int, tags: tuple[str, ...]) -> None:
+        """Has tags name a step that is saved, once the saves that were requested before are over;
+        rank 0 alone calls this."""
+        self.tags_missing += 1
+        self.send(TagStep(step=step, generation=self.assignment.generation, tags=tags))
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
@@ -263,6 +274,8 @@ class AgentClient:
                     if error is not None:
                         self.unsaved, self.save_error = step, error
                     self.saved = step
+                case Tagged():
+                    self.tags_missing = max(0, self.tags_missing - 1)
                 case _:
                     pass
 

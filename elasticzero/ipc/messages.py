@@ -178,6 +178,18 @@ class AbandonSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TagStep:
+    """Worker to agent, from rank 0: have these tags name a step that is saved, or is being saved.
+
+    The tags of a state that is yet to be captured are in its manifest instead.
+    """
+
+    step: int
+    generation: int
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotInterval:
     """Worker to agent, from rank 0: from now on snapshots are taken at this interval, in steps."""
 
@@ -214,6 +226,17 @@ class Saved:
 
     step: int
     generation: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tagged:
+    """Agent to worker, in answer to `TagStep`: the tags name the step or a newer one, or (`error`)
+    not."""
+
+    step: int
+    generation: int
+    tags: tuple[str, ...]
     error: str | None = None
 
 
@@ -295,10 +318,12 @@ Message = (
     | Located
     | Captured
     | AbandonSave
+    | TagStep
     | SnapshotInterval
     | MemoryShort
     | SnapshotHeld
     | Saved
+    | Tagged
     | Stopping
     | Waiting
     | Finished

@@ -20,7 +20,15 @@ from typing import Any
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
 from elasticzero.ipc.channel import ChannelClosed
-from elasticzero.ipc.messages import AbandonSave, Captured, Message, Saved, SnapshotHeld
+from elasticzero.ipc.messages import (
+    AbandonSave,
+    Captured,
+    Message,
+    Saved,
+    SnapshotHeld,
+    Tagged,
+    TagStep,
+)
 from elasticzero.launcher.agent.assignments import assignments, snapshot_role
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import log_for_node
@@ -41,11 +49,8 @@ from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
-from elasticzero.launcher.snapshots.checkpoint_saver import (
-    CheckpointSaver,
-    SaveFailed,
-    SaveFinished,
-)
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
+from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.job_token import Agreed, agree_on_token
@@ -251,6 +256,8 @@ class Agent:
                         self.saver.captured(message)
                     case AbandonSave(generation=generation, step=step):
                         self.saver.abandon(generation, step)
+                    case TagStep():
+                        self.saver.tag(message)
                     case _:
                         pass
         return group
@@ -282,6 +289,9 @@ class Agent:
                 case SnapshotHeld():
                     message: Message = event
                     self.reporter.snapshot_held(event)
+                case Tagged():
+                    message = event
+                    self.reporter.tagged(event)
                 case SaveFinished():
                     message = Saved(step=event.step, generation=event.generation, error=event.error)
                     self.reporter.saved(event)

@@ -23,7 +23,7 @@ from elasticzero.launcher.protocol.failure_policy import (
 )
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed
+from elasticzero.launcher.snapshots.save_events import SaveFailed
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
 from elasticzero.text import count_text, list_text, named_text
@@ -164,6 +164,15 @@ class AgentConsole:
             f"snapshots every {count_text(message.every, 'step')}: one costs "
             f"{message.cost_s * 1000:.1f} ms, a step {message.step_s * 1000:.0f} ms",
         )
+
+    def tagged(self, step: int, tags: Sequence[str], error: str | None = None) -> None:
+        """Prints that tags name a step, or why they do not."""
+        text = f"the checkpoint of step {step} has the tag {', '.join(tags)}"
+        if error is None:
+            self.log_line(text)
+            return
+        text = f"step {step} has no tag {', '.join(tags)}: {error}"
+        self.log_line(text, level=logging.WARNING)
 
     def save_failed(self, failed: SaveFailed) -> None:
         """Prints that a save of the newest state failed, when the error is another one."""

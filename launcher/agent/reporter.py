@@ -20,6 +20,7 @@ from elasticzero.ipc.messages import (
     SnapshotInterval,
     Stepped,
     Stopping,
+    Tagged,
 )
 from elasticzero.launcher.agent.console import AgentConsole
 from elasticzero.launcher.agent.status import Latest, agent_status, job_state
@@ -37,7 +38,7 @@ from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.regroup import waiting_class
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
-from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveFinished
+from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.group import Ended, Received, WorkerGroup
 from elasticzero.launcher.workers.log_tail import LogTail
@@ -287,6 +288,13 @@ class AgentReporter:
             text = f"checkpoint of step {finished.step} written in {finished.seconds:.2f} s"
             self.console.log_line(text)
             self.note("checkpoint", **_plain(finished))
+        if finished.tags:
+            self.console.tagged(finished.step, finished.tags)
+
+    def tagged(self, tagged: Tagged) -> None:
+        """Records that tags name a step that was saved before, or why they do not."""
+        self.note("tagged", **_plain(tagged))
+        self.console.tagged(tagged.step, tagged.tags, tagged.error)
 
     def save_failed(self, failed: SaveFailed) -> None:
         """Records that a save of the newest state failed and is retried; prints it when the error

@@ -36,6 +36,7 @@ EventName = Literal[
     "saved",
     "checkpoint",
     "save_failed",
+    "tagged",
     "stopping",
     "failed",
     "ended",
@@ -69,6 +70,7 @@ _SAVED = {
     "committed": "true on the node that wrote the manifest",
     "error": "why the save failed; null if it did not",
     "notes": "what retention removed, or could not remove",
+    "tags": "tags that this node has made to name the step",
 }
 
 EVENTS: Mapping[EventName, EventSpec] = {
@@ -279,6 +281,15 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "error": "why the save failed",
             "newest": "step of the newest good checkpoint, or null",
             "pause_s": "seconds until the next try",
+        },
+    ),
+    "tagged": EventSpec(
+        "This node has made tags name a step that was saved before, or could not.",
+        {
+            "step": "step of the checkpoint",
+            "generation": _GENERATION,
+            "tags": "the tags",
+            "error": "why they do not name the step; null if they do",
         },
     ),
     "stopping": EventSpec(

@@ -3,9 +3,10 @@
 A worker waits only until its state is in shared memory. All that follows happens in threads that
 the agent's loop never waits for. Those of `SnapshotReplicator` seal and replicate every capture;
 the thread `saving` copies the sealed shards of a checkpoint to storage, one save at a time. The
-node of rank 0 commits, the others wait until the step is committed; then `SaveFinished` is
-reported. A save from memory for a job that ends is tried again, less and less often, until the
-step is committed or the save is abandoned; each try that fails is reported as `SaveFailed`.
+node of rank 0 commits, and has the manifest's tags name the step before anything is removed. The
+others wait until the step is committed; then `SaveFinished` is reported. A save from memory for a
+job that ends is tried again, less and less often, until the step is committed or the save is
+abandoned; each try that fails is reported as `SaveFailed`.
 
 If space is short, leftovers of failed saves are removed first. A save may be requested twice, stop
 anywhere, and be begun again: the files show what is done.
@@ -32,12 +33,19 @@ from elasticzero.checkpoint.steps.retention import (
     apply_retention,
     make_room,
 )
+from elasticzero.checkpoint.steps.tags import set_tags
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
-from elasticzero.ipc.messages import Captured, SnapshotHeld
+from elasticzero.ipc.messages import Captured, Tagged, TagStep
 from elasticzero.launcher.snapshots.replicator import SnapshotReplicator
 from elasticzero.launcher.snapshots.roles import CapturedStep, SnapshotRole
+from elasticzero.launcher.snapshots.save_events import (
+    SaveEvent,
+    SaveFailed,
+    SaveFinished,
+    finished_event,
+)
 from elasticzero.text import count_text
 
 COMMIT_WAIT_S = 600.0
@@ -54,37 +62,8 @@ PAUSE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFinished:
-    """Says that a save has ended on this node."""
-
-    step: int
-    generation: int
-    """Generation whose workers requested the save."""
-    seconds: float
-    bytes: int
-    committed: bool
-    """True if this node created the manifest."""
-    error: str | None = None
-    notes: tuple[str, ...] = ()
-    """Notes on what retention did."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFailed:
-    """Says that a save has failed and is tried again."""
-
-    step: int
-    generation: int
-    error: str
-    newest: int | None
-    """Step of the newest good checkpoint; None: there is none, or storage cannot be read."""
-    pause_s: float
-    """Seconds until the next try."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """Describes one save."""
+    """Describes one save, or the tags that a saved step is to have."""
 
     role: SnapshotRole
     step: int
@@ -96,6 +75,8 @@ class _Job:
     """True if it is tried again until the step is committed or the save is abandoned."""
     notes: list[str] = field(default_factory=list)
     """Notes on what this node has removed from storage for it."""
+    tags: tuple[str, ...] = ()
+    """Tags that are to name the step; empty: this is a save."""
     abandoned: threading.Event = field(default_factory=threading.Event)
     """Set once the save is abandoned."""
 
@@ -132,9 +113,7 @@ class CheckpointSaver:
         self._steps: dict[int, CapturedStep] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: list[_Job] = []
-        self._events: queue.SimpleQueue[SnapshotHeld | SaveFinished | SaveFailed] = (
-            queue.SimpleQueue()
-        )
+        self._events: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
         self._replicator = SnapshotReplicator(snapshots, self._add_event)
         self._thread = threading.Thread(target=self._save, name="elasticzero-saving", daemon=True)
         self._thread.start()
@@ -190,12 +169,22 @@ class CheckpointSaver:
         retry: bool = False,
     ) -> None:
         job = _Job(role=role, step=step, shards=shards, manifests=manifests, retry=retry)
+        self._add(job)
+
+    def _add(self, job: _Job) -> None:
         self._open.append(job)
         self._jobs.put(job)
 
+    def tag(self, message: TagStep) -> None:
+        """Has tags name a step, once the saves that were requested before have ended."""
+        with self._lock:
+            role = self._role
+            if role is not None and message.generation == role.generation:
+                self._add(_Job(role=role, step=message.step, shards=(), tags=message.tags))
+
     @property
     def saving(self) -> bool:
-        """Returns whether a save is under way."""
+        """Returns whether a save is under way, or a tag is to be written."""
         return bool(self._open)
 
     def abandon(self, generation: int, step: int) -> None:
@@ -209,13 +198,13 @@ class CheckpointSaver:
                 return
             if not known.complete:
                 error = "a worker of this node could not write its part"
-                self._add_event(_finished_event(generation, step, error))
+                self._add_event(finished_event(generation, step, error))
 
     def unsealed(self) -> bool:
         """Returns whether a shard in memory is not sealed yet; if so, has it sealed."""
         return self._replicator.unsealed()
 
-    def events(self) -> list[SnapshotHeld | SaveFinished | SaveFailed]:
+    def events(self) -> list[SaveEvent]:
         """Returns what has happened since the last call."""
         found = []
         while not self._events.empty():
@@ -231,25 +220,37 @@ class CheckpointSaver:
         self._replicator.close()
         self._thread.join(1.0)
 
-    def _add_event(self, event: SnapshotHeld | SaveFinished | SaveFailed) -> None:
+    def _add_event(self, event: SaveEvent) -> None:
         self._events.put(event)
         self._wake()
 
     def _save(self) -> None:
         """Runs the thread `saving`."""
         while (job := self._jobs.get()) is not None:
-            began_s = time.monotonic()
-            finished = self._try(job)
-            pause_s = TRY_AGAIN_S
-            while finished.error is not None and job.retry and self._reason_to_abandon(job) is None:
-                self._add_event(self._failed(job, finished.error, pause_s))
-                self._pause(job, pause_s)
-                pause_s = min(2 * pause_s, MOST_TRY_AGAIN_S)
-                finished = self._try(job)
-            seconds, notes = time.monotonic() - began_s, (*job.notes, *finished.notes)
-            self._add_event(replace(finished, seconds=seconds, notes=notes))
+            self._add_event(self._tag(job) if job.tags else self._try_until_over(job))
             with self._lock:  # after the event: its outcome is known once no save is under way
                 self._open.remove(job)
+
+    def _tag(self, job: _Job) -> Tagged:
+        assert self._checkpoint_dir is not None
+        done = Tagged(step=job.step, generation=job.role.generation, tags=job.tags)
+        try:
+            set_tags(open_directory(self._checkpoint_dir), job.step, job.tags)
+        except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
+            return replace(done, error=one_line(error))
+        return done
+
+    def _try_until_over(self, job: _Job) -> SaveFinished:
+        began_s = time.monotonic()
+        finished = self._try(job)
+        pause_s = TRY_AGAIN_S
+        while finished.error is not None and job.retry and self._reason_to_abandon(job) is None:
+            self._add_event(self._failed(job, finished.error, pause_s))
+            self._pause(job, pause_s)
+            pause_s = min(2 * pause_s, MOST_TRY_AGAIN_S)
+            finished = self._try(job)
+        seconds, notes = time.monotonic() - began_s, (*job.notes, *finished.notes)
+        return replace(finished, seconds=seconds, notes=notes)
 
     def _try(self, job: _Job) -> SaveFinished:
         """Runs a save; once more if space was short and leftovers could be removed."""
@@ -257,7 +258,7 @@ class CheckpointSaver:
             try:
                 return self._run_save(job, again=job.retry or last)
             except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
-                failed = _finished_event(job.role.generation, job.step, one_line(error))
+                failed = finished_event(job.role.generation, job.step, one_line(error))
                 if last or not out_of_space(error) or not self._make_room(job):
                     break
         return failed
@@ -319,22 +320,25 @@ class CheckpointSaver:
         for rank, text in job.manifests.items():
             written[rank] = from_json(text.encode(), f"the manifest of rank {rank}"), 0
         notes: list[str] = []
+        tags: tuple[str, ...] = ()
         committed = False
         if job.commits:
             draft = replace(written[0][0], files=())
             committed = commit.commit(
                 storage, draft, wait_s=COMMIT_WAIT_S, replacing=replacing, give_up=give_up
             )
+            tags, notes = _set_own_tags(directory, draft)
             if committed:
-                notes = self._apply_retention(directory, draft, job)
+                notes += self._apply_retention(directory, draft, job)
         else:
             token = next(manifest.token for manifest, _ in written.values())
             await_commit(storage, token, give_up, wait_s=COMMIT_WAIT_S)
         return replace(
-            _finished_event(job.role.generation, job.step, None),
+            finished_event(job.role.generation, job.step, None),
             bytes=sum(size for _, size in written.values()),
             committed=committed,
             notes=tuple(notes),
+            tags=tags,
         )
 
     def _apply_retention(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
@@ -362,15 +366,19 @@ class CheckpointSaver:
                 return "another part of it cannot be written"
             superseded = self._role is not None and self._role.generation != job.role.generation
             late = time.monotonic() - self._role_since_s > SUPERSEDED_WAIT_S
-            late |= len(self._open) > 1
+            late |= sum(not other.tags for other in self._open) > 1
         return "its generation ended before all parts were written" if superseded and late else None
+
+
+def _set_own_tags(directory: Directory, saved: Manifest) -> tuple[tuple[str, ...], list[str]]:
+    """Writes the tags of a step that is saved now, by this save or an earlier one; returns them, or
+    a note on what prevented it."""
+    try:
+        set_tags(directory, saved.step, saved.tags)
+    except (ElasticZeroError, OSError) as error:
+        return (), [f"step {saved.step} has no tag {', '.join(saved.tags)}: {one_line(error)}"]
+    return saved.tags, []
 
 
 def _removed(done: CleanupResult) -> str:
     return f"{count_text(len(done.files), 'file')} of saves that failed removed"
-
-
-def _finished_event(generation: int, step: int, error: str | None) -> SaveFinished:
-    return SaveFinished(
-        generation=generation, step=step, seconds=0.0, bytes=0, committed=False, error=error
-    )

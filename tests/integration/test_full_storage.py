@@ -18,8 +18,9 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskDirectory
-from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, SaveFinished
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.roles import SnapshotRole
+from elasticzero.launcher.snapshots.save_events import SaveFinished
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in

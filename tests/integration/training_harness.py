@@ -30,9 +30,12 @@ from elasticzero.ipc.messages import (
     SnapshotHeld,
     Stepped,
     Stopping,
+    Tagged,
+    TagStep,
 )
-from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, SaveFinished
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.roles import SnapshotRole
+from elasticzero.launcher.snapshots.save_events import SaveFinished
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 
 PRELOAD = (
@@ -225,6 +228,8 @@ class Running:
                     self._savers[worker.node].captured(message)
                 if isinstance(message, AbandonSave):
                     self._savers[worker.node].abandon(message.generation, message.step)
+                if isinstance(message, TagStep):
+                    self._savers[worker.node].tag(message)
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
                         worker.channel.send(SaveState(write=self._wanted(worker, message)))
@@ -242,7 +247,7 @@ class Running:
             for news in saver.events():
                 said: Message = (
                     news
-                    if isinstance(news, SnapshotHeld)
+                    if isinstance(news, (SnapshotHeld, Tagged))
                     else Saved(step=news.step, generation=news.generation, error=news.error)
                 )
                 self.overs += [news] if isinstance(news, SaveFinished) else []

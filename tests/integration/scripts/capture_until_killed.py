@@ -22,12 +22,9 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import Captured, Saved, SnapshotHeld
-from elasticzero.launcher.snapshots.checkpoint_saver import (
-    CheckpointSaver,
-    SaveFailed,
-    SaveFinished,
-)
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.roles import SnapshotRole
+from elasticzero.launcher.snapshots.save_events import SaveEvent, SaveFinished
 from tests.integration.scripts.processes import fork, serve
 from tests.integration.scripts.save_until_killed import WORLD_SIZE, draft, pieces, state, token
 
@@ -113,7 +110,7 @@ def attend(workers: Iterable[socket.socket], memory: Path, directory: str, gener
     assert not errors, errors
 
 
-def _message(news: SnapshotHeld | SaveFinished | SaveFailed) -> SnapshotHeld | Saved:
+def _message(news: SaveEvent) -> SnapshotHeld | Saved:
     if isinstance(news, SnapshotHeld):
         return news
     assert isinstance(news, SaveFinished), news

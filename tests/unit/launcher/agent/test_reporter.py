@@ -29,7 +29,7 @@ from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Failure
 from elasticzero.launcher.protocol.policy import JobPolicy
-from elasticzero.launcher.snapshots.checkpoint_saver import SaveFailed, SaveFinished
+from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
