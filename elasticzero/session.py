@@ -17,7 +17,7 @@ from elasticzero.data.loader import BatchReader
 from elasticzero.data.loop_arguments import LoopArguments
 from elasticzero.data.sampling import MicroBatch
 from elasticzero.errors import UserError
-from elasticzero.ipc.messages import Logged, Restored
+from elasticzero.ipc.messages import Logged
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import MadeOptimizers
 from elasticzero.state.auxiliary import Stateful
@@ -112,10 +112,19 @@ class Session:
 
         reason: the text that the job ends with. Raises `UserError` for anything but a text.
         """
-        training = self._prepared("stop")
-        if not isinstance(reason, str) or not reason.strip():
-            raise UserError("session.stop takes the reason as a text, which the job ends with")
-        training.stop_reason = " ".join(reason.split())
+        self._prepared("stop").stop_reason = argument_checks.stop_reason(reason)
+
+    def checkpoint(self, tag: str | None = None) -> None:
+        """Has the state of the next boundary between steps saved as a checkpoint.
+
+        Any rank may call this, at any time; calls of several ranks are one save. After `step` has
+        returned True, in `on_epoch_end` and after a loop it is the state at the call. tag: a name
+        for the step, as "best", which `tags/best.json` in the checkpoint directory has from then
+        on. Raises `UserError` for a text that is no tag, and without `--checkpoint-dir`.
+        """
+        if (training := self._prepared("checkpoint")).copy is None:
+            raise UserError("call session.restore() before session.checkpoint(…)")
+        training.requests.ask(argument_checks.checked_tag(tag))
 
     def prepare(
         self,
@@ -181,20 +190,11 @@ class Session:
         if training.copy is not None:
             raise UserError("session.restore was called twice")
         (link := self._link).check()
-        generation, began_s = self._generation, time.monotonic()
+        began_s = time.monotonic()
         with link.exit_on_abort():
             restore = link.restore if isinstance(link, LocalLink) else TrainingState.restore
             bytes_read = restore(training)
-        self._link.send(
-            Restored(
-                step=training.step,
-                tier=self._assignment.resume.tier,
-                connect_s=generation.entered_s - generation.began_s,
-                build_s=began_s - generation.entered_s,
-                restore_s=time.monotonic() - began_s,
-                bytes_read=bytes_read,
-            )
-        )
+        self._generation.report_restored(began_s, bytes_read)
 
     def batches(  # noqa: PLR0913 - keywords of the public interface
         self,

@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from elasticzero.errors import RetryError, UserError
 
-_SHIFT = 32
+_SHIFT = 31
 LEAST = -(1 << 63)
 """The number that stands for none; every other number is greater."""
 ADVICE = (
@@ -25,20 +25,26 @@ ADVICE = (
 
 class Call(IntEnum):
     """Names the call that a rank makes. If two ranks differ, the one with the higher call is at
-    fault."""
+    fault.
+
+    The release before knows those with even numbers, and sends half of each, shifted by one bit
+    more.
+    """
 
     STEP = 0
-    VERIFY = 1
-    EPOCH_END = 2
-    LOOP = 3
-    EVALUATE = 4
-    STATE_DICT = 5
-    PREPARE = 6
-    FINISH = 7
+    CHECKPOINT = 1
+    VERIFY = 2
+    EPOCH_END = 4
+    LOOP = 6
+    EVALUATE = 8
+    STATE_DICT = 10
+    PREPARE = 12
+    FINISH = 14
 
 
 WORDS = {
     Call.STEP: "is at the next step of its loop",
+    Call.CHECKPOINT: "is at a step whose state is captured",
     Call.VERIFY: "is at the end of its loop or before a checkpoint",
     Call.EPOCH_END: "is at the end of an epoch",
     Call.LOOP: "begins a loop over session.batches",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from elasticzero.comm import barriers
 from elasticzero.comm.barriers import LEAST, Call
+from elasticzero.errors import ElasticZeroError
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class ControlWord:
     """Holds what one rank reports at a boundary.
 
     The ranks' result has the greatest value of each field, but the least of `ready`, `held` and
-    `saved`.
+    `saved`. A word that asks for a checkpoint says nothing of `ready`: ranks of the release before
+    know no other number, and none asks while such a rank takes part.
     """
 
     flags: int = 0
@@ -49,6 +51,8 @@ class ControlWord:
     has one to compare now."""
     complement: int | None = None
     """In the ranks' result, the greatest of `~digest`."""
+    asks: bool = False
+    """True if this rank's script has asked for a checkpoint of the boundary before this step."""
 
     @property
     def digests_equal(self) -> bool:
@@ -65,6 +69,13 @@ class ControlExchange:
         self._tree = groups.control_tree if groups is not None and many else None
         self._rank = groups.rank_info.rank if groups is not None else 0
         self._submitted = False
+        self._early: Sequence[int] | None = None
+        """The result that was received before it was collected."""
+
+    @property
+    def alone(self) -> bool:
+        """Returns whether there is no other rank to exchange words with."""
+        return self._tree is None
 
     def submit(self, own: ControlWord) -> None:
         """Submits this rank's word for the step that it works on; later calls in a step do nothing.
@@ -77,6 +88,22 @@ class ControlExchange:
             self._tree.submit(encode_word(own, self._rank))
             self._submitted = True
 
+    def asks(self) -> bool:
+        """Waits for the words of this step, and returns whether a rank asks for a checkpoint.
+
+        All ranks call this after their first backward. What ends the generation is an error of
+        `collect` alone, so that a step whose gradient is whole is still applied.
+        """
+        if self._tree is None or not self._submitted:
+            return False
+        try:
+            if self._early is None:
+                self._early = self._tree.collect()
+            barriers.check(self._early[-2:], Call.STEP, self._rank, "")
+        except (RuntimeError, ElasticZeroError):
+            return False
+        return decode_word(self._early).asks
+
     def collect(self, own: ControlWord) -> ControlWord | None:
         """Returns the result of all ranks' words of this step, or None if no word was submitted.
 
@@ -88,7 +115,8 @@ class ControlExchange:
         if not self._submitted:
             return None
         self._submitted = False
-        numbers = self._tree.collect()
+        early, self._early = self._early, None
+        numbers = self._tree.collect() if early is None else early
         barriers.check(numbers[-2:], Call.STEP, self._rank, "")
         return decode_word(numbers)
 
@@ -97,7 +125,8 @@ def encode_word(word: ControlWord, rank: int) -> list[int]:
     """Encodes a word as numbers whose maxima are the result: each flag separately, minima
     negated."""
     flags = [int(bool(word.flags & flag)) for flag in CONTROL_FLAGS]
-    least = [-int(word.ready), -word.held, -word.saved]
+    ready = 1 if word.asks else -int(word.ready)
+    least = [ready, -word.held, -word.saved]
     most = [word.not_held, word.unsaved, word.every, word.verify_every]
     digests = [LEAST, LEAST] if word.digest is None else [word.digest, ~word.digest]
     return [*flags, *least, *most, *digests, *barriers.marks(Call.STEP, rank)]
@@ -110,7 +139,7 @@ def decode_word(numbers: Sequence[int]) -> ControlWord:
     ]
     return ControlWord(
         flags=flags,
-        ready=bool(ready),
+        ready=ready < 0,
         held=-held,
         saved=-saved,
         not_held=not_held,
@@ -119,4 +148,5 @@ def decode_word(numbers: Sequence[int]) -> ControlWord:
         verify_every=verify_every,
         digest=None if digest == LEAST else digest,
         complement=None if complement == LEAST else complement,
+        asks=ready > 0,
     )

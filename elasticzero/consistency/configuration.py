@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elasticzero import __version__
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.differences import Verdict, by_trained, difference
@@ -92,8 +93,14 @@ def _version(package: str) -> str:
         return "none"
 
 
-VERSIONS = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-"""Versions of packages, read once at import, so that a forked worker need not read them."""
+RELEASE = "elasticzero.__version__"
+VERSIONS = {
+    "Python": platform.python_version(),
+    **{name: _version(name) for name in PACKAGES},
+    RELEASE: __version__,
+}
+"""Versions of packages, read once at import, so that a forked worker need not read them. Ranks of
+the release before do not give the last one."""
 
 
 class Comparison:
@@ -120,21 +127,22 @@ class Comparison:
             raise UserError(f"{texts[verdict.odd.index(self._assignment.rank)]}; {ADVICE}")
         raise PeerSetAside("; ".join(texts))
 
-    def warn_of_versions(self) -> None:
-        """Warns if the ranks' versions of packages differ; all ranks call this in
-        `session.prepare`.
+    def warn_of_versions(self) -> bool:
+        """Warns if the ranks' versions of packages differ, and returns whether all run the same
+        release of ElasticZero; all ranks call this in `session.prepare`.
 
         A rank that differs from the others prints its differences, and rank 0 prints which ranks
         differ.
         """
         found = self._compare(Call.PREPARE, VERSIONS)
         if found is None:
-            return
+            return True
         verdict, texts = found
         for rank, text in zip(verdict.odd, texts, strict=True):
             if self._assignment.rank in (rank, 0):
                 warning = f"warning: {text}; results may depend on the rank"
                 print(warning, file=sys.stderr, flush=True)
+        return RELEASE not in verdict.names
 
     def _compare(self, call: Call, own: Description) -> tuple[Verdict, list[str]] | None:
         """Returns the verdict, and a sentence for each odd rank; None: all ranks have the same."""

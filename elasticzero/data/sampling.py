@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from elasticzero.data.tag_requests import TagRequests
 from elasticzero.errors import UserError
 from elasticzero.hashing import mix64
 from elasticzero.serialization import NEW
@@ -154,6 +155,8 @@ class DataPosition:
     """Reason for which the script ended training for all ranks; None: it did not."""
     skipped: tuple[SkippedBatch, ...] = ()
     """The global batches that were used without a step of the optimizer, in all loops."""
+    tagging: TagRequests = field(default=(), metadata=NEW)
+    """Checkpoints that the script has asked for under tags, and that are not known to be saved."""
 
     def skipped_with(self, batch: GlobalBatch) -> tuple[SkippedBatch, ...]:
         """Returns what is skipped once this batch of the present dataset is."""
@@ -331,6 +334,7 @@ def next_loop(
         stopped=position.stopped,
         micro_batch=position.micro_batch,
         skipped=position.skipped,
+        tagging=position.tagging,
     )
 
 

@@ -13,6 +13,7 @@ from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import make_room
 from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
 from elasticzero.errors import ElasticZeroError, NotFinite, StorageError, one_line
+from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.state.model import all_finite
 
@@ -47,6 +48,19 @@ def write_directly(
         if not out_of_space(error) or not make_room(directory, manifest).files:
             raise
         return write()
+
+
+def write_while_waiting(
+    link: AgentClient, manifest: Manifest, pieces: list[TensorPiece], trained: Collection[str]
+) -> str:
+    """Writes this rank's shard as `write_directly` does, unless the generation ends meanwhile."""
+    assignment = link.assignment
+    assert assignment.checkpoint_dir is not None
+    directory = open_directory(assignment.checkpoint_dir)
+    with link.busy("writing a checkpoint"):
+        return run_interruptibly(
+            lambda: write_directly(directory, assignment, manifest, pieces, trained), link.check
+        )
 
 
 def check_finite(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticzero.checkpoint.format.dtypes import spelling_of
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.data.tag_requests import tags_of
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.serialization import encode
 from elasticzero.spans import Span
@@ -74,13 +75,17 @@ def draft(
     )
     if before == layout:
         layout = before
+    asked = copy.position.tagging
+    others = tuple(each for each in asked if each.step != copy.step)
+    position = replace(copy.position, tagging=others)  # its own are in the manifest
     manifest = Manifest(
         step=copy.step,
         generation=writer.generation,
         token=writer.token,
         strategy=writer.strategy,
         layout=layout,
-        state={"step": copy.step, "position": encode(copy.position), **copy.json},
+        state={"step": copy.step, "position": encode(position), **copy.json},
+        tags=tags_of(asked, copy.step),
     )
     return manifest, list(_pieces(layout.spans(rank), share))
 

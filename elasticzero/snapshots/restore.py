@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from elasticzero.checkpoint.storage.base import Readable, open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.data.sampling import DataPosition
+from elasticzero.data.tag_requests import with_tags
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.nested import tensor_names
@@ -89,6 +91,8 @@ def restore_state(
         checkpoint.load(targets)
     auxiliary.apply(json, extra)
     position = decode(DataPosition, json.get("position", {}), f"{where}: position")
+    asked = with_tags(position.tagging, manifest.step, manifest.tags)
+    position = replace(position, tagging=asked)
     if generators:
         RngState.from_tensors(generators).apply(auxiliary.device)
     else:

@@ -12,6 +12,7 @@ Rules, at each boundary:
  P3  A snapshot falls due `snapshot_every` steps after the capture before it, and at once in a new
      generation. While a capture is in flight no snapshot is taken; the next boundary decides anew.
  P4  A capture that some node could not hold is abandoned: what was held before stays.
+ P5  A checkpoint that a script asks for is captured whatever else is due (`requests`, rules J).
 Invariant: the newest snapshot that every node holds is never overwritten.
 """
 

@@ -19,7 +19,6 @@ from elasticzero.checkpoint.format.shards import shard_header
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.slots import SlotsInUse
 from elasticzero.checkpoint.ram.staging import SharedMemoryStager
-from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.comm.control import ControlWord
 from elasticzero.errors import ElasticZeroError, LastSaveFailed, NotFinite, StorageError, one_line
 from elasticzero.ipc.agent_client import AgentClient
@@ -28,8 +27,7 @@ from elasticzero.snapshots.direct_save import (
     JOIN_S,
     check_finite,
     newest_good_checkpoint,
-    run_interruptibly,
-    write_directly,
+    write_while_waiting,
 )
 from elasticzero.snapshots.interval import IntervalTuner
 from elasticzero.snapshots.manifest_draft import WriterInfo, draft
@@ -65,7 +63,8 @@ class StateStager:
         self._share, self._shards = share, shards
         self.replicated = shards == 1 or shards < a.world_size
         """True if this rank or node holds the whole state."""
-        self._saving = saving and a.checkpoint_dir is not None
+        self.saves = saving and a.checkpoint_dir is not None
+        """Whether checkpoints are written."""
         overflow = Path(a.overflow_root) if a.overflow_root else None
         self._writer = SharedMemoryStager(Path(a.snapshot_root), a.local_rank, overflow)
         needed = (shards == a.world_size or a.rolls_back) and not link.standalone
@@ -108,7 +107,7 @@ class StateStager:
         if not self._memory_checked:
             self._memory_checked = True
             self._check_memory(copy)
-        if self._save is not None or not (self._takes_snapshots or self._saving):
+        if self._save is not None or not (self._takes_snapshots or self.saves):
             return
         manifest, _ = self._draft(copy, self._writer_info(complete=False))
         self._reservation.begin(shard_header(manifest, self._assignment.rank)[1])
@@ -125,7 +124,7 @@ class StateStager:
         short = memory_shortage(
             a,
             Sizes(shard=shard, whole=whole),
-            captures=self._takes_snapshots or self._saving,
+            captures=self._takes_snapshots or self.saves,
             replicas=self._takes_snapshots and a.world_size > a.local_world_size,
         )
         if short is not None:
@@ -137,8 +136,8 @@ class StateStager:
         if schedule.saving is None and schedule.copying == self._tuner.measuring:
             self._tuner.stepped(seconds)  # no checkpoint is being saved at the same time
 
-    def control_word(self, flags: int) -> ControlWord:
-        """Returns the word that this rank gives to the others at this boundary."""
+    def control_word(self, flags: int, *, asks: bool = False) -> ControlWord:
+        """Returns this rank's word at this boundary. asks: its script asked for a checkpoint."""
         link, start = self._link, self._schedule.start
         given = self._assignment
         chooses = self._takes_snapshots and given.rank == 0 and given.snapshot_every is None
@@ -150,6 +149,7 @@ class StateStager:
             not_held=max(link.not_held, self._not_held),
             unsaved=max(link.unsaved, self._unsaved),
             every=self._tuner.proposed_interval() if chooses else 0,
+            asks=asks,
         )
 
     def after_exchange(self, word: ControlWord) -> None:
@@ -164,33 +164,41 @@ class StateStager:
             )
         saving = before.saving
         if saving is not None and word.unsaved >= saving > max(self._link.unsaved, self._unsaved):
-            self._link.send(AbandonSave(step=saving, generation=self._assignment.generation))
+            self._abandon(saving)
 
-    def capture_if_due(
-        self, copy: BoundaryCopy, verify: Callable[[], None], *, checkpoint: bool
-    ) -> Due:
-        """Captures the state if it is due; returns the kind of capture.
-
-        checkpoint: one is due. verify: it raises if the ranks differ, before a checkpoint.
-        """
+    def due(self, copy: BoundaryCopy, *, checkpoint: bool) -> Due:
+        """Returns the capture that is due at a boundary. checkpoint: one falls due there."""
         if not self._reservation.begun and copy.step > self._schedule.start:
             self._reserve(copy)
         if checkpoint and self._unsaved_state(copy):
             if self._overdue is not None:
                 self._warn_late(f"no checkpoint of step {self._overdue}")
             self._overdue = copy.step
-        owed = self._overdue
-        due = self._schedule.due(
-            copy.step, checkpoint=owed is not None, snapshots=self._takes_snapshots
-        )
-        if due == "checkpoint":
+        owed = self._overdue is not None
+        return self._schedule.due(copy.step, checkpoint=owed, snapshots=self._takes_snapshots)
+
+    def capture(self, copy: BoundaryCopy, kind: Due, verify: Callable[[], None]) -> None:
+        """Captures a boundary's state. verify: raises if ranks differ, before a checkpoint."""
+        if kind == "checkpoint":
             verify()
-            self._overdue = None
-            if owed != copy.step:
+            owed, self._overdue = self._overdue, None
+            if owed not in (None, copy.step):
                 self._warn_late(f"the checkpoint due at step {owed} is taken at step {copy.step}")
-        if due != "nothing":
-            self._capture(copy, checkpoint=due == "checkpoint")
-        return due
+        if kind != "nothing":
+            self._capture(copy, checkpoint=kind == "checkpoint")
+
+    @property
+    def saving(self) -> int | None:
+        """Returns the step that is being saved, the same on all ranks; None: no save runs."""
+        return self._schedule.saving
+
+    def end_save(self) -> None:
+        """Records that no save runs any more on any rank."""
+        self._schedule = replace(self._schedule, saving=None)
+
+    def has_captured(self, step: int) -> bool:
+        """Returns whether the state of a step was captured to be saved, or read from storage."""
+        return self._saved_step is not None and step <= self._saved_step
 
     def _warn_late(self, text: str) -> None:
         if self._assignment.rank == 0:
@@ -226,7 +234,7 @@ class StateStager:
 
     def newest_checkpoint_text(self) -> str:
         """Describes the newest good checkpoint in words."""
-        return newest_good_checkpoint(self._assignment.checkpoint_dir if self._saving else None)
+        return newest_good_checkpoint(self._assignment.checkpoint_dir if self.saves else None)
 
     @property
     def newest_save(self) -> Literal["none", "pending", "lost"]:
@@ -239,15 +247,15 @@ class StateStager:
     def abandon_save(self) -> None:
         """Abandons the newest save, which has failed on some rank."""
         if self.newest_save == "pending" and self._submitted is not None:
-            self._link.send(
-                AbandonSave(step=self._submitted, generation=self._assignment.generation)
-            )
+            self._abandon(self._submitted)
+
+    def _abandon(self, step: int) -> None:
+        self._link.send(AbandonSave(step=step, generation=self._assignment.generation))
 
     def save_last(self, copy: BoundaryCopy) -> bool:
         """Begins to save this state unless it is saved or a save runs; returns whether it began."""
-        self._schedule = replace(self._schedule, saving=None)
-        unsaved = self._unsaved_state(copy)
-        if unsaved:
+        self.end_save()
+        if unsaved := self._unsaved_state(copy):
             self._capture(copy, checkpoint=True)
         return unsaved
 
@@ -264,14 +272,15 @@ class StateStager:
             time.sleep(JOIN_S)
 
     def _unsaved_state(self, copy: BoundaryCopy) -> bool:
-        return self._saving and (self._saved_step is None or copy.step > self._saved_step)
+        return self.saves and not self.has_captured(copy.step)
 
     def _await_save(self) -> None:
-        """Waits until this node's save in flight has ended."""
-        while self._submitted is not None and self._link.saved < self._submitted:
+        """Waits until this node's save in flight has ended, and its tags are written."""
+        submitted = -1 if self._submitted is None else self._submitted
+        while self._link.saved < submitted or self._link.tags_missing:
             self._link.check()
             time.sleep(_POLL_S)
-        self._schedule = replace(self._schedule, saving=None)
+        self.end_save()
 
     def _capture(self, copy: BoundaryCopy, *, checkpoint: bool) -> None:
         writer = self._writer_info(complete=False)
@@ -325,16 +334,8 @@ class StateStager:
 
         Returns its own manifest, by which rank 0's agent commits; None if it failed.
         """
-        a = self._assignment
-        assert a.checkpoint_dir is not None
-        directory = open_directory(a.checkpoint_dir)
-
-        def write() -> str:
-            return write_directly(directory, a, manifest, pieces, self._trained)
-
         try:
-            with self._link.busy("writing a checkpoint"):
-                return run_interruptibly(write, self._link.check)
+            return write_while_waiting(self._link, manifest, pieces, self._trained)
         except NotFinite:
             raise
         except (ElasticZeroError, OSError) as error:
@@ -372,8 +373,8 @@ class StateStager:
         size = self._writer.write(
             manifest, writer.rank, pieces, keep, extra=True, trained=self._trained
         )
-        seconds = time.monotonic() - began_s
-        return replace(self._captured(manifest, writer), seconds=seconds, bytes=size)
+        captured = self._captured(manifest, writer)
+        return replace(captured, seconds=time.monotonic() - began_s, bytes=size)
 
     def close(self) -> None:
         """Releases this process's mappings of the memory of captures; the snapshots stay."""
@@ -390,8 +391,7 @@ class StateStager:
         )
 
     def _states_to_keep(self) -> set[tuple[int, int]]:
-        given = self._assignment
-        return self._schedule.states_to_keep(given.generation, given.resume)
+        return self._schedule.states_to_keep(self._assignment.generation, self._assignment.resume)
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

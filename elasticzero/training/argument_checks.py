@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from elasticzero.checkpoint.format.names import MAX_TAG_CHARACTERS, is_tag
 from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel import OptimizerFactory
@@ -200,6 +201,24 @@ def check_arguments(others: Mapping[str, Any]) -> None:
         known = BATCH_ARGUMENTS.get(name)
         advice = f": {known}" if known else ""
         raise UserError(f"session.batches takes no {name}={advice}")
+
+
+def stop_reason(reason: Any) -> str:
+    """Returns the reason for which a script ends training, on one line; raises `UserError` for
+    anything but a text."""
+    if not isinstance(reason, str) or not reason.strip():
+        raise UserError("session.stop takes the reason as a text, which the job ends with")
+    return " ".join(reason.split())
+
+
+def checked_tag(tag: Any) -> str | None:
+    """Returns a checkpoint's tag, or None; raises `UserError` for what is no tag."""
+    if tag is not None and not (isinstance(tag, str) and is_tag(tag)):
+        raise UserError(
+            f"session.checkpoint(tag={tag!r}): a tag has 1 to {MAX_TAG_CHARACTERS} letters, "
+            "digits, '.', '_' or '-', and does not begin with '.'"
+        )
+    return tag
 
 
 def scalar(name: str, value: float | Tensor) -> float:

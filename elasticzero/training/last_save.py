@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.snapshots.requests import await_saves
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import BoundaryCopy
-
-SAVE_POLL_S = 0.01
 
 
 def save_at_the_end(
@@ -19,26 +16,11 @@ def save_at_the_end(
 
     copy: of the boundary; None: its state is not finite. Returns a description of the result.
     """
-    lost = _await_saves(link, groups, stager)
+    lost = await_saves(link, groups, stager)
     if copy is not None and stager.save_last(copy):
-        lost = _await_saves(link, groups, stager)
+        lost = await_saves(link, groups, stager)
     text = stager.newest_checkpoint_text()
     if lost and copy is not None:
         why = stager.save_error or "it failed on another rank"
         text = f"the state of step {copy.step} could not be saved ({why}); {text}"
     return text
-
-
-def _await_saves(link: AgentClient, groups: ProcessGroups | None, stager: StateStager) -> bool:
-    """Waits until no rank saves any more; returns whether a save failed on any of them."""
-    while True:
-        link.check()
-        most = ("none", "pending", "lost").index(stager.newest_save)
-        if groups is not None:
-            most = groups.control_tree.allreduce_max(most)
-        if most != 1:
-            break
-        time.sleep(SAVE_POLL_S)
-    if most == 2:
-        stager.abandon_save()
-    return most == 2

@@ -98,7 +98,7 @@ def prepare_training(
         argument_checks.check_offload(strategy, place.device, assignment)
     check_modules(model, strategy, place.device, alone=groups is None)
     _print_note(model, place)
-    place.comparison.warn_of_versions()
+    same_release = place.comparison.warn_of_versions()
     if groups is not None and assignment.resume.tier == "fresh" and not meta.is_needed:
         every = {**named.parameters, **dict(model.named_buffers())}
         groups.broadcast({key: tensor.data for key, tensor in every.items()})
@@ -145,6 +145,7 @@ def prepare_training(
     auxiliary.buckets = buckets
     mirrored = MirroredShards(assignment, strategy, place.device, laid.mirrored_states)
     state = TrainingState(place.link, groups, laid, auxiliary, stager, mirrored)
+    state.requests.same_release = same_release
     state.guard, state.source = guard, source
     state.rows = rows
     if strategy != "ddp":

@@ -14,7 +14,7 @@ from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.comm.rank_zero import broadcast_from_rank_zero
+from elasticzero.comm.rank_zero import broadcast_from_rank_zero, verify_unless_no_collective
 from elasticzero.consistency.replicas import ReplicaVerifier
 from elasticzero.data.sampling import DataPosition, EpochEnd, GlobalBatch, SkippedBatch
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
@@ -24,8 +24,8 @@ from elasticzero.ipc.messages import FLAG_FINISH, FLAG_REASONS, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.peer_errors import is_peer_error
 from elasticzero.snapshots.mirrored_shards import MirroredShards
+from elasticzero.snapshots.requests import CheckpointRequests, RankPlace
 from elasticzero.snapshots.restore import open_source, restore_state
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy, put_back
@@ -52,6 +52,7 @@ class TrainingState:
         """What decides whether steps are applied."""
         self.auxiliary = auxiliary
         self.stager = stager
+        self.requests = CheckpointRequests(link, groups, stager)
         self.source: Checkpoint | None = None
         """The state that this generation starts from, if `session.prepare` has opened it."""
         self._mirrored = mirrored
@@ -104,16 +105,13 @@ class TrainingState:
         """Loads the state that the assignment names; returns the bytes read."""
         assignment, bytes_read = self._link.assignment, 0
         if assignment.resume.tier != "fresh":
-            checkpoint = self.source or open_source(assignment)
-            self.position = restore_state(
-                checkpoint, self.strategy, self.auxiliary, assignment.rank
-            )
-            self.step, bytes_read = checkpoint.manifest.step, checkpoint.bytes_read
-            if (
-                assignment.generation == 1
-            ):  # a new run may continue where the last one was ended by `session.stop`
+            source = self.source or open_source(assignment)
+            self.position = restore_state(source, self.strategy, self.auxiliary, assignment.rank)
+            self.step, bytes_read = source.manifest.step, source.bytes_read
+            if assignment.generation == 1:  # a new run goes on where `session.stop` ended the last
                 self.position = replace(self.position, stopped=None)
-        self.copy = self.auxiliary.capture(self.step, self.position)
+            self.requests.resume(self.position.tagging, self.step)
+        self.copy = self._copy_now()
         self.stager.begin(self.copy)
         self._verifier.begin(self.step)
         self.clean = True
@@ -147,7 +145,8 @@ class TrainingState:
 
     def begin_backward(self) -> None:
         """Submits the control word for the boundary of a global batch, at its first backward."""
-        self._exchange.submit(self._verifier.with_digest(self.stager.control_word(self._flags())))
+        word = self.stager.control_word(self._flags(), asks=self.requests.waiting)
+        self._exchange.submit(self._verifier.with_digest(word))
 
     def _flags(self) -> int:
         return self._link.flags | (FLAG_FINISH if self.stop_reason is not None else 0)
@@ -176,7 +175,7 @@ class TrainingState:
         groups = self._groups
         reason = (self.stop_reason or "") if groups is None else groups.share_text(self.stop_reason)
         self.position = replace(self.position, stopped=reason)
-        self.copy = self.auxiliary.capture(self.step, self.position)
+        self.copy = self._copy_now()
 
     def end_epoch(self, ends: EpochEnd) -> None:
         """Runs the script's `on_epoch_end`; the new state and position are the boundary's."""
@@ -185,9 +184,12 @@ class TrainingState:
                 ends.run()
         at = self.position
         self.position = replace(ends.after, stopped=at.stopped, skipped=at.skipped)
-        self.copy = self.auxiliary.capture(self.step, self.position)
+        self.copy = self._copy_now()
         if ends.run is not None:
             self.agree_to_stop(Call.EPOCH_END)
+
+    def _copy_now(self) -> BoundaryCopy:
+        return self.requests.stamped(self.auxiliary.capture(self.step, self.position))
 
     def boundary_copy(self) -> BoundaryCopy:
         assert self.copy is not None
@@ -199,6 +201,7 @@ class TrainingState:
         norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Returns
         whether the step is applied; raises `NotFinite` or `RolledBack`, with nothing changed.
         """
+        self._save_if_words_ask()
         self.rows.verify_gradients(self._verify_collectives)
         value = float(norm)
         verdict = self.guard.judge(value, self.strategy.loss if self.guard.watches_loss else 0.0)
@@ -230,6 +233,7 @@ class TrainingState:
     def pass_over(self) -> None:
         """Leaves the global batch out without a forward, on all ranks (Q6 in `step_guard`)."""
         self.begin_backward()
+        self._save_if_words_ask()
         print_skipped(self._link.assignment.rank, self._step_under_way, "left out by a rollback")
         self._link.unless_shutting_down(self._mark_torn)
         self.guard.passed_over()
@@ -282,17 +286,6 @@ class TrainingState:
         if self._groups is not None:
             self._groups.verify_collectives()
 
-    def _verify_unless_no_collective(self) -> RuntimeError | None:
-        """Raises if results may be wrong; returns a lost peer's error if none has been begun."""
-        untouched = self._groups is not None and self._groups.no_collective_since_verified
-        try:
-            self._verify_collectives()
-        except RuntimeError as error:
-            if not untouched or not is_peer_error(error):
-                raise
-            return error
-        return None
-
     def _mark_torn(self) -> None:
         self.clean = False
 
@@ -312,11 +305,12 @@ class TrainingState:
         lost = None
         if applied:
             if self.auxiliary.tracked or self.strategy.shards > 1:
-                lost = self._verify_unless_no_collective()
+                lost = verify_unless_no_collective(self._groups)
             self.position = self.next_position
             self.auxiliary.take_shared()
-            lost = lost or self._take_from_rank_zero()
-        self.copy = self.auxiliary.capture(self.step, self.position)
+            shared = self.auxiliary.of_rank_zero()
+            lost = lost or broadcast_from_rank_zero(self._groups, shared, self._link)
+        self.copy = self._copy_now()
         self.clean = True
         self._link.check()
         self.stager.check()
@@ -326,9 +320,11 @@ class TrainingState:
         if word is not None:
             self._raise_unless_equal(self._verifier.equal_at_exchange(word))
             self.stager.after_exchange(word)
+            self.requests.after_exchange(word)
             if word.flags & FLAG_FINISH:
                 self._mark_stopped()
             if word.flags & ~FLAG_FINISH:
+                self.copy = self.requests.agree(self.copy, self._place(Call.CHECKPOINT))[1]
                 self._verify()
                 if self._groups is not None:
                     self._groups.drain_sends()
@@ -344,18 +340,33 @@ class TrainingState:
         due = last or self.stopped is not None or (applied and every > 0 and self.step % every == 0)
         if last or self.stopped is not None:
             self._verify()
-        taken = self.stager.capture_if_due(self.copy, self._verify, checkpoint=due)
+        taken = self.stager.due(self.copy, checkpoint=due)
+        told = last or ends is not None or taken != "nothing" or self._exchange.alone
+        place = self._place(Call.CHECKPOINT) if told else None
+        taken, self.copy = self.requests.capture(self.copy, taken, place, self._verify)
         if taken != "nothing":
             self._mirrored.release()
         self._verifier.digest_if_due(self.copy, captured=taken == "snapshot")
+
+    def _save_if_words_ask(self) -> None:
+        """Saves the last boundary's state if the words of this step ask for it."""
+        if not self._applied and self._exchange.asks():
+            self.copy = self.requests.exchange_and_save(self.boundary_copy(), self._verify)
+            self._mirrored.release()
+
+    def finish(self) -> None:
+        """Saves the state at the end of the training function, as far as it is not saved."""
+        self.requests.finish(self.boundary_copy(), self._place(Call.FINISH))
+
+    def _place(self, call: Call) -> RankPlace:
+        return RankPlace(call=call, where=self._where(), left_at=self.left_at)
 
     def _verify(self) -> None:
         """Raises if the ranks' states differ at this boundary; all ranks call this together."""
         with self._link.awaiting(self.left_at):
             self.strategy.settle()
-            self._raise_unless_equal(
-                self._verifier.compare_now(self.boundary_copy(), self._where())
-            )
+            equal = self._verifier.compare_now(self.boundary_copy(), self._where())
+            self._raise_unless_equal(equal)
 
     def _raise_unless_equal(self, equal: bool) -> None:
         """Raises unless the ranks are equal; only the state of a majority is handed over."""
@@ -386,12 +397,3 @@ class TrainingState:
     def can_stop_with_state(self) -> bool:
         """Returns whether memory is free for the state as it is now, and has a use for it."""
         return self._mirrors or self.stager.can_stop_with_state()
-
-    def _take_from_rank_zero(self) -> RuntimeError | None:
-        """Takes what all ranks have from rank 0; returns the error of a lost peer.
-
-        After such an error this rank keeps its own buffers, which are as valid for the step: a
-        complete snapshot has one rank's buffers, and a divided one has rank 0's.
-        """
-        shared = self.auxiliary.of_rank_zero()
-        return broadcast_from_rank_zero(self._groups, shared, lambda: self._link.aborted)

@@ -10,7 +10,7 @@ import torch
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.ipc.agent_client import AgentClient, park
-from elasticzero.ipc.messages import Finished
+from elasticzero.ipc.messages import Finished, Restored
 from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
 from elasticzero.worker.join import agree_on_checkpointing, join_world
@@ -45,6 +45,23 @@ class Generation:
             self.saving = agree_on_checkpointing(self.link, groups)
         self.entered_s = time.monotonic()
 
+    def report_restored(self, began_s: float, bytes_read: int) -> None:
+        """Tells the agent that the state is in place, and what the time until now has gone to.
+
+        began_s: when the restore began, by the monotonic clock.
+        """
+        assert self.training is not None
+        self.link.send(
+            Restored(
+                step=self.training.step,
+                tier=self.link.assignment.resume.tier,
+                connect_s=self.entered_s - self.began_s,
+                build_s=began_s - self.entered_s,
+                restore_s=time.monotonic() - began_s,
+                bytes_read=bytes_read,
+            )
+        )
+
     def finish(self) -> None:
         """Saves the unsaved state after the training function, and waits until all ranks have done
         so."""
@@ -53,7 +70,7 @@ class Generation:
             training.finish_pending_step()
             training.agree_to_stop(Call.FINISH)
             with self.link.busy("writing the last checkpoint"):
-                training.stager.finish(training.boundary_copy())
+                training.finish()
         elif self.groups is not None:
             self.groups.barrier(Call.FINISH)
         if self.groups is not None:

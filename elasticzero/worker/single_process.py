@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -24,6 +24,7 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece, write_checkpoint
 from elasticzero.checkpoint.steps.catalog import check_writable, step_error_text, steps
 from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
+from elasticzero.checkpoint.steps.tags import set_tags
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, ExitCode, UserError, one_line
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient, GenerationEnded
@@ -37,6 +38,7 @@ from elasticzero.ipc.messages import (
     Message,
     Restored,
     Stepped,
+    TagStep,
 )
 from elasticzero.memory_estimate import AUTO
 from elasticzero.spans import STRATEGIES
@@ -175,7 +177,21 @@ class LocalLink(AgentClient):
     def send(self, message: Message) -> None:
         if isinstance(message, Restored):
             self._print_start(message)
+        if isinstance(message, TagStep):
+            self.tags_missing = 0
+            self._set_tags(message.step, message.tags)
         self.console.record(message)
+
+    def _set_tags(self, step: int, tags: Collection[str]) -> None:
+        """Makes tags name a step that is saved; prints what prevents it."""
+        if not tags or (where := self._settings.checkpoint_dir) is None:
+            return
+        names = ", ".join(sorted(tags))
+        try:
+            set_tags(open_directory(where), step, tags)
+            self.console.print_line(f"the checkpoint of step {step} has the tag {names}")
+        except (ElasticZeroError, OSError) as error:
+            self.console.print_line(f"step {step} has no tag {names}: {one_line(error)}")
 
     def _print_start(self, restored: Restored) -> None:
         settings, step = self._settings, restored.step
@@ -239,10 +255,12 @@ class LocalLink(AgentClient):
         assert self._settings.checkpoint_dir is not None
         directory = open_directory(self._settings.checkpoint_dir)
         written = write_checkpoint(directory, manifest, 0, pieces)
+        if written.committed:
+            text = f"checkpoint of step {manifest.step} written in {written.seconds:.2f} s"
+            self.console.print_line(text)
+        self._set_tags(manifest.step, manifest.tags)
         if not written.committed:
             return
-        text = f"checkpoint of step {manifest.step} written in {written.seconds:.2f} s"
-        self.console.print_line(text)
         tidied = apply_retention(
             directory, manifest, self._settings.keep, bad_steps=self._damaged_steps
         )

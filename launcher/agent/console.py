@@ -171,7 +171,7 @@ class AgentConsole:
         if error is None:
             self.log_line(text)
             return
-        text = f"step {step} has no tag {', '.join(tags)}: {error}"
+        text = f"the checkpoint of step {step} has no tag {', '.join(tags)}: {error}"
         self.log_line(text, level=logging.WARNING)
 
     def save_failed(self, failed: SaveFailed) -> None:

@@ -116,10 +116,15 @@ class ClusterConsole:
             case "log":
                 self._loss = event.get("loss", self._loss)
             case "checkpoint":
-                self.print_line(
-                    f"  checkpoint of step {event['step']} written in {event['seconds']:.2f} s",
-                    at_s,
-                )
+                tags = f", with the tag {', '.join(event['tags'])}" if event.get("tags") else ""
+                text = f"checkpoint of step {event['step']} written in {event['seconds']:.2f} s"
+                self.print_line(f"  {text}{tags}", at_s)
+            case "tagged":
+                has, why = "has the tag", ""
+                if event["error"] is not None:
+                    has, why = "has no tag", f": {event['error']}"
+                text = f"the checkpoint of step {event['step']} {has} {', '.join(event['tags'])}"
+                self.print_line(f"  {text}{why}", at_s)
             case "saved" if event["error"] is not None and event["step"] not in self._unsaved:
                 self._unsaved.add(event["step"])
                 text = f"the checkpoint of step {event['step']} was not saved: {event['error']}"

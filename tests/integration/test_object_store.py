@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import fsspec
 import pytest
 
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.base import open_directory
 from tests.contract.s3_server import running_server
@@ -40,15 +43,18 @@ def run(*words: str) -> str:
     return found.stdout
 
 
-def test_a_job_saves_to_a_bucket_and_the_next_goes_on_from_it(bucket: None) -> None:
-    faults = ("--fault", "kill-worker@15")
-    told = run("--checkpoint-every", "10", "--keep", "2", *faults, str(REGRESSION), "--epochs=1")
+def test_a_job_saves_to_a_bucket_and_the_next_goes_on_from_it(bucket: None, tmp_path: Path) -> None:
+    """One rank asks for two steps under one tag, and a worker is killed."""
+    (asks := tmp_path / "asks").write_text(json.dumps([[3, [1], "best"], [7, [1], "best"]]))
+    words = ("--checkpoint-every", "10", "--keep", "2", "--fault", "kill-worker@15")
+    told = run(*words, str(REGRESSION), "--epochs=1", "--asks", str(asks))
     assert "checkpoint of step 34 written" in told
     directory = open_directory(URL)
     steps = catalog.steps(directory)
-    assert len(steps) == 2 and steps[0].step == 34
-    assert [list(verify.find_corruption(info.storage)) for info in steps] == [[], []]
-    assert sum(len(files) for files in directory.files().values()) == 2 * 5
+    assert len(steps) == 3 and steps[0].step == 34
+    assert [list(verify.find_corruption(info.storage)) for info in steps] == [[], [], []]
+    assert sum(len(files) for files in directory.files().values()) == 3 * 5 + 1
+    assert catalog.resolve(f"{URL}/tags/best").where == f"{URL}/{step_directory(7)}"
     told = run("--checkpoint-every", "0", str(REGRESSION), "--epochs=2")
     assert "step 34 from" in told
     assert catalog.newest_good(directory) == 68

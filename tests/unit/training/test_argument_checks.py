@@ -20,6 +20,7 @@ from elasticzero.errors import UserError
 from elasticzero.torch_internals import has_step_hooks
 from elasticzero.training.argument_checks import (
     check_offload,
+    checked_tag,
     redirect_deepcopy,
     take_over_optimizer,
 )
@@ -105,3 +106,15 @@ def test_a_hook_of_the_script_is_called_once_a_step(
     assert has_step_hooks(optimizer)
     handle.remove()
     assert not has_step_hooks(optimizer)
+
+
+@pytest.mark.parametrize("tag", ["", ".best", "a/b", "a b", "x" * 65, 7, b"best", True])
+def test_what_is_no_tag_is_named(tag: Any) -> None:
+    with pytest.raises(UserError, match=r"session.checkpoint\(tag=.*1 to 64 letters") as caught:
+        checked_tag(tag)
+    assert repr(tag) in str(caught.value)
+
+
+@pytest.mark.parametrize("tag", [None, "best", "v1.2_x-y"])
+def test_a_tag_or_none(tag: str | None) -> None:
+    assert checked_tag(tag) == tag
