@@ -45,7 +45,6 @@ from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.observability.recovery.spans import open_spans
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import World
-from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
@@ -189,7 +188,7 @@ class Agent:
                 self.memory.turn(self.view, self.status, self.token)
                 self._trackers.turn(self.view, self.token)
                 self._log_present_nodes(self.view)
-                self._compare_workers(self.view)
+                self.reporter.compute_times = self._compute.turn(self.view, self.token)
                 if self._core.exit_code is None:
                     self._sleep(self.view, decision)
             return self._core.exit_code
@@ -216,13 +215,6 @@ class Agent:
         with suppress(StoreUnavailable):
             self.reporter.console.waiting(
                 lambda: members_of(self._store.read(MEMBERS)), view.control
-            )
-
-    def _compare_workers(self, view: View) -> None:
-        """Collects the own times of all nodes' workers, where this agent leads and they train."""
-        if view.world is not None and view.round_s is None and is_leader(view):
-            self.reporter.compute_times = self._compute.poll(
-                view.world, self._agreed.secret, time.monotonic()
             )
 
     def poll(self, now_s: float) -> None:

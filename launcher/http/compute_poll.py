@@ -7,10 +7,13 @@ now and then, seldom enough that a thousand nodes cost it little.
 from __future__ import annotations
 
 import threading
+import time
 
 from elasticzero.launcher.dashboard.agent_client import query_agents
 from elasticzero.launcher.observability.compute_time import WorkerTimes, worker_times
 from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.leader import is_leader
+from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
 
 POLL_S = 10.0
@@ -31,9 +34,14 @@ class ComputePoll:
         self._polling = False
         self._next_s = 0.0
 
-    def poll(self, world: World, token: Secret, now_s: float) -> WorkerTimes:
-        """Returns the times that are known of this world's workers, by node and local rank, and
-        asks for newer ones where that is due."""
+    def turn(self, view: View, token: Secret) -> WorkerTimes:
+        """Returns the times that are known of the world's workers, by node and local rank.
+
+        Where this agent leads and they train, it asks for newer ones when that is due.
+        """
+        world, now_s = view.world, time.monotonic()
+        if world is None or view.round_s is not None or not is_leader(view):
+            return self._times
         with self._lock:
             if world.generation != self._generation:
                 self._generation, self._times = world.generation, {}
