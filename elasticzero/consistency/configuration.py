@@ -2,7 +2,8 @@
 
 Each rank describes its script's configuration as text by name. The ranks of a generation compare a
 digest; only if it differs do they exchange the descriptions. The rank that differs from those that
-have trained, or from rank 0, fails with both values. Nothing is compared with a checkpoint.
+have trained, or from rank 0, fails with both values. What a loop over batches must have in common
+with a checkpoint is decided in `data/changes.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -64,11 +65,12 @@ def of_optimizers(optimizers: Optimizers) -> Description:
     return found
 
 
-def of_loop(schedule: RankSchedule, loop: int) -> Description:
+def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) -> Description:
     """Describes the arguments of a call of `session.batches` on which the ranks' batches depend.
 
     The size of micro-batches is one, because their number determines how often ranks communicate.
-    loop: the loop's number.
+    loop: the loop's number. allowed: the changes of data that it makes use of; only then is that
+    option compared, of which ranks of the release before have nothing.
     """
     plan = schedule.plan
     whole = -(-plan.global_batch // schedule.world_size)
@@ -83,6 +85,8 @@ def of_loop(schedule: RankSchedule, loop: int) -> Description:
         "drop_last": plan.drop_last,
         **plan.order.described,
     }
+    if allowed:
+        values["--allow-data-change"] = ",".join(allowed)
     return {name: _plain(value) for name, value in values.items()}
 
 

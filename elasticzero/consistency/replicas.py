@@ -232,5 +232,7 @@ def _values(copy: BoundaryCopy) -> dict[str, int]:
     found[OPTIONS] = of_value(copy.json["groups"])
     if "guard" in copy.json:
         found[GUARD] = of_value(copy.json["guard"])
-    found[POSITION] = of_value([copy.step, encode(copy.position)])
+    # A rank of the release before keeps no global_batch there; `of_loop` compares it.
+    position = replace(copy.position, global_batch=0)
+    found[POSITION] = of_value([copy.step, encode(position)])
     return found

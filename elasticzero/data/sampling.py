@@ -9,18 +9,23 @@ Shapes: N samples of the dataset, P positions asked for, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from elasticzero.data.changes import carried_over, epoch_is_over
 from elasticzero.data.tag_requests import TagRequests
 from elasticzero.errors import UserError
 from elasticzero.hashing import mix64
+from elasticzero.ipc.assignment import DataChange
 from elasticzero.serialization import NEW
 from elasticzero.spans import Span
+
+if TYPE_CHECKING:
+    from elasticzero.data.streams.plan import StreamPlan
 
 Positions = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -135,8 +140,9 @@ class DataPosition:
     steps: int = 0
     """Number of global batches of this loop already used."""
     order: Any = None
-    """The inputs of the order: `[samples, seed, shuffle]`, or those of a stream; another order in
-    mid-epoch is refused."""
+    """The inputs of the order: `[samples, seed, shuffle]`, or those of a stream."""
+    global_batch: int = field(default=0, metadata=NEW)
+    """Number of samples of the loop's global batches; 0: it is not known."""
     stream: Any = field(default=None, metadata=NEW)
     """Where a stream's readers go on in this epoch (`data/streams/plan.py`); None: at their
     beginning, or the dataset is no stream."""
@@ -253,25 +259,21 @@ class BatchPlan:
             found.append(max(0, self.steps - position.steps))
         return min(found)
 
-    def start(self, position: DataPosition, loop: int, dataset: int = 0) -> DataPosition:
+    def start(
+        self,
+        position: DataPosition,
+        loop: int,
+        dataset: int = 0,
+        allowed: Collection[DataChange] = (),
+    ) -> DataPosition:
         """Returns the position at which loop number `loop`, over this dataset, begins.
 
         A loop continues where the loop before it over the same dataset has ended, in the middle of
         an epoch too; with another order (seed, shuffle, length) the next epoch begins instead.
-        Raises `UserError` if training would continue inside a loop, in mid-epoch, with another
-        order. position: where training resumes.
+        Raises `UserError` if training would continue inside a loop with a change that is not
+        `allowed`. position: where training resumes.
         """
-        order = self.order.inputs
-        if position.loop < loop:
-            return next_loop(position, loop, dataset, order, lambda at: at >= self.order.samples)
-        known = position.order
-        rest = self.global_batch if self.drop_last else 1
-        if position.offset and known not in (None, order):
-            if len(known) == len(order) and position.offset > known[0] - rest:
-                position = replace(position, epoch=position.epoch + 1, offset=0)
-            else:
-                raise other_order(position, self.order.described)
-        return replace(position, order=order, dataset=dataset, stream=None)
+        return replace(begun(self, position, loop, dataset, allowed), stream=None)
 
     def ends_epoch(self, position: DataPosition) -> bool:
         """Returns whether no global batch of the position's epoch is left."""
@@ -303,20 +305,30 @@ class BatchPlan:
         return batch, replace(position, offset=stop, steps=position.steps + 1)
 
 
-def next_loop(
+def begun(
+    plan: BatchPlan | StreamPlan,
     position: DataPosition,
     loop: int,
     dataset: int,
-    order: Any,
-    is_over: Callable[[int], bool],
+    allowed: Collection[DataChange],
 ) -> DataPosition:
+    """Returns where a loop begins or goes on; `BatchPlan.start` describes the arguments."""
+    if position.loop < loop:
+        position = _next_loop(position, loop, dataset, plan.order.inputs)
+    else:
+        position = carried_over(plan, position, allowed)
+    order, size = plan.order.inputs, plan.global_batch
+    return replace(position, order=order, global_batch=size, dataset=dataset)
+
+
+def _next_loop(position: DataPosition, loop: int, dataset: int, order: Any) -> DataPosition:
     """Returns where loop number `loop` begins, which follows those that `position` has passed.
 
-    order: the inputs of its order. is_over: whether so many samples are all of an epoch.
+    order: the inputs of its order.
     """
     mark = position.mark(dataset)
     epoch, offset, stream = mark.epoch, mark.offset, mark.stream
-    if offset and (mark.order != order or is_over(offset)):
+    if offset and (mark.order != order or epoch_is_over(order, stream, offset)):
         epoch, offset, stream = epoch + 1, 0, None
     left = [m for m in position.others if m.dataset not in (dataset, position.dataset)]
     if position.dataset != dataset:
@@ -325,7 +337,6 @@ def next_loop(
         loop=loop,
         epoch=epoch,
         offset=offset,
-        order=order,
         stream=stream,
         dataset=dataset,
         first_epoch=epoch,
@@ -335,19 +346,6 @@ def next_loop(
         micro_batch=position.micro_batch,
         skipped=position.skipped,
         tagging=position.tagging,
-    )
-
-
-def other_order(position: DataPosition, here: Mapping[str, Any]) -> UserError:
-    """Returns the error for a loop that would go on in mid-epoch with another order.
-
-    here: what the loop's order depends on, by name.
-    """
-    listed = ", ".join(f"{name} {value}" for name, value in here.items())
-    return UserError(
-        f"training stopped in the middle of an epoch whose order is given by {position.order}, and "
-        f"the script now has {listed}: some samples would be used twice and others never. Go on "
-        "with the same dataset and seed, or start afresh in another checkpoint directory"
     )
 
 

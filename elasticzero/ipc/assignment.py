@@ -53,6 +53,21 @@ OnNonFinite = Literal["stop", "skip", "rollback"]
 its step, the batch is skipped, or training goes back to a held state and leaves the batch out."""
 
 
+DataChange = Literal["batch", "dataset"]
+"""Names what a loop may have otherwise than before, where training goes on in it: the size of
+global batches; the dataset or the order of its samples."""
+
+
+def data_changes(flag: str, text: str | None) -> tuple[DataChange, ...]:
+    """Parses changes, separated by commas; there are none without a text. Raises `UserError` that
+    names the option `flag`."""
+    known: tuple[DataChange, ...] = get_args(DataChange)
+    given = text.split(",") if text is not None else []
+    if not set(given) <= set(known):
+        raise UserError(f"{flag} {text}: batch, dataset or batch,dataset is expected")
+    return tuple(name for name in known if name in given)
+
+
 BucketBytes = int | Literal["auto"] | None
 """Size in bytes beyond which a bucket of gradients takes no further parameter; auto: one that rank
 0 finds by measuring; None: the strategy's own."""
@@ -164,6 +179,8 @@ class Assignment:
     """Says what happens to a global batch whose loss or gradient is not finite."""
     on_spike: SpikeLimit | None = None
     """Which losses are too high; None: none is."""
+    allow_data_change: tuple[DataChange, ...] = ()
+    """What loops may have otherwise than before, where training goes on in them."""
     trained: bool = False
     """True if this node has made steps with this job in an earlier generation."""
     micro_batch: int | None = None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticzero.ipc.assignment import Assignment, LeftOutBatch
+from elasticzero.ipc.assignment import Assignment, DataChange, LeftOutBatch
 
 FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
 """Bits of the control word: a node leaves, the world grows, an operator stops the job, the script
@@ -86,6 +86,18 @@ class Restored:
     optimizer."""
     restore_s: float
     bytes_read: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataChanged:
+    """Worker to agent, from rank 0: a loop goes on with another batch size or other data."""
+
+    step: int
+    """Number of global batches until then."""
+    allowed: tuple[DataChange, ...]
+    """The changes for which the user's permission was needed."""
+    message: str
+    """What has changed, and where the loop goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +323,7 @@ Message = (
     | SaveState
     | Attached
     | Restored
+    | DataChanged
     | Stepped
     | Logged
     | Busy

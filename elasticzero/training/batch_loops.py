@@ -31,13 +31,14 @@ import torch
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
+from elasticzero.data.changes import change_text, needed_changes
 from elasticzero.data.loader import BatchReader, RankSchedule
-from elasticzero.data.sampling import EpochEnd, GlobalBatch, MicroBatch
+from elasticzero.data.sampling import DataPosition, EpochEnd, GlobalBatch, MicroBatch
 from elasticzero.data.step_progress import StepProgress
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
-from elasticzero.ipc.messages import LoopExited, Stepped
+from elasticzero.ipc.messages import DataChanged, LoopExited, Stepped
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.parallel import same_number
 from elasticzero.training.slices import SliceStates
@@ -155,17 +156,51 @@ class Loops:
         if training.stopped is not None:
             return
         training.left_at = ""
-        self._comparison.require_equal(Call.LOOP, of_loop(schedule, loop))
-        position = schedule.plan.start(training.position, loop, dataset)
+        before, position = training.position, self._start(training, schedule, loop, dataset)
         position = replace(position, first_world=position.first_world or schedule.first_world)
         if schedule.micro_batch == "auto":
             position = replace(position, micro_batch=schedule.micro_batch_limit)
         training.begin_loop(position)
+        if (
+            before.loop == loop and position.epoch > before.epoch
+        ):  # other data follow an epoch's end
+            self._epoch = before.epoch
+            training.end_epoch(EpochEnd(on_epoch_end, position))
+        self._end_epoch_if_over(training, schedule, on_epoch_end)
+        if training.stopped is None:
+            yield from self._batches(training, schedule, reader, on_epoch_end, mine)
+
+    def _start(
+        self, training: TrainingState, schedule: RankSchedule, loop: int, dataset: int
+    ) -> DataPosition:
+        """Returns where the loop begins or goes on; all ranks call this together.
+
+        Raises `UserError` for a change that is not allowed, and if the ranks differ.
+        """
+        plan, before, assignment = schedule.plan, training.position, self._link.assignment
+        goes_on = before.loop == loop
+        needed = needed_changes(plan, before) if goes_on else ()
+        allowed = assignment.allow_data_change
+        self._comparison.require_equal(
+            Call.LOOP, of_loop(schedule, loop, allowed if needed else ())
+        )
+        position = plan.start(before, loop, dataset, allowed)
+        text = change_text(plan, before, training.step) if goes_on else ""
+        if text and assignment.rank == 0:
+            self._link.send(DataChanged(step=training.step, allowed=needed, message=text))
+        return position
+
+    def _end_epoch_if_over(
+        self,
+        training: TrainingState,
+        schedule: RankSchedule,
+        on_epoch_end: Callable[[], object] | None,
+    ) -> None:
+        """Ends the epoch of the present position if no global batch of it is left."""
+        position = training.position
         if schedule.plan.ends_epoch(position):
             self._epoch = position.epoch
             training.end_epoch(EpochEnd(on_epoch_end, schedule.plan.wrapped(position)))
-        if training.stopped is None:
-            yield from self._batches(training, schedule, reader, on_epoch_end, mine)
 
     def _batches(
         self,
@@ -186,6 +221,8 @@ class Loops:
             self._slices = None
         plan, training.in_loop = schedule.plan, True
         try:
+            # What a stream has left may be known only now, and be too little for a larger batch.
+            self._end_epoch_if_over(training, schedule, on_epoch_end)
             for batch, after in schedule.steps(training.position):
                 training.at_boundary()
                 if training.stopped is not None:

@@ -28,10 +28,18 @@ from elasticzero.checkpoint.steps.tags import set_tags
 from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, ExitCode, UserError, one_line
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient, GenerationEnded
-from elasticzero.ipc.assignment import OnNonFinite, Resume, SpikeLimit, spike_limit
+from elasticzero.ipc.assignment import (
+    DataChange,
+    OnNonFinite,
+    Resume,
+    SpikeLimit,
+    data_changes,
+    spike_limit,
+)
 from elasticzero.ipc.messages import (
     FLAG_LEAVE,
     FLAG_STOP,
+    DataChanged,
     Finished,
     Logged,
     LoopExited,
@@ -58,6 +66,7 @@ class Settings:
     deterministic: bool = False
     on_nonfinite: OnNonFinite = "stop"
     on_spike: SpikeLimit | None = None
+    allow_data_change: tuple[DataChange, ...] = ()
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -97,6 +106,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         deterministic=one_of("DETERMINISTIC", _YES + _NO, "no") in _YES,
         on_nonfinite="skip" if not_finite == "skip" else "stop",
         on_spike=spike,
+        allow_data_change=data_changes(PREFIX + "ALLOW_DATA_CHANGE", given("ALLOW_DATA_CHANGE")),
         checkpoint_dir=given("CHECKPOINT_DIR"),
         checkpoint_every=whole("CHECKPOINT_EVERY") or 0,
         keep=RetentionPolicy(last=whole("KEEP"), every=whole("KEEP_EVERY")),
@@ -133,6 +143,8 @@ class Console:
                     self._show()
             case LoopExited():
                 self._show()
+            case DataChanged(message=text):
+                self.print_line(text)
             case Finished(step=step, reason=reason):
                 why = f": {reason}" if reason else ""
                 took_s = time.monotonic() - self._began_s
@@ -168,6 +180,7 @@ class LocalLink(AgentClient):
             deterministic=settings.deterministic,
             on_nonfinite=settings.on_nonfinite,
             on_spike=settings.on_spike,
+            allow_data_change=settings.allow_data_change,
             checkpoint_dir=where,
             checkpoint_every=settings.checkpoint_every,
             resume=self._newest_good(),

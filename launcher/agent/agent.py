@@ -156,8 +156,7 @@ class Agent:
             os.write(self._wake_write, b"x")
 
     def leave(self, reason: str, by_s: float | None = None) -> None:
-        """Has this node leave at the next boundary; callable from any thread and from signal
-        handlers.
+        """Has this node leave at the next boundary; callable from any thread and signal handler.
 
         reason: becomes part of the world's reason. by_s: the time at which the machine is gone
         (monotonic clock).

@@ -67,6 +67,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             micro_batch=world.micro_batch,
             on_nonfinite=options.on_nonfinite,
             on_spike=options.on_spike,
+            allow_data_change=options.allow_data_change,
             left_out=world.left_out,
             bad_steps=world.bad_steps,
             connect_timeout_s=connect_s,

@@ -14,7 +14,13 @@ from elasticzero.checkpoint.steps.catalog import check_writable
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import open_directory, within
 from elasticzero.errors import StorageError, UserError
-from elasticzero.ipc.assignment import BucketBytes, OnNonFinite, SpikeLimit, WorkerSettings
+from elasticzero.ipc.assignment import (
+    BucketBytes,
+    DataChange,
+    OnNonFinite,
+    SpikeLimit,
+    WorkerSettings,
+)
 from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.options.validation import (
@@ -68,6 +74,8 @@ class AgentOptions:
     """Says what happens to a global batch whose loss or gradient is not finite."""
     on_spike: SpikeLimit | None = None
     """Which losses are too high; None: none is."""
+    allow_data_change: tuple[DataChange, ...] = ()
+    """What loops may have otherwise than before, where training goes on in them."""
     flops_per_sample: float | None = None
     """Floating-point operations of the model for one sample; None: not stated."""
     peak_flops: float | None = None

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticzero.errors import same_error
-from elasticzero.ipc.messages import MemoryShort, SnapshotInterval
+from elasticzero.ipc.messages import DataChanged, MemoryShort, SnapshotInterval
 from elasticzero.launcher.observability.console import (
     differs_much,
     fresh_start,
     skipped_checkpoint_line,
+    tagged_text,
 )
 from elasticzero.launcher.protocol.documents import Control, Done, Failure, NodeStrikes, World
 from elasticzero.launcher.protocol.failure_policy import (
@@ -167,12 +168,18 @@ class AgentConsole:
 
     def tagged(self, step: int, tags: Sequence[str], error: str | None = None) -> None:
         """Prints that tags name a step, or why they do not."""
-        text = f"the checkpoint of step {step} has the tag {', '.join(tags)}"
-        if error is None:
-            self.log_line(text)
-            return
-        text = f"the checkpoint of step {step} has no tag {', '.join(tags)}: {error}"
-        self.log_line(text, level=logging.WARNING)
+        level = logging.INFO if error is None else logging.WARNING
+        self.log_line(tagged_text(step, tags, error), level=level)
+
+    def decided(self, message: DataChanged | SnapshotInterval | MemoryShort) -> None:
+        """Prints what a worker has decided or found out for all."""
+        match message:
+            case DataChanged(message=text):
+                self.log_line(text)
+            case SnapshotInterval():
+                self.snapshot_interval(message)
+            case MemoryShort():
+                self.memory_short(message)
 
     def save_failed(self, failed: SaveFailed) -> None:
         """Prints that a save of the newest state failed, when the error is another one."""

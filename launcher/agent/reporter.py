@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.ipc.messages import (
     Attached,
     Captured,
+    DataChanged,
     Failed,
     Logged,
     MemoryShort,
@@ -48,6 +49,12 @@ from elasticzero.serialization import encode
 if TYPE_CHECKING:
     from elasticzero.launcher.agent.config import AgentOptions
 
+DECISIONS: Mapping[type, EventName] = {
+    DataChanged: "data_changed",
+    MemoryShort: "memory_short",
+    SnapshotInterval: "paced",
+}
+"""Events of what a worker has decided or found out for all."""
 FRESH_S = 10.0
 """An agent whose first world was written fewer seconds ago has seen it begin; the nodes' clocks may
 differ by less."""
@@ -240,12 +247,9 @@ class AgentReporter:
                         kind = stall_of(message.checkpoint or message.direct)
                         self._time.stalled(kind, message.seconds)
                     self.note("captured", local_rank=local, **_plain(message))
-                case SnapshotInterval():
-                    self.console.snapshot_interval(message)
-                    self.note("paced", **_plain(message))
-                case MemoryShort():
-                    self.note("memory_short", **_plain(message))
-                    self.console.memory_short(message)
+                case DataChanged() | SnapshotInterval() | MemoryShort():
+                    self.note(DECISIONS[type(message)], **_plain(message))
+                    self.console.decided(message)
                 case Stopping():
                     self.note("stopping", **_plain(message) | {"rank": worker.rank})
                 case Failed():
@@ -280,9 +284,7 @@ class AgentReporter:
         self._latest.saved(finished.step)
         self._time.saved(finished.seconds)
         self._metrics.observe_checkpoint(
-            step=finished.step,
-            seconds=finished.seconds,
-            written_bytes=finished.bytes,
+            step=finished.step, seconds=finished.seconds, written_bytes=finished.bytes
         )
         if finished.committed:
             text = f"checkpoint of step {finished.step} written in {finished.seconds:.2f} s"
@@ -297,8 +299,7 @@ class AgentReporter:
         self.console.tagged(tagged.step, tagged.tags, tagged.error)
 
     def save_failed(self, failed: SaveFailed) -> None:
-        """Records that a save of the newest state failed and is retried; prints it when the error
-        is another one."""
+        """Records that a save of the newest state failed; prints it if the error is another."""
         self.note("save_failed", **_plain(failed))
         self._metrics.checkpoints_failed.inc()
         self.console.save_failed(failed)
@@ -356,8 +357,7 @@ class AgentReporter:
         self.console.log_line(reason)
 
     def store_recovery(self, text: str) -> None:
-        """Records that etcd has lost its data, or that the agent wrote to it again what it had
-        lost."""
+        """Records that etcd has lost its data, or that the agent wrote the data anew."""
         self.note("store_recovery", message=text)
         self.console.log_line(text)
 

@@ -49,6 +49,12 @@ def skipped_checkpoint_line(step: int, message: str, resume_step: int) -> str:
     return f"the checkpoint of step {step} is damaged: {message}; going on from step {resume_step}"
 
 
+def tagged_text(step: int, tags: Sequence[str], error: str | None) -> str:
+    """Returns a line that says that tags name a step, or why they do not."""
+    has, why = ("has the tag", "") if error is None else ("has no tag", f": {error}")
+    return f"the checkpoint of step {step} {has} {', '.join(tags)}{why}"
+
+
 class ClusterConsole:
     """Prints events as they happen: lines, and a bar where there is a terminal."""
 
@@ -111,6 +117,8 @@ class ClusterConsole:
             case "restored" if event["generation"] == self._generation and node == self.training[0]:
                 phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
                 self.print_line(f"  training goes on from step {event['step']} ({phases})", at_s)
+            case "data_changed":
+                self.print_line(f"  {event['message']}", at_s)
             case "step":
                 self._stepped(event, at_s)
             case "log":
@@ -120,11 +128,8 @@ class ClusterConsole:
                 text = f"checkpoint of step {event['step']} written in {event['seconds']:.2f} s"
                 self.print_line(f"  {text}{tags}", at_s)
             case "tagged":
-                has, why = "has the tag", ""
-                if event["error"] is not None:
-                    has, why = "has no tag", f": {event['error']}"
-                text = f"the checkpoint of step {event['step']} {has} {', '.join(event['tags'])}"
-                self.print_line(f"  {text}{why}", at_s)
+                text = tagged_text(event["step"], event["tags"], event["error"])
+                self.print_line(f"  {text}", at_s)
             case "saved" if event["error"] is not None and event["step"] not in self._unsaved:
                 self._unsaved.add(event["step"])
                 text = f"the checkpoint of step {event['step']} was not saved: {event['error']}"

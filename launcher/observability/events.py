@@ -26,6 +26,7 @@ EventName = Literal[
     "plain",
     "restored",
     "recovery",
+    "data_changed",
     "step",
     "log",
     "looked",
@@ -190,6 +191,15 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "build_s": "seconds from there to `session.restore()`",
             "restore_s": "seconds of `session.restore()`",
             "first_step_s": "seconds of the first step",
+        },
+    ),
+    "data_changed": EventSpec(
+        "A loop of the script goes on with another batch size or other data than before; the agent "
+        "of rank 0 writes it.",
+        {
+            "step": "number of global batches until then",
+            "allowed": "changes that needed `--allow-data-change`: `batch`, `dataset`",
+            "message": "what has changed, and where the loop goes on",
         },
     ),
     "step": EventSpec(

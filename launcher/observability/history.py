@@ -259,6 +259,8 @@ def news_line(event: Mapping[str, Any], node: str) -> tuple[Level, str] | None:
             return "error", f"{node}: rank {event['rank']} failed: {event['message']}"
         case "looked" if event["blame"] == "hung":
             return "error", f"{node}: rank {event['rank']} hangs: {event['message']}"
+        case "data_changed":
+            return "info", str(event["message"])
         case "notice":
             return "warning", f"{node} leaves: {event['reason']}"
         case "control":

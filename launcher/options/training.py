@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from elasticzero.ipc.assignment import OnNonFinite, spike_limit
+from elasticzero.ipc.assignment import OnNonFinite, data_changes, spike_limit
 from elasticzero.launcher.options.option import Option, grouped
 from elasticzero.launcher.options.values import (
     at_least_zero,
@@ -93,6 +93,15 @@ _STRATEGY = grouped(
         metavar="ACTION:K:N",
         parse=spike_limit,
         field="on_spike",
+    ),
+    Option(
+        ("--allow-data-change",),
+        "Where training goes on within a loop, that loop may have another global_batch (batch), or "
+        "another dataset, seed, shuffle or sampler (dataset), or both (batch,dataset); the "
+        "position is carried over. (default: neither, and such a change is refused)",
+        metavar="WHAT",
+        parse=data_changes,
+        field="allow_data_change",
     ),
     Option(
         ("--flops-per-sample",),

@@ -1,13 +1,12 @@
 """Joins what nodes have logged for each step, and decides which steps are complete. Pure.
 
-J1  A value is the mean of all that ranks have logged under its name for the step; `tokens` are
-    added up.
-J2  A step is complete once every node of the world will log nothing more for it. Then it is given
-    out, in the order of steps, once.
-J3  What a generation has logged for steps after the one that a later generation starts from is
-    dropped, since these are done again. For that step itself the values of both count, under the
-    same name those of the later one.
-J4  What comes for a step after it was given out is dropped.
+- A value is the mean of all that ranks have logged under its name for the step; `tokens` are added
+  up.
+- A step is complete once every node of the world will log nothing more for it. Then it is given
+  out, in the order of steps, once; what comes for it later is dropped.
+- What a generation has logged for steps after the one that a later generation starts from is
+  dropped, since these are done again. For that step itself the values of both count, under the
+  same name those of the later one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 
 from elasticzero.data.sampling import SampleOrder
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import spike_limit
+from elasticzero.ipc.assignment import data_changes, spike_limit
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.worker.single_process import read_settings
 
@@ -287,13 +287,14 @@ def test_variables_mean_what_they_mean_to_the_launcher() -> None:
         "ELASTICZERO_STRATEGY": "zero2",
         "ELASTICZERO_STRICT_CHECKPOINT": "TRUE",
         "ELASTICZERO_ON_NONFINITE": "skip",
+        "ELASTICZERO_ALLOW_DATA_CHANGE": "batch,dataset",
         "ELASTICZERO_ON_SPIKE": "stop:3:10",
     }
     options = {option.variable: option for option in RUN_OPTIONS}
     for environment in (given, {}, dict.fromkeys(given, "")):
         asked = [(options[name], options[name].given_in(environment)) for name in given]
         wanted = [option.default if got is None else got[1] for option, got in asked]
-        wanted[-1] = spike_limit("", wanted[-1])
+        wanted[-2:] = data_changes("", wanted[-2]), spike_limit("", wanted[-1])
         found = read_settings(environment)
         keep = [None if n is None else str(n) for n in (found.keep.last, found.keep.every)]
         assert wanted == [
@@ -303,6 +304,7 @@ def test_variables_mean_what_they_mean_to_the_launcher() -> None:
             found.strategy,
             found.strict,
             found.on_nonfinite,
+            found.allow_data_change,
             found.on_spike,
         ]
 

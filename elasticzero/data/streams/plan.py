@@ -6,17 +6,17 @@ ranks: `[total, count, skip, *place]`, of which all but the first are a `ReaderM
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from elasticzero.data.sampling import DataPosition, GlobalBatch, next_loop, other_order
+from elasticzero.data.sampling import DataPosition, GlobalBatch, begun
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.turn import UNKNOWN, Counts, Known
 from elasticzero.errors import UserError
+from elasticzero.ipc.assignment import DataChange
 from elasticzero.spans import Span
 
 
@@ -41,18 +41,15 @@ class StreamPlan:
         if self.epochs is None and self.steps is None:
             raise UserError("session.batches needs epochs=… or steps=…, to know where to end")
 
-    def start(self, position: DataPosition, loop: int, dataset: int = 0) -> DataPosition:
+    def start(
+        self,
+        position: DataPosition,
+        loop: int,
+        dataset: int = 0,
+        allowed: Collection[DataChange] = (),
+    ) -> DataPosition:
         """Returns the position at which the loop begins, as `BatchPlan.start` does."""
-        if position.loop < loop:
-            stream = position.mark(dataset).stream
-            over = partial(_is_over, stream)
-            position = next_loop(position, loop, dataset, self.order.inputs, over)
-        elif position.order not in (None, self.order.inputs):
-            if position.offset and not _is_over(position.stream, position.offset):
-                raise other_order(position, self.order.described)
-            epoch = position.epoch + (position.offset > 0)
-            position = replace(position, epoch=epoch, offset=0, stream=None)
-        position = replace(position, order=self.order.inputs, dataset=dataset)
+        position = begun(self, position, loop, dataset, allowed)
         found = _known(position.stream, position.offset, self.order.readers)
         self.known, self.rows = {position.epoch: found}, {position.epoch: position.stream}
         return position
@@ -181,9 +178,3 @@ def _known(stream: Any, offset: int, readers: int) -> Known:
     known = Known(known.read_V, np.array([row[0] for row in stream], np.int64))
     # So many samples of each reader have been drawn, hence read.
     return Known(known.drawn(offset), known.total_V)
-
-
-def _is_over(stream: Any, offset: int) -> bool:
-    """Returns whether so many samples are all of the epoch of a position."""
-    totals = [row[0] for row in stream] if stream is not None else [UNKNOWN]
-    return UNKNOWN not in totals and offset >= sum(totals)

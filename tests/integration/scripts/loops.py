@@ -2,7 +2,8 @@
 
 Argument: JSON with log (a file) and loops, each a dict with dataset (0 or 1), epochs or steps, and
 at will breaks (steps after which the script leaves it). At will: hold (file) and hold_at (step),
-stop, leave, exit and evaluate (rank, step, perhaps place), stop_after_epoch, ends, strategy.
+stop, leave, exit and evaluate (rank, step, perhaps place), stop_after_epoch, ends, strategy, batch,
+micro, seed.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def _loop(
         epochs=loop.get("epochs"),
         steps=loop.get("steps"),
         micro_batch=told.get("micro"),
+        seed=told.get("seed", 0),
         on_epoch_end=on_epoch_end if told.get("ends") else None,
     ):
         if done == loop.get("breaks"):

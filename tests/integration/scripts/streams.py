@@ -80,7 +80,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
     session.restore()
     for x, y, numbers in session.batches(
         stream_of(options.kind),
-        global_batch=10,
+        global_batch=options.global_batch,
         micro_batch=options.micro_batch,
         epochs=options.epochs,
         num_workers=options.workers,
@@ -105,6 +105,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--global-batch", type=int, default=10)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--collate", action="store_true")

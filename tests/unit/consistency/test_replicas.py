@@ -180,3 +180,15 @@ def test_a_shard_that_differs_makes_its_whole_node_differ() -> None:
         tables.append(verifier._take_digest(copy).table)
     assert by_majority(tables).odd == (2, 3)
     assert by_majority(tables).names == ("shard 1",)
+
+
+def test_the_digest_is_that_of_a_rank_of_the_release_before() -> None:
+    """Which keeps no `global_batch` in the position; another position still differs."""
+    nothing: dict[str, Tensor] = {}
+    verifier = ReplicaVerifier(None, STANDALONE, dict, lambda: (Mesh.of_world(0, 1), nothing))
+    auxiliary, before = AuxiliaryState(torch.device("cpu")), DataPosition(offset=12, steps=3)
+    tables = [
+        verifier._take_digest(auxiliary.capture(3, position)).table
+        for position in (before, replace(before, global_batch=4), replace(before, offset=13))
+    ]
+    assert tables[0] == tables[1] != tables[2]

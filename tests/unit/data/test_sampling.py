@@ -21,10 +21,12 @@ from elasticzero.data.sampling import (
     share_of,
 )
 from elasticzero.errors import UserError
+from elasticzero.ipc.assignment import DataChange
 from elasticzero.serialization import decode, encode
 
 sizes = st.integers(1, 2000)
 seeds = st.integers(-(2**70), 2**70)
+BATCH: tuple[DataChange, ...] = ("batch",)
 
 
 def walk(plan: BatchPlan, position: DataPosition) -> list[GlobalBatch]:
@@ -117,7 +119,7 @@ def test_a_changed_batch_size_goes_on_from_the_same_sample(
     position, used = DataPosition(), []
     for i, size in enumerate(batches):
         plan = BatchPlan(order=order, global_batch=size, epochs=epochs)
-        position = plan.start(position, 0)
+        position = plan.start(position, 0, allowed=BATCH)
         steps = 0
         while (found := plan.next(position)) is not None and (steps < 3 or i == len(batches) - 1):
             batch, position = found

@@ -26,6 +26,7 @@ from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.reader import ReaderMark, open_readers
 from elasticzero.data.streams.source import Stream, stream_order
 from elasticzero.errors import UserError
+from elasticzero.ipc.assignment import DataChange
 from elasticzero.serialization import decode, encode
 
 CPU = torch.device("cpu")
@@ -76,6 +77,7 @@ class Job:
     seed: int = 0
     micro_batch: int | None = None
     left_out: frozenset[GlobalBatch] = frozenset()
+    allowed: tuple[DataChange, ...] = ()
     position: DataPosition = field(default_factory=DataPosition)
     committed: Batches = field(default_factory=dict)
     ended: bool = False
@@ -137,7 +139,7 @@ class Job:
             micro_batch=self.micro_batch,
             left_out=self.left_out,
         )
-        position = plan.start(self.position, 0)
+        position = plan.start(self.position, 0, allowed=self.allowed)
         reader = StreamReader(
             dataset=None, stream=self.stream(), device=CPU, sum_over_ranks=add, collate_fn=list
         )

@@ -13,6 +13,7 @@ import pytest
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.messages import (
     Captured,
+    DataChanged,
     Failed,
     MemoryShort,
     Restored,
@@ -151,6 +152,7 @@ def test_events_made_of_messages_have_their_documented_fields(
     group, worker = group_of(tmp_path / "0.log")
     for message in (
         Restored(step=1, tier="ram", connect_s=0.1, build_s=0.1, restore_s=0.1, bytes_read=8),
+        DataChanged(step=1, allowed=("batch",), message="epoch 0 goes on"),
         Stepped(step=2, at_s=0.0, step_s=0.1, data_wait_s=0.0, samples=1),
         Captured(step=2, generation=1, rank=0, world_size=1, bytes=8),
         SnapshotInterval(every=4, cost_s=0.01, step_s=0.1),
@@ -166,5 +168,5 @@ def test_events_made_of_messages_have_their_documented_fields(
     reporter.examined(group, Failure(rank=0, blame="hung", message="no step"))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     found = {event["event"]: event.keys() - {"event", "time"} for event in events}
-    assert len(found) == 12
+    assert len(found) == 13
     assert found == {name: EVENTS[name].fields.keys() for name in found}

@@ -65,6 +65,11 @@ def test_a_checkpoint_that_was_not_saved_is_told_once(told: Told) -> None:
     ]
 
 
+def test_another_batch_size_is_told(told: Told) -> None:
+    told.record("data_changed", step=9, allowed=["batch"], message="after step 9 …: epoch 0 begins")
+    assert told.lines() == ["  after step 9 …: epoch 0 begins"]
+
+
 def test_only_large_changes_of_the_snapshot_interval_are_told(told: Told) -> None:
     """Six of the ten lines of a first run told of it."""
     for every in (4, 1, 9, 12, 3, 20, 16, 4, 3):

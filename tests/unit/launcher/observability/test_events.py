@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+from elasticzero.launcher.agent.reporter import DECISIONS
 from elasticzero.launcher.observability.events import EVENTS, EventName
 
 
@@ -31,7 +32,7 @@ def test_the_table_has_each_event_once() -> None:
 
 def test_each_written_event_has_its_documented_fields(root: Path) -> None:
     """The events that take their fields from a message are in `test_reporter.py`."""
-    found = list(written(root))
+    found = [*written(root), *((name, set[str](), True) for name in DECISIONS.values())]
     assert {name for name, _, _ in found} == set(EVENTS)
     for name, named, more in found:
         documented = set(EVENTS[typing.cast(EventName, name)].fields)

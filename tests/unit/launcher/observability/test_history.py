@@ -147,6 +147,7 @@ def test_events_are_sentences_with_a_weight() -> None:
         event("saved", 5.0, step=9, seconds=1.5, error="disk full"),
         event("control", 6.0, nnodes=[1, 3], stop=False),
         event("notice", 7.0, reason="SIGTERM (25 s of grace)"),
+        event("data_changed", 7.5, step=9, allowed=["batch"], message="epoch 0 goes on"),
         event("exit", 8.0, outcome="finished", reason="all steps are done"),
     ):
         history.take(one)
@@ -158,6 +159,7 @@ def test_events_are_sentences_with_a_weight() -> None:
         [5.0, "warning", "the checkpoint of step 9 was not saved: disk full"],
         [6.0, "info", "an operator asks for 1:3 nodes"],
         [7.0, "warning", "a leaves: SIGTERM (25 s of grace)"],
+        [7.5, "info", "epoch 0 goes on"],
         [8.0, "info", "finished: all steps are done"],
     ]
 
