@@ -77,7 +77,10 @@ bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, s
 chaos: $(READY) ## long runs with random faults
 	$(RUN) -m pytest -ra -q -m chaos --timeout=3600
 
-$(INTEGRATIONS)/.ready: PACKAGES = -c constraints.txt torchao datasets playwright pillow matplotlib mlflow-skinny wandb
+$(INTEGRATIONS)/.ready: PACKAGES = -c constraints.txt torchao datasets playwright pillow matplotlib mlflow-skinny wandb \
+  torchdata webdataset brotli catalogue python-snappy zstd
+# Without torchvision, whose wheels need torch for CUDA, and mosaicml-streaming without its caps on numpy, transformers and xxhash.
+$(INTEGRATIONS)/.ready: ALONE = litdata mosaicml-streaming
 $(OLDEST_FRAMEWORKS)/.ready: PACKAGES = -r tests/integrations/oldest_frameworks.txt
 $(OLDEST_FRAMEWORKS)/.ready: tests/integrations/oldest_frameworks.txt
 $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready: .venv-%/.ready: $(READY) constraints.txt
@@ -85,9 +88,10 @@ $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready: .venv-%/.ready: $(READY) con
 	@site=$$($(RUN) -c 'import site; print(site.getsitepackages()[0])'); \
 	  echo "import site; site.addsitedir('$$site')" > $$(echo .venv-$*/lib/python*/site-packages)/base.pth
 	.venv-$*/bin/python -m pip install --quiet $(PACKAGES)
+	$(if $(ALONE),.venv-$*/bin/python -m pip install --quiet -c constraints.txt --no-deps $(ALONE))
 	@touch $@
 
-integrations: $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 20 minutes)
+integrations: $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 25 minutes)
 	@.ci/browser
 	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
 	timeout --foreground --kill-after=10 900 $(OLDEST_FRAMEWORKS)/bin/python -m pytest -ra -q tests/integration/adapters

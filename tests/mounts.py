@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.launcher.local.cluster import Placement
+
 
 @contextmanager
 def small_disk(place: Path, mebibytes: int) -> Iterator[Path]:
@@ -37,6 +39,13 @@ def disk_that_freezes(place: Path, mebibytes: int = 32) -> Iterator[Path]:
     finally:
         thaw(place)
         _run("umount", "--lazy", str(place))
+
+
+def with_own_memory(node: str) -> Placement:
+    """Where an agent has a /dev/shm of its own, as each machine has one."""
+    _try("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+    inside = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+    return Placement(command_prefix=("unshare", "--mount", "sh", "-c", inside, node))
 
 
 def freeze(place: Path) -> None:

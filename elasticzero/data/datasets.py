@@ -10,14 +10,19 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     default_collate,
 )
 
-from elasticzero.data.streams.iterable import HuggingFaceShards, WholeDataset
+from elasticzero.data.streams.kinds import class_names, source_of
 from elasticzero.data.streams.source import Stream
 from elasticzero.errors import UserError
+
+RANDOM_SAMPLERS = {
+    "torch.utils.data.sampler.RandomSampler",
+    "torchdata.stateful_dataloader.sampler.RandomSampler",
+}
+"""Names of the classes of samplers that shuffle."""
 
 
 def as_stream(dataset: Any) -> Stream | None:
@@ -25,16 +30,8 @@ def as_stream(dataset: Any) -> Stream | None:
     nothing that can be read."""
     if isinstance(dataset, Stream):
         return dataset
-    if _is_hugging_face(dataset):
-        return Stream(HuggingFaceShards(dataset))
-    if isinstance(dataset, IterableDataset):
-        return Stream(WholeDataset(dataset))
-    return None
-
-
-def _is_hugging_face(dataset: Any) -> bool:
-    kinds = [(kind.__module__, kind.__name__) for kind in type(dataset).__mro__]
-    return ("datasets.iterable_dataset", "IterableDataset") in kinds
+    source = source_of(dataset)
+    return None if source is None else Stream(source)
 
 
 def length_of(dataset: Any) -> int:
@@ -83,14 +80,13 @@ def parts_of(loader: DataLoader[Any]) -> LoaderParts:
             "session.batches was given a DataLoader with worker_init_fn=, but data workers are the "
             "session's: leave it out, and seed what is random by the sample's index"
         )
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
+    random = bool(class_names(sampler) & RANDOM_SAMPLERS)
     known = isinstance(sampler, (DistributedSampler, SequentialSampler)) or (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
+        random and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
     streamed = isinstance(loader.dataset, IterableDataset)
-    shuffled = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)
+    shuffled = random or getattr(sampler, "shuffle", False)
     return LoaderParts(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
@@ -100,4 +96,20 @@ def parts_of(loader: DataLoader[Any]) -> LoaderParts:
         shuffle=streamed or bool(shuffled),
         seed=getattr(sampler, "seed", None) if known else None,
         sampler=None if known or streamed else sampler,
+    )
+
+
+def check_unused(loader: DataLoader[Any]) -> None:
+    """Raises `UserError` for a loader with a position of its own that is not the beginning, as
+    torchdata's `StatefulDataLoader` and its samplers have."""
+    if getattr(loader, "next_iter_state", None) or getattr(loader.sampler, "next_yielded", None):
+        done = "was given a state by load_state_dict"
+    elif hasattr(loader, "next_iter_state") and getattr(loader, "_iterator", None) is not None:
+        done = "has been iterated already"
+    else:
+        return
+    raise UserError(
+        f"session.batches was given a {type(loader).__name__} that {done}, but the session keeps "
+        "the position in the data itself, and restores it: give a new one, and leave out its "
+        "state_dict and load_state_dict"
     )

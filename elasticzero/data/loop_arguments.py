@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from elasticzero.data.datasets import as_stream, length_of, parts_of
+from elasticzero.data.datasets import as_stream, check_unused, length_of, parts_of
 from elasticzero.data.loader import BatchReader, RankSchedule
 from elasticzero.data.sampler_order import order_by
 from elasticzero.data.sampling import BatchPlan, SampleOrder
@@ -51,6 +51,7 @@ class LoopArguments:
                     "session.batches needs global_batch=, the samples of a step over all ranks"
                 )
             return self
+        check_unused(self.dataset)
         parts = parts_of(self.dataset)
         alone = self.virtual_batch is None and self.micro_batch is None
         return replace(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from elasticzero.checkpoint.format.names import MAX_TAG_CHARACTERS, is_tag
 from elasticzero.errors import UserError
@@ -181,6 +182,11 @@ def check_tracked(name: str, thing: Any, optimizers: Optimizers, strategy: str) 
             f"session.track({name!r}, …): a GradScaler steps the optimizer itself, which "
             "session.step() does; leave it out, for session.prepare(…, precision='fp16') scales "
             "losses, and its scale is part of the training state"
+        )
+    if isinstance(thing, DataLoader):
+        raise UserError(
+            f"session.track({name!r}, …): the position in the data is part of the training state "
+            f"already; leave this {type(thing).__name__} out, and give it to session.batches"
         )
     if isinstance(thing, AveragedModel) and strategy == "zero3":
         raise UserError(f"session.track({name!r}, …): {PARTITIONED_COPY}")

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import elasticzero.checkpoint
+from elasticzero.launcher.local.cluster import Placement, on_loopback
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants
 from tests.integration.clusters import SCRIPTS, Story, story, traces_in
@@ -74,12 +75,19 @@ def check_evaluation(told: Story, expected: dict[str, Tensor]) -> None:
     assert found[0] == pytest.approx(mean, rel=1e-9)
 
 
-def train(tmp_path: Path, etcd: EtcdServer, job: str, kind: str, words: Sequence[str]) -> Story:
+def train(
+    tmp_path: Path,
+    etcd: EtcdServer,
+    job: str,
+    kind: str,
+    words: Sequence[str],
+    place: Callable[[str], Placement] = on_loopback,
+) -> Story:
     """Trains while a worker dies, then a node, and another one joins."""
     options = ["--nnodes", "2:3", "--strategy", "zero2", "--settle", "2", "--lease-ttl", "2"]
     options += ["--checkpoint-dir", str(tmp_path / "c"), "--snapshot-every", "4"]
     options += [str(SCRIPT), kind, "--epochs", str(EPOCHS), "--pause", "0.05", *words]
-    with story(tmp_path, etcd.endpoint, job, options, nodes=3) as told:
+    with story(tmp_path, etcd.endpoint, job, options, nodes=3, place=place) as told:
         told.wait_for_step(8)
         if kind == "iterable":  # of which a process that loads data dies, in place of a worker
             (worker, *_) = told.cluster.workers_of(told.node(0))

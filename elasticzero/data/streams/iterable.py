@@ -21,7 +21,7 @@ class WholeDataset:
         self._dataset = dataset
 
     def read(self, shard: int, start: int) -> Iterator[Any]:
-        return islice(_as_worker(self._dataset, shard, 0), start, None)
+        return islice(samples_as_worker(self._dataset, shard, 0), start, None)
 
 
 class WorkerShards:
@@ -33,7 +33,7 @@ class WorkerShards:
         self.shards = workers
 
     def read(self, shard: int, start: int) -> Iterator[Any]:
-        return islice(_as_worker(self._dataset, shard, self.shards), start, None)
+        return islice(samples_as_worker(self._dataset, shard, self.shards), start, None)
 
 
 class HuggingFaceShards:
@@ -46,10 +46,10 @@ class HuggingFaceShards:
 
     def read(self, shard: int, start: int) -> Iterator[Any]:
         part = self._dataset.shard(num_shards=self.shards, index=shard)
-        return _as_worker(part.skip(start) if start else part, 0, 0)
+        return samples_as_worker(part.skip(start) if start else part, 0, 0)
 
 
-def _as_worker(dataset: Any, number: int, workers: int) -> Iterator[Any]:
+def samples_as_worker(dataset: Any, number: int, workers: int) -> Iterator[Any]:
     """Yields a dataset's samples while it is told that it is this one of so many data workers; 0:
     that it is in none."""
     as_data_worker(number, workers, dataset)

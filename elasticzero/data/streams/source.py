@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
+from torch.utils.data import IterableDataset
+
 from elasticzero.data.streams.dealing import DEFAULT_READERS, StreamOrder, default_readers
 from elasticzero.data.streams.iterable import WorkerShards
+from elasticzero.data.streams.kinds import source_of
 from elasticzero.errors import UserError
 from elasticzero.hashing import mix64
 
@@ -37,30 +40,31 @@ class Stream:
 
     def __init__(
         self,
-        shards: Sequence[Any] | ShardSource,
+        shards: Sequence[Any] | ShardSource | IterableDataset[Any],
         read: Callable[..., Iterable[Any]] | None = None,
         *,
         readers: int | None = None,
         shuffle_window: int = SHUFFLE_WINDOW,
     ) -> None:
-        """Makes a stream of shards, or of an object with `shards` and `read`.
+        """Makes a stream of shards, of an object with `shards` and `read`, or of a dataset.
 
         shards: such as paths of files; or an object with `shards`, their number, and `read(shard,
-        start)`, where `shard` is a number. read: `read(shard, start)` yields the samples of a shard
-        from sample `start` on, the same ones in the same order each time; with one parameter,
-        `read(shard)` yields all of them, and a resume skips. readers: between the number of ranks
-        and that of shards, or a multiple of that, in which case several readers share a shard;
-        default: about 64. shuffle_window: number of samples of a reader that `shuffle=True`
-        shuffles among each other, besides the order of shards.
+        start)`, where `shard` is a number; or a dataset that `session.batches` takes as a stream,
+        to give it another window, or a part in a mixture. read: `read(shard, start)` yields the
+        samples of a shard from sample `start` on, the same ones in the same order each time; with
+        one parameter, `read(shard)` yields all of them, and a resume skips. readers: between the
+        number of ranks and that of shards, or a multiple of that, in which case several readers
+        share a shard; default: about 64. shuffle_window: number of samples of a reader that
+        `shuffle=True` shuffles among each other, besides the order of shards.
         """
-        if read is None and not hasattr(shards, "read"):
+        given: Any = shards
+        source: Any = _Shards(given, read) if read is not None else source_of(given) or given
+        if not hasattr(source, "read"):
             raise UserError(
                 f"ez.Stream was given a {type(shards).__name__} and no function: give it shards "
                 "and read=, a function read(shard, start) that yields the samples of a shard"
             )
-        self.source: ShardSource | Mixture | Pack = (
-            shards if read is None else _Shards(shards, read)  # type: ignore[assignment, arg-type]
-        )
+        self.source: ShardSource | Mixture | Pack = source
         self.readers = readers
         self.shuffle_window = shuffle_window
 

@@ -1,6 +1,7 @@
 """Trains on a stream in float64, and writes down which samples this rank computes.
 
-Argument: the kind of the stream, and how the job is to go.
+Argument: the kind of the stream, and how the job is to go. Streams of other packages are in
+`sources.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import regression
+import sources
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
@@ -51,10 +53,12 @@ class Divided(IterableDataset[Sample]):
             yield from samples_of(shard)
 
 
-KINDS = ("seeks", "skips", "workers", "iterable")
+KINDS = ("seeks", "skips", "workers", "iterable", *sources.KINDS)
 
 
 def stream_of(kind: str) -> Any:
+    if kind in sources.KINDS:
+        return sources.KINDS[kind].dataset(sources.Numbered(regression.dataset()))
     shards = range(len(SIZES))
     if kind == "seeks":
         return ez.Stream(shards, samples_of, readers=7, shuffle_window=5)
@@ -78,8 +82,9 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05),
     )
     session.restore()
+    stream = stream_of(options.kind)
     for x, y, numbers in session.batches(
-        stream_of(options.kind),
+        stream,
         global_batch=options.global_batch,
         micro_batch=options.micro_batch,
         epochs=options.epochs,
@@ -95,9 +100,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         time.sleep(regression.pause(options.pause))
         session.backward(regression.loss_of(model(x), y))
         session.step(max_grad_norm=1.0)
-    loss = session.evaluate(
-        stream_of(options.kind), lambda batch: regression.loss_of(model(batch[0]), batch[1])
-    )
+    loss = session.evaluate(stream, lambda batch: regression.loss_of(model(batch[0]), batch[1]))
     print(json.dumps({"loss": loss}) + "\n", end="", flush=True)
 
 

@@ -15,11 +15,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from elasticzero.errors import UserError
+from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.torch_internals import has_step_hooks
 from elasticzero.training.argument_checks import (
     check_offload,
+    check_tracked,
     checked_tag,
     redirect_deepcopy,
     take_over_optimizer,
@@ -118,3 +121,9 @@ def test_what_is_no_tag_is_named(tag: Any) -> None:
 @pytest.mark.parametrize("tag", [None, "best", "v1.2_x-y"])
 def test_a_tag_or_none(tag: str | None) -> None:
     assert checked_tag(tag) == tag
+
+
+def test_a_loader_is_not_tracked() -> None:
+    """Its position and the session's would differ."""
+    with pytest.raises(UserError, match="leave this DataLoader out"):
+        check_tracked("loader", DataLoader([1, 2]), Optimizers({}, []), "ddp")  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
 from elasticzero.data.streams.dealing import StreamOrder, default_readers
 from elasticzero.data.streams.reader import Reader, ReaderMark, open_readers
@@ -144,3 +145,15 @@ def test_a_function_of_one_parameter_is_skipped_in() -> None:
         assert list(source.read(1, 2)) == [2, 3, 4]
     with pytest.raises(UserError, match="a list and no function"):
         Stream([3, 5])
+
+
+class Row(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+def test_a_dataset_is_made_a_stream_with_a_window_of_its_own() -> None:
+    stream = Stream(Row(), readers=3, shuffle_window=2)
+    assert stream_order(stream, 0, True).window == 2
+    source: Any = stream.source
+    assert (source.shards, list(source.read(0, 5))) == (1, [5, 6, 7, 8])
