@@ -1,16 +1,15 @@
 """Decides whether a loop may go on with another batch size, or with other data. Pure.
 
-Rules:
- J1  A loop goes on as it was. Another `global_batch` within a loop, and another order of samples
-     (dataset, seed, shuffle, sampler) within an epoch, are refused unless that kind of change is
-     allowed.
- J2  The position is carried over. With another batch size the epoch goes on after the same sample,
-     and what is left of it is cut anew, so each of its samples is still used once. With other data
-     the epoch begins anew, for its samples are not those that were used; each of them is used once.
- J3  What is done stays done: steps, epochs and loops. The position has the new size and order from
-     here on, so that later generations go on with them and need no permission.
- J4  At the end of an epoch other data need no permission: the next epoch begins with them. A loop
-     that is over, or has used nothing, may have any batch size.
+- A loop goes on as it was. Another `global_batch` within a loop, and another order of samples
+  (dataset, seed, shuffle, sampler) within an epoch, are refused unless that kind of change is
+  allowed.
+- The position is carried over. With another batch size the epoch goes on after the same sample, and
+  what is left of it is cut anew, so each of its samples is still used once. With other data the
+  epoch begins anew, for its samples are not those that were used; each of them is used once.
+- What is done stays done: steps, epochs and loops. The position has the new size and order from
+  here on, so that later generations go on with them and need no permission.
+- At the end of an epoch other data need no permission: the next epoch begins with them. A loop that
+  is over, or has used nothing, may have any batch size.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def needed_changes(plan: Plan, position: DataPosition) -> tuple[DataChange, ...]
 def carried_over(
     plan: Plan, position: DataPosition, allowed: Collection[DataChange]
 ) -> DataPosition:
-    """Returns where the loop in which training stands goes on by this plan (J2).
+    """Returns where the loop in which training stands goes on by this plan.
 
     Raises `UserError` if that is a change that is not allowed.
     """

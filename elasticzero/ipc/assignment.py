@@ -180,7 +180,7 @@ class Assignment:
     on_spike: SpikeLimit | None = None
     """Which losses are too high; None: none is."""
     allow_data_change: tuple[DataChange, ...] = ()
-    """What loops may have otherwise than before, where training goes on in them."""
+    """Says what may change in the loop in which training goes on."""
     trained: bool = False
     """True if this node has made steps with this job in an earlier generation."""
     micro_batch: int | None = None

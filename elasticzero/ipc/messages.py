@@ -97,7 +97,7 @@ class DataChanged:
     allowed: tuple[DataChange, ...]
     """The changes for which the user's permission was needed."""
     message: str
-    """What has changed, and where the loop goes on."""
+    """Says what has changed, and where the loop goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

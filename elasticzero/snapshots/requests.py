@@ -64,11 +64,11 @@ class CheckpointRequests:
         self._groups = groups
         self._stager = stager
         self._new: set[str] = set()
-        """What was asked for since the last boundary; an empty text is a call without a tag."""
+        """Tags of the calls since the last boundary; an empty text is a call without one."""
         self._due: set[str] = set()
-        """What this rank asks of the last boundary's state."""
+        """Tags under which this rank asks for the last boundary's state, in the same form."""
         self._tagging: TagRequests = ()
-        """What was asked for under tags and is not known to be saved; equal on all ranks."""
+        """Requests under tags that are not known to be saved; equal on all ranks."""
         self._told = False
 
     def ask(self, tag: str | None) -> None:

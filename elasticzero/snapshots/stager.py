@@ -64,7 +64,7 @@ class StateStager:
         self.replicated = shards == 1 or shards < a.world_size
         """True if this rank or node holds the whole state."""
         self.saves = saving and a.checkpoint_dir is not None
-        """Whether checkpoints are written."""
+        """True if checkpoints are written."""
         overflow = Path(a.overflow_root) if a.overflow_root else None
         self._writer = SharedMemoryStager(Path(a.snapshot_root), a.local_rank, overflow)
         needed = (shards == a.world_size or a.rolls_back) and not link.standalone

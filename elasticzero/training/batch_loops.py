@@ -161,9 +161,8 @@ class Loops:
         if schedule.micro_batch == "auto":
             position = replace(position, micro_batch=schedule.micro_batch_limit)
         training.begin_loop(position)
-        if (
-            before.loop == loop and position.epoch > before.epoch
-        ):  # other data follow an epoch's end
+        # Other data follow the end of an epoch.
+        if before.loop == loop and position.epoch > before.epoch:
             self._epoch = before.epoch
             training.end_epoch(EpochEnd(on_epoch_end, position))
         self._end_epoch_if_over(training, schedule, on_epoch_end)

@@ -75,7 +75,7 @@ class AgentOptions:
     on_spike: SpikeLimit | None = None
     """Which losses are too high; None: none is."""
     allow_data_change: tuple[DataChange, ...] = ()
-    """What loops may have otherwise than before, where training goes on in them."""
+    """Says what may change in the loop in which training goes on."""
     flops_per_sample: float | None = None
     """Floating-point operations of the model for one sample; None: not stated."""
     peak_flops: float | None = None

@@ -101,14 +101,11 @@ class TrackerFeed:
         self._scalars = scalars
         self._log_line = log_line
         self._lead: Lead | None = None
-        """None: a round is open, the store is away, or another agent leads."""
-        self._newest_lead: Lead | None = None
-        """What this agent has led last, maybe in a round that is open now."""
-        self._follows = True
-        """True: another agent leads."""
+        """The world that this agent leads, or has led until a round began; None: another leads."""
+        self._may_write = False
+        """True: no round is open, in which another agent may begin to lead."""
         self._alone = False
         """True: no other node is registered, which could lead."""
-        self._has_led = False
         self._worlds: tuple[World, ...] = ()
         """The present world and the one before it, as far as this agent has seen them."""
         self._sources: dict[tuple[str, str], _Source] = {}
@@ -124,12 +121,13 @@ class TrackerFeed:
             return
         if not self._worlds or world.generation != self._worlds[0].generation:
             self._worlds = (world, *self._worlds[:1])
-        self._follows = not is_leader(view)
         self._alone = not any(node != view.me.node for node in view.members or ())
-        leads = not self._follows and view.round_s is None and view.store.reachable
-        self._lead = Lead(world=world, me=view.me, token=token) if leads else None
-        self._newest_lead = self._lead or self._newest_lead
-        if leads and self._thread is None:
+        self._may_write = view.round_s is None and view.store.reachable
+        if not is_leader(view):
+            self._lead = None
+        elif self._may_write:
+            self._lead = Lead(world=world, me=view.me, token=token)
+        if self._lead is not None and self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="elasticzero-trackers", daemon=True
             )
@@ -145,8 +143,9 @@ class TrackerFeed:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(LINGER_S)
-        lead = self._newest_lead
-        if lead is not None and not self._follows and (outcome is not None or self._alone):
+        lead = self._lead
+        if lead is not None and (outcome is not None or self._alone):
+            self._open_processes(lead)
             deadline_s = time.monotonic() + LINGER_S
             while not self._ask_all(lead) and time.monotonic() < deadline_s:
                 time.sleep(0.05)
@@ -155,7 +154,8 @@ class TrackerFeed:
             return
         self._end_processes(None, discard=True)
         asked_s = self._scalars.asked_s
-        if self._has_led or (asked_s is not None and time.monotonic() - asked_s < ASKED_S):
+        asked = asked_s is not None and time.monotonic() - asked_s < ASKED_S
+        if asked or self._thread is not None:  # by the next leader, where this agent has led
             self._scalars.drained.wait(LINGER_S)
 
     def _run(self) -> None:
@@ -163,19 +163,18 @@ class TrackerFeed:
         while not self._ended.wait(pause_s):
             pause_s = POLL_S
             lead = self._lead
-            if lead is not None:
+            if lead is None:
+                self._end_processes(None, discard=True)
+            elif self._may_write:
                 pause_s = max(POLL_S, POLL_A_NODE_S * len(lead.world.members))
                 self._open_processes(lead)
                 self._ask_all(lead)
-                if self._lead is not None:
+                if self._may_write:
                     self._write(self._averages.complete(self._through(lead)))
-            elif self._follows:
-                self._end_processes(None, discard=True)
 
     def _open_processes(self, lead: Lead) -> None:
         """Starts the trackers' processes where this agent has begun to lead."""
         if not self._processes:
-            self._has_led = True
             self._sources, self._averages = {}, StepAverages()
             self._processes = [
                 TrackerProcess(

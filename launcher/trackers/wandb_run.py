@@ -10,21 +10,53 @@ it, in which a step is noted before it is logged.
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from elasticzero.launcher.trackers.averages import Row
-from elasticzero.launcher.trackers.tracker import NOTHING, RunRecord
+from elasticzero.launcher.trackers.tracker import NOTHING
 
 PROJECT, OFFLINE = "elasticzero", "offline"
 BLOCK_BYTES, PART_HEADER, FILE_HEADER_BYTES = 32768, struct.Struct("<IHB"), 7
 """W&B's files are logs as LevelDB's: parts of records, with checksum, size and kind, in blocks."""
 LAST_PARTS = (1, 4)
 """Kinds of parts that end a record: a whole one, and the last of several."""
+
+
+class RunRecord:
+    """Keeps, in a file beside a tracker's own, which run is a job's and to which step it was
+    written.
+
+    A step is noted before it is written: a process that dies between leaves a step out, and none is
+    written twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: Mapping[str, Any] = {}
+        if path.exists():
+            self._values = json.loads(path.read_text())
+
+    @property
+    def run(self) -> str | None:
+        """Returns the name of the run; None: there is none yet."""
+        return self._values.get("run")
+
+    @property
+    def last_step(self) -> int:
+        return int(self._values.get("last_step", NOTHING))
+
+    def put(self, run: str, last_step: int) -> None:
+        """Replaces the record, as a whole."""
+        self._values = {"run": run, "last_step": last_step}
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(self._values) + "\n")
+        part.replace(self._path)
 
 
 class WandbRun:

@@ -107,6 +107,17 @@ def train(
     return told
 
 
+def check_training(told: Story, folder: Path, kind: str) -> None:
+    """Each sample was used once, and the weights are those of an undisturbed run."""
+    check_samples(told)
+    expected, found = undisturbed(folder / "alone", kind), weights(folder / "c")
+    assert found.keys() == expected.keys()
+    check_evaluation(told, expected)
+    for name, tensor in expected.items():
+        assert tensor.dtype == torch.float64
+        assert (found[name] - tensor).abs().max() < 1e-9, name
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("kind", "words"),
@@ -121,11 +132,4 @@ def train(
 def test_each_sample_of_a_stream_is_used_once(
     kind: str, words: list[str], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    told = train(tmp_path, etcd, job, kind, words)
-    check_samples(told)
-    expected, found = undisturbed(tmp_path / "alone", kind), weights(tmp_path / "c")
-    assert found.keys() == expected.keys()
-    check_evaluation(told, expected)
-    for name, tensor in expected.items():
-        assert tensor.dtype == torch.float64
-        assert (found[name] - tensor).abs().max() < 1e-9, name
+    check_training(train(tmp_path, etcd, job, kind, words), tmp_path, kind)

@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from elasticzero.data.streams.reader_process import (
 )
 from elasticzero.data.streams.sequence import place_width
 from elasticzero.data.streams.source import Stream
-from elasticzero.data.streams.transfer import Arena, InArena, Sent, forget_arenas
+from elasticzero.data.streams.transfer import Arena, Sent, forget_arenas
 from elasticzero.data.streams.turn import UNKNOWN
 from elasticzero.errors import UserError
 
@@ -241,8 +242,9 @@ class StreamBatches:
             return {number: row for answer in answers for number, row in answer.items()}
         if isinstance(command, Give) and command.use:
             given = [answer for answer in answers if answer is not None]
-            tensor_of = _tensor if len(given) > 1 else _own_tensor
-            self._parts.append([map_each(Sent, tensor_of, answer) for answer in given])
+            # Parts that are joined are copied by that.
+            taken = methodcaller("tensor" if len(given) > 1 else "own_tensor")
+            self._parts.append([map_each(Sent, taken, answer) for answer in given])
         return {}
 
 
@@ -260,15 +262,6 @@ class _LocalQueue:
 
     def empty(self) -> bool:
         return not self._commands
-
-
-def _tensor(sent: Sent) -> Tensor:
-    return sent.tensor()
-
-
-def _own_tensor(sent: Sent) -> Tensor:
-    """Returns a tensor that stays as it is, for a part that is joined with no other."""
-    return sent.tensor().clone() if isinstance(sent, InArena) else sent.tensor()
 
 
 def _unchanged(answer: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,11 @@ class Sent(ABC):
 
     @abstractmethod
     def tensor(self) -> Tensor:
-        """Returns the tensor."""
+        """Returns the tensor, which a later message may change."""
+
+    def own_tensor(self) -> Tensor:
+        """Returns the tensor where no later message changes it."""
+        return self.tensor()
 
     def pin_memory(self, device: object = None) -> Tensor:
         """Returns the tensor in pinned memory, as `DataLoader` asks each part of a batch to."""
@@ -86,6 +90,9 @@ class InArena(Sent):
         size = math.prod(shape) * dtype.itemsize
         return _arenas[owner][name][at : at + size].view(dtype).view(shape)
 
+    def own_tensor(self) -> Tensor:
+        return self.tensor().clone()
+
 
 def forget_arenas(owner: str) -> None:
     """Gives the arenas of an owner back, once no message names them any more."""
@@ -130,9 +137,7 @@ class Arena:
         self._name = os.urandom(8).hex()
         self._is_new = True
 
-    def _stack(
-        self, tensors: Sequence[Tensor], *, collate_fn_map: Callable[..., Any] | None = None
-    ) -> Any:
+    def _stack(self, tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
         """Stacks tensors in the slot; elsewhere where they are small, special, or find no room."""
         first = tensors[0]
         size = first.nbytes * len(tensors)
