@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,13 +48,15 @@ def test_a_job_saves_to_a_bucket_and_the_next_goes_on_from_it(bucket: None, tmp_
     """One rank asks for two steps under one tag, and a worker is killed."""
     (asks := tmp_path / "asks").write_text(json.dumps([[3, [1], "best"], [7, [1], "best"]]))
     words = ("--checkpoint-every", "10", "--keep", "2", "--fault", "kill-worker@15")
-    told = run(*words, str(REGRESSION), "--epochs=1", "--asks", str(asks))
-    assert "checkpoint of step 34 written" in told
+    told = run(*words, str(REGRESSION), "--epochs=1", "--pause=0.05", "--asks", str(asks))
+    # A slow save has the ones due beside it left out: the output says which steps were saved.
+    saved = sorted(map(int, re.findall(r"checkpoint of step (\d+) written", told)))
+    assert saved[-1] == 34
     directory = open_directory(URL)
     steps = catalog.steps(directory)
-    assert len(steps) == 3 and steps[0].step == 34
-    assert [list(verify.find_corruption(info.storage)) for info in steps] == [[], [], []]
-    assert sum(len(files) for files in directory.files().values()) == 3 * 5 + 1
+    assert {info.step for info in steps} == {7, *saved[-2:]}
+    assert [problem for info in steps for problem in verify.find_corruption(info.storage)] == []
+    assert sum(len(files) for files in directory.files().values()) == len(steps) * 5 + 1
     assert catalog.resolve(f"{URL}/tags/best").where == f"{URL}/{step_directory(7)}"
     told = run("--checkpoint-every", "0", str(REGRESSION), "--epochs=2")
     assert "step 34 from" in told
