@@ -121,7 +121,7 @@ class Accelerator(accelerate.Accelerator):
             model, factory, strategy=self.elastic_strategy, precision=precision
         )
         self.elastic_models[id(laid)] = model
-        size = LoopSize(self.elastic_global_batch or batch * session.world_size)
+        size = LoopSize(self.elastic_global_batch, batch * session.world_size)
         session.track("accelerate", size)
         optimizer = self.elastic_optimizer = ElasticOptimizer(made, session)
         found: dict[int, Any] = {id(model): laid, id(given): optimizer}

@@ -18,14 +18,17 @@ class LoopSize:
     """Holds what the training state needs besides the script's objects; `session.track` keeps
     it."""
 
-    def __init__(self, global_batch: int) -> None:
-        self.global_batch = global_batch
+    def __init__(self, wanted: int | None, first: int) -> None:
+        """wanted: samples in a step over all ranks that the script gives, which the session takes
+        or refuses; None: as many as training began with. first: with which it begins."""
+        self.global_batch = wanted or first
+        self._wanted = wanted
 
     def state_dict(self) -> dict[str, int]:
         return {"global_batch": self.global_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.global_batch = state["global_batch"]
+        self.global_batch = self._wanted or state["global_batch"]
 
 
 class GradientNorm:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer import call
 
+from elasticzero.integrations.global_batch import agreed_global_batch
 from elasticzero.session import Session
 from elasticzero.snapshots.restore import open_source
 
@@ -22,10 +23,13 @@ class FitProgress:
     Callbacks may keep what differs by rank, so that theirs is rank 0's, which `share` gives to all.
     """
 
-    def __init__(self, trainer: pl.Trainer, global_batch: int) -> None:
-        self.global_batch = global_batch
+    def __init__(self, trainer: pl.Trainer, wanted: int | None, stored: int | None) -> None:
+        """wanted, stored: samples in a step that the script gives, and of the state that training
+        goes on from; None: none is known."""
+        self.global_batch = stored or wanted or 0
+        """Samples in a step over all ranks; 0: it follows from the loader."""
         self.callbacks_changed = True
-        self._trainer = trainer
+        self._trainer, self._wanted = trainer, wanted
         self._callbacks: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None
 
@@ -55,7 +59,8 @@ class FitProgress:
         """Gives loops, schedulers and callbacks the state that was loaded, if there is any."""
         if (state := self._loaded) is None:
             return
-        self.global_batch, self._callbacks = state["global_batch"], state["callbacks"]
+        self.global_batch = agreed_global_batch(self._wanted, state["global_batch"], 0)
+        self._callbacks = state["callbacks"]
         self._trainer.fit_loop.load_state_dict(state["loops"])
         for config, stored in zip(self._configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(stored)

@@ -237,8 +237,8 @@ class Elastic(Strategy):
         )
         self._accumulated = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = 1  # a batch of the trainer is a whole global batch
-        known = self._global_batch or stored_global_batch(self.session)
-        self._progress = FitProgress(trainer, known or 0)
+        stored = stored_global_batch(self.session)
+        self._progress = FitProgress(trainer, self._global_batch, stored)
         return self._progress
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from elasticzero.errors import UserError
+from elasticzero.integrations.global_batch import agreed_global_batch
 from elasticzero.integrations.transformers.optimizer import OptimizerFactory
 from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.whole_model import WholeModel
@@ -87,10 +88,11 @@ class TrainingLoop:
         if dataset is None:
             raise UserError("train() needs a train_dataset, which the Trainer was not given")
         accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        if progress.global_batch is None:
-            wanted = trainer.elastic_global_batch
-            progress.global_batch = wanted or accumulated * self.session.world_size
-        global_batch = progress.global_batch
+        progress.global_batch = global_batch = agreed_global_batch(
+            trainer.elastic_global_batch,
+            progress.global_batch,
+            accumulated * self.session.world_size,
+        )
         collate = trainer._get_collator_with_removed_columns(  # noqa: SLF001 - as its own loader
             trainer.data_collator, description="training"
         )
