@@ -77,6 +77,8 @@ class ClusterConsole:
         self._total = 0
         self._killed_s: float | None = None
         self._stepped_s: float | None = None
+        self._told: set[str] = set()
+        """Messages that were printed; the next generation, or leader, may have the same ones."""
         self._unsaved: set[int] = set()
         """Steps of which a line has said that they were not saved."""
         self._shown_s = 0.0
@@ -117,7 +119,8 @@ class ClusterConsole:
             case "restored" if event["generation"] == self._generation and node == self.training[0]:
                 phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
                 self.print_line(f"  training goes on from step {event['step']} ({phases})", at_s)
-            case "data_changed":
+            case "data_changed" | "tracker" if event["message"] not in self._told:
+                self._told.add(event["message"])
                 self.print_line(f"  {event['message']}", at_s)
             case "step":
                 self._stepped(event, at_s)

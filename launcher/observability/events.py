@@ -29,6 +29,7 @@ EventName = Literal[
     "data_changed",
     "step",
     "log",
+    "tracker",
     "looked",
     "paced",
     "captured",
@@ -223,6 +224,11 @@ EVENTS: Mapping[EventName, EventSpec] = {
         "The script has called `session.log`.",
         {"rank": _RANK, "step": _STEP},
         open_fields="each number that the script logged, under its own name",
+    ),
+    "tracker": EventSpec(
+        "This node leads the job, and there is something to know of where `--log-to` writes: which "
+        "run it is, or why one could not be written.",
+        {"message": "the sentence that the agent prints"},
     ),
     "looked": EventSpec(
         "The agent has examined a worker that makes no step.",

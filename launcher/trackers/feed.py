@@ -10,6 +10,7 @@ LINGER_S at most.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 from elasticzero.concurrency import run_parallel
 from elasticzero.launcher.dashboard.agent_client import SCALARS, query_agent
+from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.leader import is_leader
@@ -94,12 +96,20 @@ class TrackerFeed:
     """Feeds the trackers of `--log-to` in a thread, while this agent leads."""
 
     def __init__(
-        self, options: FeedOptions, scalars: NodeScalars, log_line: Callable[[str], object]
+        self,
+        options: FeedOptions,
+        scalars: NodeScalars,
+        log_line: Callable[[str], object],
+        events: EventLog,
     ) -> None:
-        """scalars: what this node's workers log. log_line: receives what people should know."""
+        """scalars: what this node's workers log. log_line: receives what people should know, as
+        `events` does."""
         self._options = options
         self._scalars = scalars
         self._log_line = log_line
+        self._events = events
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Lines that are printed, and not yet in the event log, which the agent's thread writes."""
         self._lead: Lead | None = None
         """The world that this agent leads, or has led until a round began; None: another leads."""
         self._may_write = False
@@ -116,6 +126,7 @@ class TrackerFeed:
 
     def turn(self, view: View, token: Secret) -> None:
         """Notes which world this agent leads; called in each turn of the agent's loop."""
+        self._write_events()
         world = view.world
         if not self._options.log_to or world is None:
             return
@@ -140,6 +151,10 @@ class TrackerFeed:
         Another agent waits until the leader has received what this node's workers have logged.
         outcome: of the job; None: it goes on without this node, or later.
         """
+        self._end(outcome)
+        self._write_events()
+
+    def _end(self, outcome: str | None) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(LINGER_S)
@@ -157,6 +172,15 @@ class TrackerFeed:
         asked = asked_s is not None and time.monotonic() - asked_s < ASKED_S
         if asked or self._thread is not None:  # by the next leader, where this agent has led
             self._scalars.drained.wait(LINGER_S)
+
+    def _say(self, text: str) -> None:
+        """Tells people; called from any thread."""
+        self._log_line(text)
+        self._said.put(text)
+
+    def _write_events(self) -> None:
+        while not self._said.empty():
+            self._events.write("tracker", message=self._said.get())
 
     def _run(self) -> None:
         pause_s = 0.0
@@ -182,7 +206,7 @@ class TrackerFeed:
                     self._options.job,
                     begins=begins_run(lead.world, lead.me),
                     log=self._options.log_dir / f"{target.kind}.log",
-                    log_line=self._log_line,
+                    log_line=self._say,
                 )
                 for target in self._options.log_to
             ]
@@ -226,7 +250,7 @@ class TrackerFeed:
                 return False
             self._averages.add(answer["rows"])
             if answer["left_out"]:
-                self._log_line(
+                self._say(
                     f"--log-to: {answer['left_out']} steps of {source.member.node} came too fast, "
                     "and are left out"
                 )

@@ -70,6 +70,17 @@ def test_another_batch_size_is_told(told: Told) -> None:
     assert told.lines() == ["  after step 9 …: epoch 0 begins"]
 
 
+def test_where_curves_are_written_is_told_once(told: Told) -> None:
+    """The agent that leads next says it again."""
+    for node in ("node-0", "node-1"):
+        told.record("tracker", message="--log-to wandb writes to wandb/run-1", node=node)
+    told.record("tracker", message="--log-to wandb its process ended with 1; see /l")
+    assert told.lines() == [
+        "  --log-to wandb writes to wandb/run-1",
+        "  --log-to wandb its process ended with 1; see /l",
+    ]
+
+
 def test_only_large_changes_of_the_snapshot_interval_are_told(told: Told) -> None:
     """Six of the ten lines of a first run told of it."""
     for every in (4, 1, 9, 12, 3, 20, 16, 4, 3):
