@@ -22,7 +22,8 @@ from elasticzero.data.sampling import (
     micro_batches,
 )
 from elasticzero.data.seeding import SeededRequest, SeededSamples
-from elasticzero.data.slices import slice_seed, slices_of
+from elasticzero.data.slices import slice_seed, slices_of, slices_of_groups
+from elasticzero.data.streams.dealing import check_groups, group_sums
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.errors import UserError
 from elasticzero.processes import die_with_parent
@@ -186,15 +187,12 @@ class RankSchedule:
                 "session.batches was given both micro_batch= and virtual_batch=; a slice of "
                 "virtual_batch samples is the micro-batch: leave out micro_batch="
             )
-        if size is not None and isinstance(self.plan, StreamPlan):
-            raise UserError(
-                "session.batches was given a stream and virtual_batch=: the samples of a slice "
-                "would lie on several ranks; leave it out, or give a dataset with an index"
-            )
         if size is not None and (size < 1 or total % size):
             raise UserError(
                 f"virtual_batch is {size}; global_batch, which is {total}, must be a multiple of it"
             )
+        if self.reader_groups is not None and isinstance(self.plan, StreamPlan):
+            check_groups(self.plan.order.readers, self.reader_groups, self.world_size)
 
     def steps(self, position: DataPosition) -> Iterator[tuple[GlobalBatch, DataPosition]]:
         """Yields each global batch and the position after it."""
@@ -205,9 +203,20 @@ class RankSchedule:
     def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
         """Returns this rank's micro-batches of one global batch."""
         if self.virtual_batch is not None:
-            return list(slices_of(batch, self.rank, self.world_size, self.virtual_batch))
+            ranks = self.rank, self.world_size
+            if isinstance(self.plan, StreamPlan):
+                groups = self.plan.global_batch // self.virtual_batch
+                samples_G = group_sums(self.plan.counts(batch), groups)
+                return list(slices_of_groups(batch, samples_G, *ranks, self.virtual_batch))
+            return list(slices_of(batch, *ranks, self.virtual_batch))
         mine, largest = self.plan.share(batch, self.rank, self.world_size)
         return list(micro_batches(batch, mine, largest, self.most_samples))
+
+    @property
+    def reader_groups(self) -> int | None:
+        """Returns the number of groups of a stream's readers, one for each slice of a whole global
+        batch; None: it is not cut into slices."""
+        return None if self.virtual_batch is None else self.plan.global_batch // self.virtual_batch
 
     @property
     def most_samples(self) -> int | None:

@@ -217,8 +217,14 @@ class MicroBatch:
     """True for the last micro-batch of its global batch."""
     slice: int | None = None
     """Number of the slice in its global batch, from 0; None: it is a filler, or no slice."""
-    slices: int = 0
-    """Number of slices in the global batch; 0: it is not cut into slices."""
+    runs: tuple[Span, ...] = ()
+    """The slices of each rank, contiguous and in the order of ranks; empty: the global batch is not
+    cut into slices."""
+
+    @property
+    def slices(self) -> int:
+        """Returns the number of slices in the global batch; 0: it is not cut into slices."""
+        return self.runs[-1].stop if self.runs else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

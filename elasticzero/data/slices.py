@@ -7,7 +7,8 @@ from the world: another world computes the same slices, on other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Literal
 
 from elasticzero.data.sampling import GlobalBatch, MicroBatch
@@ -21,9 +22,14 @@ _USES: tuple[Use, ...] = ("read", "compute", "after")
 
 
 def dealt(count: int, rank: int, world_size: int) -> Span:
-    """Returns the slices of `rank`, of `count`: contiguous, and at most one more than another rank
-    has. Rank 0 has the first one."""
+    """Returns what `rank` has of `count` slices, or groups of readers: a contiguous run, at most
+    one more than another rank has. Rank 0 has the first one."""
     return Span(-(-rank * count // world_size), -(-(rank + 1) * count // world_size))
+
+
+@lru_cache(maxsize=64)
+def _runs(count: int, world_size: int) -> tuple[Span, ...]:
+    return tuple(dealt(count, rank, world_size) for rank in range(world_size))
 
 
 def slices_of(batch: GlobalBatch, rank: int, world_size: int, size: int) -> Iterator[MicroBatch]:
@@ -32,20 +38,48 @@ def slices_of(batch: GlobalBatch, rank: int, world_size: int, size: int) -> Iter
     Every rank has the same number. A rank with fewer slices than others computes the batch's first
     slice in place of the missing one, at weight 0.
     """
-    count = -(-len(batch) // size)
-    mine = dealt(count, rank, world_size)
-    places = -(-count // world_size)
+    starts = range(batch.start, batch.stop, size)
+    runs = _runs(len(starts), world_size)
+    return _parts(lambda i: Span(starts[i], min(starts[i] + size, batch.stop)), runs, rank)
+
+
+def slices_of_groups(
+    batch: GlobalBatch, samples_G: Sequence[int], rank: int, world_size: int, size: int
+) -> Iterator[MicroBatch]:
+    """Returns `rank`'s slices of a batch whose samples come from groups of readers.
+
+    samples_G: number of the batch's samples of each group. Each group is cut by itself into slices
+    of `size` samples, of which the last may be shorter. A group without samples is one slice of
+    weight 0, so that rank 0, which has the first group, always has the first slice. The positions
+    are places in the order of groups, which no world changes. The rest is as for `slices_of`.
+    """
+    cut: list[Span] = []
+    firsts, start = [0], batch.start
+    for samples in samples_G:
+        stop = start + samples
+        cut += [Span(at, min(at + size, stop)) for at in range(start, max(stop, start + 1), size)]
+        firsts.append(len(cut))
+        start = stop
+    groups = _runs(len(samples_G), world_size)
+    runs = tuple(Span(firsts[run.start], firsts[run.stop]) for run in groups)
+    return _parts(cut.__getitem__, runs, rank)
+
+
+def _parts(
+    positions_of: Callable[[int], Span], runs: tuple[Span, ...], rank: int
+) -> Iterator[MicroBatch]:
+    """Yields a rank's slices, and fillers in place of missing ones."""
+    mine, places = runs[rank], max(map(len, runs))
     for place in range(places):
         index = mine.start + place
         filler = index >= mine.stop
-        start = batch.start if filler else batch.start + index * size
-        positions = Span(start, min(start + size, batch.stop))
+        positions = positions_of(0 if filler else index)
         yield MicroBatch(
             positions=positions,
             weight=0 if filler else len(positions),
             last=place == places - 1,
             slice=None if filler else index,
-            slices=count,
+            runs=runs,
         )
 
 

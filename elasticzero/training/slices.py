@@ -18,7 +18,8 @@ class SliceStates:
 
     Random generators are seeded for each slice. Each slice begins with the buffers of the boundary
     before its global batch, and those that the first slice leaves are the next boundary's: rank 0
-    always computes that one, and its buffers are broadcast.
+    always computes that one, and its buffers are broadcast. Where that slice has no samples, the
+    buffers stay as they are.
     """
 
     def __init__(self, seed: int, dataset: int, buffers: Mapping[str, Tensor]) -> None:
@@ -34,18 +35,23 @@ class SliceStates:
         with torch.no_grad():
             for name, buffer in self._buffers.items():
                 buffer.copy_(boundary[MODEL + name])
+        if part.slice == 0:
+            self._keep()  # what follows replaces it, where the slice has samples
         self._seed_for(batch, part.positions.start, "compute")
 
     def end(self, batch: GlobalBatch, part: MicroBatch) -> None:
         """Takes the buffers of the first slice, and gives them back after the last one."""
-        if part.slice == 0:
-            self._kept = {name: b.detach().clone() for name, b in self._buffers.items()}
+        if part.slice == 0 and part.weight:
+            self._keep()
         if part.last:
             with torch.no_grad():
                 for name, kept in self._kept.items():
                     self._buffers[name].copy_(kept)
             self._kept = {}
             self._seed_for(batch, batch.start, "after")
+
+    def _keep(self) -> None:
+        self._kept = {name: b.detach().clone() for name, b in self._buffers.items()}
 
     def _seed_for(self, batch: GlobalBatch, start: int, use: Use) -> None:
         seed_generators(slice_seed(self._seed, self._dataset, batch.epoch, start, use))

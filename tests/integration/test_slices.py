@@ -148,16 +148,21 @@ def in_one_process(pool: Pool, folder: Path, told: dict[str, Any], **given: Any)
 
 
 @pytest.mark.parametrize(
-    ("strategies", "optimizer"),
-    [(("ddp", "zero1", "ddp"), "fused"), (("zero2", "ddp", "zero1"), "adamw")],
+    ("strategies", "optimizer", "stream"),
+    [
+        (("ddp", "zero1", "ddp"), "fused", False),
+        (("zero2", "ddp", "zero1"), "adamw", False),
+        (("zero2", "ddp", "zero1"), "adamw", True),
+    ],
 )
 def test_deterministic_weights_are_the_same_bits_after_a_kill(
-    pool: Pool, tmp_path: Path, strategies: tuple[str, str, str], optimizer: str
+    pool: Pool, tmp_path: Path, strategies: tuple[str, str, str], optimizer: str, stream: bool
 ) -> None:
     """A world of 3 whose rank 1 is killed, then worlds of 2 and 4 with other strategies, from
     checkpoints; float32, dropout, clipping, slices of which some leave parameters unused."""
     told: dict[str, Any] = {"dtype": "float32", "clip": 0.5, "optimizer": optimizer}
-    told |= {"batch": 21, "virtual": 3, "weighted": optimizer == "adamw"}
+    told |= {"batch": 21, "virtual": 3, "weighted": optimizer == "adamw", "stream": stream}
+    told |= {"workers": 2 if stream else 0}
     expected = in_one_process(pool, tmp_path, told | {"steps": 14}, deterministic=True)
     given: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "deterministic": True}
     given |= {"checkpoint_every": 5}

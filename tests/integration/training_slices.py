@@ -1,8 +1,8 @@
 """A model with dropout, batch statistics and random samples, trained in slices.
 
 Argument: JSON with strategy, steps and dtype, and at will batch, virtual, clip, weighted, workers,
-optimizer, die ([rank, step]), pause (seconds a step), log (a file for the losses of slices) and out
-(one for the result).
+optimizer, die ([rank, step]), pause (seconds a step), stream (the samples are one), log (a file for
+the losses of slices) and out (one for the result).
 """
 
 from __future__ import annotations
@@ -12,26 +12,41 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 import elasticzero as ez
 
 SAMPLES = 47
 
 
+class RunningMean(nn.Module):
+    """Batch statistics that one sample has too: a slice of a stream may have no more."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
 class Model(nn.Module):
     """Dropout, batch statistics, odd sizes, a layer that only some slices use."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stream: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(7, 37, bias=False)
-        self.norm = nn.BatchNorm1d(37)
+        self.norm = RunningMean(37) if stream else nn.BatchNorm1d(37)
         self.drop = nn.Dropout(0.3)
         self.second = nn.Linear(37, 11)
         self.sometimes = nn.Linear(11, 11)
@@ -51,8 +66,9 @@ class Model(nn.Module):
 class Samples:
     """Draws noise for each sample that is read."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, noise: float = 0.1) -> None:
         self.dtype = dtype
+        self.noise = noise
 
     def __len__(self) -> int:
         return SAMPLES
@@ -61,8 +77,30 @@ class Samples:
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(7, generator=generator, dtype=torch.float64)
         y = torch.randn(3, generator=generator, dtype=torch.float64)
-        x = (x + 0.1 * torch.randn(7, dtype=torch.float64)).to(self.dtype)
+        if self.noise:
+            x = x + self.noise * torch.randn(7, dtype=torch.float64)
+        x = x.to(self.dtype)
         return {"x": x, "y": y.to(self.dtype), "tokens": torch.tensor(1 + index % 5)}
+
+
+SHARDS = (3, 11, 1, 8, 9, 10, 5)
+"""Number of samples in each shard of the stream."""
+
+
+def stream_of(dtype: torch.dtype) -> ez.Stream:
+    samples = Samples(dtype, noise=0.0)
+
+    def read(shard: int, start: int) -> Iterator[dict[str, Tensor]]:
+        first = sum(SHARDS[:shard])
+        yield from (samples[i] for i in range(first + start, first + SHARDS[shard]))
+
+    return ez.Stream(range(len(SHARDS)), read, readers=len(SHARDS), shuffle_window=4)
+
+
+def noisy(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Draws noise where a slice of the stream is collated."""
+    batch: dict[str, Tensor] = default_collate(samples)
+    return batch | {"x": batch["x"] + 0.1 * torch.randn_like(batch["x"])}
 
 
 def several(params: Any) -> dict[str, torch.optim.Optimizer]:
@@ -94,9 +132,9 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor], weighted: bool) -> tuple
 def train(session: ez.Session, options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     dtype = getattr(torch, options["dtype"])
-    weighted = options.get("weighted", False)
+    weighted, streams = options.get("weighted", False), options.get("stream", False)
     model, made = session.prepare(
-        Model().to(dtype),
+        Model(stream=streams).to(dtype),
         OPTIMIZERS[options.get("optimizer", "adamw")],
         strategy=options["strategy"],
     )
@@ -106,8 +144,10 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
     )
     session.restore()
     samples, losses = Samples(dtype), list[float]()
+    given: Any = stream_of(dtype) if streams else samples  # no `Dataset`, as a script's may be
     for batch in session.batches(
-        samples,  # type: ignore[arg-type]  # it is no `Dataset`, as a script's may be
+        given,
+        collate_fn=noisy if streams else None,
         global_batch=options.get("batch", 12),
         virtual_batch=options.get("virtual", 3),
         steps=options["steps"],

@@ -8,6 +8,9 @@ Rules:
  I2  The samples of a reader are shuffled within windows: runs of so many samples, the last of an
      epoch shorter. What is drawn depends on the seed, the epoch, the reader and the window alone.
  I3  A reader belongs to one rank, and there to one process, by its number alone.
+ I4  Where global batches are cut into slices, the readers v, v + G, v + 2G, ... are a group, and a
+     rank and a process have whole groups: the samples of a slice are all of one group. While no
+     reader has ended, each batch has as many samples of each group (G divides V).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from elasticzero.data.sampling import Indices, permuted
+from elasticzero.data.slices import dealt
 from elasticzero.errors import UserError
 from elasticzero.hashing import mix64, mix64_each
 
@@ -112,13 +116,41 @@ def default_readers(shards: Sequence[int]) -> int:
     return 1
 
 
+def check_groups(readers: int, groups: int, world_size: int) -> None:
+    """Raises `UserError` unless this many readers can be dealt in so many groups (I4)."""
+    if readers % groups:
+        raise UserError(
+            f"the stream has {readers} readers, and virtual_batch cuts a global batch into "
+            f"{groups} slices: give ez.Stream readers=, a multiple of {groups}"
+        )
+    if world_size > groups:
+        raise UserError(
+            f"virtual_batch cuts a global batch into {groups} slices, and the world has "
+            f"{world_size} ranks, each of which needs one of a stream's: give a smaller "
+            "virtual_batch"
+        )
+
+
+def group_sums(counts_V: Indices, groups: int) -> list[int]:
+    """Returns the sums of what is counted of each reader, by group (I4)."""
+    return [int(counts_V[g::groups].sum()) for g in range(groups)]
+
+
+def units_of(rank: int, world_size: int, readers: int, groups: int | None) -> list[range]:
+    """Returns the readers of a rank in units that one process has: groups, or single readers."""
+    if groups is None:
+        return [range(v, v + 1) for v in readers_of(rank, world_size, readers)]
+    mine = dealt(groups, rank, world_size)
+    return [range(g, readers, groups) for g in range(mine.start, mine.stop)]
+
+
 def readers_of(rank: int, world_size: int, readers: int) -> range:
     """Returns the readers of a rank (I3)."""
     return range(rank, readers, world_size)
 
 
-def readers_of_process(mine: range, process: int, processes: int) -> range:
-    """Returns the readers of one of a rank's processes that load data (I3).
+def units_of_process(mine: Sequence[range], process: int, processes: int) -> Sequence[range]:
+    """Returns the units of one of a rank's processes that load data (I3, I4).
 
     They follow each other in the turn, so that a batch smaller than a round has its samples of few
     processes.

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 
 from elasticzero.data.loader import RankSchedule, die_with_training_process, map_each, to_device
 from elasticzero.data.sampling import DataPosition, GlobalBatch
-from elasticzero.data.streams.dealing import readers_of, readers_of_process
+from elasticzero.data.slices import slice_seed
+from elasticzero.data.streams.dealing import units_of, units_of_process
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.reader import ReaderMark, mark_of
 from elasticzero.data.streams.reader_process import (
@@ -79,10 +80,13 @@ class StreamBatches:
                 f"the stream has {order.readers} readers, and the world {world} ranks, each of "
                 "which needs one: give ez.Stream readers=, as many as ranks at least"
             )
-        mine = readers_of(schedule.rank, world, order.readers)
-        count = max(1, reader.num_workers)
-        self._numbers = [readers_of_process(mine, p, count) for p in range(count)]
+        units = units_of(schedule.rank, world, order.readers, schedule.reader_groups)
+        count, sliced = max(1, reader.num_workers), schedule.reader_groups is not None
+        of_process = [units_of_process(units, p, count) for p in range(count)]
+        self._numbers = [[v for unit in each for v in unit] for each in of_process]
         self._process_of = {v: p for p, numbers in enumerate(self._numbers) for v in numbers}
+        self._turns: Sequence[Sequence[int]] = units if sliced else self._numbers
+        """Readers whose samples of a batch follow each other, turn by turn."""
         self._commands: list[Any] = (
             [multiprocessing.SimpleQueue() for _ in range(count)]
             if reader.num_workers
@@ -91,7 +95,7 @@ class StreamBatches:
         self._arena_owner = os.urandom(8).hex()
         # Besides those of all commands there is the part that is being joined.
         arena = Arena(self._arena_owner, slots=COMMANDS + 2)
-        collate = collate_of_process(reader.collate_fn, count, arena)
+        collate = collate_of_process(reader.collate_fn, count, arena, joined=not sliced)
         self._collates_here = collate is None
         loader: DataLoader[Any] = DataLoader(
             ReaderProcess(reader.stream, order, self._commands, collate),
@@ -199,10 +203,10 @@ class StreamBatches:
         """Yields what the rank's micro-batches of a batch consist of."""
         self._open(batch.epoch, batch.start)
         counts = self._plan.counts(batch).tolist()
-        # By process, so that a micro-batch has its samples of few.
+        # By process, so that a micro-batch has its samples of few, or by slice.
         readers = [
             v
-            for numbers in self._numbers
+            for numbers in self._turns
             for turn in range(max([counts[v] for v in numbers], default=0))
             for v in numbers
             if turn < counts[v]
@@ -212,7 +216,11 @@ class StreamBatches:
             return
         for part in self._schedule.parts(batch):
             size = part.weight
-            yield Give(batch.epoch, readers[:size], filler=not size)
+            seed = None
+            if part.slices:
+                at = self._at.dataset, batch.epoch, part.positions.start
+                seed = slice_seed(self._plan.order.seed, *at, "read")
+            yield Give(batch.epoch, readers[:size], filler=not size, seed=seed)
             readers = readers[size:]
 
     def _send_give(self, give: Give) -> None:
@@ -224,7 +232,7 @@ class StreamBatches:
         for v in give.readers:
             shares[self._process_of[v]].append(v)
         self._send_each(
-            Give(give.epoch, share, give.filler and not process, give.use)
+            replace(give, readers=share, filler=give.filler and not process)
             for process, share in enumerate(shares)
         )
 

@@ -7,12 +7,14 @@ While none waits it reads ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from elasticzero.data.loader import map_tensors
+from elasticzero.data.seeding import generators_seeded
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.reader import Reader, ReaderMark, any_sample, open_readers
 from elasticzero.data.streams.source import Stream
@@ -50,6 +52,8 @@ class Give:
     """Gives any sample, where the rank has none."""
     use: bool = True
     """False: the samples are left out."""
+    seed: int | None = None
+    """Seed of what is drawn while they are collated; None: it is not fixed."""
 
 
 Command = Open | Fill | Give
@@ -145,14 +149,20 @@ class ReaderProcess(IterableDataset[Any]):
         self._last = samples[:1] or self._last
         if not samples:
             return None
-        return samples if self._collate is None else self._collate(samples)
+        if self._collate is None:
+            return samples
+        with nullcontext() if command.seed is None else generators_seeded(command.seed):
+            return self._collate(samples)
 
 
 def collate_of_process(
-    collate_fn: Callable[[list[Any]], Any] | None, processes: int, arena: Arena
+    collate_fn: Callable[[list[Any]], Any] | None, processes: int, arena: Arena, *, joined: bool
 ) -> Callable[[list[Any]], Any] | None:
     """Returns what collates a part of a micro-batch where it was read; None: the whole is collated
-    by the training process, since only parts of `default_collate` can be joined."""
+    by the training process, since only parts of `default_collate` can be joined.
+
+    joined: a micro-batch may have parts of several processes.
+    """
     if collate_fn is None:
         return default_collate if processes <= 1 else arena.collate
-    return collate_fn if processes <= 1 else None
+    return None if joined and processes > 1 else collate_fn

@@ -4,7 +4,7 @@ Rules:
  W1  Each slice's gradient is computed by itself, and zeros stand for what a slice does not use. A
      rank adds those of its slices to the largest nodes of the tree; a filler adds nothing.
  W2  After the last slice each rank sends the owner of a parameter its nodes' sums, and the owner
-     finishes the tree. Which nodes a rank has follows from the number of slices and of ranks.
+     finishes the tree. Which nodes a rank has follows from the slices that each micro-batch names.
  W3  The additions of two elements are the same in all worlds, and each rounds once, wherever and in
      whatever tensor it is done. So the sums are the same to the last bit.
 Nothing overlaps with the backward, and a rank holds up to log2(slices) + 1 whole gradients.
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.data.sampling import MicroBatch
-from elasticzero.data.slices import dealt
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.fixed_order.layout import OwnedParameters, Round, deal_whole
 from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes
@@ -58,6 +57,8 @@ class GradientTree:
         self._parameters = parameters
         self._ranks = ranks
         self._sums: PartialSums[Gradient] | None = None
+        self._runs: tuple[Span, ...] = ()
+        """The slices of each rank."""
 
     def backward(
         self,
@@ -71,7 +72,7 @@ class GradientTree:
         inputs: the parameters whose gradients are computed; None: all.
         """
         if self._sums is None:
-            self._sums = PartialSums(part.slices, _add)
+            self._sums, self._runs = PartialSums(part.slices, _add), part.runs
         if part.slice is None:
             return
         if fraction != 0:
@@ -123,8 +124,8 @@ class GradientTree:
             owned = message
             nodes += mine
             for source in (r for r in range(world_size) if r != rank):
-                run = dealt(sums.slices, source, world_size)
-                theirs = [(node, message.empty()) for node in largest_nodes(run, sums.slices)]
+                run = largest_nodes(self._runs[source], sums.slices)
+                theirs = [(node, message.empty()) for node in run]
                 operations += [_operation(dist.irecv, room, source) for _, room in theirs]
                 nodes += theirs
         if operations:

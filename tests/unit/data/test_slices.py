@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elasticzero.data.loader import BatchReader, RankSchedule, Request
 from elasticzero.data.sampling import BatchPlan, DataPosition, GlobalBatch, SampleOrder
 from elasticzero.data.seeding import SeededRequest
-from elasticzero.data.slices import slice_seed, slices_of
+from elasticzero.data.slices import slice_seed, slices_of, slices_of_groups
 from elasticzero.errors import UserError
 
 
@@ -39,6 +39,37 @@ def test_all_worlds_have_the_same_slices(length: int, size: int, world_size: int
         assert all(part.slices == len(cut) for part in parts)
         fillers = [part for part in parts if part.slice is None]
         assert all(part.weight == 0 and part.positions == cut[0] for part in fillers)
+
+
+@given(
+    samples=st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(any),
+    size=st.integers(1, 5),
+    world_size=st.integers(1, 9),
+)
+def test_slices_of_groups_are_the_same_in_all_worlds(
+    samples: list[int], size: int, world_size: int
+) -> None:
+    batch = GlobalBatch(epoch=1, start=50, stop=50 + sum(samples))
+    world_size = min(world_size, len(samples))
+    cut = list(slices_of_groups(batch, samples, 0, 1, size))
+    each = [
+        list(slices_of_groups(batch, samples, rank, world_size, size)) for rank in range(world_size)
+    ]
+    real = [part for parts in each for part in parts if part.slice is not None]
+    assert [part.positions for part in real] == [part.positions for part in cut]
+    assert [part.slice for part in real] == list(range(cut[0].slices))
+    assert [part.weight for part in real] == [len(part.positions) for part in cut]
+    assert sum(part.weight for part in cut) == len(batch)
+    assert max(part.weight for part in cut) <= size
+    assert each[0][0].slice == 0
+    for rank, parts in enumerate(each):
+        assert [part.slice for part in parts if part.slice is not None] == [
+            *range(parts[0].runs[rank].start, parts[0].runs[rank].stop)
+        ]
+        assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert len({len(parts) for parts in each}) == 1
+    used = [part.positions for part in cut if part.weight]
+    assert [p.start for p in used] == [50, *(p.stop for p in used[:-1])]
 
 
 def test_every_use_of_every_slice_has_a_seed_of_its_own() -> None:

@@ -76,6 +76,9 @@ class Job:
     kind: str = "plain"
     seed: int = 0
     micro_batch: int | None = None
+    virtual_batch: int | None = None
+    slices: dict[tuple[GlobalBatch, int], list[Any]] = field(default_factory=dict)
+    """The samples of every slice, in any world."""
     left_out: frozenset[GlobalBatch] = frozenset()
     allowed: tuple[DataChange, ...] = ()
     position: DataPosition = field(default_factory=DataPosition)
@@ -137,6 +140,7 @@ class Job:
             rank=rank,
             world_size=world_size,
             micro_batch=self.micro_batch,
+            virtual_batch=self.virtual_batch,
             left_out=self.left_out,
         )
         position = plan.start(self.position, 0, allowed=self.allowed)
@@ -155,6 +159,9 @@ class Job:
                 samples = next(data)
                 assert len(samples) == max(1, part.weight)
                 found[batch] += samples if part.weight else []
+                if self.virtual_batch is not None and part.slice is not None and part.weight:
+                    assert len(samples) <= self.virtual_batch
+                    assert self.slices.setdefault((batch, part.slice), samples) == samples
             positions.append(after)
         data.close()
         return found, positions
@@ -211,6 +218,29 @@ def test_each_sample_is_in_one_committed_step_in_every_world(part: int) -> None:
             uses = Counter(s for samples in job.committed.values() for s in samples_in(samples))
             assert set(uses.values()) == {job.loop["epochs"]}
             assert len(uses) == sum(job.sizes)
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 5))]
+)
+def test_slices_have_the_same_samples_in_every_world(part: int) -> None:
+    """In the same order too, also where readers have ended, and a slice has none."""
+    for number in range(60):
+        random = Random(f"slices {part} {number}")
+        job = random_job(random)
+        groups = random.randint(1, 5)
+        job.micro_batch, job.virtual_batch = None, random.randint(1, 5)
+        job.loop["global_batch"] = groups * job.virtual_batch
+        shards = len(job.sizes) // (2 if "mixed" in job.kind else 1)
+        few = groups <= shards and random.random() < 0.5
+        job.readers = groups if few else groups * shards
+        expected = undisturbed(job)
+        slices = dict(job.slices)
+        while not job.ended:
+            steps = random.randint(0, 7)
+            job.generation(random.randint(1, groups), steps, random.randint(0, steps))
+        assert job.committed == expected.committed, number
+        assert job.slices == slices and len(slices) >= len(job.committed)
 
 
 def test_a_packed_batch_has_lists_of_at_most_the_length() -> None:
@@ -282,6 +312,16 @@ def test_a_larger_world_than_readers_is_refused() -> None:
     job = Job([30, 20], 2, 4, {"global_batch": 8, "epochs": 1})
     with pytest.raises(UserError, match="2 readers, and the world 3 ranks"):
         job.generation(3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("readers", "world", "said"),
+    [(6, 2, "6 readers, and virtual_batch cuts .* 4 slices"), (8, 5, "the world has 5 ranks")],
+)
+def test_slices_that_readers_cannot_have_are_refused(readers: int, world: int, said: str) -> None:
+    job = Job([30, 20], readers, 4, {"global_batch": 8, "epochs": 1}, virtual_batch=2)
+    with pytest.raises(UserError, match=said):
+        job.generation(world, 1, 1)
 
 
 def test_a_stream_without_samples_is_refused() -> None:
