@@ -229,14 +229,14 @@ class Session:
         default all of its share; auto: half as many each time that memory does not suffice.
         virtual_batch: cuts each global batch into slices of so many samples, which are the
         micro-batches, on whatever ranks; each has random states and buffers of its own, so that
-        dropout and the like do not depend on the world; `global_batch` must be a multiple. shuffle:
-        whether each epoch has an order of its own. seed: chooses the orders; an epoch's depends on
-        the seed and the epoch only. sampler: gives the indices of an epoch in place of `shuffle`;
-        it is iterated once an epoch, with seeded generators. collate_fn: makes a batch of a list of
-        samples, by default as a `DataLoader` does. num_workers: processes that load data, as of a
-        `DataLoader`. drop_last: leaves out the samples at an epoch's end that make no whole global
-        batch. on_epoch_end: called on all ranks after the last step of each epoch, before the state
-        is captured; its effect on what is tracked counts exactly once.
+        dropout and the like do not depend on the world; `global_batch` must be a multiple, and a
+        stream's `readers` one of the number of slices. shuffle: whether each epoch has an order of
+        its own. seed: with the epoch's number it chooses the order. sampler: gives the indices of
+        an epoch in place of `shuffle`; it is iterated once an epoch, with seeded generators.
+        collate_fn: makes a batch of a list of samples, as that of a `DataLoader`. num_workers:
+        processes that load data. drop_last: leaves out the samples at an epoch's end that make no
+        whole global batch. on_epoch_end: called on all ranks after the last step of each epoch,
+        before the state is captured; its effect on what is tracked counts exactly once.
         """
         argument_checks.check_arguments(others)
         if (training := self._prepared("batches")).copy is None:

@@ -223,6 +223,13 @@ class RankSchedule:
         """Returns the most samples of a micro-batch; None: as many as the rank's part has."""
         return self.micro_batch_limit if self.micro_batch == "auto" else self.micro_batch
 
+    @property
+    def filler_samples(self) -> int:
+        """Returns the samples of a filler for a stream: as many as a micro-batch has, for models
+        that cannot take one alone."""
+        most = self.virtual_batch or self.most_samples
+        return most or max(1, self.plan.global_batch // self.world_size)
+
     def halved(self, part: MicroBatch) -> int | None:
         """Returns half of the samples of a micro-batch; None: its size is not automatic, or it
         cannot be halved."""

@@ -3,6 +3,8 @@ numbers. Pure.
 
 The slices of a global batch, and the seed of each, follow from the loop's arguments alone and never
 from the world: another world computes the same slices, on other ranks.
+
+Shapes: G groups of a stream's readers (`streams/dealing.py`, I4).
 """
 
 from __future__ import annotations

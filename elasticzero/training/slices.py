@@ -35,8 +35,8 @@ class SliceStates:
         with torch.no_grad():
             for name, buffer in self._buffers.items():
                 buffer.copy_(boundary[MODEL + name])
-        if part.slice == 0:
-            self._keep()  # what follows replaces it, where the slice has samples
+        if part.slice == 0 and not part.weight:
+            self._keep()
         self._seed_for(batch, part.positions.start, "compute")
 
     def end(self, batch: GlobalBatch, part: MicroBatch) -> None:

@@ -143,7 +143,7 @@ class Agent:
         )
         self._compute = ComputePoll()
         self.scalars = NodeScalars()
-        self._trackers = TrackerFeed(options, self.scalars, log_line, self.events)
+        self._trackers = TrackerFeed(options, self.scalars, log_line, self.reporter.note)
         self.view: View | None = None
 
     def prepare(self) -> None:

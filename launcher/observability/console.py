@@ -77,8 +77,8 @@ class ClusterConsole:
         self._total = 0
         self._killed_s: float | None = None
         self._stepped_s: float | None = None
-        self._told: set[str] = set()
-        """Messages that were printed; the next generation, or leader, may have the same ones."""
+        self._opened: set[str] = set()
+        """Lines about opened trackers that were printed; the next leader opens the same ones."""
         self._unsaved: set[int] = set()
         """Steps of which a line has said that they were not saved."""
         self._shown_s = 0.0
@@ -119,24 +119,17 @@ class ClusterConsole:
             case "restored" if event["generation"] == self._generation and node == self.training[0]:
                 phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
                 self.print_line(f"  training goes on from step {event['step']} ({phases})", at_s)
-            case "data_changed" | "tracker" if event["message"] not in self._told:
-                self._told.add(event["message"])
+            case "data_changed":
                 self.print_line(f"  {event['message']}", at_s)
+            case "tracker" if event["opened"] not in self._opened:
+                self._opened.update({event["opened"]} - {None})
+                self.print_line(f"  {event['error'] or event['opened']}", at_s)
             case "step":
                 self._stepped(event, at_s)
             case "log":
                 self._loss = event.get("loss", self._loss)
-            case "checkpoint":
-                tags = f", with the tag {', '.join(event['tags'])}" if event.get("tags") else ""
-                text = f"checkpoint of step {event['step']} written in {event['seconds']:.2f} s"
-                self.print_line(f"  {text}{tags}", at_s)
-            case "tagged":
-                text = tagged_text(event["step"], event["tags"], event["error"])
-                self.print_line(f"  {text}", at_s)
-            case "saved" if event["error"] is not None and event["step"] not in self._unsaved:
-                self._unsaved.add(event["step"])
-                text = f"the checkpoint of step {event['step']} was not saved: {event['error']}"
-                self.print_line(f"  {text}", at_s)
+            case "checkpoint" | "tagged" | "saved":
+                self._checkpoint(event, at_s)
             case "paced" if differs_much(self._every, event["every"]):
                 self._every = event["every"]
                 self.print_line(
@@ -156,6 +149,20 @@ class ClusterConsole:
                     self.print_line(f"{node} has left", at_s)
             case "error":
                 self._errors[node] = event
+
+    def _checkpoint(self, event: dict[str, Any], at_s: float) -> None:
+        match event["event"]:
+            case "checkpoint":
+                tags = f", with the tag {', '.join(event['tags'])}" if event.get("tags") else ""
+                text = f"checkpoint of step {event['step']} written in {event['seconds']:.2f} s"
+                self.print_line(f"  {text}{tags}", at_s)
+            case "tagged":
+                text = tagged_text(event["step"], event["tags"], event["error"])
+                self.print_line(f"  {text}", at_s)
+            case "saved" if event["error"] is not None and event["step"] not in self._unsaved:
+                self._unsaved.add(event["step"])
+                text = f"the checkpoint of step {event['step']} was not saved: {event['error']}"
+                self.print_line(f"  {text}", at_s)
 
     def _world(self, event: dict[str, Any], at_s: float) -> None:
         first = not self._generation

@@ -226,9 +226,11 @@ EVENTS: Mapping[EventName, EventSpec] = {
         open_fields="each number that the script logged, under its own name",
     ),
     "tracker": EventSpec(
-        "This node leads the job, and there is something to know of where `--log-to` writes: which "
-        "run it is, or why one could not be written.",
-        {"message": "the sentence that the agent prints"},
+        "A tracker of `--log-to` was opened, or has failed; the leading agent writes it.",
+        {
+            "opened": "a sentence that says which run it writes to; null if it has failed",
+            "error": "what has failed; null if nothing has",
+        },
     ),
     "looked": EventSpec(
         "The agent has examined a worker that makes no step.",

@@ -36,6 +36,7 @@ INCIDENTS: Mapping[str, tuple[str, str]] = {
     "kept": ("a snapshot was not taken", "error"),
     "notice": ("a node was told to leave", "reason"),
     "error": ("an agent ended with an error", "message"),
+    "tracker": ("a tracker failed", "error"),
     "data_changed": ("a loop went on with a change", "message"),
 }
 """Kinds of events that may tell of trouble, with its name and the field that describes it."""

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 from elasticzero.concurrency import run_parallel
 from elasticzero.launcher.dashboard.agent_client import SCALARS, query_agent
-from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.leader import is_leader
@@ -100,16 +99,17 @@ class TrackerFeed:
         options: FeedOptions,
         scalars: NodeScalars,
         log_line: Callable[[str], object],
-        events: EventLog,
+        note: Callable[..., object],
     ) -> None:
-        """scalars: what this node's workers log. log_line: receives what people should know, as
-        `events` does."""
+        """scalars: what this node's workers log. log_line: receives what people should know. note:
+        writes an event, in the agent's thread."""
         self._options = options
         self._scalars = scalars
         self._log_line = log_line
-        self._events = events
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Lines that are printed, and not yet in the event log, which the agent's thread writes."""
+        self._note = note
+        self._unwritten: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+        """What was printed and is not in the event log yet, which the agent's thread writes; and
+        whether something has failed."""
         self._lead: Lead | None = None
         """The world that this agent leads, or has led until a round began; None: another leads."""
         self._may_write = False
@@ -173,14 +173,16 @@ class TrackerFeed:
         if asked or self._thread is not None:  # by the next leader, where this agent has led
             self._scalars.drained.wait(LINGER_S)
 
-    def _say(self, text: str) -> None:
+    def _tell(self, text: str, failed: bool) -> None:
         """Tells people; called from any thread."""
         self._log_line(text)
-        self._said.put(text)
+        self._unwritten.put((text, failed))
 
     def _write_events(self) -> None:
-        while not self._said.empty():
-            self._events.write("tracker", message=self._said.get())
+        while not self._unwritten.empty():
+            text, failed = self._unwritten.get()
+            opened, error = (None, text) if failed else (text, None)
+            self._note("tracker", opened=opened, error=error)
 
     def _run(self) -> None:
         pause_s = 0.0
@@ -206,7 +208,7 @@ class TrackerFeed:
                     self._options.job,
                     begins=begins_run(lead.world, lead.me),
                     log=self._options.log_dir / f"{target.kind}.log",
-                    log_line=self._say,
+                    tell=self._tell,
                 )
                 for target in self._options.log_to
             ]
@@ -250,9 +252,10 @@ class TrackerFeed:
                 return False
             self._averages.add(answer["rows"])
             if answer["left_out"]:
-                self._say(
+                self._tell(
                     f"--log-to: {answer['left_out']} steps of {source.member.node} came too fast, "
-                    "and are left out"
+                    "and are left out",
+                    True,
                 )
             source.serial = answer["serial"]
             if not answer["more"]:

@@ -42,18 +42,18 @@ class TrackerProcess:
         *,
         begins: bool,
         log: Path,
-        log_line: Callable[[str], object],
+        tell: Callable[[str, bool], object],
     ) -> None:
         """Starts the process.
 
-        begins: as of `open_tracker`. log: file for what the process prints. log_line: receives what
-        people should know.
+        begins: as of `open_tracker`. log: file for what the process prints. tell: receives what
+        people should know, and whether something has failed.
         """
         self._target = target
         self._spec = {"kind": target.kind, "place": target.place, "job": job}
         self._begins = begins
         self._log = log
-        self._log_line = log_line
+        self._tell = tell
         self._said = ""
         self._rows: deque[Row] = deque()
         self._dropped = 0
@@ -91,7 +91,7 @@ class TrackerProcess:
         if self._thread.is_alive() and self._process is not None:
             self._process.kill()
         if self._rows:
-            self._say(f"has ended, and {len(self._rows)} steps are not written")
+            self._say_failure(f"has ended, and {len(self._rows)} steps are not written")
 
     def _run(self) -> None:
         while True:
@@ -99,7 +99,7 @@ class TrackerProcess:
                 self._serve()
                 return
             except (TrackerFailed, OSError, ValueError) as error:
-                self._say(str(error))
+                self._say_failure(str(error))
             finally:
                 self._end_process()
             with self._changed:
@@ -120,13 +120,13 @@ class TrackerProcess:
             )
         where = self._answer()["where"]
         self._begins = False
-        self._say(f"writes to {where}", again=False)
+        self._tell(f"--log-to {self._target.kind} writes to {where}", False)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._rows or self._closing)
                 batch = [self._rows[i] for i in range(min(AT_ONCE, len(self._rows)))]
                 if self._dropped:
-                    self._say(f"was away too long: {self._dropped} steps are left out")
+                    self._say_failure(f"was away too long: {self._dropped} steps are left out")
                     self._dropped = 0
             if not batch:
                 self._ask({"outcome": self._outcome})
@@ -167,9 +167,8 @@ class TrackerProcess:
         process.kill()
         process.wait()
 
-    def _say(self, text: str, *, again: bool = True) -> None:
-        """Prints a line, unless it is the last one again."""
+    def _say_failure(self, text: str) -> None:
+        """Tells of a failure, unless it is the last one again."""
         if text != self._said:
-            self._log_line(f"--log-to {self._target.kind} {text}")
-        if again:
-            self._said = text
+            self._tell(f"--log-to {self._target.kind} {text}", True)
+        self._said = text

@@ -137,7 +137,7 @@ def test_a_tracker_that_cannot_be_written_stops_no_training(
         assert set(told.wait_for_end().values()) == {0}
         told.look()
         said = [line for line in told.logs().splitlines() if "--log-to tensorboard" in line]
-        events = [event["message"] for event in told.of("tracker")]
+        events = [event["error"] for event in told.of("tracker")]
         assert events and all(any(each in line for line in said) for each in events)
     assert any("NotADirectoryError" in line or "FileExistsError" in line for line in said), said
     assert any("steps are not written" in line for line in said), said

@@ -10,7 +10,9 @@ Rules:
  I3  A reader belongs to one rank, and there to one process, by its number alone.
  I4  Where global batches are cut into slices, the readers v, v + G, v + 2G, ... are a group, and a
      rank and a process have whole groups: the samples of a slice are all of one group. While no
-     reader has ended, each batch has as many samples of each group (G divides V).
+     reader has ended, a batch has equally many samples of each group, for G divides V.
+
+Shapes: V readers, G groups.
 """
 
 from __future__ import annotations
@@ -125,15 +127,16 @@ def check_groups(readers: int, groups: int, world_size: int) -> None:
         )
     if world_size > groups:
         raise UserError(
-            f"virtual_batch cuts a global batch into {groups} slices, and the world has "
-            f"{world_size} ranks, each of which needs one of a stream's: give a smaller "
-            "virtual_batch"
+            f"virtual_batch cuts a global batch of the stream into {groups} slices, and the world "
+            f"has {world_size} ranks, each of which needs one: run on {groups} ranks at most "
+            "(--nnodes), or make more slices from the start of a job"
         )
 
 
 def group_sums(counts_V: Indices, groups: int) -> list[int]:
     """Returns the sums of what is counted of each reader, by group (I4)."""
-    return [int(counts_V[g::groups].sum()) for g in range(groups)]
+    found: list[int] = counts_V.reshape(-1, groups).sum(0).tolist()
+    return found
 
 
 def units_of(rank: int, world_size: int, readers: int, groups: int | None) -> list[range]:

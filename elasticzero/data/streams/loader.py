@@ -85,6 +85,8 @@ class StreamBatches:
         of_process = [units_of_process(units, p, count) for p in range(count)]
         self._numbers = [[v for unit in each for v in unit] for each in of_process]
         self._process_of = {v: p for p, numbers in enumerate(self._numbers) for v in numbers}
+        self._filling = next(p for p, numbers in enumerate(self._numbers) if numbers)
+        """The process that gives fillers."""
         self._turns: Sequence[Sequence[int]] = units if sliced else self._numbers
         """Readers whose samples of a batch follow each other, turn by turn."""
         self._commands: list[Any] = (
@@ -220,7 +222,8 @@ class StreamBatches:
             if part.slices:
                 at = self._at.dataset, batch.epoch, part.positions.start
                 seed = slice_seed(self._plan.order.seed, *at, "read")
-            yield Give(batch.epoch, readers[:size], filler=not size, seed=seed)
+            filler = 0 if size else self._schedule.filler_samples
+            yield Give(batch.epoch, readers[:size], filler=filler, seed=seed)
             readers = readers[size:]
 
     def _send_give(self, give: Give) -> None:
@@ -232,7 +235,7 @@ class StreamBatches:
         for v in give.readers:
             shares[self._process_of[v]].append(v)
         self._send_each(
-            replace(give, readers=share, filler=give.filler and not process)
+            replace(give, readers=share, filler=give.filler if process == self._filling else 0)
             for process, share in enumerate(shares)
         )
 

@@ -48,8 +48,8 @@ class Give:
 
     epoch: int
     readers: Sequence[int]
-    filler: bool = False
-    """Gives any sample, where the rank has none."""
+    filler: int = 0
+    """Gives any sample so many times, where the rank has none."""
     use: bool = True
     """False: the samples are left out."""
     seed: int | None = None
@@ -145,7 +145,7 @@ class ReaderProcess(IterableDataset[Any]):
         if not command.use:
             return None
         if command.filler:
-            samples = self._last or [any_sample(self._stream, self._order)]
+            samples = (self._last or [any_sample(self._stream, self._order)]) * command.filler
         self._last = samples[:1] or self._last
         if not samples:
             return None

@@ -26,6 +26,7 @@ from elasticzero.integrations.accelerate.prepared import (
 )
 from elasticzero.integrations.launch_environment import hide
 from elasticzero.integrations.optimizers import GivenOptimizer, move_scheduler
+from elasticzero.integrations.session_log import log_numbers
 from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
 
@@ -217,6 +218,14 @@ class Accelerator(accelerate.Accelerator):
         if num_batches:
             raise UserError("accelerator.skip_first_batches: the loader goes on by itself")
         return dataloader
+
+    def log(self, values: Any, step: int | None = None, *args: Any, **others: Any) -> None:
+        """Logs as accelerate does, and gives rank 0's numbers to `session.log`, for the step in
+        which training stands."""
+        trains = self.elastic_whole is not None
+        if trains and self.is_main_process:
+            log_numbers(self.session, values)
+        super().log(values, step, *args, **others)
 
     def end_training(self) -> None:
         """Saves what is not saved yet, and waits for the other ranks; the script goes on alone."""

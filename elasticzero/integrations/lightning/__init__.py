@@ -9,6 +9,7 @@ from elasticzero.integrations.launch_environment import hide
 
 hide()
 
-from elasticzero.integrations.lightning.strategy import Elastic  # noqa: E402 - after the hiding
+from elasticzero.integrations.lightning.logger import SessionLogger  # noqa: E402 - after the hiding
+from elasticzero.integrations.lightning.strategy import Elastic  # noqa: E402 - likewise
 
-__all__ = ["Elastic"]
+__all__ = ["Elastic", "SessionLogger"]

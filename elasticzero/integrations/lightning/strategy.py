@@ -25,6 +25,7 @@ from elasticzero.errors import UserError
 from elasticzero.integrations.launch_environment import hide
 from elasticzero.integrations.lightning import data, refusals
 from elasticzero.integrations.lightning.data import Limits, StepLoader
+from elasticzero.integrations.lightning.logger import SessionLogger
 from elasticzero.integrations.lightning.progress import NAME, FitProgress, stored_global_batch
 from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
@@ -91,6 +92,7 @@ class Elastic(Strategy):
         self._progress: FitProgress | None = None
         self._steps: StepLoader | None = None
         self._whole_model: WholeModel | None = None
+        self._loggers: list[SessionLogger] = []
         self._shares_validation = False
         self._busy = ExitStack()
         self._limits = Limits(epochs=ENDLESS_EPOCHS, steps=None, seed=0)
@@ -112,6 +114,8 @@ class Elastic(Strategy):
 
     def _leave(self) -> None:
         self._session = self._steps = self._progress = None
+        for logger in self._loggers:
+            logger.session = None
 
     def make_whole(self) -> None:
         """Gives the module all its values back, once training is over."""
@@ -211,6 +215,9 @@ class Elastic(Strategy):
         refusals.check_trainer(trainer)
         refusals.check_module(module, trainer.callbacks)
         self._whole_model = WholeModel(session, module)
+        self._loggers = [each for each in trainer.loggers if isinstance(each, SessionLogger)]
+        for logger in self._loggers:
+            logger.session = session
         progress = self._begin_progress(trainer)
         _, optimizer = session.prepare(module, self._make_optimizer, strategy=self._strategy)
         if isinstance(module, FSDPModule):

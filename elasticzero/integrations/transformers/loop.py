@@ -255,7 +255,6 @@ class TrainingLoop:
         self._count_losses()
         self._logged = trainer.state.global_step
         trainer.store_flos()
-        self.session.log(**{name: value for name, value in logs.items() if self.session.rank == 0})
         trainer.log(logs, self._began_s)
 
     def _take_losses(self) -> None:

@@ -12,6 +12,7 @@ from transformers.trainer_utils import TrainOutput
 from elasticzero.entry_point import run
 from elasticzero.errors import UserError
 from elasticzero.integrations.launch_environment import hide
+from elasticzero.integrations.session_log import log_numbers
 from elasticzero.integrations.transformers import accelerator, refusals, saving
 from elasticzero.integrations.transformers.loop import TrainingLoop
 from elasticzero.session import Session
@@ -91,6 +92,13 @@ class Trainer(transformers.Trainer):
             return super().evaluate(*args, **others)
         with self.session.busy("evaluating"), preserve_rng(self.session.device):
             return super().evaluate(*args, **others)
+
+    def log(self, logs: dict[str, float], *args: Any, **others: Any) -> None:
+        """Logs as transformers does, and gives rank 0's numbers to `session.log` while `train`
+        runs."""
+        if self.elastic_loop is not None and self.session.rank == 0:
+            log_numbers(self.session, logs)
+        super().log(logs, *args, **others)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the whole model by rank 0; all ranks call this while `train` runs."""

@@ -124,8 +124,8 @@ class GradientTree:
             owned = message
             nodes += mine
             for source in (r for r in range(world_size) if r != rank):
-                run = largest_nodes(self._runs[source], sums.slices)
-                theirs = [(node, message.empty()) for node in run]
+                its_nodes = largest_nodes(self._runs[source], sums.slices)
+                theirs = [(node, message.empty()) for node in its_nodes]
                 operations += [_operation(dist.irecv, room, source) for _, room in theirs]
                 nodes += theirs
         if operations:

@@ -18,6 +18,7 @@ from torch import Tensor
 import elasticzero.checkpoint
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import Story, story
+from tests.unit.launcher.trackers.test_tensorboard_run import points
 
 RANKS = 3
 IMPORTS = {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
@@ -34,6 +35,10 @@ class Case:
     batch: int = 8
     """Samples of a step on each rank with which training begins."""
     words: Sequence[str] = ()
+    curve: str = "loss"
+    """Name under which the framework logs the loss."""
+    logs_every: int = 1
+    """Number of steps from one log to the next."""
 
     @property
     def steps_in_epoch(self) -> int:
@@ -55,6 +60,7 @@ def through_faults(
     """Trains on three nodes, through the faults; checks that each sample is used once an epoch."""
     words = ["--nnodes", "2:3", "--strategy", strategy, "--settle", "2", "--lease-ttl", "2"]
     words += ["--checkpoint-dir", str(tmp_path / "c"), "--snapshot-every", "2"]
+    words += ["--log-to", f"tensorboard:{tmp_path / 'curves'}"]
     words += [str(case.script), str(tmp_path / "out"), *case.words]
     words += ["--epochs", str(case.epochs), "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=RANKS) as told:
@@ -73,6 +79,7 @@ def through_faults(
         said = "".join(path.read_text() for path in told.directory().glob("*/0.log"))
     assert codes["node-0"] == codes["node-3"] == 0 and codes["node-1"] == -9
     check_samples(case, told)
+    check_curve(case, tmp_path / "curves" / job / "run-1")
     return Outcome(weights=weights(tmp_path / "c"), ended=ended(said))
 
 
@@ -110,6 +117,14 @@ def check_samples(case: Case, told: Story) -> None:
         of_epoch = range(epoch * count + 1, (epoch + 1) * count + 1)
         used = sorted(sample for step in of_epoch for sample in steps[step])
         assert used == list(range(case.samples))
+
+
+def check_curve(case: Case, run: Path) -> None:
+    """Each step is in the curve once. What a killed node had not handed over may be missing."""
+    steps = [step for _, step, _ in points(run, case.curve)]
+    logged = range(case.logs_every, case.epochs * case.steps_in_epoch + 1, case.logs_every)
+    assert steps == sorted(set(steps)) and set(steps) <= set(logged)
+    assert len(steps) >= 0.7 * len(logged), steps
 
 
 def check_weights(found: Outcome, wanted: Outcome, tolerance: float = 1e-9) -> None:

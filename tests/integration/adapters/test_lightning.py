@@ -20,7 +20,12 @@ from tests.integration.scripts import regression
 def test_faults_change_neither_samples_nor_weights(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    case = Case(script=SCRIPTS / "lightning_trainer.py", samples=regression.SAMPLES, epochs=4)
+    case = Case(
+        script=SCRIPTS / "lightning_trainer.py",
+        samples=regression.SAMPLES,
+        epochs=4,
+        curve="train_loss_step",
+    )
     found = through_faults(case, tmp_path, etcd, job, strategy)
     alone = undisturbed(case, tmp_path)
     check_weights(found, alone)

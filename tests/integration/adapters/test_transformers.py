@@ -36,7 +36,7 @@ def test_faults_change_neither_samples_nor_weights(
     strategy: str, model: str, tolerance: float, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     script = SCRIPTS / "transformers_trainer.py"
-    case = Case(script=script, samples=101, epochs=8, words=["--model", model])
+    case = Case(script=script, samples=101, epochs=8, words=["--model", model], logs_every=2)
     found = through_faults(case, tmp_path, etcd, job, strategy)
     alone = undisturbed(case, tmp_path)
     check_weights(found, alone, tolerance)

@@ -33,11 +33,15 @@ def main() -> None:
             with accelerator.accumulate(model):
                 if accelerator.sync_gradients:
                     adapted.trace(session, words.pause)
-                accelerator.backward(regression.loss_of(model(x), y))
+                loss = regression.loss_of(model(x), y)
+                ended = accelerator.sync_gradients
+                accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
+            if ended:
+                accelerator.log({"loss": loss.item(), "of": "training"})
         model.eval()
         losses = []
         for x, y in held_out:

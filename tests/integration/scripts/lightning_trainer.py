@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from elasticzero.integrations.lightning import Elastic
+from elasticzero.integrations.lightning import Elastic, SessionLogger
 from tests.integration.scripts import adapted, regression
 
 
@@ -64,7 +64,7 @@ def main() -> None:
         gradient_clip_val=0.5,
         callbacks=[Trace(words.pause), keep, stop],
         default_root_dir=words.output,
-        logger=False,
+        logger=SessionLogger(),
         enable_progress_bar=False,
         log_every_n_steps=1,
     )

@@ -157,7 +157,7 @@ class Job:
             found[batch] = []
             for part in schedule.parts(batch) if batch not in self.left_out else ():
                 samples = next(data)
-                assert len(samples) == max(1, part.weight)
+                assert len(samples) == (part.weight or schedule.filler_samples)
                 found[batch] += samples if part.weight else []
                 if self.virtual_batch is not None and part.slice is not None and part.weight:
                     assert len(samples) <= self.virtual_batch

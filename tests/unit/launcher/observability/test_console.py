@@ -72,13 +72,14 @@ def test_another_batch_size_is_told(told: Told) -> None:
 
 def test_where_curves_are_written_is_told_once(told: Told) -> None:
     """The agent that leads next says it again."""
+    opened, error = (
+        "--log-to wandb writes to wandb/run-1",
+        "--log-to wandb its process ended with 1",
+    )
     for node in ("node-0", "node-1"):
-        told.record("tracker", message="--log-to wandb writes to wandb/run-1", node=node)
-    told.record("tracker", message="--log-to wandb its process ended with 1; see /l")
-    assert told.lines() == [
-        "  --log-to wandb writes to wandb/run-1",
-        "  --log-to wandb its process ended with 1; see /l",
-    ]
+        told.record("tracker", opened=opened, error=None, node=node)
+        told.record("tracker", opened=None, error=error, node=node)
+    assert told.lines() == [f"  {opened}", f"  {error}", f"  {error}"]
 
 
 def test_only_large_changes_of_the_snapshot_interval_are_told(told: Told) -> None:

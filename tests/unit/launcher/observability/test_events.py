@@ -14,11 +14,12 @@ from elasticzero.launcher.observability.events import EVENTS, EventName
 def written(root: Path) -> Iterator[tuple[str, set[str], bool]]:
     """Yields each event that the agent's code writes, the fields that it names, and whether a
     message gives further fields."""
-    for path in sorted((root / "launcher" / "agent").glob("*.py")):
+    agent = (root / "launcher" / "agent").glob("*.py")
+    for path in (*agent, root / "launcher" / "trackers" / "feed.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(
-                    func=ast.Attribute(attr="note"),
+                    func=ast.Attribute(attr="note" | "_note"),
                     args=[ast.Constant(value=str(name))],
                     keywords=keywords,
                 ):

@@ -32,7 +32,7 @@ def started(tmp_path: Path, lines: list[str]) -> TrackerProcess:
         "job",
         begins=True,
         log=tmp_path / "log",
-        log_line=lines.append,
+        tell=lambda text, _: lines.append(text),
     )
 
 
