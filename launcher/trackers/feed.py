@@ -108,8 +108,8 @@ class TrackerFeed:
         self._log_line = log_line
         self._note = note
         self._unwritten: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
-        """What was printed and is not in the event log yet, which the agent's thread writes; and
-        whether something has failed."""
+        """Printed lines that are not in the event log yet, which the agent's thread writes; with
+        True for a failure."""
         self._lead: Lead | None = None
         """The world that this agent leads, or has led until a round began; None: another leads."""
         self._may_write = False
