@@ -202,13 +202,12 @@ class RankSchedule:
 
     def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
         """Returns this rank's micro-batches of one global batch."""
-        if self.virtual_batch is not None:
-            ranks = self.rank, self.world_size
+        size, groups, ranks = self.virtual_batch, self.reader_groups, (self.rank, self.world_size)
+        if size is not None and groups is not None:
             if isinstance(self.plan, StreamPlan):
-                groups = self.plan.global_batch // self.virtual_batch
                 samples_G = group_sums(self.plan.counts(batch), groups)
-                return list(slices_of_groups(batch, samples_G, *ranks, self.virtual_batch))
-            return list(slices_of(batch, *ranks, self.virtual_batch))
+                return list(slices_of_groups(batch, samples_G, *ranks, size))
+            return list(slices_of(batch, *ranks, size))
         mine, largest = self.plan.share(batch, self.rank, self.world_size)
         return list(micro_batches(batch, mine, largest, self.most_samples))
 
