@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.timeout(400)]
     ("kind", "package"),
     [
         ("stateful-loader", "torchdata"),
+        ("huggingface", "datasets"),
         ("webdataset", "webdataset"),
         ("litdata", "litdata"),
         ("mosaic", "streaming"),

@@ -101,6 +101,28 @@ def tar_files(data: Numbered) -> Any:
     return dataset.decode().map(lambda found: data[found["json"]])
 
 
+def write_parquet(_: Numbered, to: Path) -> None:
+    import datasets
+
+    first = 0
+    for file, size in enumerate(SIZES):
+        rows = [{"number": number} for number in range(first, first + size)]
+        datasets.Dataset.from_list(rows).to_parquet(str(to / f"{file}.parquet"), batch_size=16)
+        first += size
+
+
+def parquet_files(data: Numbered) -> Any:
+    import datasets
+
+    files = sorted(map(str, Path(folder()).glob("*.parquet")))
+    # Each node writes its own description of the files, as machines do.
+    cache = tempfile.mkdtemp()
+    found = datasets.load_dataset(
+        "parquet", data_files=files, split="train", streaming=True, cache_dir=cache
+    )
+    return found.map(lambda row: dict(zip("xy", data[row["number"]], strict=False)))
+
+
 def write_chunks(data: Numbered, to: Path) -> None:
     from litdata.streaming import Cache
 
@@ -161,6 +183,7 @@ def mds(_: Numbered) -> Any:
 KINDS = {
     "stateful-loader": Kind(stateful_loader),
     "indexed-loader": Kind(indexed_loader),
+    "huggingface": Kind(parquet_files, write_parquet),
     "webdataset": Kind(tar_files, write_tars),
     "litdata": Kind(chunks, write_chunks),
     "mosaic": Kind(mds, write_mds),

@@ -70,6 +70,14 @@ def stream_of(kind: str) -> Any:
     return Whole()
 
 
+def columns(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `x`, `y` and the numbers of a batch, which datasets of Hugging Face give by name."""
+    if isinstance(batch, dict):
+        return batch["x"], batch["y"], batch["number"]
+    x, y, numbers = batch
+    return x, y, numbers
+
+
 def padded(samples: list[Sample]) -> list[Tensor]:
     """Makes a batch as a script's own `collate_fn` does."""
     x, y, numbers = zip(*samples, strict=True)
@@ -83,7 +91,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
     )
     session.restore()
     stream = stream_of(options.kind)
-    for x, y, numbers in session.batches(
+    for batch in session.batches(
         stream,
         global_batch=options.global_batch,
         micro_batch=options.micro_batch,
@@ -92,6 +100,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         seed=3,
         collate_fn=padded if options.collate else None,
     ):
+        x, y, numbers = columns(batch)
         counts = session._loops.progress.current("backward")[1].weight
         used = numbers.tolist() if counts else []  # else it only fills up
         trace = {"generation": session.generation, "step": session.step_count + 1, "samples": used}
@@ -100,7 +109,12 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         time.sleep(regression.pause(options.pause))
         session.backward(regression.loss_of(model(x), y))
         session.step(max_grad_norm=1.0)
-    loss = session.evaluate(stream, lambda batch: regression.loss_of(model(batch[0]), batch[1]))
+
+    def loss_of(batch: Any) -> Any:
+        x, y, _ = columns(batch)
+        return regression.loss_of(model(x), y)
+
+    loss = session.evaluate(stream, loss_of)
     print(json.dumps({"loss": loss}) + "\n", end="", flush=True)
 
 
