@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Never, TypeVar
+from os import PathLike
+from typing import Any, Literal, Never, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.generation import Generation
 from elasticzero.worker.single_process import LocalLink
 
+Names: TypeAlias = str | Collection[str]
 S = TypeVar("S", bound=Stateful)
 Made = TypeVar("Made", bound=MadeOptimizers)
 
@@ -126,7 +128,7 @@ class Session:
             raise UserError("call session.restore() before session.checkpoint(…)")
         training.requests.ask(argument_checks.checked_tag(tag))
 
-    def prepare(
+    def prepare(  # noqa: PLR0913 - keywords of the public interface
         self,
         model: nn.Module,
         optimizer: Callable[[Any], Made],
@@ -135,6 +137,7 @@ class Session:
         precision: str = "fp32",
         compile: bool | str = False,
         cpu_offload: bool = False,
+        load: str | PathLike[str] | None = None,
     ) -> tuple[nn.Module, Made]:
         """Divides the model and its optimizer among the ranks, and returns both.
 
@@ -144,8 +147,10 @@ class Session:
         zero2, zero3 or auto; by default that of `--strategy`. precision: fp32, or bf16 or fp16 for
         a forward in 16 bits, whose results have 32; fp16 has its losses scaled. compile: whether
         `torch.compile` is applied to the model, or with which mode. cpu_offload: whether zero3
-        keeps parameters, gradients and optimizer state in host memory; auto takes zero3 then.
-        Raises `UserError` for another model or optimizer, and if called twice.
+        keeps parameters, gradients and optimizer state in host memory; auto takes zero3 then. load:
+        a directory or URL of Hugging Face safetensors files, which have all values of the model
+        where training begins; rank 0 reads them. Raises `UserError` for another model or optimizer,
+        for files that do not fit the model, and if called twice.
         """
         generation, link = self._generation, self._link
         if generation.training is not None:
@@ -156,6 +161,7 @@ class Session:
             comparison=self._comparison,
             device=self.device,
             cpu_offload=bool(cpu_offload),
+            load=load,
             saving=generation.saving,
             save=link.save if isinstance(link, LocalLink) else None,
         )
@@ -261,11 +267,7 @@ class Session:
         return self._loops.run(training, schedule, reader, on_epoch_end)
 
     def backward(
-        self,
-        loss: Tensor,
-        weight: float | Tensor | None = None,
-        *,
-        only: str | Collection[str] | None = None,
+        self, loss: Tensor, weight: float | Tensor | None = None, *, only: Names | None = None
     ) -> None:
         """Adds the gradient of a micro-batch's mean loss to that of the global batch.
 
@@ -296,9 +298,7 @@ class Session:
         training.gradients.hide()
         progress.backward = True
 
-    def step(
-        self, max_grad_norm: float | None = None, *, only: str | Collection[str] | None = None
-    ) -> bool:
+    def step(self, max_grad_norm: float | None = None, *, only: Names | None = None) -> bool:
         """Ends a micro-batch; True if it was a global batch's last, and its step is applied.
 
         max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters; None:

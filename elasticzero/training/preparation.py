@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,9 @@ from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
 from elasticzero.training.training_state import TrainingState
 
+if TYPE_CHECKING:
+    from elasticzero.snapshots.pretrained import Pretrained
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -47,6 +52,8 @@ class Place:
     device: torch.device
     cpu_offload: bool
     """True if zero3 keeps its part of the state in host memory."""
+    load: str | PathLike[str] | None
+    """Files with the model's first values; None: the model has them."""
     saving: bool
     """Whether checkpoints are written."""
     save: Callable[[Manifest, list[TensorPiece]], None] | None
@@ -80,12 +87,7 @@ def prepare_training(
     assignment, groups = place.link.assignment, place.groups
     if place.cpu_offload and strategy == AUTO:
         strategy = _strategy_with_offload(assignment.rank)
-    meta = Materializer(model, place.device)
-    if strategy == "zero3" and meta.is_needed:
-        meta.put_stand_ins(model)
-    else:
-        meta.materialize(model)
-        model.to(place.device)
+    meta, here = _first_values(place, model, strategy)
     named = NamedModel(model)
     if strategy == AUTO:
         from elasticzero.training.strategy_choice import choose_strategy
@@ -99,9 +101,8 @@ def prepare_training(
     check_modules(model, strategy, place.device, alone=groups is None)
     _print_note(model, place)
     same_release = place.comparison.warn_of_versions()
-    if groups is not None and assignment.resume.tier == "fresh" and not meta.is_needed:
-        every = {**named.parameters, **dict(model.named_buffers())}
-        groups.broadcast({key: tensor.data for key, tensor in every.items()})
+    if groups is not None and assignment.resume.tier == "fresh":
+        groups.broadcast({key: tensor.data for key, tensor in here.items()})
     names = StateNames.of(model, named)
     rows = Rows.arrange(assignment, groups, strategy)
     source = _open_source(place)
@@ -162,6 +163,37 @@ def _options_of(place: Place) -> dict[str, str]:
         "--on-spike": str(assignment.on_spike or "off"),
         "--bucket-bytes": str(assignment.bucket_bytes),
     }
+
+
+def _first_values(
+    place: Place, model: nn.Module, strategy: str
+) -> tuple[Materializer, dict[str, Tensor]]:
+    """Gives the model memory and, on rank 0, first values; a model on meta has those of all ranks.
+
+    Returns what materializes the blocks of a model on meta, which zero3 is to do one by one, and
+    the tensors that have memory by now, by name.
+    """
+    stored = _open_pretrained(place, model)
+    meta = Materializer(model, place.device, stored)
+    if strategy == "zero3" and meta.is_needed:
+        meta.put_stand_ins(model)
+    else:
+        meta.materialize(model)
+        model.to(place.device)
+    every = (*model.named_parameters(), *model.named_buffers())
+    here = {name: tensor for name, tensor in every if not meta.is_waiting(tensor)}
+    if stored is not None:
+        stored.fill_named(here)
+    return meta, here
+
+
+def _open_pretrained(place: Place, model: nn.Module) -> Pretrained | None:
+    """Opens the files that have the model's first values; None: the model has them."""
+    if place.load is None:
+        return None
+    from elasticzero.snapshots.pretrained import Pretrained  # few scripts need it
+
+    return Pretrained(model, place.load, place.link)
 
 
 def _open_source(place: Place) -> Checkpoint | None:

@@ -1,9 +1,9 @@
 """Trains a model of 24 layers and writes the greatest number of bytes that its tensors took.
 
 Argument: JSON with strategy, dtype, micro and out (a file); at will steps, ram (the
-bytes of RAM that seem to be free), and meta (the model is built on the meta device). The count is
-that of the storages of all living tensors after each operation, from the second step on; the model
-is built while they are counted.
+bytes of RAM that seem to be free), meta (the model is built on the meta device), and load (the
+files that have its first values). The count is that of the storages of all living tensors after
+each operation, from the second step on; the model is built while they are counted.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def train(session: ez.Session) -> None:
             built,
             lambda params: torch.optim.AdamW(params, lr=0.001, fused=True),
             strategy=told["strategy"],
+            load=told.get("load"),
         )
         del built
         Path(f"{told['out']}-built-{session.rank}").write_text(json.dumps(live.peak))

@@ -67,7 +67,9 @@ def test_stand_ins_have_the_shape_and_no_memory() -> None:
 
 def test_a_module_that_cannot_initialise_itself_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), on_meta(Scale))
-    with pytest.raises(UserError, match=r"module '1', a Scale, .* no reset_parameters\(\)"):
+    with pytest.raises(
+        UserError, match=r"module '1', a Scale, .* \(by\) and no reset_parameters\(\)"
+    ):
         Materializer(model, CPU)
 
 
