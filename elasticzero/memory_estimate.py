@@ -16,7 +16,7 @@ ranks over which state is partitioned (of the world, or of a node), C = ceil(P /
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elasticzero.spans import STRATEGIES, ShardOver
 
@@ -100,13 +100,16 @@ class RankMemory:
     optimizer: int
     buffers: int
     """Buckets on their way, gathered modules, and gradients in another precision."""
+    mirrors: int = 0
+    """Live copies of other ranks' parts, with the gradients for them."""
     host: int = 0
     """State in host memory instead of the device's, which the other numbers leave out."""
 
     @property
     def total(self) -> int:
         """Returns what the device needs."""
-        return self.weights + self.masters + self.gradients + self.optimizer + self.buffers
+        own = self.weights + self.masters + self.gradients + self.optimizer + self.buffers
+        return own + self.mirrors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,9 @@ class LineUp:
     bucket_bytes: int = FLAT_BUCKET_BYTES
     """Size of a bucket of zero1 and zero2, beyond which it takes no further parameter."""
 
+    mirrored: bool = False
+    """True if each rank keeps a live copy of another node's rank's part (`--redundancy mirror`)."""
+
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
@@ -130,6 +136,11 @@ class LineUp:
     def shards(self) -> int:
         """Returns the number of ranks that hold the state together."""
         return self.ranks_per_node if self.shard == "node" else self.ranks
+
+    def has_mirrors(self, strategy: str) -> bool:
+        """Returns whether ranks keep mirrors with this strategy."""
+        divided = strategy != "ddp" and self.shards == self.ranks
+        return self.mirrored and divided and self.nodes > 1
 
 
 def rank_memory(
@@ -156,19 +167,19 @@ def rank_memory(
     divided = strategy == "zero3"
     frozen = -(-model.frozen_bytes // ranks) if divided else model.frozen_bytes
     buffers = _gathered(model) if divided else _pool(strategy, model, line_up)
+    mirror = chunk * (b + w) + rounded + kept.bytes_for(chunk, w)
     found = RankMemory(
         weights=(chunk if divided else whole) * b + frozen,
         masters=rounded,
         gradients=(whole if strategy == "zero1" else chunk) * b,
         optimizer=kept.bytes_for(chunk, w),
         buffers=buffers + max(rounded, 0 if divided else model.largest * b),
+        mirrors=mirror if line_up.has_mirrors(strategy) else 0,
     )
     if not (offloaded and divided):
         return found
     host = found.total - buffers
-    return replace(
-        found, weights=0, masters=0, gradients=0, optimizer=0, buffers=buffers, host=host
-    )
+    return RankMemory(weights=0, masters=0, gradients=0, optimizer=0, buffers=buffers, host=host)
 
 
 def _pool(strategy: str, model: ModelSize, line_up: LineUp) -> int:
@@ -209,20 +220,21 @@ def snapshot_bytes(strategy: str, model: ModelSize, kept: StateSize, line_up: Li
         workers=line_up.ranks_per_node,
         captures=True,
         replicas=not replicated and line_up.nodes > 1,
+        mirrors=line_up.has_mirrors(strategy),
     )
 
 
 def node_snapshot_bytes(
-    shard: int, whole: int, *, workers: int, captures: bool, replicas: bool
+    shard: int, whole: int, *, workers: int, captures: bool, replicas: bool, mirrors: bool
 ) -> int:
     """Returns the bytes of shared memory that a node with this many workers needs for snapshots.
 
     These are two slots per rank if captures are taken during training, two for each replica, and
-    the memory of a capture at a stop. shard: bytes of one rank's shard. whole: bytes of the
-    complete state if each rank has all of it; else 0.
+    the memory of a capture at a stop, of mirrors too. shard: bytes of one rank's shard. whole:
+    bytes of the complete state if each rank has all of it; else 0.
     """
     while_training = 2 * shard * workers * (captures + replicas)
-    return while_training + (whole or shard * workers)
+    return while_training + (whole or shard * workers * (1 + mirrors))
 
 
 def first_that_fits(needs: Mapping[str, int], room: int) -> str | None:

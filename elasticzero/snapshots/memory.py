@@ -39,9 +39,8 @@ def memory_shortage(
         workers=assignment.local_world_size,
         captures=captures,
         replicas=replicas,
+        mirrors=bool(assignment.mirrors),
     )
-    if assignment.mirrors and not sizes.whole:  # written at a stop
-        needed += sizes.shard * assignment.local_world_size
     root = Path(assignment.snapshot_root)
     with suppress(OSError):
         free = free_bytes(root) + allocated_bytes(root)

@@ -20,7 +20,7 @@ from elasticzero.memory_estimate import (
     snapshot_bytes,
     state_bytes,
 )
-from elasticzero.spans import ShardOver
+from elasticzero.spans import REDUNDANCIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -59,6 +59,12 @@ def add_plan_options(parser: Parser) -> None:
         choices=get_args(ShardOver),
         default="world",
         help="Strategies divide state over all ranks of the world, or over those of each node.",
+    )
+    add(
+        "--redundancy",
+        choices=REDUNDANCIES,
+        default="snapshot",
+        help="With mirror, each rank of several nodes keeps a live copy of another rank's part.",
     )
     add(
         "--gpu-memory",
@@ -159,6 +165,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         ranks_per_node=args.gpus,
         shard=args.shard,
         bucket_bytes=args.bucket_bytes,
+        mirrored=args.redundancy == "mirror",
     )
     kept = STATE_SIZES[args.optimizer]
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
@@ -184,6 +191,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         "nodes": args.nodes,
         "gpus": args.gpus,
         "shard": args.shard,
+        "redundancy": args.redundancy,
         "cpu_offload": args.cpu_offload,
         "gpu_memory": args.gpu_memory,
         "room_for_state": room,
@@ -196,10 +204,11 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
 def plan_text(found: dict[str, Any]) -> str:
     """Returns the plan as a table, with a line that names the first strategy that fits."""
     ranks = found["nodes"] * found["gpus"]
+    columns = (*COLUMNS, "mirrors") if found["redundancy"] == "mirror" else COLUMNS
     rows = [
         [
             row["strategy"],
-            *(size_text(row[column]) for column in COLUMNS),
+            *(size_text(row[column]) for column in columns),
             size_text(row["total"]),
             "yes" if row["fits"] else "no",
             *([size_text(row["node_state"])] if found["cpu_offload"] else []),
@@ -210,7 +219,7 @@ def plan_text(found: dict[str, Any]) -> str:
     ]
     node = ["state in a node's RAM"] if found["cpu_offload"] else []
     node.append("snapshots in a node's RAM")
-    heads = ("strategy", *COLUMNS, "each rank", "fits", *node, "checkpoint")
+    heads = ("strategy", *columns, "each rank", "fits", *node, "checkpoint")
     first = found["first_that_fits"]
     verdict = (
         f"{first} is the first that fits."

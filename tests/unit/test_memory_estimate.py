@@ -102,9 +102,15 @@ def test_packed_state_is_the_same_in_every_dtype_and_strategy() -> None:
 
 
 def test_replicas_double_what_a_node_keeps_while_training() -> None:
-    assert node_snapshot_bytes(10, 0, workers=8, captures=True, replicas=False) == 240
-    assert node_snapshot_bytes(10, 0, workers=8, captures=True, replicas=True) == 400
-    assert node_snapshot_bytes(10, 80, workers=8, captures=False, replicas=False) == 80
+    def needed(whole: int, captures: bool, replicas: bool, mirrors: bool) -> int:
+        return node_snapshot_bytes(
+            10, whole, workers=8, captures=captures, replicas=replicas, mirrors=mirrors
+        )
+
+    assert needed(0, True, False, False) == 240
+    assert needed(0, True, True, False) == 400
+    assert needed(0, True, True, True) == 480
+    assert needed(80, False, False, False) == 80
     alone = LineUp(nodes=1, ranks_per_node=8)
     assert snapshot_bytes("zero1", MODEL, ADAMW, alone) == 3 * state_bytes("zero1", MODEL, ADAMW)
 

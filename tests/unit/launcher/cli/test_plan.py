@@ -50,6 +50,15 @@ def test_a_strategy_that_refuses_the_optimizer_is_left_out(
     assert "zero3 refuses adamw8bit, which packs its state by blocks" in out
 
 
+def test_mirrors_have_a_column_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--params", "7B", "--nodes", "8", "--dtype", "fp32", "--redundancy", "mirror"]
+    assert main(words) == 0
+    assert "mirrors" in capsys.readouterr().out.splitlines()[2]
+    assert main([*words, "--json"]) == 0
+    found = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["strategies"]}
+    assert [found[name]["mirrors"] for name in found] == [0, *3 * [14 * 10**9]]
+
+
 def test_a_model_that_no_strategy_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "1e12"]) == 0
     assert "None fits" in capsys.readouterr().out
