@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Literal, Never, TypeAlias, TypeVar
+from typing import Any, Literal, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,11 @@ from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
 from elasticzero.training.evaluation import Result, evaluate, evaluating
 from elasticzero.training.precision import Compute
-from elasticzero.training.preparation import Place, prepare_training
+from elasticzero.training.preparation import prepare_training
 from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.generation import Generation
 from elasticzero.worker.single_process import LocalLink
 
-Names: TypeAlias = str | Collection[str]
 S = TypeVar("S", bound=Stateful)
 Made = TypeVar("Made", bound=MadeOptimizers)
 
@@ -148,23 +147,14 @@ class Session:
         a forward in 16 bits, whose results have 32; fp16 has its losses scaled. compile: whether
         `torch.compile` is applied to the model, or with which mode. cpu_offload: whether zero3
         keeps parameters, gradients and optimizer state in host memory; auto takes zero3 then. load:
-        a directory or URL of Hugging Face safetensors files, which have all values of the model
-        where training begins; rank 0 reads them. Raises `UserError` for another model or optimizer,
-        for files that do not fit the model, and if called twice.
+        a directory, a URL or a file of Hugging Face safetensors, from which rank 0 reads all
+        parameters and persistent buffers where training begins. Raises `UserError` for another
+        model or optimizer, for files that do not fit the model, and if called twice.
         """
-        generation, link = self._generation, self._link
+        generation = self._generation
         if generation.training is not None:
             raise UserError("session.prepare was called twice; one session trains one model")
-        place = Place(
-            link=link,
-            groups=generation.groups,
-            comparison=self._comparison,
-            device=self.device,
-            cpu_offload=bool(cpu_offload),
-            load=load,
-            saving=generation.saving,
-            save=link.save if isinstance(link, LocalLink) else None,
-        )
+        place = generation.place(self._comparison, cpu_offload=bool(cpu_offload), load=load)
         name = strategy or self._assignment.strategy
         compute = Compute(precision=precision, compiled=compile)
         laid = prepare_training(place, model, optimizer, name, compute, lambda: generation.training)
@@ -267,7 +257,11 @@ class Session:
         return self._loops.run(training, schedule, reader, on_epoch_end)
 
     def backward(
-        self, loss: Tensor, weight: float | Tensor | None = None, *, only: Names | None = None
+        self,
+        loss: Tensor,
+        weight: float | Tensor | None = None,
+        *,
+        only: str | Collection[str] | None = None,
     ) -> None:
         """Adds the gradient of a micro-batch's mean loss to that of the global batch.
 
@@ -298,7 +292,9 @@ class Session:
         training.gradients.hide()
         progress.backward = True
 
-    def step(self, max_grad_norm: float | None = None, *, only: Names | None = None) -> bool:
+    def step(
+        self, max_grad_norm: float | None = None, *, only: str | Collection[str] | None = None
+    ) -> bool:
         """Ends a micro-batch; True if it was a global batch's last, and its step is applied.
 
         max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters; None:

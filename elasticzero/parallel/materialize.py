@@ -44,19 +44,17 @@ class Materializer:
         """Raises `UserError` for a module with tensors on meta that get no values."""
         self._device = device
         self._stored = stored
-        self._waiting = {id(t) for m in model.modules() for t in _own(m) if t.is_meta}
+        self._begun = frozenset(id(t) for m in model.modules() for t in _own(m) if t.is_meta)
+        self._waiting = set(self._begun)
         for name, module in model.named_modules() if self._waiting else ():
-            own = [t for t in _own(module) if self.is_waiting(t)]
-            if _reset(module) is None and not self._all_stored(own):
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            made = [of for of, t in own if self.gives(t) and not self._is_stored(t)]
+            if made and _reset(module) is None:
                 where = f"module {name!r}" if name else "the model itself"
-                tensors = (
-                    *module.named_parameters(recurse=False),
-                    *module.named_buffers(recurse=False),
-                )
                 raise UserError(
                     f"{where}, a {type(module).__name__}, has tensors on the meta device "
-                    f"({list_text((n for n, t in tensors if self.is_waiting(t)), 3)}) and no "
-                    "reset_parameters() that gives them values: write one, or build them on the CPU"
+                    f"({list_text(made, 3)}) and no reset_parameters() that gives them values: "
+                    "write one, or build them on the CPU"
                 )
 
     @property
@@ -64,13 +62,14 @@ class Materializer:
         """Returns whether something still has no memory."""
         return bool(self._waiting)
 
-    def is_waiting(self, tensor: Tensor) -> bool:
-        """Returns whether this tensor of the model still has no memory."""
-        return id(tensor) in self._waiting
+    def gives(self, tensor: Tensor) -> bool:
+        """Returns whether this tensor of the model gets its memory and its values from here."""
+        return id(tensor) in self._begun
 
     def put_stand_ins(self, model: nn.Module) -> None:
         """Replaces each tensor on meta by one on the device that shows its shape and holds a single
         number, so that an optimizer can be built."""
+        self._make_what_is_not_stored(model)
         for module in model.modules():
             for tensor in _own(module):
                 if tensor.is_meta:
@@ -82,31 +81,43 @@ class Materializer:
 
         All ranks call this together. Returns the parameters that had none.
         """
-        fresh: dict[int, Tensor] = {}
-        for part in module.modules():
-            own = [t for t in _own(part) if id(t) in self._waiting or id(t) in fresh]
-            for tensor in own:
-                if id(tensor) in self._waiting:
-                    self._waiting.discard(id(tensor))
-                    fresh[id(tensor)] = tensor
-                    _swap(
-                        tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-                    )
-            if not self._all_stored(own) and (reset := _reset(part)) is not None:
-                getattr(part, reset)()
-        if self._stored is not None:
-            for tensor in fresh.values():
-                if self._stored.has(tensor):
-                    self._stored.fill(tensor)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            for tensor in fresh.values():
-                dist.broadcast(tensor.data, 0)
+        self._make_what_is_not_stored(module)
+        fresh = {id(t): t for part in module.modules() for t in _own(part) if self._allocate(t)}
+        if self._stored is None:
+            for part in module.modules():
+                if any(id(t) in fresh for t in _own(part)):
+                    _call_reset(part)
+        for tensor in fresh.values():
+            if self._stored is not None:
+                self._stored.fill(tensor)
+            _broadcast(tensor)
         return [tensor for tensor in fresh.values() if isinstance(tensor, nn.Parameter)]
 
-    def _all_stored(self, tensors: list[Tensor]) -> bool:
-        """Returns whether no value of these tensors must be made."""
-        stored = self._stored
-        return not tensors or (stored is not None and all(stored.has(t) for t in tensors))
+    def _make_what_is_not_stored(self, model: nn.Module) -> None:
+        """Has modules make what is not stored while all else is on meta, where it stays as it is,
+        whatever their methods do to it."""
+        for part in model.modules() if self._stored is not None else ():
+            made = [t for t in _own(part) if not self._is_stored(t) and self._allocate(t)]
+            if made:
+                _call_reset(part)
+            for tensor in made:
+                _broadcast(tensor)
+
+    def _allocate(self, tensor: Tensor) -> bool:
+        """Gives a tensor memory if it waits for it, and returns whether it did."""
+        if id(tensor) not in self._waiting:
+            return False
+        self._waiting.discard(id(tensor))
+        _swap(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device))
+        return True
+
+    def _is_stored(self, tensor: Tensor) -> bool:
+        return self._stored is not None and self._stored.has(tensor)
+
+
+def _broadcast(tensor: Tensor) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(tensor.data, 0)
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:
@@ -116,6 +127,11 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 
 def _reset(module: nn.Module) -> str | None:
     return next((name for name in RESETS if callable(getattr(module, name, None))), None)
+
+
+def _call_reset(module: nn.Module) -> None:
+    if (reset := _reset(module)) is not None:
+        getattr(module, reset)()
 
 
 def _swap(tensor: Tensor, other: Tensor) -> None:

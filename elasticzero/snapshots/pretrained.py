@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from elasticzero.checkpoint.convert.huggingface import open_hf
-from elasticzero.checkpoint.format.dtypes import byte_view, tensor_spec, torch_dtype
+from elasticzero.checkpoint.format.dtypes import tensor_spec, torch_dtype
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
+from elasticzero.checkpoint.rewrite.sources import TensorSource
 from elasticzero.checkpoint.storage.base import as_storage_error
-from elasticzero.errors import CheckpointMismatch, UserError
+from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, NamedModel
@@ -40,13 +43,17 @@ class Pretrained:
         """
         self._where, self._link = _path(where), link
         named = NamedModel(model)
-        own: dict[str, Tensor] = {**named.parameters, **named.buffers}
+        self._own = own = {**named.parameters, **named.buffers}  # kept, or ids would be used again
         self._names = {id(tensor): name for name, tensor in own.items()}
         self._unread: dict[str, str] = {}
         """The name in the files of each tensor that is still to be read, by that in the model."""
+        self._source: TensorSource | None = None
         if link.assignment.resume.tier == "fresh" and link.assignment.rank == 0:
-            foreign = open_hf(self._where)
-            self._unread = stored_names(own, named.aliases, foreign, self._where)
+            try:
+                foreign = _open(self._where)
+                self._unread = stored_names(own, named.aliases, foreign)
+            except UserError as error:
+                raise type(error)(f"session.prepare(…, load={self._where!r}): {error}") from None
             self._source = foreign.open_source(BUFFER_BYTES)
             known = {*own, *named.aliases, *(n.removeprefix(MODEL) for n in self._unread.values())}
             print(_summary(foreign.specs, known, self._where), file=sys.stderr, flush=True)
@@ -56,30 +63,33 @@ class Pretrained:
         return id(tensor) in self._names
 
     def fill(self, tensor: Tensor) -> None:
-        """Gives a tensor of the model its values, if this rank reads them."""
-        self.fill_named({self._names[id(tensor)]: tensor})
+        """Gives a tensor of the model its values, if this rank reads them and has not yet."""
+        stored = self._unread.pop(self._names[id(tensor)], None)
+        if stored is None or self._source is None:
+            return
+        flat, start = tensor.data.reshape(-1), 0
+        dtype = torch_dtype(self._source.specs[stored].dtype)
+        with self._reading(stored):
+            for chunk in self._source.chunks(stored, Span(0, flat.numel())):
+                part = torch.frombuffer(chunk, dtype=dtype)
+                flat[start : start + part.numel()] = part
+                start += part.numel()
+        if not tensor.is_contiguous():  # then `flat` is a copy
+            tensor.data.copy_(flat.view(tensor.shape))
 
-    def fill_named(self, tensors: Mapping[str, Tensor]) -> None:
-        """Gives tensors their values by their names, each once; others stay as they are."""
-        for name, tensor in tensors.items():
-            if (stored := self._unread.pop(name, None)) is not None:
-                with self._link.exit_on_abort():
-                    tensor.data.copy_(self._read(stored))
-
-    def _read(self, stored: str) -> Tensor:
-        spec = self._source.specs[stored]
-        values = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-        to, at = byte_view(values), 0
+    @contextmanager
+    def _reading(self, stored: str) -> Iterator[None]:
         what = f"cannot read {stored.removeprefix(MODEL)} in {self._where}"
-        with as_storage_error(what, or_missing=True):
-            for chunk in self._source.chunks(stored, Span(0, spec.numel)):
-                to[at : at + len(chunk)] = chunk
-                at += len(chunk)
-        return values
+        with (
+            self._link.exit_on_abort(),
+            self._link.busy("reading the model's first values"),
+            as_storage_error(what, or_missing=True),
+        ):
+            yield
 
 
 def stored_names(
-    own: Mapping[str, Tensor], aliases: Mapping[str, str], foreign: ForeignCheckpoint, where: str
+    own: Mapping[str, Tensor], aliases: Mapping[str, str], foreign: ForeignCheckpoint
 ) -> dict[str, str]:
     """Returns the name in the files of each tensor of the model.
 
@@ -87,55 +97,75 @@ def stored_names(
     aliases: {other name in the model: the name in `own`}. Raises `CheckpointMismatch` if one is
     missing or does not fit.
     """
-    names = {name: [name] for name in own}
-    for alias, kept in aliases.items():
-        names[kept].append(alias)
+    there = {name.removeprefix(MODEL): name for name in foreign.specs}
+    for alias, kept in foreign.state["aliases"].items():
+        there.setdefault(alias, there[kept])
     found: dict[str, str] = {}
-    for name, several in names.items():
-        kept_there = foreign.state["aliases"]
-        candidates = [MODEL + each for n in several for each in (n, kept_there.get(n, n))]
-        if (hit := next((each for each in candidates if each in foreign.specs), None)) is not None:
-            found[name] = hit
+    for name, kept in [*((name, name) for name in own), *aliases.items()]:
+        if name in there:
+            _check(name, foreign.specs[there[name]], tensor_spec(own[kept], kept))
+            first = found.setdefault(kept, there[name])
+            if not _equal(foreign, first, there[name]):
+                raise CheckpointMismatch(
+                    f"{kept!r} and {name!r} are one tensor in the model, and differ in the files"
+                )
     if missing := [name for name in own if name not in found]:
-        more = f", nor {len(missing) - 1} more of the model's" if missing[1:] else ""
-        example = next(iter(foreign.specs)).removeprefix(MODEL)
         raise CheckpointMismatch(
-            f"session.prepare(…, load={where!r}): the files have no tensor {missing[0]!r}{more}; "
-            f"they have {example!r}, for example. If it is a second name of another tensor, tie "
+            f"the files have no tensor {missing[0]!r}"
+            f"{f', nor {len(missing) - 1} more of the model' if missing[1:] else ''}; they have "
+            f"{next(iter(there))!r}, for example. If it is a second name of another tensor, tie "
             "the two before (Transformers: model.tie_weights())"
         )
-    for name, stored in found.items():
-        there, here = foreign.specs[stored], tensor_spec(own[name], name)
-        if there.shape != here.shape or not _converts(there, here):
-            raise CheckpointMismatch(
-                f"session.prepare(…, load={where!r}): {name!r} is {there.dtype} "
-                f"{list(there.shape)} in the files, and {here.dtype} {list(here.shape)} here"
-            )
     return found
 
 
-def _converts(found: TensorSpec, wanted: TensorSpec) -> bool:
-    """Returns whether numbers of one kind are also of the other, up to rounding."""
-    kinds = torch_dtype(found.dtype), torch_dtype(wanted.dtype)
-    plain = all(kind.is_floating_point and kind.itemsize > 1 for kind in kinds)
-    return plain or found.dtype == wanted.dtype
+def _check(name: str, there: TensorSpec, here: TensorSpec) -> None:
+    """Raises `CheckpointMismatch` unless a tensor of the files can fill one of the model."""
+    kinds = torch_dtype(there.dtype), torch_dtype(here.dtype)
+    rounds = all(kind.is_floating_point and kind.itemsize > 1 for kind in kinds)
+    if there.shape != here.shape or not (rounds or there.dtype == here.dtype):
+        raise CheckpointMismatch(
+            f"{name!r} is {there.dtype} {list(there.shape)} in the files, and {here.dtype} "
+            f"{list(here.shape)} in the model"
+        )
+
+
+def _equal(foreign: ForeignCheckpoint, one: str, other: str) -> bool:
+    """Returns whether two tensors of the files, of the same shape, are the same."""
+    if one == other:
+        return True
+    whole = Span(0, foreign.specs[one].numel)
+    sources = [foreign.open_source(BUFFER_BYTES) for _ in range(2)]
+    parts = (source.chunks(n, whole) for source, n in zip(sources, (one, other), strict=True))
+    return all(bytes(a) == bytes(b) for a, b in zip(*parts, strict=True))
 
 
 def _summary(specs: Mapping[str, TensorSpec], known: set[str], where: str) -> str:
     names = [name.removeprefix(MODEL) for name in specs]
-    unused = [name for name in names if name not in known]
     size = sum(specs[MODEL + name].nbytes for name in names if name in known)
     line = f"the model begins with {size_text(size)} of values from {where}"
-    if unused:
-        line += f"; it has no {list_text(map(repr, unused), 3)}, which the files have"
+    if unused := [repr(name) for name in names if name not in known]:
+        line += f"; the model has no {list_text(unused, 3)}"
     return line
 
 
-def _path(where: str | os.PathLike[str]) -> str:
+def _open(where: str) -> ForeignCheckpoint:
     try:
-        return os.fspath(where)
-    except TypeError:
-        raise UserError(
-            f"session.prepare(…, load=…) takes the path of a directory with safetensors files, not "
-            f"a {type(where).__name__}"
-        ) from None
+        return open_hf(where)
+    except CheckpointDamaged as error:  # another try would find the same
+        raise UserError(str(error)) from None
+    except UserError as error:
+        hint = ""
+        if "://" not in where and not Path(where).exists():
+            hint = " (of a model on the Hub, huggingface_hub.snapshot_download gives the path)"
+        raise UserError(f"{error}{hint}") from None
+
+
+def _path(where: str | os.PathLike[str]) -> str:
+    path = os.fspath(where) if isinstance(where, os.PathLike) else where
+    if isinstance(path, str):
+        return path
+    raise UserError(
+        "session.prepare(…, load=…) takes the path of a directory with safetensors files, not a "
+        f"{type(where).__name__}"
+    )

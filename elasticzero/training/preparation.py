@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -40,6 +40,9 @@ from elasticzero.training.training_state import TrainingState
 
 if TYPE_CHECKING:
     from elasticzero.snapshots.pretrained import Pretrained
+
+PART_BYTES = 4 << 20
+"""Bytes from which on a part of the model's first values is sent by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,24 +88,21 @@ def prepare_training(
     argument_checks.check_model(model)
     factory = argument_checks.check_factory(optimizer)
     assignment, groups = place.link.assignment, place.groups
-    if place.cpu_offload and strategy == AUTO:
-        strategy = _strategy_with_offload(assignment.rank)
-    meta, here = _first_values(place, model, strategy)
-    named = NamedModel(model)
+    stored = _open_pretrained(place, model)
+    meta = Materializer(model, place.device, stored)
     if strategy == AUTO:
-        from elasticzero.training.strategy_choice import choose_strategy
-
-        strategy = choose_strategy(named, factory, place.device, assignment, groups)
-    described = {**of_model(named, strategy, assignment), **compute.described()}
+        meta.put_stand_ins(model)
+        _fill_and_move(place, model, meta, stored)
+        strategy = _choose_strategy(place, model, factory, compute)
+    described = {**of_model(NamedModel(model), strategy, assignment), **compute.described()}
+    if meta.is_needed:
+        described["model"] = "on the meta device"
     place.comparison.require_equal(Call.PREPARE, {**described, **_options_of(place)})
-    compute.check(named.parameters, strategy)
-    if place.cpu_offload:
-        argument_checks.check_offload(strategy, place.device, assignment)
-    check_modules(model, strategy, place.device, alone=groups is None)
+    _check_strategy(place, model, strategy, compute)
     _print_note(model, place)
     same_release = place.comparison.warn_of_versions()
-    if groups is not None and assignment.resume.tier == "fresh":
-        groups.broadcast({key: tensor.data for key, tensor in here.items()})
+    _give_values(place, model, strategy, meta, stored)
+    named = NamedModel(model)
     names = StateNames.of(model, named)
     rows = Rows.arrange(assignment, groups, strategy)
     source = _open_source(place)
@@ -165,26 +165,71 @@ def _options_of(place: Place) -> dict[str, str]:
     }
 
 
-def _first_values(
-    place: Place, model: nn.Module, strategy: str
-) -> tuple[Materializer, dict[str, Tensor]]:
-    """Gives the model memory and, on rank 0, first values; a model on meta has those of all ranks.
+def _give_values(
+    place: Place, model: nn.Module, strategy: str, meta: Materializer, stored: Pretrained | None
+) -> None:
+    """Gives the model memory on its device, and the values that rank 0 has or reads.
 
-    Returns what materializes the blocks of a model on meta, which zero3 is to do one by one, and
-    the tensors that have memory by now, by name.
+    Of a model on the meta device zero3 materializes one block after the other later.
     """
-    stored = _open_pretrained(place, model)
-    meta = Materializer(model, place.device, stored)
-    if strategy == "zero3" and meta.is_needed:
+    if strategy == "zero3":
         meta.put_stand_ins(model)
     else:
         meta.materialize(model)
-        model.to(place.device)
-    every = (*model.named_parameters(), *model.named_buffers())
-    here = {name: tensor for name, tensor in every if not meta.is_waiting(tensor)}
+    _fill_and_move(place, model, meta, stored)
+    if place.groups is not None and place.link.assignment.resume.tier == "fresh":
+        every = (*model.named_parameters(), *model.named_buffers())
+        _broadcast(place.groups, {name: t for name, t in every if not meta.gives(t)})
+
+
+def _fill_and_move(
+    place: Place, model: nn.Module, meta: Materializer, stored: Pretrained | None
+) -> None:
+    """Fills what the model has outside of the meta device, and moves it to the rank's."""
     if stored is not None:
-        stored.fill_named(here)
-    return meta, here
+        for tensor in (*model.parameters(), *model.buffers()):
+            if stored.has(tensor) and not meta.gives(tensor):
+                stored.fill(tensor)
+    model.to(place.device)
+
+
+def _choose_strategy(
+    place: Place, model: nn.Module, factory: OptimizerFactory, compute: Compute
+) -> str:
+    """Returns what `--strategy auto` is in this generation; the model shows its shapes on its
+    device."""
+    from elasticzero.training.strategy_choice import choose_strategy
+
+    assignment, groups = place.link.assignment, place.groups
+    if place.cpu_offload:
+        if assignment.rank == 0:
+            reason = "--strategy auto takes zero3, which alone has cpu_offload"
+            print(reason, file=sys.stderr, flush=True)
+        return "zero3"
+
+    def check(strategy: str) -> None:
+        _check_strategy(place, model, strategy, compute)
+
+    return choose_strategy(NamedModel(model), factory, place.device, assignment, groups, check)
+
+
+def _check_strategy(place: Place, model: nn.Module, strategy: str, compute: Compute) -> None:
+    """Raises `UserError` for what this strategy cannot train."""
+    compute.check(dict(model.named_parameters()), strategy)
+    if place.cpu_offload:
+        argument_checks.check_offload(strategy, place.device, place.link.assignment)
+    check_modules(model, strategy, place.device, alone=place.groups is None)
+
+
+def _broadcast(groups: ProcessGroups, tensors: Mapping[str, Tensor]) -> None:
+    """Gives all ranks these tensors of rank 0, in parts, because each part is copied meanwhile."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part[name] = tensor.data
+        if sum(each.nbytes for each in part.values()) >= PART_BYTES:
+            groups.broadcast(part)
+            part = {}
+    groups.broadcast(part)
 
 
 def _open_pretrained(place: Place, model: nn.Module) -> Pretrained | None:
@@ -230,14 +275,6 @@ def _choose_buckets(
         if assignment.rank == 0:
             print(cost.sentence(best), file=sys.stderr, flush=True)
     return buckets
-
-
-def _strategy_with_offload(rank: int) -> str:
-    """Returns what `--strategy auto` is where state is to lie in host memory; rank 0 prints why."""
-    if rank == 0:
-        reason = "--strategy auto takes zero3, which alone has cpu_offload"
-        print(reason, file=sys.stderr, flush=True)
-    return "zero3"
 
 
 def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:

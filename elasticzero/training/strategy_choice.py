@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.memory_estimate import (
     FLAT_BUCKET_BYTES,
@@ -21,11 +23,19 @@ from elasticzero.memory_estimate import (
     room_for_state,
     snapshot_bytes,
 )
-from elasticzero.parallel.base import OptimizerFactory
-from elasticzero.parallel.optimizers.groups import open_optimizers
+from elasticzero.parallel.base import OptimizerFactory, check_deterministic
+from elasticzero.parallel.optimizers.groups import Dealt, MadeOptimizers, open_optimizers
+from elasticzero.spans import STRATEGIES
 from elasticzero.state.model import NamedModel
 from elasticzero.text import size_text
 
+DEALT: Mapping[str, Dealt] = {
+    "ddp": "nothing",
+    "zero1": "elements",
+    "zero2": "elements",
+    "zero3": "rows",
+}
+"""What each strategy deals to the ranks, for their optimizers to work on."""
 MEMORY_FILE = Path("/proc/meminfo")
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
@@ -36,23 +46,31 @@ def choose_strategy(
     device: torch.device,
     assignment: Assignment,
     groups: ProcessGroups | None,
+    check: Callable[[str], None],
 ) -> str:
     """Returns the strategy that all ranks are to use; rank 0 prints why. All ranks call this.
 
-    The model is on its device already. factory: it is called once more than otherwise, to see what
-    the optimizer keeps.
+    The model is on its device already, or shows its shapes there. factory: it is called once more
+    than otherwise, to see what the optimizer keeps. check: raises `UserError` for a strategy that
+    refuses the model. Raises `UserError` if every strategy refuses the model or the optimizer.
     """
     cuda = device.type == "cuda"
-    model, line_up = model_size(named), line_up_of(assignment, direct=not cuda)
-    kept = state_size(named, factory)
-    held = sum(p.numel() * p.element_size() for p in named.parameters.values())
+    line_up = line_up_of(assignment, direct=not cuda)
+    size, made = model_size(named), factory(list(named.parameters.values()))
+    kept = state_size(named, made)
+    held = sum(_bytes_held(parameter) for parameter in named.parameters.values())
     memory = torch_bytes(device) if cuda else held + free_ram_bytes() // line_up.ranks_per_node
     room = room_for_state(memory, None, cuda=cuda)
-    needs = {name: rank_memory(name, model, kept, line_up).total for name in kept.strategies}
-    if not cuda:  # snapshots lie in the same memory
-        for name in needs:
-            snapshots = snapshot_bytes(name, model, kept, line_up)
-            needs[name] += snapshots // line_up.ranks_per_node
+    refused = refusals(named, made, assignment, line_up, check)
+    if len(refused) == len(STRATEGIES):
+        raise next(iter(refused.values()))
+    needs = {}
+    for name in STRATEGIES:
+        if name not in refused:
+            needs[name] = rank_memory(name, size, kept, line_up).total
+            if not cuda:  # snapshots lie in the same memory
+                snapshots = snapshot_bytes(name, size, kept, line_up)
+                needs[name] += snapshots // line_up.ranks_per_node
     if groups is not None:
         room = -groups.control_tree.allreduce_max(-room)
     chosen = first_that_fits(needs, room)
@@ -61,11 +79,37 @@ def choose_strategy(
     return chosen or list(needs)[-1]
 
 
+def refusals(
+    named: NamedModel,
+    made: MadeOptimizers,
+    assignment: Assignment,
+    line_up: LineUp,
+    check: Callable[[str], None],
+) -> dict[str, UserError]:
+    """Returns the error of each strategy with which `session.prepare` would end in one."""
+    found: dict[str, UserError] = {}
+    rows, mirrored = line_up.ranks // line_up.shards, bool(assignment.mirrors)
+    for name in STRATEGIES:
+        try:
+            check(name)
+            open_optimizers(made, named, DEALT[name])
+            if assignment.deterministic:
+                check_deterministic(name, rows=rows, mirrored=mirrored)
+        except UserError as error:
+            found[name] = error
+    return found
+
+
+def _bytes_held(tensor: torch.Tensor) -> int:
+    """Returns the bytes that a tensor has; one that only shows its shape has those of a number."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
 def choice_text(chosen: str | None, needs: dict[str, int], room: int, *, cuda: bool) -> str:
     """Returns a sentence that says which strategy is taken and why.
 
-    chosen: the first that fits; None: none does. needs: bytes of a rank by strategy. room: bytes
-    that each rank has for it.
+    chosen: the first that fits; None: none does. needs: bytes of a rank by strategy, of those that
+    take the model and its optimizer. room: bytes that each rank has for it.
     """
     taken = chosen or list(needs)[-1]
     smaller = list(needs)[: list(needs).index(taken)]
@@ -89,6 +133,7 @@ def line_up_of(assignment: Assignment, *, direct: bool) -> LineUp:
         shard=assignment.shard,
         direct=direct,
         bucket_bytes=size_bytes if isinstance(size_bytes, int) else FLAT_BUCKET_BYTES,
+        mirrored=bool(assignment.mirrors),
     )
 
 
@@ -119,9 +164,9 @@ def _layer(name: str) -> str:
     return "" if at is None else ".".join(parts[: at + 1])
 
 
-def state_size(named: NamedModel, factory: OptimizerFactory) -> StateSize:
-    """Returns what the optimizer keeps for each element; of what it packs, the mean."""
-    opened = open_optimizers(factory(list(named.parameters.values())), named, "nothing")
+def state_size(named: NamedModel, made: MadeOptimizers) -> StateSize:
+    """Returns what the optimizers keep for each element; of what they pack, the mean."""
+    opened = open_optimizers(made, named, "nothing")
     schemas = [schema for group in opened.groups for schema in group.nature.schemas.values()]
     kinds = [[key.kind for key in schema.values()] for schema in schemas]
     numbers = max((kind.count("elementwise") for kind in kinds), default=0)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 import traceback
+from os import PathLike
 
 import torch
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.consistency.configuration import Comparison
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
+from elasticzero.training.preparation import Place
 from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
 from elasticzero.worker.join import agree_on_checkpointing, join_world
 from elasticzero.worker.process_reuse import EndedGeneration
+from elasticzero.worker.single_process import LocalLink
 from elasticzero.worker.stop_protocol import StopState, run_stop_protocol
 
 
@@ -44,6 +48,21 @@ class Generation:
             self.link.on_abort(lambda: self._abort(groups))
             self.saving = agree_on_checkpointing(self.link, groups)
         self.entered_s = time.monotonic()
+
+    def place(
+        self, comparison: Comparison, *, cpu_offload: bool, load: str | PathLike[str] | None
+    ) -> Place:
+        """Returns what the model is to be laid over."""
+        return Place(
+            link=self.link,
+            groups=self.groups,
+            comparison=comparison,
+            device=self.device,
+            cpu_offload=cpu_offload,
+            load=load,
+            saving=self.saving,
+            save=self.link.save if isinstance(self.link, LocalLink) else None,
+        )
 
     def report_restored(self, began_s: float, bytes_read: int) -> None:
         """Tells the agent that the state is in place, and what the time until now has gone to.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,58 @@ def test_the_estimate_is_what_tensors_take(
     element_bytes: int,
 ) -> None:
     """Two ranks, two micro-batches a step; buckets are small, so that the pool is too."""
+    line_up = LineUp(nodes=RANKS, ranks_per_node=1, direct=True, bucket_bytes=BUCKET_BYTES)
+    check_estimate(pool, tmp_path, strategy, dtype, element_bytes, line_up)
+
+
+def check_estimate(
+    pool: Pool,
+    tmp_path: Path,
+    strategy: str,
+    dtype: str,
+    element_bytes: int,
+    line_up: LineUp,
+    **given: Any,
+) -> None:
     told = {"strategy": strategy, "dtype": dtype, "micro": 1, "out": str(tmp_path / "peak")}
-    given: dict[str, Any] = {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
-    running = pool.start(SCRIPT, [json.dumps(told)], RANKS, **given)
+    given |= {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
+    running = pool.start(SCRIPT, [json.dumps(told)], line_up.ranks, **given)
     running.finish()
     model = ModelSize(
         elements=24 * LAYER, element_bytes=element_bytes, largest=256 * 256, layer=LAYER
     )
-    line_up = LineUp(nodes=RANKS, ranks_per_node=1, direct=True, bucket_bytes=BUCKET_BYTES)
     expected = rank_memory(strategy, model, ADAMW, line_up).total
-    for rank in range(RANKS):
+    for rank in range(line_up.ranks):
         measured = json.loads((tmp_path / f"peak-{rank}").read_text())
         assert measured == pytest.approx(expected, rel=0.05), measured / expected
+
+
+RARELY = [pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero3")]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", *RARELY])
+def test_the_estimate_knows_state_that_is_divided_within_nodes(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    line_up = LineUp(
+        nodes=2, ranks_per_node=2, shard="node", direct=True, bucket_bytes=BUCKET_BYTES
+    )
+    check_estimate(pool, tmp_path, strategy, "float32", 4, line_up, row=2, shard="node")
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("strategy", ["zero2", *RARELY])
+def test_the_estimate_knows_mirrors(
+    pool: Pool, tmp_path: Path, strategy: str, dtype: str, element_bytes: int
+) -> None:
+    line_up = LineUp(
+        nodes=RANKS, ranks_per_node=1, direct=True, bucket_bytes=BUCKET_BYTES, mirrored=True
+    )
+    odd = {
+        rank: lambda given, other=1 - rank: replace(given, mirrors=(other,), mirrored_by=other)
+        for rank in range(RANKS)
+    }
+    check_estimate(pool, tmp_path, strategy, dtype, element_bytes, line_up, odd=odd)
 
 
 def test_auto_takes_another_strategy_in_another_world(pool: Pool, tmp_path: Path) -> None:
@@ -88,22 +129,27 @@ def test_auto_takes_another_strategy_in_another_world(pool: Pool, tmp_path: Path
         resume = Resume(tier="storage", step=steps)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["zero2", "zero3", pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_a_model_on_meta_trains_as_one_that_is_not(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
-    """It has the same first values, and under zero3 no rank has the whole of it at any time."""
+    """It has the same first values, and under zero3 no rank has the whole of it at any time; where
+    it is not built on meta, no rank has it twice. `auto` has memory for zero3 only."""
     found, built = [], []
     for meta in (False, True):
-        told = {"strategy": strategy, "dtype": "float32", "micro": 2}
+        told = {"strategy": strategy, "dtype": "float32", "micro": 2, "ram": 1 << 20}
         told |= {"meta": meta, "out": str(tmp_path / "out")}
         given: dict[str, Any] = {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
         pool.start(SCRIPT, [json.dumps(told)], RANKS, **given).finish()
         found.append(json.loads((tmp_path / "out-weights-0").read_text()))
-        built.append(json.loads((tmp_path / "out-built-1").read_text()))
+        built.append(
+            max(json.loads((tmp_path / f"out-built-{rank}").read_text()) for rank in range(RANKS))
+        )
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         assert found[1][name] == pytest.approx(value, abs=1e-6)
     whole = 4 * 24 * LAYER
-    assert built[0] >= whole
-    assert (built[1] < 0.7 * whole) == (strategy == "zero3")
+    assert whole <= built[0] < 1.8 * whole
+    assert (built[1] < 0.7 * whole) == (strategy != "zero2")

@@ -70,7 +70,8 @@ def test_it_trains_from_the_values_of_the_files(
         }
         running = pool.start(SCRIPT, [json.dumps(told | {"steps": steps})], ranks, **given)
         assert running.finish() == steps
-        built = built or json.loads((tmp_path / "out-built-1").read_text())
+        peaks = [json.loads((tmp_path / f"out-built-{rank}").read_text()) for rank in range(2)]
+        built = built or max(peaks)
         shutil.rmtree(tmp_path / "hf", ignore_errors=True)
         resume = Resume(tier="storage", step=steps)
     assert (built < 0.7 * WHOLE_BYTES) == (strategy == "zero3" and meta)

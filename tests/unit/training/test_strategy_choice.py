@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from elasticzero.errors import UserError
+from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.memory_estimate import StateSize
+from elasticzero.parallel import OptimizerFactory
+from elasticzero.parallel.optimizers.groups import MadeOptimizers
 from elasticzero.state.model import NamedModel
+from elasticzero.training import strategy_choice
 from elasticzero.training.strategy_choice import (
     choice_text,
+    choose_strategy,
     free_ram_bytes,
     model_size,
     state_size,
@@ -37,8 +47,9 @@ def test_layers_are_the_entries_of_lists() -> None:
 def test_what_is_packed_is_counted_by_its_bytes() -> None:
     """LargePacking packs the embedding and two layers, with a scale for four elements."""
     named = NamedModel(Model())
-    assert state_size(named, torch.optim.AdamW) == StateSize(numbers=2)
-    found = state_size(named, LargePacking)
+    parameters = list(named.parameters.values())
+    assert state_size(named, torch.optim.AdamW(parameters)) == StateSize(numbers=2)
+    found = state_size(named, LargePacking(parameters))
     elements = 40 + 16 + 16 + 20 + 7
     packed = elements - 7
     assert found == StateSize(packed_bytes=(packed * 2 + 7 * 4) / elements)
@@ -68,3 +79,49 @@ def test_the_sentence_names_what_is_too_large() -> None:
     assert choice_text("ddp", needs, 1 << 30, cuda=False).endswith("the least memory has 1.0 GiB")
     assert "takes zero3" in choice_text(None, needs, 1, cuda=True)
     assert "no strategy fits" in choice_text(None, needs, 1, cuda=True)
+
+
+def chosen(
+    factory: OptimizerFactory, *, room: int, check: Callable[[str], None], **given: Any
+) -> str:
+    assignment = replace(STANDALONE, world_size=2, nodes=2, **given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy_choice, "free_ram_bytes", lambda: room)
+        named = NamedModel(Model())
+        return choose_strategy(named, factory, torch.device("cpu"), assignment, None, check)
+
+
+def takes_any(strategy: str) -> None:
+    pass
+
+
+def takes_no_zero3(strategy: str) -> None:
+    if strategy == "zero3":
+        raise UserError("zero3 sums no sparse gradients")
+
+
+def matrices(parameters: Any) -> MadeOptimizers:
+    two_d = [p for p in parameters if p.ndim == 2]
+    return {
+        "muon": torch.optim.Muon(two_d),
+        "sgd": torch.optim.SGD([p for p in parameters if p.ndim != 2]),
+    }
+
+
+def test_what_a_strategy_refuses_is_not_chosen() -> None:
+    """Without room for any, the last is taken of those that can train the model at all."""
+    assert chosen(torch.optim.AdamW, room=0, check=takes_any) == "zero3"
+    assert chosen(matrices, room=0, check=takes_any) == "zero2"
+    assert chosen(torch.optim.AdamW, room=0, check=takes_no_zero3) == "zero2"
+    fixed = {"deterministic": True}
+    assert chosen(torch.optim.AdamW, room=0, check=takes_any, **fixed) == "zero2"
+    assert chosen(torch.optim.AdamW, room=0, check=takes_any, mirrors=(1,), **fixed) == "ddp"
+    assert chosen(torch.optim.AdamW, room=0, check=takes_any, shard="node", **fixed) == "ddp"
+
+
+def test_a_model_that_all_refuse_is_refused() -> None:
+    def takes_none(strategy: str) -> None:
+        raise UserError(f"{strategy} cannot have it")
+
+    with pytest.raises(UserError, match="ddp cannot have it"):
+        chosen(torch.optim.AdamW, room=1 << 30, check=takes_none)
