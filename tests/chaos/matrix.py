@@ -27,7 +27,7 @@ STEPS = (
     "saving",  # all ranks but one have captured what becomes a checkpoint
     "reducing",  # one rank is inside its backward, the others wait for its buckets of gradients
     "between",  # one rank has all sums and no step yet, the others are beyond theirs
-    "gathering",  # one rank is inside its optimizer's step, the others are beyond theirs
+    "gathering",  # one rank has gathered some of the parameters, the others wait for the rest
 )
 PROVOKED = ("regrouping", "written", "connecting", "restoring")
 """Steps of the protocol to which a job comes by another fault."""

@@ -3,9 +3,9 @@
 make chaos                                                   # every strategy and placement
 python -m pytest -m chaos tests/chaos/test_kills_within_steps.py -k 'zero2 and mirror'
 
-The rank that dies is inside its backward, while the others wait for its buckets of gradients; or it
-has all sums and has not stepped yet; or it is inside its optimizer's step, while the others gather
-updated parameters. The weights are those of a run that nothing has disturbed.
+The rank that dies is inside its backward, where it has sent the last layer's gradients and the
+others wait for the rest; or it has all sums and has not stepped yet; or updated parameters are
+gathered, some of which it has. The weights are those of a run that nothing has disturbed.
 """
 
 from __future__ import annotations

@@ -107,22 +107,26 @@ def wait_while_saving(session: ez.Session, holds: Holds, save_every: int) -> Non
 def wait_within_steps(
     session: ez.Session, model: nn.Module, optimizer: torch.optim.Optimizer, holds: Holds
 ) -> None:
-    """Waits inside a backward, between the gradients of two layers, before gradients go to the rank
-    that keeps a live copy, between the last sum over ranks and the optimizer's step, and after that
-    step, which zero1 and zero2 call for each of their buckets."""
-    summed = False
+    """Waits inside a backward, once the last layer's gradients are on their way to other ranks;
+    before gradients go to the rank that keeps a live copy; between the last sum over ranks and the
+    optimizer's step; and while parameters are gathered: before the step of a further bucket, which
+    zero1 and zero2 gather one by one, or in a forward, where zero3 gathers one layer after the
+    other."""
+    buckets = 0
 
     def inside(place: str) -> None:
         holds.wait(place, session.generation, session.rank)
 
     def reduce(*_: Any) -> None:
-        nonlocal summed
-        summed = True
+        nonlocal buckets
+        buckets = 0
         inside("reducing")
 
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_full_backward_pre_hook(reduce)
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    for layer in layers[:-1]:
+        layer.register_full_backward_pre_hook(reduce)
+    for layer in layers[1:]:
+        layer.register_forward_pre_hook(lambda *_: inside("gathering"))
     exchange = mirror.Mirrors.exchange
 
     def wait_and_exchange(*given: Any) -> Any:
@@ -134,13 +138,10 @@ def wait_within_steps(
 
     @functools.wraps(step)
     def step_and_wait(*args: Any, **options: Any) -> Any:
-        nonlocal summed
-        if summed:  # by `session.step`: no bucket is stepped yet
-            summed = False
-            inside("between")
-        found = step(*args, **options)
-        inside("gathering")
-        return found
+        nonlocal buckets
+        inside("gathering" if buckets else "between")
+        buckets += 1
+        return step(*args, **options)
 
     optimizer.step = step_and_wait  # type: ignore[method-assign]
 
