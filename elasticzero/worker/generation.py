@@ -132,7 +132,7 @@ class Generation:
             clean=clean,
             complete=training.strategy.shards == 1,
             results_suspect=self.groups is not None and self.groups.results_suspect,
-            halved=training.halved_micro_batch if clean else None,
+            halved=training.halved_micro_batch,
             save=training.snapshot if clean else None,
             shut=shut,
         )

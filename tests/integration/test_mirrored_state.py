@@ -73,7 +73,7 @@ def test_a_node_lost_inside_a_step_costs_that_step_at_most(
     place: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """One rank has not sent its gradient to its mirror yet, and the others wait for it; or it has
-    stepped and sent some of its buckets, and the others wait for the rest. Then its node is lost."""
+    stepped some of its buckets, and the others wait for the rest. Then its node is lost."""
     (holds := tmp_path / "holds").mkdir()
     options = [*words(tmp_path / "c", "zero1", "--nnodes", "1:3", *MIRROR), "--holds", str(holds)]
     with story(tmp_path, etcd.endpoint, job, options, nodes=3) as told:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elasticzero.checkpoint.steps import catalog
 from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import story
@@ -42,7 +43,8 @@ def test_micro_batches_halve_until_memory_suffices(
     """Parts of 8 samples become 4 and 2, in two further generations, without a restart that
     counts."""
     out = tmp_path / "out"
-    words = ["--nnodes", "2", "--max-restarts", "0", "--strategy", strategy, str(SCRIPT)]
+    words = ["--nnodes", "2", "--max-restarts", "0", "--strategy", strategy]
+    words += ["--checkpoint-dir", str(tmp_path / "checkpoints"), str(SCRIPT)]
     with story(tmp_path, etcd.endpoint, job, [*words, str(out), "16", str(STEPS)], nodes=2) as told:
         assert set(told.wait_for_end().values()) == {0}, told.logs()
         for size in (4, 2):
@@ -50,5 +52,7 @@ def test_micro_batches_halve_until_memory_suffices(
     found = json.loads(out.read_text())
     assert found["generation"] >= 3
     assert found["most"] == 2
+    newest = catalog.read_manifest(catalog.find(tmp_path / "checkpoints"))
+    assert newest.state["position"]["micro_batch"] == 2, "a run that goes on begins with it"
     for name, values in plain(monkeypatch).items():
         assert found["weights"][name] == pytest.approx(values, abs=1e-9)

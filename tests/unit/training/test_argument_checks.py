@@ -21,6 +21,7 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.torch_internals import has_step_hooks
 from elasticzero.training.argument_checks import (
+    check_model,
     check_offload,
     check_tracked,
     checked_tag,
@@ -35,6 +36,12 @@ class Wrapped(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+
+
+def test_what_compile_returns_is_no_model() -> None:
+    """Its parameters have names of their own, by which no other run would find them."""
+    with pytest.raises(UserError, match="give it the model itself, and compile=True"):
+        check_model(torch.compile(nn.Linear(2, 1)))
 
 
 def test_an_average_of_a_wrapped_model_is_of_the_model_inside() -> None:

@@ -1,0 +1,26 @@
+"""What a generation hands to the stop protocol."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.worker.generation import Generation
+
+
+def test_half_a_micro_batch_is_known_without_a_state_to_save() -> None:
+    """A divided state cannot be kept while a snapshot is on its way to another node."""
+    generation = Generation(AgentClient(None, STANDALONE))
+    training: Any = SimpleNamespace(
+        copy=object(),
+        clean=True,
+        can_stop_with_state=lambda: False,
+        halved_micro_batch=4,
+        step=3,
+        strategy=SimpleNamespace(shards=2),
+        snapshot=lambda: None,
+    )
+    generation.training = training
+    state = generation._stop_state()
+    assert (state.clean, state.save, state.halved) == (False, None, 4)
