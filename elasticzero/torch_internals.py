@@ -14,7 +14,8 @@ Check after an upgrade of torch:
    `get_error`. `make gpu` runs all of these;
  - `torch.utils.data._utils.worker._worker_info` is what `get_worker_info` returns;
  - `_optimizer_step_pre_hooks` and `_global_optimizer_pre_hooks`, and those named `post`, hold what
-   runs at an optimizer's step.
+   runs at an optimizer's step;
+ - `Tensor._version` grows with every change in place that autograd sees.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
     "as_data_worker",
     "call_before_compiling",
     "collectives_begun",
+    "count_of_changes",
     "drop_step_hooks",
     "has_step_hooks",
     "nccl_backends",
@@ -110,6 +112,11 @@ def as_data_worker(number: int, workers: int, dataset: Any) -> None:
         seed = torch.initial_seed()
         found = data_worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
     data_worker._worker_info = found
+
+
+def count_of_changes(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor, or one that it is a part of, was changed in place."""
+    return int(tensor._version)
 
 
 class StepCheck:

@@ -32,6 +32,8 @@ class TensorPiece:
     name: str
     data: torch.Tensor
     """The elements of the layout's span in row-major order; any shape, any device."""
+    frozen: bool = False
+    """True if they are likely to be those of the last capture too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

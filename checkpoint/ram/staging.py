@@ -1,14 +1,14 @@
 """Stages tensors in shared memory, which is the part of a save that training waits for.
 
 The stager copies a shard's header and its pieces into a slot that is already allocated and mapped.
-It computes no checksums and writes nothing to storage: the agent seals the shard and copies it
-there.
+What it copied there before and training has not changed, such as the base of a LoRA, stays. It
+computes no checksums and writes nothing to storage: the agent seals the shard and copies it there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from elasticzero.checkpoint.format.finite import CHECKED_DTYPES, Range
+from elasticzero.checkpoint.format.layout import Layout
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_header, shard_specs
 from elasticzero.checkpoint.io.writer import TensorPiece, ordered_pieces
@@ -23,6 +24,7 @@ from elasticzero.checkpoint.ram.slots import MemorySlot, Slots, SlotsInUse
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage.base import as_storage_error
 from elasticzero.errors import StorageError
+from elasticzero.state.digests import change_marks
 
 _PAGE_BYTES = 4096
 
@@ -33,6 +35,26 @@ class _StagingOptions:
 
     extra: bool
     trained: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """Says which frozen pieces a slot has, and where."""
+
+    layout: Layout
+    rank: int
+    start: int
+    """Number of bytes in the file before the first piece."""
+    marks: Mapping[str, tuple[int, ...]]
+
+    def kept_from(self, before: _Contents | None) -> set[str]:
+        """Returns the names of the pieces that a slot with contents of before has already."""
+        if before is None or not self.marks or before.rank != self.rank:
+            return set()
+        same = before.layout is self.layout or before.layout == self.layout
+        if before.start != self.start or not same:
+            return set()
+        return {name for name, mark in self.marks.items() if before.marks.get(name) == mark}
 
 
 def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) -> list[Range]:
@@ -57,6 +79,7 @@ class SharedMemoryStager:
         self._store = SnapshotStore(root, overflow)
         self._slots = Slots(root, name or f"worker-{local_rank}", overflow)
         self._memory: dict[MemorySlot, torch.Tensor] = {}
+        self._contents: dict[MemorySlot, _Contents] = {}
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         """The worker's own GPU. Another thread's current device is the machine's first until it
         sets one."""
@@ -66,6 +89,7 @@ class SharedMemoryStager:
         """Allocates and maps memory for shards of `size` bytes in advance, so that no write pays
         for it."""
         for slot in self._slots.reserve(size):
+            self._contents.pop(slot, None)
             self._bytes_of(slot)[::_PAGE_BYTES].zero_()
 
     def write(
@@ -110,7 +134,12 @@ class SharedMemoryStager:
         slot = self._free_slot(size, options)
         memory = self._bytes_of(slot)
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._copy(draft, rank, pieces, memory[len(head) : size])
+        by_name = {piece.name: piece for piece in pieces}
+        frozen = {name: piece.data for name, piece in by_name.items() if piece.frozen}
+        now = _Contents(draft.layout, rank, len(head), change_marks(frozen))
+        there = now.kept_from(self._contents.pop(slot, None))
+        self._copy(draft, rank, by_name.values(), memory[len(head) : size], there)
+        self._contents[slot] = now
         path = self._store.path(draft.generation, draft.step, slot.root)
         path.mkdir(parents=True, exist_ok=True)
         slot.link(path / draft.file_name(rank))
@@ -138,16 +167,24 @@ class SharedMemoryStager:
         for memory in self._memory.values():
             self._unpin(memory)
         self._memory.clear()
+        self._contents.clear()
         self._slots.close()
 
     def _copy(
-        self, draft: Manifest, rank: int, pieces: Iterable[TensorPiece], memory: torch.Tensor
+        self,
+        draft: Manifest,
+        rank: int,
+        pieces: Iterable[TensorPiece],
+        memory: torch.Tensor,
+        there: Collection[str],
     ) -> None:
+        """Copies the pieces to their places. there: names of those that are there already."""
         start = 0
         on_gpu = False
-        for spec, data in ordered_pieces(draft, rank, pieces):
+        ordered = ordered_pieces(draft, rank, pieces)
+        for name, (spec, data) in zip(shard_specs(draft, rank), ordered, strict=True):
             stop = start + spec.nbytes
-            if spec.nbytes:
+            if spec.nbytes and name not in there:
                 place = memory[start:stop].view(data.dtype)
                 if data.is_cuda:
                     on_gpu = True
@@ -171,6 +208,7 @@ class SharedMemoryStager:
             self._memory[slot] = known
             for gone in [slot for slot in self._memory if slot.closed]:
                 self._unpin(self._memory.pop(gone))
+                self._contents.pop(gone, None)
         return known
 
     def _side_stream(self) -> torch.cuda.Stream:

@@ -22,11 +22,11 @@ from elasticzero import __version__
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.differences import Verdict, by_trained, difference
-from elasticzero.consistency.digests import combined, of_value
 from elasticzero.data.loader import RankSchedule
 from elasticzero.errors import PeerSetAside, UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel.optimizers.groups import Optimizers
+from elasticzero.state.digests import combined, of_value
 from elasticzero.state.model import NamedModel, Spec, spec_of
 
 Description = Mapping[str, str]

@@ -39,12 +39,12 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlWord
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.differences import by_majority, difference, split
-from elasticzero.consistency.digests import combined, digests, of_value
 from elasticzero.errors import PeerSetAside, ReplicaMismatch, UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.serialization import encode
 from elasticzero.state.auxiliary import BoundaryCopy
+from elasticzero.state.digests import combined, digests, of_value
 from elasticzero.state.model import TRACKED
 
 SHARE = 0.0003

@@ -94,7 +94,13 @@ def _pieces(spans: Mapping[str, Span], share: RankState) -> Iterator[TensorPiece
     for name, span in spans.items():
         held = share.held[name]
         flat = held.tensor.reshape(-1)
-        yield TensorPiece(name, flat[span.start - held.start : span.stop - held.start])
+        part = flat[span.start - held.start : span.stop - held.start]
+        yield TensorPiece(name, part, frozen=name in share.frozen)
+
+
+def as_changed(pieces: list[TensorPiece]) -> list[TensorPiece]:
+    """Returns the pieces without a mark that some are likely to be as they were."""
+    return [replace(piece, frozen=False) for piece in pieces]
 
 
 def stored(spec: Spec) -> TensorSpec:

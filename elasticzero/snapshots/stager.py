@@ -30,7 +30,7 @@ from elasticzero.snapshots.direct_save import (
     write_while_waiting,
 )
 from elasticzero.snapshots.interval import IntervalTuner
-from elasticzero.snapshots.manifest_draft import WriterInfo, draft
+from elasticzero.snapshots.manifest_draft import WriterInfo, as_changed, draft
 from elasticzero.snapshots.memory import Reservation, Sizes, memory_shortage
 from elasticzero.snapshots.schedule import CaptureSchedule, Due
 from elasticzero.state.auxiliary import BoundaryCopy
@@ -138,8 +138,7 @@ class StateStager:
 
     def control_word(self, flags: int, *, asks: bool = False) -> ControlWord:
         """Returns this rank's word at this boundary. asks: its script asked for a checkpoint."""
-        link, start = self._link, self._schedule.start
-        given = self._assignment
+        link, start, given = self._link, self._schedule.start, self._assignment
         chooses = self._takes_snapshots and given.rank == 0 and given.snapshot_every is None
         return ControlWord(
             flags=flags,
@@ -213,8 +212,7 @@ class StateStager:
         self._await_save()
         if self._unsaved_state(copy):
             self._capture(copy, checkpoint=True)
-        deadline_s = time.monotonic() + self._assignment.save_timeout_s
-        pause_s = _TRY_AGAIN_S
+        deadline_s, pause_s = time.monotonic() + self._assignment.save_timeout_s, _TRY_AGAIN_S
         while self._unsaved == copy.step and time.monotonic() + pause_s < deadline_s:
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _MOST_TRY_AGAIN_S)
@@ -291,6 +289,7 @@ class StateStager:
         began_s = time.monotonic()
         manifest, pieces = self._draft(copy, writer)
         captured = self._captured(manifest, writer)
+        pieces = as_changed(pieces) if checkpoint else pieces
         try:
             size = self._writer.write(
                 manifest, writer.rank, pieces, self._states_to_keep(), trained=self._trained
@@ -370,6 +369,7 @@ class StateStager:
         keep = self._states_to_keep()
         if not self._agreed and self._schedule.taken is not None:
             keep = {*keep, (writer.generation, self._schedule.taken)}
+        pieces = as_changed(pieces)
         size = self._writer.write(
             manifest, writer.rank, pieces, keep, extra=True, trained=self._trained
         )

@@ -131,8 +131,8 @@ def check_model(model: Any) -> None:
         raise UserError(f"session.prepare takes an nn.Module first, not a {type(model).__name__}")
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise UserError(
-            "session.prepare was given what torch.compile has returned, whose parameters have other "
-            "names: give it the model itself, and compile=True or a mode"
+            "session.prepare was given what torch.compile has returned, whose parameters have "
+            "other names: give it the model itself, and compile=True or a mode"
         )
     if not any(True for _ in model.parameters()):
         raise UserError("session.prepare was given a model without parameters")

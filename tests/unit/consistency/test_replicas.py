@@ -11,7 +11,6 @@ from torch import Tensor
 
 from elasticzero.comm.control import ControlWord, decode_word, encode_word
 from elasticzero.consistency.differences import by_majority
-from elasticzero.consistency.digests import combined, digests
 from elasticzero.consistency.replicas import (
     LONGEST_EVERY,
     SHARE,
@@ -27,6 +26,7 @@ from elasticzero.launcher.protocol.resume import choose_resume, describe_incompl
 from elasticzero.launcher.protocol.termination import refuse_unverified_state
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.digests import combined, digests
 
 NODES = ("a", "b", "c")
 MEMBERS = tuple(Member(node, f"i{node}", node, 1, 2, 1) for node in NODES)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
@@ -295,3 +296,57 @@ def test_only_a_snapshot_s_own_files_are_served(tmp_path: Path) -> None:
     for name in ("../slots/worker-0-0", "draft-rank-00000-of-00001.json", "owner"):
         with pytest.raises(FileNotFoundError):
             store.open_file(1, 5, name)
+
+
+def with_frozen(of: Manifest, value: torch.Tensor) -> list[TensorPiece]:
+    return [
+        TensorPiece("a", value.reshape(-1), frozen=True) if piece.name == "a" else piece
+        for piece in pieces(of)
+    ]
+
+
+def test_what_training_does_not_change_is_copied_once_into_each_slot(tmp_path: Path) -> None:
+    """What the test writes into the slots is still there after further captures, until the values
+    change, in whatever way a script changes them."""
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    value = TENSORS["a"].clone()
+
+    def capture(step: int) -> torch.Tensor:
+        writer.write(draft(step), 0, with_frozen(draft(step), value), {(1, step - 1)})
+        return read_draft(store, step)
+
+    for step in (1, 2):
+        assert torch.equal(capture(step), value)
+    marked = value + 1
+    for slot in (tmp_path / "slots").iterdir():
+        data = slot.read_bytes()
+        at = data.index(value.numpy().tobytes())
+        with slot.open("r+b") as file:
+            file.seek(at)
+            file.write(marked.numpy().tobytes())
+    for step in (3, 4):
+        assert torch.equal(capture(step), marked)
+    value[7] = -1  # one element, which torch counts
+    for step in (5, 6):
+        assert torch.equal(capture(step), value)
+    value.data[1000:1128] = -2  # 1 KiB, which it does not
+    for step in (7, 8):
+        assert torch.equal(capture(step), value)
+    value.data = value + 3
+    for step in (9, 10):
+        assert torch.equal(capture(step), value)
+
+
+def test_another_layout_is_copied_whole(tmp_path: Path) -> None:
+    """The same bytes are elsewhere in the file of a larger world, and of one with a longer
+    header."""
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    for step, world_size in ((1, 1), (2, 2), (3, 1), (4, 2), (10**9, 1), (10**9 + 1, 1)):
+        of = draft(step, world_size=world_size)
+        given = [TensorPiece(piece.name, piece.data, frozen=True) for piece in pieces(of)]
+        writer.write(of, 0, given, set())
+        store.seal(ShardName(1, step, 0, world_size))
+        for piece in given:
+            shard = store.path_of(ShardName(1, step, 0, world_size)) / of.file_name(0)
+            held = load_file(shard)[piece.name].reshape(-1)
+            assert torch.equal(held, piece.data), (step, piece.name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from elasticzero.consistency.digests import COLUMNS, combined, digests, of_value, sums_of
+from elasticzero.state.digests import COLUMNS, change_marks, combined, digests, of_value, sums_of
 
 LENGTHS = [0, 1, 3, 4, 5, 4 * COLUMNS - 1, 4 * COLUMNS, 4 * COLUMNS + 3, 40 * COLUMNS + 5]
 
@@ -73,3 +74,26 @@ def test_a_table_s_number_does_not_depend_on_its_order() -> None:
     assert len({one, combined({"a": 2, "b": 1}), combined({"a": 1}), combined({})}) == 4
     assert 0 <= one < 1 << 62
     assert of_value({"x": [1, 2.5, None]}) != of_value({"x": [1, 2.5, 0]})
+
+
+def changed(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> bool:
+    before = change_marks({"t": tensor})
+    assert change_marks({"t": tensor}) == before
+    change(tensor)
+    return change_marks({"t": tensor}) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("size", [1, 1000, 100_003])
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_mark_shows_what_torch_counts_and_what_is_long_enough(
+    dtype: torch.dtype, size: int, start: int
+) -> None:
+    tensor = torch.zeros(size + start, dtype=dtype)[start:]
+    assert changed(tensor, lambda t: t[-1:].fill_(1))
+    assert changed(tensor, lambda t: t.data.logical_not_())
+    many = 1024 // tensor.element_size()
+    for first in range(0, max(1, size - many), 997):
+        assert changed(tensor, lambda t: t.data[first : first + many].logical_not_())  # noqa: B023
+    with torch.no_grad():
+        assert changed(tensor, lambda t: setattr(t, "data", t.clone()))

@@ -19,7 +19,13 @@ import torch
 import xxhash
 from torch import Tensor
 
+from elasticzero.torch_internals import count_of_changes
+
 COLUMNS = 2048
+_SAMPLED_FROM = 1024
+"""Bytes of which one element counts for the mark of a change."""
+_SMALL_BYTES = 65536
+"""Bytes of a tensor of which all elements count."""
 _BITS = 62
 """Bits of a digest, so that it can be sent as a positive number and its complement as a negative
 one."""
@@ -34,6 +40,24 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     here = {name: value for name, value in found.items() if isinstance(value, int)}
     there = {name: _of_number(word) for name, word in zip(on_gpu, words, strict=True)}
     return {name: here[name] if name in here else there[name] for name in tensors}
+
+
+def change_marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Returns, for each tensor by name, what is another if its elements have changed.
+
+    On a GPU that is its digest. On the CPU a digest costs as much as a copy. There it is the
+    tensor's place in memory, torch's count of its changes, and the digest of one element in each
+    `_SAMPLED_FROM` bytes; of a small tensor, of all. What is missed is a change that torch does not
+    count, as one through `.data`, if it touches no such element: it is shorter than 1 KiB.
+    """
+    on_gpu = digests({name: t for name, t in tensors.items() if t.device.type != "cpu"})
+    found: dict[str, tuple[int, ...]] = {name: (digest,) for name, digest in on_gpu.items()}
+    for name, tensor in tensors.items():
+        if name not in found:
+            step = _SAMPLED_FROM // tensor.element_size() if tensor.nbytes > _SMALL_BYTES else 1
+            sample = _flat(tensor.detach().reshape(-1)[::step].contiguous())
+            found[name] = (tensor.data_ptr(), count_of_changes(tensor), _of_cpu(sample))
+    return found
 
 
 def of_value(value: Any) -> int:
@@ -53,9 +77,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _of_bytes(flat: Tensor) -> int | Tensor:
-    if flat.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(flat.numpy().data)
-    return sums_of(flat)
+    return _of_cpu(flat) if flat.device.type == "cpu" else sums_of(flat)
+
+
+def _of_cpu(flat: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(flat.numpy().data)
 
 
 def sums_of(flat: Tensor) -> Tensor:
