@@ -168,7 +168,7 @@ def create(name: str, setting: Setting) -> Strategy:
 
         return Replicated(setting)
     if setting.deterministic:
-        check_deterministic(name, rows=setting.place.replicas, mirrored=bool(setting.mirrors))
+        check_deterministic(name, mirrored=bool(setting.mirrors))
     if setting.deterministic and name in ("zero1", "zero2"):
         from elasticzero.parallel.fixed_order.zero import WholeParameters
 
@@ -184,24 +184,17 @@ def create(name: str, setting: Setting) -> Strategy:
     raise UserError(f"strategy {name!r} is not one of {', '.join(STRATEGIES)}")
 
 
-def check_deterministic(strategy: str, *, rows: int, mirrored: bool) -> None:
+def check_deterministic(strategy: str, *, mirrored: bool) -> None:
     """Raises `UserError` where `--deterministic` cannot be had.
 
-    rows: rows of ranks that hold the whole state each. mirrored: ranks keep others' parts too.
+    mirrored: ranks keep others' parts too.
     """
     if strategy == "zero3":
         raise UserError(
             "--deterministic cannot be had with strategy zero3, for torch's FSDP2 sums gradients "
             "in an order that depends on the world: use ddp, zero1 or zero2"
         )
-    if strategy == "ddp":
-        return
-    if rows > 1:
-        raise UserError(
-            "--deterministic cannot be had with --shard node: its zero1 and zero2 deal whole "
-            "parameters to all ranks of the world; leave out one of the two"
-        )
-    if mirrored:
+    if mirrored and strategy != "ddp":
         raise UserError(
             "--deterministic cannot be had with --redundancy mirror: its zero1 and zero2 keep "
             "no live copies of other ranks' parts; leave out one of the two"

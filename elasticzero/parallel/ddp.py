@@ -20,7 +20,7 @@ from elasticzero.parallel.finite import (
     squared_norm,
     squares_of,
 )
-from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer, Ranks
+from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.state import (
@@ -50,8 +50,7 @@ class Replicated:
         self._fixed_order = setting.deterministic
         self._reducer: Reducer | FixedOrderReducer | None = None
         if setting.deterministic:
-            ranks = Ranks(setting.rank, setting.world_size)
-            self._reducer = FixedOrderReducer(self._parameters, ranks)
+            self._reducer = FixedOrderReducer(self._parameters, setting.place)
         elif setting.world_size > 1:
             plan = setting.bucket_plan
             self._reducer = Reducer(self._parameters, self.optimizers.name_of, plan)

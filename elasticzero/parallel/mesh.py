@@ -40,6 +40,15 @@ class Mesh:
         """Returns the rank that holds a shard in this row."""
         return self.replica * self.shards + shard
 
+    @property
+    def rank(self) -> int:
+        """Returns this rank's number."""
+        return self.rank_of(self.shard)
+
+    def replicas_of(self, shard: int) -> list[int]:
+        """Returns the ranks that hold a shard, one of each row."""
+        return list(range(shard, self.world_size, self.shards))
+
     def rows(self) -> list[list[int]]:
         """Returns the ranks of each row."""
         return [

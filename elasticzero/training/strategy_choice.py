@@ -61,7 +61,7 @@ def choose_strategy(
     held = sum(_bytes_held(parameter) for parameter in named.parameters.values())
     memory = torch_bytes(device) if cuda else held + free_ram_bytes() // line_up.ranks_per_node
     room = room_for_state(memory, None, cuda=cuda)
-    refused = refusals(named, made, assignment, line_up, check)
+    refused = refusals(named, made, assignment, check)
     if len(refused) == len(STRATEGIES):
         raise next(iter(refused.values()))
     needs = {}
@@ -83,18 +83,16 @@ def refusals(
     named: NamedModel,
     made: MadeOptimizers,
     assignment: Assignment,
-    line_up: LineUp,
     check: Callable[[str], None],
 ) -> dict[str, UserError]:
     """Returns the error of each strategy with which `session.prepare` would end in one."""
     found: dict[str, UserError] = {}
-    rows, mirrored = line_up.ranks // line_up.shards, bool(assignment.mirrors)
     for name in STRATEGIES:
         try:
             check(name)
             open_optimizers(made, named, DEALT[name])
             if assignment.deterministic:
-                check_deterministic(name, rows=rows, mirrored=mirrored)
+                check_deterministic(name, mirrored=bool(assignment.mirrors))
         except UserError as error:
             found[name] = error
     return found

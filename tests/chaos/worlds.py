@@ -12,7 +12,7 @@ LINE_UPS = (
     *product(("zero1", "zero2", "zero3"), ("world", "node")),
 )
 """Strategies, and among which ranks each divides state; ddp divides none."""
-FIXED_ORDER = (("ddp", "world"), ("zero1", "world"), ("zero2", "world"))
+FIXED_ORDER = tuple(line_up for line_up in LINE_UPS if line_up[0] != "zero3")
 """Those that `--deterministic` takes."""
 DRAWN = {
     "test": {
@@ -23,6 +23,7 @@ DRAWN = {
         "bf16, zero3, 2 ranks, node",
         "float64, zero3, 2 ranks, world, 3 faults",
         "bits, zero2, 3 ranks, world, 3 faults",
+        "bits, zero1, 4 ranks, node, 3 faults",
     },
 }
 """Cells that `make test` and `make slow` run of the table; `make chaos` runs the rest."""

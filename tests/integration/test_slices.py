@@ -158,8 +158,9 @@ def in_one_process(pool: Pool, folder: Path, told: dict[str, Any], **given: Any)
 def test_deterministic_weights_are_the_same_bits_after_a_kill(
     pool: Pool, tmp_path: Path, strategies: tuple[str, str, str], optimizer: str, stream: bool
 ) -> None:
-    """A world of 3 whose rank 1 is killed, then worlds of 2 and 4 with other strategies, from
-    checkpoints; float32, dropout, clipping, slices of which some leave parameters unused."""
+    """A world of 3 whose rank 1 is killed, then worlds of 2 and 4 with other strategies, the last
+    one with state divided within its two nodes, from checkpoints; float32, dropout, clipping,
+    slices of which some leave parameters unused."""
     told: dict[str, Any] = {"dtype": "float32", "clip": 0.5, "optimizer": optimizer}
     told |= {"batch": 21, "virtual": 3, "weighted": optimizer == "adamw", "stream": stream}
     told |= {"workers": 2 if stream else 0}
@@ -174,6 +175,7 @@ def test_deterministic_weights_are_the_same_bits_after_a_kill(
         rest = told | {"strategy": strategies[generation - 1], "steps": until}
         rest["out"] = str(tmp_path / "out")
         resume = Resume(tier="storage", step=step)
+        given |= {"row": 2, "shard": "node"} if world_size == 4 else {}
         running = start(pool, world_size, rest, generation=generation, resume=resume, **given)
         assert running.finish() == until
         step = until

@@ -4,7 +4,8 @@ Rules:
  W1  Each slice's gradient is computed by itself, and zeros stand for what a slice does not use. A
      rank adds those of its slices to the largest nodes of the tree; a filler adds nothing.
  W2  After the last slice each rank sends the owner of a parameter its nodes' sums, and the owner
-     finishes the tree. Which nodes a rank has follows from the slices that each micro-batch names.
+     finishes the tree; where several rows hold the whole state, each has an owner, who does the
+     same. Which nodes a rank has follows from the slices that each micro-batch names.
  W3  The additions of two elements are the same in all worlds, and each rounds once, wherever and in
      whatever tensor it is done. So the sums are the same to the last bit.
 Nothing overlaps with the backward, and a rank holds up to log2(slices) + 1 whole gradients.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.fixed_order.layout import OwnedParameters, Round, deal_whole
 from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 from elasticzero.step_clock import wait_for
@@ -35,27 +36,19 @@ TAG = 0x657B
 Gradient = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Says which rank of how many this is."""
-
-    rank: int
-    world_size: int
-
-
 class GradientTree:
     """Sums the gradients of these parameters over the slices of a global batch."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Any], ranks: Ranks
+        self, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Any], mesh: Mesh
     ) -> None:
         """kinds: as for `deal_whole`."""
-        self.rounds: list[Round] = deal_whole(parameters, kinds, ranks.world_size)
+        self.rounds: list[Round] = deal_whole(parameters, kinds, mesh.shards)
         self.used: set[str] = set()
         """Parameters that this rank has used in the global batch."""
         self.losses = LossCheck()
         self._parameters = parameters
-        self._ranks = ranks
+        self._mesh = mesh
         self._sums: PartialSums[Gradient] | None = None
         self._runs: tuple[Span, ...] = ()
         """The slices of each rank."""
@@ -109,7 +102,7 @@ class GradientTree:
     def _exchange(
         self, messages: Round, sums: PartialSums[Gradient]
     ) -> dict[OwnedParameters, Tensor]:
-        rank, world_size = self._ranks.rank, self._ranks.world_size
+        mesh, rank = self._mesh, self._mesh.rank
         operations: list[dist.P2POp] = []
         owned: OwnedParameters | None = None
         nodes: list[tuple[Span, Tensor]] = []
@@ -118,12 +111,14 @@ class GradientTree:
                 (node, message.pack([gradient.pop(name) for name in message.names]))
                 for node, gradient in sums.nodes
             ]
-            if message.owner != rank:
-                operations += [_operation(dist.isend, sum_, message.owner) for _, sum_ in mine]
+            for owner in mesh.replicas_of(message.owner):
+                if owner != rank:
+                    operations += [_operation(dist.isend, sum_, owner) for _, sum_ in mine]
+            if message.owner != mesh.shard:
                 continue
             owned = message
             nodes += mine
-            for source in (r for r in range(world_size) if r != rank):
+            for source in (r for r in range(mesh.world_size) if r != rank):
                 its_nodes = largest_nodes(self._runs[source], sums.slices)
                 theirs = [(node, message.empty()) for node in its_nodes]
                 operations += [_operation(dist.irecv, room, source) for _, room in theirs]
@@ -147,21 +142,28 @@ def _add(left: Gradient, right: Gradient) -> Gradient:
     return left
 
 
-def spread(messages: Mapping[OwnedParameters, Tensor]) -> None:
-    """Sends each owner's messages to all other ranks; all ranks call this together."""
-    wait_for([dist.broadcast(flat, m.owner, async_op=True) for m, flat in messages.items()])
+def spread(messages: Mapping[OwnedParameters, Tensor], mesh: Mesh) -> None:
+    """Sends each owner's messages to all other ranks of its row; all ranks call this together."""
+    group = mesh.shard_group
+    wait_for(
+        [
+            dist.broadcast(flat, mesh.rank_of(message.owner), group=group, async_op=True)
+            for message, flat in messages.items()
+        ]
+    )
 
 
 class FixedOrderReducer:
     """Sums gradients for `ddp`, as `reducer.Reducer` does, and leaves all of them on each rank."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        """mesh: one row, of all ranks."""
         trained = {n: p for n, p in parameters.items() if p.requires_grad and p.numel()}
         for parameter in trained.values():
             parameter.data = parameter.data.contiguous()
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
-        self._tree = GradientTree(trained, {}, ranks)
-        self._world_size = ranks.world_size
+        self._tree = GradientTree(trained, {}, mesh)
+        self._mesh = mesh
         self.loss = 0.0
         """Mean loss of the global batch; NaN where a loss of any rank is not finite."""
 
@@ -199,10 +201,10 @@ class FixedOrderReducer:
             said[-1] = math.nan if losses.bad else float(losses.mean)
         flats = {m: owned.get(m) for messages in self._tree.rounds for m in messages}
         every = {m: flat if flat is not None else m.empty() for m, flat in flats.items()}
-        if self._world_size > 1:
+        if self._mesh.world_size > 1:
             said = said.to(next(iter(every.values())).device)
             dist.all_reduce(said)
-            spread(every)
+            spread(every, self._mesh)
         *uses, check = said.tolist()
         self.loss = check
         used = {name for name, count in zip(names, uses, strict=True) if count}

@@ -21,9 +21,11 @@ ALIGNMENT = 64
 
 @dataclass(slots=True, eq=False)
 class OwnedParameters:
-    """Names parameters of one dtype and device that one rank owns; they travel in one message."""
+    """Names parameters of one dtype and device that one rank of each row owns; they travel in one
+    message."""
 
     owner: int
+    """The index of that rank's shard."""
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -63,9 +65,10 @@ Round = list[OwnedParameters]
 """Messages that travel at a time: at most one of each owner."""
 
 
-def owners_of(parameters: Mapping[str, nn.Parameter], world_size: int) -> dict[str, int]:
-    """Returns each parameter's owner: the largest goes first, to the rank that has least."""
-    loads = [0] * world_size
+def owners_of(parameters: Mapping[str, nn.Parameter], shards: int) -> dict[str, int]:
+    """Returns each parameter's owner: the largest goes first, to the rank of a row that has
+    least."""
+    loads = [0] * shards
     owners: dict[str, int] = {}
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     for name in sorted(parameters, key=lambda name: -sizes[name]):
@@ -76,14 +79,14 @@ def owners_of(parameters: Mapping[str, nn.Parameter], world_size: int) -> dict[s
 
 
 def deal_whole(
-    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Any], world_size: int
+    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Any], shards: int
 ) -> list[Round]:
     """Returns the messages in which these parameters travel.
 
     kinds: what the parameters of one message must have in common besides dtype and device.
     """
-    owners = owners_of(parameters, world_size)
-    messages: list[list[OwnedParameters]] = [[] for _ in range(world_size)]
+    owners = owners_of(parameters, shards)
+    messages: list[list[OwnedParameters]] = [[] for _ in range(shards)]
     open_messages: dict[Any, OwnedParameters] = {}
     for name, parameter in parameters.items():
         kind = (owners[name], parameter.dtype, parameter.device, kinds.get(name))

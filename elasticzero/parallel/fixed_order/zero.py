@@ -1,8 +1,8 @@
 """Strategies `zero1` and `zero2` under `--deterministic`: each rank steps whole parameters.
 
 The parameters are whole on all ranks. A rank has the optimizer's state of those that it owns, sums
-their gradients by the fixed tree, steps them, and sends them to the others. Both strategies are the
-same here, because the partial sums of a rank are whole gradients.
+their gradients by the fixed tree, steps them, and sends them to the others of its row. Both
+strategies are the same here, because the partial sums of a rank are whole gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.sampling import MicroBatch
 from elasticzero.parallel.base import LoadTarget, Setting
-from elasticzero.parallel.fixed_order.gradients import GradientTree, Ranks, spread
+from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.state import working_dtype
@@ -31,12 +31,13 @@ class WholeParameters(PiecedStrategy):
 
     def __init__(self, setting: Setting) -> None:
         self.model = setting.model
-        self.shards = setting.world_size
+        self._mesh = mesh = setting.place
+        self.shards = mesh.shards
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
         made = setting.factory(list(self._parameters.values()))
         self.optimizers = open_optimizers(made, setting.named, "elements")
-        self._pieced = PartitionedOptimizer(self.optimizers, specs, setting.place, None)
+        self._pieced = PartitionedOptimizer(self.optimizers, specs, mesh, setting.agreement)
         self._pieced.fixed_order = True
         trained = {
             name: parameter
@@ -46,17 +47,19 @@ class WholeParameters(PiecedStrategy):
         for parameter in trained.values():
             parameter.data = parameter.data.contiguous()
         kinds = {name: tuple(sorted(self.optimizers.schema(name))) for name in trained}
-        self._rank = setting.rank
-        self._tree = GradientTree(trained, kinds, Ranks(setting.rank, setting.world_size))
+        self._tree = GradientTree(trained, kinds, mesh)
         self._pieced.losses = self._tree.losses
         self._messages = [m for messages in self._tree.rounds for m in messages]
-        self._owned = [m for m in self._messages if m.owner == setting.rank]
+        self._owned = [m for m in self._messages if m.owner == mesh.shard]
         self._pieced.place({p.name: p for m in self._owned for p in _pieces(m, self.optimizers)})
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._part: MicroBatch | None = None
+        self._lost: RuntimeError | None = None
+        """Why other ranks' parameters have not come after the newest step; None: they have."""
 
     def expect(self, part: MicroBatch) -> None:
+        self.settle()
         self._part = part
 
     def backward(self, loss: Tensor, fraction: float) -> None:
@@ -81,20 +84,25 @@ class WholeParameters(PiecedStrategy):
         self._mark_changed()
         self._pieced.step([message.names for message in self._owned] or [[]])
         if self.shards > 1:
-            for messages in self._tree.rounds:
-                self._spread(messages)
+            try:
+                for messages in self._tree.rounds:
+                    self._spread(messages)
+            except RuntimeError as error:  # the step is applied: what this rank owns is of it
+                self._lost = error
 
     def _spread(self, messages: list[OwnedParameters]) -> None:
         """Gives all ranks the parameters of these messages, as their owners have stepped them."""
-        flats = {m: m.pack(m.parameters) if m.owner == self._rank else m.empty() for m in messages}
-        spread(flats)
+        own = self._mesh.shard
+        flats = {m: m.pack(m.parameters) if m.owner == own else m.empty() for m in messages}
+        spread(flats, self._mesh)
         for message, flat in flats.items():
-            if message.owner != self._rank:
+            if message.owner != own:
                 data = [parameter.data for parameter in message.parameters]
                 torch._foreach_copy_(data, message.unpack(flat))
 
     def settle(self) -> None:
-        pass
+        if self._lost is not None:
+            raise self._lost
 
     def rank_state(self) -> RankState:
         share = RankState()

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 import elasticzero as ez
 from elasticzero.parallel import mirror, reducer
 from elasticzero.parallel.buckets import layout
+from elasticzero.parallel.fixed_order import layout as fixed_layout
 
 SAMPLES = 331
 SMALL_BUCKET_BYTES = 400
@@ -157,7 +158,7 @@ def ask_for_checkpoints(session: ez.Session, asks: str | None) -> None:
 def train(session: ez.Session, options: argparse.Namespace) -> None:
     holds = Holds(options.holds)
     if options.holds:
-        layout.BUCKET_BYTES = SMALL_BUCKET_BYTES
+        layout.BUCKET_BYTES = fixed_layout.MESSAGE_BYTES = SMALL_BUCKET_BYTES
         reducer.BUCKET_BYTES = reducer.FIRST_BUCKET_BYTES = SMALL_BUCKET_BYTES
     model, optimizer = session.prepare(
         network(options.hidden),
@@ -176,6 +177,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         dataset(),
         global_batch=options.global_batch,
         micro_batch=options.micro_batch,
+        virtual_batch=options.virtual_batch,
         epochs=options.epochs,
         seed=3,
     ):
@@ -227,6 +229,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--global-batch", type=int, default=10)
     parser.add_argument("--micro-batch", type=int)
+    parser.add_argument("--virtual-batch", type=int)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, help="logged at each step")

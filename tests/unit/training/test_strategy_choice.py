@@ -116,7 +116,6 @@ def test_what_a_strategy_refuses_is_not_chosen() -> None:
     fixed = {"deterministic": True}
     assert chosen(torch.optim.AdamW, room=0, check=takes_any, **fixed) == "zero2"
     assert chosen(torch.optim.AdamW, room=0, check=takes_any, mirrors=(1,), **fixed) == "ddp"
-    assert chosen(torch.optim.AdamW, room=0, check=takes_any, shard="node", **fixed) == "ddp"
 
 
 def test_a_model_that_all_refuse_is_refused() -> None:
