@@ -242,6 +242,7 @@ def test_a_worker_killed_between_two_optimizers_changes_nothing(
 ) -> None:
     """The generator has not been stepped: training goes on from the newest state of a boundary."""
     told = {"strategy": strategy, "turns": "within", "steps": 12, "die": [1, 6]}
+    told["saved"] = str(tmp_path)
     script = HERE / "training_gan.py"
     given: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
     running = pool.start(script, [json.dumps(told)], 3, generation=1, **given)

@@ -2,10 +2,11 @@
 
 Argument: JSON with strategy and steps, and at will kind (of the model), micro, turns (within: each
 global batch steps the critic, then the generator; between: one of them), die (the rank that kills
-itself after the critic's step, and the step), bad (the steps at which the generator's loss is NaN
-on the last rank), stale (the generator's loss is computed before the critic's step), odd (what rank
-1 names in the critic's turn), out (a file: what `step` returned) and count (a file: how often FSDP2
-has summed gradients in each turn).
+itself after the critic's step, and the step) with saved (a directory, in which it first waits for a
+checkpoint), bad (the steps at which the generator's loss is NaN on the last rank), stale (the
+generator's loss is computed before the critic's step), odd (what rank 1 names in the critic's
+turn), out (a file: what `step` returned) and count (a file: how often FSDP2 has summed gradients in
+each turn).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from torch.nn.functional import softplus
 from torch.utils.data import Dataset
 
 import elasticzero as ez
+from elasticzero.checkpoint.steps.catalog import newest_good
+from elasticzero.checkpoint.storage.base import open_directory
 
 SAMPLES = 24
 CLIP = 0.3
@@ -180,6 +184,8 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
             )
             sums.append(0)
             if told.get("die") == [session.rank, number] and session.generation == 1:
+                while newest_good(open_directory(told["saved"])) is None:
+                    time.sleep(0.01)
                 os.kill(os.getpid(), 9)
     if "count" in told:
         Path(told["count"]).write_text(json.dumps(sums))
