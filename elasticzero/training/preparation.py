@@ -224,11 +224,13 @@ def _check_strategy(place: Place, model: nn.Module, strategy: str, compute: Comp
 def _broadcast(groups: ProcessGroups, tensors: Mapping[str, Tensor]) -> None:
     """Gives all ranks these tensors of rank 0, in parts, because each part is copied meanwhile."""
     part: dict[str, Tensor] = {}
+    size = 0
     for name, tensor in tensors.items():
         part[name] = tensor.data
-        if sum(each.nbytes for each in part.values()) >= PART_BYTES:
+        size += tensor.nbytes
+        if size >= PART_BYTES:
             groups.broadcast(part)
-            part = {}
+            part, size = {}, 0
     groups.broadcast(part)
 
 
