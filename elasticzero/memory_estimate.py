@@ -124,7 +124,6 @@ class LineUp:
     """True if ranks exchange gradients by direct messages, which need room, as on the CPU."""
     bucket_bytes: int = FLAT_BUCKET_BYTES
     """Size of a bucket of zero1 and zero2, beyond which it takes no further parameter."""
-
     mirrored: bool = False
     """True if each rank keeps a live copy of another node's rank's part (`--redundancy mirror`)."""
 

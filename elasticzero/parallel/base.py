@@ -168,7 +168,7 @@ def create(name: str, setting: Setting) -> Strategy:
 
         return Replicated(setting)
     if setting.deterministic:
-        check_deterministic(name, mirrored=bool(setting.mirrors))
+        check_deterministic(name, mirrored=setting.mirrored_by is not None)
     if setting.deterministic and name in ("zero1", "zero2"):
         from elasticzero.parallel.fixed_order.zero import WholeParameters
 
@@ -187,7 +187,7 @@ def create(name: str, setting: Setting) -> Strategy:
 def check_deterministic(strategy: str, *, mirrored: bool) -> None:
     """Raises `UserError` where `--deterministic` cannot be had.
 
-    mirrored: ranks keep others' parts too.
+    mirrored: each rank's part has a live copy, though not every rank keeps one.
     """
     if strategy == "zero3":
         raise UserError(

@@ -35,7 +35,7 @@ DEALT: Mapping[str, Dealt] = {
     "zero2": "elements",
     "zero3": "rows",
 }
-"""What each strategy deals to the ranks, for their optimizers to work on."""
+"""Says what each strategy deals to the ranks, for their optimizers to work on."""
 MEMORY_FILE = Path("/proc/meminfo")
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
@@ -92,7 +92,7 @@ def refusals(
             check(name)
             open_optimizers(made, named, DEALT[name])
             if assignment.deterministic:
-                check_deterministic(name, mirrored=bool(assignment.mirrors))
+                check_deterministic(name, mirrored=assignment.mirrored_by is not None)
         except UserError as error:
             found[name] = error
     return found
@@ -131,7 +131,7 @@ def line_up_of(assignment: Assignment, *, direct: bool) -> LineUp:
         shard=assignment.shard,
         direct=direct,
         bucket_bytes=size_bytes if isinstance(size_bytes, int) else FLAT_BUCKET_BYTES,
-        mirrored=bool(assignment.mirrors),
+        mirrored=assignment.mirrored_by is not None,  # alike on all ranks, which must agree
     )
 
 

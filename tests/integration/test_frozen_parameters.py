@@ -1,4 +1,4 @@
-"""What training does not change is captured once; what a script changes itself is not missed."""
+"""A capture copies frozen parameters once, and does not miss what a script changes in them."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Rules:
  W1  Each slice's gradient is computed by itself, and zeros stand for what a slice does not use. A
      rank adds those of its slices to the largest nodes of the tree; a filler adds nothing.
  W2  After the last slice each rank sends the owner of a parameter its nodes' sums, and the owner
-     finishes the tree; where several rows hold the whole state, each has an owner, who does the
-     same. Which nodes a rank has follows from the slices that each micro-batch names.
+     finishes the tree; where several rows hold the whole state, each has an owner, which does
+     the same. Which nodes a rank has follows from the slices that each micro-batch names.
  W3  The additions of two elements are the same in all worlds, and each rounds once, wherever and in
      whatever tensor it is done. So the sums are the same to the last bit.
 Nothing overlaps with the backward, and a rank holds up to log2(slices) + 1 whole gradients.

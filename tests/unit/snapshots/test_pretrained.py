@@ -204,7 +204,7 @@ class Root(nn.Module):
 def test_what_modules_make_comes_before_what_files_have(
     tmp_path: Path, stand_ins: bool, on_cpu: tuple[str, ...]
 ) -> None:
-    """Whatever a module's own method does to the rest of the model."""
+    """A module's own method may change the rest of the model, which is filled after it."""
     source = Root()
     save_file(dict(source.state_dict()), tmp_path / "model.safetensors")
     with torch.device("meta"):

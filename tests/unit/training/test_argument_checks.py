@@ -39,7 +39,7 @@ class Wrapped(nn.Module):
 
 
 def test_what_compile_returns_is_no_model() -> None:
-    """Its parameters have names of their own, by which no other run would find them."""
+    """No other run would find its parameters by the names that they have there."""
     with pytest.raises(UserError, match="give it the model itself, and compile=True"):
         check_model(torch.compile(nn.Linear(2, 1)))
 

@@ -22,6 +22,7 @@ from elasticzero.training.strategy_choice import (
     choice_text,
     choose_strategy,
     free_ram_bytes,
+    line_up_of,
     model_size,
     state_size,
 )
@@ -115,7 +116,7 @@ def test_what_a_strategy_refuses_is_not_chosen() -> None:
     assert chosen(torch.optim.AdamW, room=0, check=takes_no_zero3) == "zero2"
     fixed = {"deterministic": True}
     assert chosen(torch.optim.AdamW, room=0, check=takes_any, **fixed) == "zero2"
-    assert chosen(torch.optim.AdamW, room=0, check=takes_any, mirrors=(1,), **fixed) == "ddp"
+    assert chosen(torch.optim.AdamW, room=0, check=takes_any, mirrored_by=1, **fixed) == "ddp"
 
 
 def test_a_model_that_all_refuse_is_refused() -> None:
@@ -124,3 +125,10 @@ def test_a_model_that_all_refuse_is_refused() -> None:
 
     with pytest.raises(UserError, match="ddp cannot have it"):
         chosen(torch.optim.AdamW, room=1 << 30, check=takes_none)
+
+
+def test_a_rank_that_keeps_no_mirror_chooses_as_those_that_do() -> None:
+    """A node with more workers than the one whose parts it keeps has such ranks."""
+    for mirrors in ((), (1,), (1, 2)):
+        assignment = replace(STANDALONE, world_size=3, nodes=3, mirrors=mirrors, mirrored_by=1)
+        assert line_up_of(assignment, direct=True).mirrored

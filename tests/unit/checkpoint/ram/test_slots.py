@@ -306,8 +306,8 @@ def with_frozen(of: Manifest, value: torch.Tensor) -> list[TensorPiece]:
 
 
 def test_what_training_does_not_change_is_copied_once_into_each_slot(tmp_path: Path) -> None:
-    """What the test writes into the slots is still there after further captures, until the values
-    change, in whatever way a script changes them."""
+    """Further captures leave what the test writes into the slots, until the values change, in
+    whatever way a script changes them."""
     store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     value = TENSORS["a"].clone()
 
@@ -338,8 +338,7 @@ def test_what_training_does_not_change_is_copied_once_into_each_slot(tmp_path: P
 
 
 def test_another_layout_is_copied_whole(tmp_path: Path) -> None:
-    """The same bytes are elsewhere in the file of a larger world, and of one with a longer
-    header."""
+    """A larger world, or a longer header, has the same bytes at another place of the file."""
     store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     for step, world_size in ((1, 1), (2, 2), (3, 1), (4, 2), (10**9, 1), (10**9 + 1, 1)):
         of = draft(step, world_size=world_size)
