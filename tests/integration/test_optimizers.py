@@ -21,7 +21,7 @@ from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.spans import STRATEGIES
 from tests.integration import training_gan
 from tests.integration.training_harness import Pool
-from tests.integration.training_optimizer_table import CASES, OPTIMIZERS
+from tests.integration.training_optimizer_table import DIVIDED, OPTIMIZERS
 from tests.integration.training_optimizers import (
     SAMPLES,
     Model,
@@ -49,6 +49,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_each_optimizer_of_torch_equals_ddp_or_is_refused(pool: Pool, tmp_path: Path) -> None:
     """100 steps of 2 ranks, which have whole matrices of Muon's and Adafactor's."""
     known = {
@@ -61,13 +62,14 @@ def test_each_optimizer_of_torch_equals_ddp_or_is_refused(pool: Pool, tmp_path: 
     script = HERE / "training_optimizer_table.py"
     worlds = [pool.start(script, [json.dumps(told | {"rank": rank})], 1) for rank in range(2)]
     for running in worlds:
-        running.until(running.ended, 100)
+        running.until(running.ended, 300)
         assert running.workers[0].exit_code == 0, running.logs()
     for rank in range(2):
         found = json.loads((tmp_path / f"table-{rank}").read_text())
-        assert {strategy: sorted(results) for strategy, results in found.items()} == CASES
-        for strategy in CASES:
-            for name, result in found[strategy].items():
+        assert found.keys() == set(DIVIDED)
+        for strategy, results in found.items():
+            assert results.keys() == OPTIMIZERS.keys()
+            for name, result in results.items():
                 refused = REFUSED | (REFUSED_BY_ROWS if strategy == "zero3" else {})
                 if name in refused:
                     assert result.startswith(refused[name]), (strategy, name, result)

@@ -159,9 +159,16 @@ def test_a_killed_worker_is_noticed_by_all_others(pool: Pool, tmp_path: Path) ->
     assert_close(tmp_path / "checkpoints", plain(40, weighted=False))
 
 
-def test_a_stopped_peer_is_left_behind_when_the_agent_says_so(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "given"),
+    [(3, {}), pytest.param(4, {"row": 2, "shard": "node"}, id="four ranks, state within nodes")],
+)
+def test_a_stopped_peer_is_left_behind_when_the_agent_says_so(
+    pool: Pool, ranks: int, given: dict[str, Any]
+) -> None:
+    """With state within nodes the others wait in collectives of their rows and of replicas."""
     told = {"strategy": "zero2", "steps": 100000, "clip": 0.5}
-    running = start(pool, tmp_path, 3, told)
+    running = pool.start(SCRIPT, [json.dumps(told)], ranks, **given)
     running.until(running.reached(3))
     stopped, *others = running.workers
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -171,10 +178,23 @@ def test_a_stopped_peer_is_left_behind_when_the_agent_says_so(pool: Pool, tmp_pa
         worker.channel.send(Abort(reason="the lease of node0 lapsed"))
     running.until(lambda: all(w.exit_code is not None for w in others), 10)
     assert max(w.ended_s for w in others) - told_s < 30.0
-    assert [w.exit_code for w in others] == [75, 75], running.logs()
+    assert [w.exit_code for w in others] == [75] * (ranks - 1), running.logs()
     assert all(w.all(Stopping) for w in others)
     os.kill(stopped.pid, signal.SIGKILL)
     running.until(running.ended)
+
+
+def test_shut_groups_of_rows_and_of_replicas_end_their_collectives(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Rank 0 waits for its row's other rank, and rank 2 for rank 0, which has its place."""
+    script = Path(__file__).parent / "training_shut.py"
+    worlds = [pool.start(script, [str(rank), str(tmp_path)], 1) for rank in range(4)]
+    for running in worlds:
+        running.until(running.ended, 60)
+    for rank in (0, 2):
+        assert worlds[rank].workers[0].exit_code == 0, worlds[rank].logs()
+        assert "Connection closed" in (tmp_path / f"ended-{rank}").read_text()
 
 
 def test_a_restore_from_a_silent_node_ends_when_the_agent_aborts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,8 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "SGD": lambda ps: optim.SGD(ps, lr=0.05, momentum=0.9, nesterov=True),
     "SparseAdam": lambda ps: optim.SparseAdam(ps),
 }
-
-
-CASES = {
-    "zero1": sorted(OPTIMIZERS),
-    "zero2": sorted(OPTIMIZERS),
-    "zero3": ["Adafactor", "Adagrad", "Muon"],
-}
-"""The optimizers that are tried under each strategy."""
+DIVIDED = ("zero1", "zero2", "zero3")
+"""The strategies under which each optimizer is tried."""
 
 
 class Model(nn.Module):
@@ -83,6 +78,7 @@ def samples_of(rank: int, world_size: int) -> range:
     return range(rank * 8 // world_size, (rank + 1) * 8 // world_size)
 
 
+@cache
 def by_ddp(name: str, rank: int, world_size: int) -> dict[str, Tensor]:
     """The weights that torch's DDP and the plain optimizer give."""
     model = Model(name)
@@ -139,8 +135,8 @@ def main(told: dict[str, Any]) -> None:
     rank, world_size = told["rank"], told["world_size"]
     group = joined(rank, world_size, Path(told["out"] + "-port"))
     found = {
-        strategy: {name: compare(name, strategy, rank, world_size) for name in names}
-        for strategy, names in CASES.items()
+        strategy: {name: compare(name, strategy, rank, world_size) for name in OPTIMIZERS}
+        for strategy in DIVIDED
     }
     group.close()
     Path(f"{told['out']}-{rank}").write_text(json.dumps(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
-from elasticzero.training.precision import Compute
+from elasticzero.training.precision import MODES, Compute
 
 CPU = torch.device("cpu")
 BF16 = Compute(precision="bf16")
@@ -68,6 +69,24 @@ def test_parts_of_a_container_compute_in_16_bits() -> None:
     for part in parts:
         part(torch.ones(2, 3))
         assert part.inside == torch.bfloat16
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("compiled", "mode"), [(True, None), *((mode, mode) for mode in sorted(MODES))]
+)
+def test_the_compiler_is_given_the_mode(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, compiled: bool | str, mode: str | None
+) -> None:
+    given: list[Any] = []
+
+    def compile_with(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        given.append(options.get("mode"))
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_with)
+    Compute(compiled=compiled).apply(Doubled(), CPU, strategy)
+    assert given == [mode]
 
 
 @pytest.mark.parametrize(
