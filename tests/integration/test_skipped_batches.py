@@ -143,6 +143,24 @@ def test_a_spike_is_left_out(pool: Pool, tmp_path: Path, strategy: str) -> None:
     assert found["applied"] == [number != BAD_BATCH for number in range(9)]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_spike_stops_the_job_with_the_state_before_it(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    limit = SpikeLimit(action="stop", deviations=20.0, steps=4)
+    told = {"strategy": strategy, "spike": [BAD_SAMPLE], "steps": 9}
+    running = start(pool, tmp_path, told, on_spike=limit)
+    running.until(running.ended)
+    said = [failed for worker in running.workers for failed in worker.all(Failed) if failed.final]
+    assert len(said) == 2, running.logs()
+    for failed in said:
+        assert failed.message.startswith(f"step {BAD_BATCH + 1} was not applied: its loss"), failed
+        assert "is more than 20 standard deviations of" in failed.message
+    folder = tmp_path / "checkpoints"
+    assert newest_good(open_directory(str(folder))) == BAD_BATCH
+    assert skipped_in(folder, BAD_BATCH) == []
+
+
 @pytest.mark.parametrize(
     ("strategy", "several"), [*((name, False) for name in STRATEGIES), ("zero1", True)]
 )

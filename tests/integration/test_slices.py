@@ -107,8 +107,9 @@ def losses_in(log: Path) -> dict[int, list[float]]:
 def test_losses_with_dropout_are_those_of_one_plain_process(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
-    """A world of 3 whose rank 1 is killed, then worlds of 2 and 1, or 6 (more ranks than slices);
-    batch statistics, random samples, parameters that some slices leave unused."""
+    """A world of 3 whose rank 1 is killed, then worlds of 2, of two nodes with 2 workers that hold
+    the whole state each, or 6 (more ranks than slices), and of 1; batch statistics, random samples,
+    parameters that some slices leave unused."""
     weighted = strategy in ("ddp", "zero2")
     told: dict[str, Any] = {"strategy": strategy, "dtype": "float64", "clip": 0.5}
     told |= {"weighted": weighted, "log": str(tmp_path / "log")}
@@ -116,11 +117,14 @@ def test_losses_with_dropout_are_those_of_one_plain_process(
     first = start(pool, 3, told | {"steps": 30, "die": [1, 8]}, generation=1, **saves)
     first.until(first.ended)
     step = 5
-    worlds = [(11, 2), (17, 1)] if strategy != "ddp" else [(11, 2), (14, 6), (17, 1)]
-    for generation, (until, world_size) in enumerate(worlds, 2):
+    nodes: dict[str, Any] = {"row": 2, "shard": "node"}
+    between: tuple[int, int, Any] = (14, 6, {}) if strategy == "ddp" else (14, 4, nodes)
+    worlds = [(11, 2, {}), between, (17, 1, {})]
+    for generation, (until, world_size, rows) in enumerate(worlds, 2):
         resume = Resume(tier="storage", step=step)
         out = {"steps": until, "out": str(tmp_path / "out"), "workers": int(world_size == 1)}
-        running = start(pool, world_size, told | out, generation=generation, resume=resume, **saves)
+        given = {"generation": generation, "resume": resume, **saves, **rows}
+        running = start(pool, world_size, told | out, **given)
         assert running.finish() == until
         step = until
     losses, state = plain(17, weighted=weighted)
