@@ -29,9 +29,9 @@ class Divided(ProcessGroups):
 
 def assignment(directory: Path, **given: Any) -> Assignment:
     """The fourth of six ranks, two on each of three nodes."""
-    place = {"rank": 3, "local_rank": 1, "world_size": 6, "local_world_size": 2, "nodes": 3}
-    root = {"snapshot_root": str(directory), "token": "t", "node": "b"}
-    return replace(STANDALONE, **place, **root, **given)
+    own: dict[str, Any] = {"rank": 3, "local_rank": 1, "world_size": 6, "local_world_size": 2}
+    own |= {"nodes": 3, "node": "b", "snapshot_root": str(directory), "token": "t"}
+    return replace(STANDALONE, **own | given)
 
 
 def test_a_row_is_a_node(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_row_is_a_node(tmp_path: Path) -> None:
 
 
 def test_a_row_of_one_rank_need_not_agree(tmp_path: Path) -> None:
-    lone = replace(assignment(tmp_path, shard="node"), world_size=3, rank=2, local_world_size=1)
+    lone = assignment(tmp_path, shard="node", world_size=3, rank=2, local_world_size=1)
     rows = Rows.arrange(lone, Divided(), "zero1")
     assert (rows.mesh.shards, rows.mesh.replicas, rows.mesh.replica) == (1, 3, 2)
     assert rows.agreement is None
@@ -65,7 +65,7 @@ def test_a_row_is_the_world(tmp_path: Path, strategy: str, given: dict[str, Any]
 
 
 def test_nodes_with_unequal_workers_are_refused(tmp_path: Path) -> None:
-    uneven = replace(assignment(tmp_path, shard="node"), world_size=5)
+    uneven = assignment(tmp_path, shard="node", world_size=5)
     groups = Divided()
     with pytest.raises(UserError) as raised:
         Rows.arrange(uneven, groups, "zero3")

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from elasticzero.comm.control_tree import MaxTree
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.memory_estimate import StateSize
@@ -82,14 +85,30 @@ def test_the_sentence_names_what_is_too_large() -> None:
     assert "no strategy fits" in choice_text(None, needs, 1, cuda=True)
 
 
+class Peer(MaxTree):
+    """The tree of two ranks, of which the other has given this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(None, [])
+        self.number = number
+
+    def allreduce_max(self, number: int) -> int:
+        return max(number, self.number)
+
+
 def chosen(
-    factory: OptimizerFactory, *, room: int, check: Callable[[str], None], **given: Any
+    factory: OptimizerFactory,
+    *,
+    room: int,
+    check: Callable[[str], None],
+    groups: ProcessGroups | None = None,
+    **given: Any,
 ) -> str:
     assignment = replace(STANDALONE, world_size=2, nodes=2, **given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strategy_choice, "free_ram_bytes", lambda: room)
         named = NamedModel(Model())
-        return choose_strategy(named, factory, torch.device("cpu"), assignment, None, check)
+        return choose_strategy(named, factory, torch.device("cpu"), assignment, groups, check)
 
 
 def takes_any(strategy: str) -> None:
@@ -114,9 +133,19 @@ def test_what_a_strategy_refuses_is_not_chosen() -> None:
     assert chosen(torch.optim.AdamW, room=0, check=takes_any) == "zero3"
     assert chosen(matrices, room=0, check=takes_any) == "zero2"
     assert chosen(torch.optim.AdamW, room=0, check=takes_no_zero3) == "zero2"
-    fixed = {"deterministic": True}
+    fixed: dict[str, Any] = {"deterministic": True}
     assert chosen(torch.optim.AdamW, room=0, check=takes_any, **fixed) == "zero2"
     assert chosen(torch.optim.AdamW, room=0, check=takes_any, mirrored_by=1, **fixed) == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "strategy"),
+    [(1 << 40, 1 << 40, "ddp"), (1 << 40, 0, "zero3"), (0, 1 << 40, "zero3")],
+)
+def test_the_rank_with_the_least_memory_decides(own: int, other: int, strategy: str) -> None:
+    place = RankInfo(rank=0, world_size=2, token="t")
+    groups = ProcessGroups(place, torch.device("cpu"), Peer(-other), frozenset())
+    assert chosen(torch.optim.AdamW, room=own, check=takes_any, groups=groups) == strategy
 
 
 def test_a_model_that_all_refuse_is_refused() -> None:
