@@ -36,6 +36,8 @@ from tests.chaos.matrix import (
 from tests.chaos.networks import Networks
 from tests.chaos.seen import Seen
 from tests.integration.clusters import Story
+from tests.integration.reference import steps_in
+from tests.integration.scripts.regression import OVER
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.1, 1.0
 CELL_S = 20.0
@@ -43,8 +45,6 @@ CELL_S = 20.0
 the slower, for nodes may take long to start."""
 HOLDS_POLL_S = 0.2
 """A rank that is no longer held has gone on by then."""
-END_S = 300.0
-"""Faults that cost nothing are over while most of the training is still to come."""
 NPROC = "ELASTICZERO_NPROC_PER_NODE"
 
 
@@ -138,11 +138,16 @@ class Stage:
         self._check(cell, before, fruitless)
         self._mend(cell, victim, spares)
 
-    def finish(self) -> None:
-        """Train to the end at full speed, and see that each node ends as it should."""
-        found = self._told.wait_for_end(END_S)
+    def finish(self) -> int:
+        """Train to the end of an epoch at full speed, and see that each node ends as it should;
+        returns how many epochs were trained."""
+        self._put(OVER, "")
+        found = self._told.wait_for_end()
         wanted = {name: self._codes.get(name, 0) for name in found}
         assert found == wanted, f"{self.done}: {found}\n{self._told.logs()}"
+        epochs, rest = divmod(self._told.step, steps_in(10, 1))
+        assert rest == 0, f"{self.done}: {self._told.step} steps\n{self._told.logs()}"
+        return epochs
 
     # Nodes, and those that wait just before they register.
 

@@ -64,9 +64,10 @@ def play(
 ) -> None:
     """Train on one job through all these cells, and compare with an undisturbed run.
 
-    epochs_a_cell: long enough for nodes to start meanwhile, on a busy machine too.
+    epochs_a_cell: long enough for nodes to start meanwhile, on a busy machine too; training ends
+    with the epoch in which the last cell does.
     """
-    epochs = epochs_a_cell * len(cells) + 1
+    most_epochs = epochs_a_cell * len(cells) + 1
     checkpoints, holds = tmp_path / "checkpoints", tmp_path / "holds"
     holds.mkdir()
     nodes, save_every = SHAPES[shape], str(SAVE_EVERY)
@@ -74,7 +75,7 @@ def play(
     words += ["--keep-workers"] if survivors == "kept" else []
     words += ["--strategy", strategy, "--hang-timeout", "6", "--snapshot-every", "1"]
     words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", save_every]
-    words += [str(REGRESSION), "--epochs", str(epochs), "--pause", "0.1"]
+    words += [str(REGRESSION), "--epochs", str(most_epochs), "--pause", "0.1"]
     words += ["--holds", str(holds), "--save-every", save_every]
     first = [{NPROC: str(nproc)} for nproc in nodes[:-1]]
     place = networks.place if networks is not None else on_loopback
@@ -93,7 +94,7 @@ def play(
             strategy=strategy,
             shape=shape,
             holds=holds,
-            steps=steps_in(10, epochs),
+            steps=steps_in(10, most_epochs),
             cells=len(cells),
             dice=dice,
         )
@@ -101,7 +102,7 @@ def play(
         stage.form(cells[0] if forming else None)
         for i, cell in enumerate(cells[forming:], 1 + forming):
             stage.play(cell, len(cells) - i)
-        stage.finish()
+        epochs = stage.finish()
     check_samples(told.lineage, told.directory(), epochs=epochs)
     check_weights(checkpoints, undisturbed(global_batch=10, epochs=epochs))
     print(f"\n{strategy}, {shape}, {survivors}: {'; '.join(stage.done)}")

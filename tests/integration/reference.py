@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ def order_of_samples(global_batch: int, epochs: int) -> list[list[int]]:
 
 
 def steps_in(global_batch: int, epochs: int) -> int:
-    return epochs * math.ceil(regression.SAMPLES / global_batch)
+    return epochs * regression.steps_per_epoch(global_batch)
 
 
 def undisturbed(global_batch: int, epochs: int) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import argparse
 import errno
 import functools
 import json
+import math
 import os
 import time
 from contextlib import suppress
@@ -28,6 +29,8 @@ from elasticzero.parallel.fixed_order import layout as fixed_layout
 SAMPLES = 331
 SMALL_BUCKET_BYTES = 400
 """Bytes of a bucket, of which the model then has several."""
+OVER = "over"
+"""The file with which a tester has training end at the end of an epoch."""
 LINK = os.link
 
 
@@ -35,6 +38,10 @@ def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x_NI = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(x_NI, torch.sin(x_NI @ torch.ones(6, 3, dtype=torch.float64)))
+
+
+def steps_per_epoch(global_batch: int) -> int:
+    return math.ceil(SAMPLES / global_batch)
 
 
 def network(hidden: int = 17) -> nn.Module:
@@ -71,6 +78,11 @@ class Holds:
         while str(rank) in hold:
             time.sleep(0.01)
             hold = self._hold(place, generation)
+
+    @property
+    def over(self) -> bool:
+        """Whether a tester wants training to end."""
+        return self._directory is not None and (self._directory / OVER).exists()
 
     def _hold(self, place: str, generation: int) -> list[str]:
         assert self._directory is not None
@@ -172,6 +184,12 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         wait_within_steps(session, model, optimizer, holds)
     holds.wait("build", session.generation, session.rank)
     session.restore()
+
+    def end_early() -> None:
+        """At the end of the second epoch or a later one."""
+        if holds.over and session.step_count > steps_per_epoch(options.global_batch):
+            session.stop("the tester has seen enough")
+
     seen = -1
     for x, y in session.batches(
         dataset(),
@@ -180,6 +198,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         virtual_batch=options.virtual_batch,
         epochs=options.epochs,
         seed=3,
+        on_epoch_end=end_early if options.holds else None,
     ):
         if session.step_count != seen:
             seen = session.step_count
