@@ -31,6 +31,7 @@ from tests.integration.test_elastic_training import check_samples, check_weights
 NODES = 4
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 MIRROR = ("--redundancy", "mirror")
+NODE = ("--shard", "node", "--nproc-per-node", "2")
 LONG = [(strategy,) for strategy in STRATEGIES] + [(name, *MIRROR) for name in STRATEGIES[1:]]
 STEP_S = 0.2
 
@@ -141,6 +142,17 @@ def play(
 @pytest.mark.parametrize("seed", range(20))
 def test_many_seeds(seed: int, tmp_path: Path, job: str, networks: Networks | None) -> None:
     play(seed, tmp_path, job, networks, faults=8, mean_gap_s=2.5)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("seed", range(20, 23))
+def test_seeds_with_state_within_nodes(
+    seed: int, strategy: str, tmp_path: Path, job: str, networks: Networks | None
+) -> None:
+    options = (strategy, *NODE)
+    play(seed, tmp_path, job, networks, faults=8, mean_gap_s=2.5, options=options)
 
 
 @pytest.mark.chaos
