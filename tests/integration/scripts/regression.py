@@ -81,7 +81,7 @@ class Holds:
 
     @property
     def over(self) -> bool:
-        """Whether a tester wants training to end."""
+        """Tells whether a tester wants training to end."""
         return self._directory is not None and (self._directory / OVER).exists()
 
     def _hold(self, place: str, generation: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a fixed order of sums cannot be had with."""
+"""Gradients cannot be summed in a fixed order under every strategy and option."""
 
 from __future__ import annotations
 
