@@ -19,7 +19,7 @@ def test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node(
 ) -> None:
     checkpoint = tmp_path / "model.pt"
     words = ["--nnodes", "1:2", str(SCRIPT), "--checkpoint", str(checkpoint)]
-    words += ["--epochs", "20", "--samples", "8192"]
+    words += ["--epochs", "8", "--samples", "8192"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
 
         def output() -> str:
@@ -35,7 +35,7 @@ def test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node(
     assert told.generation == 3
     assert "start epoch 0 world 2 restarts 0" in said
     assert "world 1 restarts 2" in said
-    assert "epoch 19 world 1" in said
+    assert "epoch 7 world 1" in said
 
 
 @pytest.mark.timeout(150)
