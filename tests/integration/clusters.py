@@ -87,8 +87,8 @@ class JobStory(ABC):
             time.sleep(0.02)
 
     def pause(self, pause_s: float) -> None:
-        """Slow every step of the regression script by so much from now on, whatever its `--pause`
-        says: a node that is to come may take long to start."""
+        """Slow every step of the regression script by so much from now on, the one it is in too,
+        whatever its `--pause` says: a node that is to come may take long to start."""
         written = self.pause_file.with_suffix(".new")
         written.write_text(str(pause_s))
         written.rename(self.pause_file)

@@ -206,8 +206,8 @@ def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
         "--pause 0.05", "--nnodes", "1:2", "--checkpoint-dir", str(tmp_path / "checkpoints")
     )
     with story(tmp_path, etcd.endpoint, job, told_words, nodes=1) as told:
-        told.pause(0.1)
         told.wait_for_step(5)
+        told.pause(1.0)
         told.cluster.environment = {**told.cluster.environment, "TESTER_UNLIKE": "samples=300"}
         told.cluster.start_node()
         told.wait("its setting aside", lambda: told.generation == 3)

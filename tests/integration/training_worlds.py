@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         session.backward(loss_of(model, batch))
         if session.step(max_grad_norm=1.0):
             schedule.step()
-            time.sleep(pause(0.0))
+            pause(0.0)
     loss = session.evaluate(samples, lambda batch: loss_of(model, batch), batch_size=50)
     state = session.state_dict()
     if session.rank == 0:

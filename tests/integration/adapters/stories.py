@@ -70,9 +70,10 @@ def through_faults(
         told.wait_for_step(case.steps_in_epoch + 3)  # in the second epoch
         told.cluster.kill_node(told.node(1))
         told.wait_for_first_step(3)
-        told.pause(0.5)
+        told.pause(2.0)
         told.cluster.start_node()
         told.wait_for_first_step(4)
+        told.pause(0.5)
         told.cluster.drain(told.node(2))
         told.wait_for_first_step(5)
         codes = told.wait_for_end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 
 import elasticzero as ez
 from tests.integration.scripts import regression
@@ -28,4 +27,4 @@ def trace(session: ez.Session, pause_s: float) -> None:
     told = {"trace": {**place, "samples": session.batch_indices}}
     # In one write, of which a kill leaves all or nothing.
     print(json.dumps(told) + "\n", end="", flush=True)
-    time.sleep(regression.pause(pause_s))
+    regression.pause(pause_s)

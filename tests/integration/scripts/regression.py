@@ -55,8 +55,14 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def pause(pause_s: float) -> float:
-    """Seconds that a step is to be slowed by: what a tester's file says, if there is one."""
+def pause(pause_s: float) -> None:
+    """Slow a step by so many seconds, or by what a tester's file says meanwhile."""
+    began_s = time.monotonic()
+    while (left_s := began_s + wanted_pause_s(pause_s) - time.monotonic()) > 0:
+        time.sleep(min(left_s, 0.02))
+
+
+def wanted_pause_s(pause_s: float) -> float:
     try:
         return float(Path(os.environ["TESTER_PAUSE_FILE"]).read_text())
     except (KeyError, FileNotFoundError):
@@ -206,7 +212,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
             trace = {**place, "samples": list(session.batch_indices)}
             # In one write, of which a kill leaves all or nothing.
             print(json.dumps({"trace": trace}) + "\n", end="", flush=True)
-            time.sleep(pause(options.pause))
+            pause(options.pause)
             holds.wait("step", session.generation, session.rank)
             if options.long_step == seen + 1 and session.generation == 1:
                 time.sleep(options.long)

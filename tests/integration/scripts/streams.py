@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,7 +105,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         trace = {"generation": session.generation, "step": session.step_count + 1, "samples": used}
         # In one write, of which a kill leaves all or nothing.
         print(json.dumps({"trace": trace}) + "\n", end="", flush=True)
-        time.sleep(regression.pause(options.pause))
+        regression.pause(options.pause)
         session.backward(regression.loss_of(model(x), y))
         session.step(max_grad_norm=1.0)
 

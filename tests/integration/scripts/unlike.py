@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import time
 from typing import Any
 
 import regression
@@ -84,7 +83,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         shuffle=bool(given("shuffle", 1)),
         drop_last=bool(given("drop_last", 0)),
     ):
-        time.sleep(regression.pause(options.pause))
+        regression.pause(options.pause)
         session.backward(regression.loss_of(model(x), y))
         if session.step(max_grad_norm=1.0):
             scheduler.step()
