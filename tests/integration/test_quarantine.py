@@ -14,7 +14,7 @@ import pytest
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, elasticzero, story
 
-OTHERS = ["--nnodes", "1:3", "--settle", "3"]
+OTHERS = ["--nnodes", "1:3"]
 
 
 def reasons(told: Story) -> list[str]:

@@ -84,7 +84,7 @@ def train(
     place: Callable[[str], Placement] = on_loopback,
 ) -> Story:
     """Trains while a worker dies, then a node, and another one joins."""
-    options = ["--nnodes", "2:3", "--strategy", "zero2", "--settle", "2", "--lease-ttl", "2"]
+    options = ["--nnodes", "2:3", "--strategy", "zero2", "--lease-ttl", "2"]
     options += ["--checkpoint-dir", str(tmp_path / "c"), "--snapshot-every", "4"]
     options += [str(SCRIPT), kind, "--epochs", str(EPOCHS), "--pause", "0.05", *words]
     with story(tmp_path, etcd.endpoint, job, options, nodes=3, place=place) as told:
