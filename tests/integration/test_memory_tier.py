@@ -13,7 +13,7 @@ from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
-from tests.integration.test_elastic_training import check_samples, check_weights
+from tests.integration.test_elastic_training import check_samples, check_weights, drawn
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -37,7 +37,7 @@ def lose(told: Story, *places: int) -> None:
         told.cluster.kill_node(told.cluster.nodes[names[place]])
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("strategy", drawn("zero2"))
 def test_a_lost_node_of_four_costs_two_steps_at_most_without_any_checkpoint(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -57,11 +57,11 @@ def test_a_lost_node_of_four_costs_two_steps_at_most_without_any_checkpoint(
     check_weights(tmp_path / "c", reference)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("strategy", drawn())
 def test_two_lost_nodes_that_are_no_pair_lose_nothing_that_was_held(
-    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    options = words(tmp_path / "c", "zero1", "--nnodes", "1:4", "--snapshot-every", "2")
+    options = words(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "2")
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
         told.wait_for_step(30)
         lose(told, 0, 3)
@@ -74,11 +74,12 @@ def test_two_lost_nodes_that_are_no_pair_lose_nothing_that_was_held(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_a_lost_pair_falls_back_to_storage_and_says_so(
-    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     options = words(
-        tmp_path / "c", "zero2", "--nnodes", "1:4", "--snapshot-every", "1",
+        tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "1",
         "--checkpoint-every", "10",
     )  # fmt: skip
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
@@ -92,11 +93,12 @@ def test_a_lost_pair_falls_back_to_storage_and_says_so(
     check_weights(tmp_path / "c", reference)
 
 
+@pytest.mark.parametrize("strategy", drawn("zero2"))
 def test_memory_is_bounded_whatever_happens_to_the_world(
-    tmp_path: Path, job: str, etcd: EtcdServer
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     options = words(
-        tmp_path / "c", "zero2", "--nnodes", "1:3", "--snapshot-every", "1",
+        tmp_path / "c", strategy, "--nnodes", "1:3", "--snapshot-every", "1",
         "--checkpoint-every", "7", "--keep", "2",
     )  # fmt: skip
     most: dict[str, int] = {}
@@ -119,10 +121,11 @@ def test_memory_is_bounded_whatever_happens_to_the_world(
     assert len(left) == 2, left
 
 
+@pytest.mark.parametrize("strategy", drawn("ddp"))
 def test_a_worker_that_was_alone_leaves_its_state_with_its_agent(
-    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    options = words(tmp_path / "c", "ddp", "--nnodes", "1:1", "--snapshot-every", "1")
+    options = words(tmp_path / "c", strategy, "--nnodes", "1:1", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=1) as told:
         told.wait_for_step(20)
         told.cluster.kill_worker(told.node(0))
@@ -133,11 +136,11 @@ def test_a_worker_that_was_alone_leaves_its_state_with_its_agent(
     check_weights(tmp_path / "c", reference)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("strategy", drawn())
 def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
-    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    options = words(tmp_path / "c", "zero2", "--nnodes", "2:2", "--snapshot-every", "1")
+    options = words(tmp_path / "c", strategy, "--nnodes", "2:2", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=2) as told:
         told.wait_for_step(25)
         lose(told, 1)
@@ -152,11 +155,11 @@ def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
     check_weights(tmp_path / "c", reference)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("strategy", drawn())
 def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
-    tmp_path: Path, job: str, etcd: EtcdServer
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    options = words(tmp_path / "c", "zero2", "--nnodes", "1:4", "--snapshot-every", "1")
+    options = words(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
         told.wait_for_step(20)
         for name in members(told):
@@ -166,12 +169,12 @@ def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
     assert catalog.newest_good(open_directory(tmp_path / "c")) == told.step
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("strategy", drawn())
 def test_without_shared_memory_checkpoints_are_written_all_the_same(
-    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     options = [
-        "--nnodes", "1:1", "--nproc-per-node", "2", "--strategy", "zero1", "--checkpoint-dir",
+        "--nnodes", "1:1", "--nproc-per-node", "2", "--strategy", strategy, "--checkpoint-dir",
         str(tmp_path / "c"), "--checkpoint-every", "30", str(REGRESSION), "--no-memory",
     ]  # fmt: skip
     with story(tmp_path, etcd.endpoint, job, options, nodes=1) as told:
