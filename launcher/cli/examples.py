@@ -83,7 +83,7 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "plan": (
         ("a model of 7 billion parameters on two nodes of eight GPUs",
          "elasticzero plan --params 7B --nodes 2 --gpus 8"),
-        ("the same with state divided within each node, on GPUs of 40 GiB",
+        ("only with state divided within each node, on GPUs of 40 GiB",
          "elasticzero plan --params 7B --nodes 2 --gpus 8 --shard node --gpu-memory 40GiB"),
     ),
     "k8s": (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any, get_args
 
 from elasticzero.errors import ExitCode
@@ -24,7 +26,6 @@ from elasticzero.spans import REDUNDANCIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-WHERE = {"world": "the world", "node": "each node"}
 DEFAULT_LAYERS = 32
 """Layers of a model whose largest layer is not given."""
 COLUMNS = ("weights", "masters", "gradients", "optimizer", "buffers")
@@ -57,8 +58,8 @@ def add_plan_options(parser: Parser) -> None:
     add(
         "--shard",
         choices=get_args(ShardOver),
-        default="world",
-        help="Strategies divide state over all ranks of the world, or over those of each node.",
+        help="Strategies divide state over all ranks of the world, or over those of each node. "
+        "(default: both are shown)",
     )
     add(
         "--redundancy",
@@ -160,21 +161,25 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         outer=args.outer_params,
         frozen_bytes=(args.params - trained) * element_bytes,
     )
-    line_up = LineUp(
-        nodes=args.nodes,
-        ranks_per_node=args.gpus,
-        shard=args.shard,
-        bucket_bytes=args.bucket_bytes,
-        mirrored=args.redundancy == "mirror",
-    )
     kept = STATE_SIZES[args.optimizer]
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
+    shards = _shards(args)
     rows = []
-    for strategy in kept.strategies:
+    for strategy, shard in product(kept.strategies, shards):
+        if strategy == "ddp" and shard != shards[0]:
+            continue
+        line_up = LineUp(
+            nodes=args.nodes,
+            ranks_per_node=args.gpus,
+            shard=shard,
+            bucket_bytes=args.bucket_bytes,
+            mirrored=args.redundancy == "mirror",
+        )
         memory = rank_memory(strategy, model, kept, line_up, offloaded=args.cpu_offload)
         rows.append(
             {
                 "strategy": strategy,
+                "shard": None if strategy == "ddp" else shard,
                 **asdict(memory),
                 "total": memory.total,
                 "left": args.gpu_memory - memory.total,
@@ -190,24 +195,36 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         "optimizer": args.optimizer,
         "nodes": args.nodes,
         "gpus": args.gpus,
-        "shard": args.shard,
         "redundancy": args.redundancy,
         "cpu_offload": args.cpu_offload,
         "gpu_memory": args.gpu_memory,
         "room_for_state": room,
         "layer_params": layer,
         "strategies": rows,
-        "first_that_fits": first_that_fits({row["strategy"]: row["total"] for row in rows}, room),
+        "first_that_fits": {shard: first_that_fits(_needs(rows, shard), room) for shard in shards},
     }
 
 
+def _shards(args: argparse.Namespace) -> Sequence[ShardOver]:
+    """Returns what the plan shows: on one node, its ranks are the world."""
+    if args.shard is not None:
+        return (args.shard,)
+    return get_args(ShardOver) if args.nodes > 1 else ("world",)
+
+
+def _needs(rows: Iterable[Mapping[str, Any]], shard: ShardOver) -> dict[str, int]:
+    """Returns the bytes of each strategy on a rank with `--shard SHARD`, which ddp ignores."""
+    return {row["strategy"]: row["total"] for row in rows if row["shard"] in (None, shard)}
+
+
 def plan_text(found: dict[str, Any]) -> str:
-    """Returns the plan as a table, with a line that names the first strategy that fits."""
+    """Returns the plan as a table, with a line that names the first strategies that fit."""
     ranks = found["nodes"] * found["gpus"]
     columns = (*COLUMNS, "mirrors") if found["redundancy"] == "mirror" else COLUMNS
     rows = [
         [
             row["strategy"],
+            row["shard"] or "-",
             *(size_text(row[column]) for column in columns),
             size_text(row["total"]),
             "yes" if row["fits"] else "no",
@@ -219,13 +236,7 @@ def plan_text(found: dict[str, Any]) -> str:
     ]
     node = ["state in a node's RAM"] if found["cpu_offload"] else []
     node.append("snapshots in a node's RAM")
-    heads = ("strategy", *columns, "each rank", "fits", *node, "checkpoint")
-    first = found["first_that_fits"]
-    verdict = (
-        f"{first} is the first that fits."
-        if first
-        else "None fits: take more or larger GPUs, or a smaller model."
-    )
+    heads = ("strategy", "shard", *columns, "each rank", "fits", *node, "checkpoint")
     refused = (
         ""
         if any(row["strategy"] == "zero3" for row in found["strategies"])
@@ -234,9 +245,19 @@ def plan_text(found: dict[str, Any]) -> str:
     return (
         f"{found['params']:.4g} parameters in {found['dtype']} with {found['optimizer']}, on "
         f"{count_text(found['nodes'], 'node')} of {count_text(found['gpus'], 'GPU')} with "
-        f"{size_text(found['gpu_memory'])} each: {count_text(ranks, 'rank')}; "
-        f"state is divided over the ranks of {WHERE[found['shard']]}\n\n"
+        f"{size_text(found['gpu_memory'])} each: {count_text(ranks, 'rank')}\n\n"
         f"{table_text(heads, rows)}\n"
-        f"{verdict} Training state may take {size_text(found['room_for_state'])} of a GPU; the "
+        f"{_verdict(found['first_that_fits'])} Training state may take "
+        f"{size_text(found['room_for_state'])} of a GPU; the "
         f"rest is for activations and CUDA.{refused}\n"
     )
+
+
+def _verdict(first: Mapping[ShardOver, str | None]) -> str:
+    """Returns a sentence about the first strategy that fits with each `--shard`."""
+    if not any(first.values()):
+        return "None fits: take more or larger GPUs, or a smaller model."
+    if len(set(first.values())) == 1:
+        return f"{next(iter(first.values()))} is the first that fits."
+    each = (f"{name or 'none'} with --shard {shard}" for shard, name in first.items())
+    return f"The first that fits is {', '.join(each)}."

@@ -13,15 +13,39 @@ def test_the_table_names_the_first_that_fits(capsys: pytest.CaptureFixture[str])
     assert main(["plan", "--params", "7e9", "--nodes", "8", "--gpus", "8"]) == 0
     out = capsys.readouterr().out
     assert "64 ranks" in out
-    assert [line.split()[0] for line in out.splitlines()[3:7]] == ["ddp", "zero1", "zero2", "zero3"]
+    divided = [[name, shard] for name in ("zero1", "zero2", "zero3") for shard in ("world", "node")]
+    assert [line.split()[:2] for line in out.splitlines()[3:10]] == [["ddp", "-"], *divided]
     assert "ddp is the first that fits" in out
+
+
+def test_state_within_nodes_needs_what_one_node_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--params", "7e9", "--gpus", "8"]
+
+    def totals(*more: str) -> dict[tuple[str, str | None], int]:
+        assert main([*words, *more, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["strategies"]
+        return {(row["strategy"], row["shard"]): row["total"] for row in rows}
+
+    both, one = totals("--nodes", "4"), totals()
+    for strategy in ("zero1", "zero2", "zero3"):
+        assert both[strategy, "node"] == one[strategy, "world"] > both[strategy, "world"]
+    assert both["ddp", None] == one["ddp", None]
+    only = totals("--nodes", "4", "--shard", "node")
+    assert only == {key: total for key, total in both.items() if key[1] != "world"}
+
+
+def test_each_way_to_divide_has_a_first_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--params", "70e9", "--nodes", "8", "--gpus", "8"]
+    assert main(words) == 0
+    said = "The first that fits is zero3 with --shard world, none with --shard node."
+    assert said in capsys.readouterr().out
 
 
 def test_json_has_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--params", "7B", "--gpus", "8", "--gpu-memory", "40GB", "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["first_that_fits"] == "zero2"
+    assert found["first_that_fits"] == {"world": "zero2"}
     ddp = found["strategies"][0]
     assert (ddp["weights"], ddp["checkpoint"]) == (14 * 10**9, 42 * 10**9)
 
@@ -31,10 +55,10 @@ def test_state_in_host_memory_has_a_column_of_its_own(capsys: pytest.CaptureFixt
     assert main(words) == 0
     heads, *rows = capsys.readouterr().out.splitlines()[2:7]
     assert "state in a node's RAM" in heads
-    assert [row.split()[1] for row in rows][3:] == ["0"]
+    assert [row.split()[2] for row in rows][3:] == ["0"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["first_that_fits"] == "zero3"
+    assert found["first_that_fits"] == {"world": "zero3"}
     whole, offloaded = found["strategies"][2], found["strategies"][3]
     assert whole["node_state"] == 0 and offloaded["total"] == offloaded["buffers"]
     assert offloaded["node_state"] == 70 * 10**9 * (2 + 4 + 2 + 8 + 4)
@@ -55,8 +79,8 @@ def test_mirrors_have_a_column_of_their_own(capsys: pytest.CaptureFixture[str]) 
     assert main(words) == 0
     assert "mirrors" in capsys.readouterr().out.splitlines()[2]
     assert main([*words, "--json"]) == 0
-    found = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["strategies"]}
-    assert [found[name]["mirrors"] for name in found] == [0, *3 * [14 * 10**9]]
+    rows = json.loads(capsys.readouterr().out)["strategies"]
+    assert [row["mirrors"] for row in rows] == [0, *3 * [14 * 10**9, 0]]
 
 
 def test_a_model_that_no_strategy_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
