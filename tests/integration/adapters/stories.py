@@ -130,7 +130,6 @@ def check_curve(case: Case, run: Path, killed_after: int) -> None:
     missing = sorted(set(logged) - set(steps))
     until_killed = [step for step in logged if step <= killed_after]
     assert missing == until_killed[len(until_killed) - len(missing) :], (missing, killed_after)
-    assert len(missing) < len(until_killed), missing
 
 
 def check_weights(found: Outcome, wanted: Outcome, tolerance: float = 1e-9) -> None:
