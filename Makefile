@@ -47,7 +47,7 @@ demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (ab
 test: $(READY) tools ## unit tests, and what a job does, with real processes (about 20 minutes)
 	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile
 
-slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 30 minutes)
+slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 40 minutes)
 	timeout --foreground --kill-after=10 3000 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile \
 	  -m "slow and not chaos"
 
