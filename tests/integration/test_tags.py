@@ -305,6 +305,8 @@ def test_a_call_at_the_step_at_which_a_node_leaves(
     words += ["--holds", str(holds)]
     with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
         told.wait_for_step(9)
+        told.pause(1.0)  # within which no rank comes to where it is held
+        told.wait_for_step(told.step + 1)
         (holds / "step-1").write_text("0 1 2")
         told.wait("all ranks in one step", lambda: held(holds, 3))
         number = told.step + 1
