@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import product
 from typing import Any, get_args
 
 from elasticzero.errors import ExitCode
@@ -165,13 +164,11 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
     shards = _shards(args)
     rows = []
-    for strategy, shard in product(kept.strategies, shards):
-        if strategy == "ddp" and shard != shards[0]:
-            continue
+    for strategy, shard in _cases(kept.strategies, shards):
         line_up = LineUp(
             nodes=args.nodes,
             ranks_per_node=args.gpus,
-            shard=shard,
+            shard=shard or "world",
             bucket_bytes=args.bucket_bytes,
             mirrored=args.redundancy == "mirror",
         )
@@ -179,7 +176,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         rows.append(
             {
                 "strategy": strategy,
-                "shard": None if strategy == "ddp" else shard,
+                "shard": shard,
                 **asdict(memory),
                 "total": memory.total,
                 "left": args.gpu_memory - memory.total,
@@ -212,8 +209,17 @@ def _shards(args: argparse.Namespace) -> Sequence[ShardOver]:
     return get_args(ShardOver) if args.nodes > 1 else ("world",)
 
 
+def _cases(
+    strategies: Iterable[str], shards: Sequence[ShardOver]
+) -> Iterator[tuple[str, ShardOver | None]]:
+    """Yields each strategy with each way to divide its state; ddp has none."""
+    for strategy in strategies:
+        for shard in (None,) if strategy == "ddp" else shards:
+            yield strategy, shard
+
+
 def _needs(rows: Iterable[Mapping[str, Any]], shard: ShardOver) -> dict[str, int]:
-    """Returns the bytes of each strategy on a rank with `--shard SHARD`, which ddp ignores."""
+    """Returns the bytes of each strategy on a rank with `--shard SHARD`."""
     return {row["strategy"]: row["total"] for row in rows if row["shard"] in (None, shard)}
 
 
@@ -248,8 +254,8 @@ def plan_text(found: dict[str, Any]) -> str:
         f"{size_text(found['gpu_memory'])} each: {count_text(ranks, 'rank')}\n\n"
         f"{table_text(heads, rows)}\n"
         f"{_verdict(found['first_that_fits'])} Training state may take "
-        f"{size_text(found['room_for_state'])} of a GPU; the "
-        f"rest is for activations and CUDA.{refused}\n"
+        f"{size_text(found['room_for_state'])} of a GPU; the rest is for activations and CUDA."
+        f"{refused}\n"
     )
 
 
