@@ -93,6 +93,13 @@ class JobStory(ABC):
         written.write_text(str(pause_s))
         written.rename(self.pause_file)
 
+    @contextmanager
+    def slowed(self, pause_s: float) -> Iterator[None]:
+        """Slow every step so meanwhile, and then by the script's own `--pause` again."""
+        self.pause(pause_s)
+        yield
+        self.pause_file.unlink()
+
     def wait_for_step(self, step: int) -> None:
         self.wait(f"step {step}", lambda: self.step >= step)
 

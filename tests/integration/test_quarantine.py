@@ -62,10 +62,9 @@ def test_a_bad_newcomer_is_set_aside_and_the_others_train(
         told.wait_for_step(8)
         own = ["--checkpoint-dir", str(tmp_path / "checkpoints")] * (what[:2] != "no")
         own += [word.format(tmp=tmp_path) for word in words]
-        told.pause(1.0)
-        bad = joins_with(told, [*good, *own])
-        told.wait("it is set aside", lambda: told.generation >= 3)
-        told.pause(0.2)
+        with told.slowed(1.0):
+            bad = joins_with(told, [*good, *own])
+            told.wait("it is set aside", lambda: told.generation >= 3)
         told.wait_for_step(told.step + 5)
         codes = told.wait_for_end()
         log = told.node(2).log.read_text()

@@ -66,10 +66,9 @@ def test_a_job_with_three_faults(tmp_path: Path, job: str, etcd: EtcdServer) -> 
         assert stranger.getresponse().status == 401
         stranger.close()
 
-        told.pause(1.0)
-        cluster.start_node()
-        told.wait_for_first_step(4)
-        told.pause(0.1)
+        with told.slowed(1.0):
+            cluster.start_node()
+            told.wait_for_first_step(4)
         told.wait_for_step(told.step + 3)
         codes = told.wait_for_end()
         assert 0 in codes.values()

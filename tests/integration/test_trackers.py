@@ -68,10 +68,9 @@ def test_a_curve_has_every_step_once_through_lost_leaders_a_drain_and_a_join(
         told.cluster.kill_node(told.cluster.nodes[leader])
         told.wait_for_first_step(3)
         told.wait_for_step(told.step + 12)
-        told.pause(1.0)
-        told.cluster.start_node()
-        told.wait_for_first_step(4)
-        told.pause(0.2)
+        with told.slowed(1.0):
+            told.cluster.start_node()
+            told.wait_for_first_step(4)
         leader = told.of("world")[-1]["members"][0]
         told.cluster.drain(told.cluster.nodes[leader])
         told.wait_for_first_step(5)

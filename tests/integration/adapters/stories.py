@@ -127,6 +127,7 @@ def check_curve(case: Case, run: Path, killed_after: int) -> None:
     steps = [step for _, step, _ in points(run, case.curve)]
     logged = range(case.logs_every, case.epochs * case.steps_in_epoch + 1, case.logs_every)
     assert steps == sorted(set(steps)) and set(steps) <= set(logged)
+    assert len(steps) >= 0.7 * len(logged), steps
     missing = sorted(set(logged) - set(steps))
     until_killed = [step for step in logged if step <= killed_after]
     assert missing == until_killed[len(until_killed) - len(missing) :], (missing, killed_after)
