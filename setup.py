@@ -1,12 +1,18 @@
 """Maps folders at the top of the repository into the package, for every kind of build.
 
 The links elasticzero/launcher and elasticzero/checkpoint serve a checkout only: a zip of the
-repository has none.
+repository has none. The files that `elasticzero show` prints have their places below
+elasticzero/share, and no copy in the repository.
 """
 
 from setuptools import find_packages, setup
 
 MAPPED = {"elasticzero.launcher": "launcher", "elasticzero.checkpoint": "checkpoint"}
+SHARED = {
+    "elasticzero.share.examples": "examples",
+    "elasticzero.share.examples.slurm": "examples/slurm",
+    "elasticzero.share.k8s.components.monitoring": "k8s/components/monitoring",
+}
 own = [p for p in find_packages(include=["elasticzero*"]) if not p.startswith(tuple(MAPPED))]
 mapped = ["elasticzero." + p for p in find_packages(include=["launcher*", "checkpoint*"])]
-setup(packages=own + mapped, package_dir=MAPPED)
+setup(packages=[*own, *mapped, *SHARED], package_dir=MAPPED | SHARED)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 READER_GONE = 141
 """The exit code of a command whose output nobody reads any more (`… | head`), as of one that
@@ -37,8 +38,22 @@ def _escaped(character: str) -> str:
 def print_result(text: str, end: str = "\n") -> None:
     """Prints a result, escaped if need be; if that fails, ends the command with a line that says
     why."""
-    try:
+    with _output_errors():
         print(printable(text, sys.stdout.encoding or "utf-8"), end=end, flush=True)
+
+
+def print_bytes(content: bytes) -> None:
+    """Prints the content of a file as it is; if that fails, ends the command as `print_result`."""
+    with _output_errors():
+        sys.stdout.buffer.write(content)
+        sys.stdout.flush()
+
+
+@contextmanager
+def _output_errors() -> Iterator[None]:
+    """Ends the command where the output cannot be written."""
+    try:
+        yield
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         if isinstance(error, BrokenPipeError):

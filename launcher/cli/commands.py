@@ -137,6 +137,12 @@ def _add_k8s(parser: Parser) -> None:
     add_k8s_commands(parser)
 
 
+def _add_show(parser: Parser) -> None:
+    from elasticzero.launcher.cli.show import add_show_options
+
+    add_show_options(parser)
+
+
 def _add_completion(parser: Parser) -> None:
     from elasticzero.launcher.cli.completion import add_completion_options
 
@@ -162,6 +168,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "doctor": _add_doctor,
     "plan": _add_plan,
     "k8s": _add_k8s,
+    "show": _add_show,
     "completion": _add_completion,
     "help": _add_help,
 }

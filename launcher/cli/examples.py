@@ -168,6 +168,14 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("what torch's DCP has saved",
          "elasticzero checkpoint import exported-dcp imported-dcp --format dcp --world-size 2"),
     ),
+    "show": (
+        ("which files there are",
+         "elasticzero show"),
+        ("the dashboard for Grafana, into a file",
+         "elasticzero show dashboard > dashboard.json"),
+        ("a training script to begin with",
+         "elasticzero show examples/quickstart.py > train.py"),
+    ),
     "completion": (
         ("in this bash, from now on",
          'source <(elasticzero completion bash)'),

@@ -17,6 +17,8 @@ PACKED_AS = {
     "elasticzero": "elasticzero",
     "launcher": "elasticzero/launcher",
     "checkpoint": "elasticzero/checkpoint",
+    "examples": "elasticzero/share/examples",
+    "k8s/components": "elasticzero/share/k8s/components",
 }
 LINKS = ("elasticzero/launcher", "elasticzero/checkpoint")
 ADDED = ("elasticzero/added", "launcher/added", "launcher/added/deeper", "checkpoint/added")
@@ -159,7 +161,7 @@ def test_a_wheel_is_the_same_from_a_zip_a_tar_and_the_sdist(wheels: dict[str, Pa
 
 
 def test_a_wheel_holds_every_file_of_the_package(root: Path, wheels: dict[str, Path]) -> None:
-    """Also packages that nothing names; no test and no benchmark."""
+    """Also packages that nothing names, and what `show` prints; no test and no benchmark."""
     added = {
         PACKED_AS[name.partition("/")[0]] + f"/{name.partition('/')[2]}/__init__.py"
         for name in ADDED
@@ -172,7 +174,7 @@ def test_a_wheel_holds_every_file_of_the_package(root: Path, wheels: dict[str, P
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_command_line_starts_from_each_wheel(
-    kind: str, wheels: dict[str, Path], tmp_path: Path
+    kind: str, root: Path, wheels: dict[str, Path], tmp_path: Path
 ) -> None:
     """Unpacked, beside the packages that it needs; `-S` keeps the path of this tree away."""
     with zipfile.ZipFile(wheels[kind]) as archive:
@@ -185,6 +187,9 @@ def test_the_command_line_starts_from_each_wheel(
 
     assert printed("--help").startswith("usage: elasticzero")
     assert printed("checkpoint", "--help").startswith("usage: elasticzero checkpoint")
+    rules = root / "k8s" / "components" / "monitoring" / "rules.yaml"
+    assert printed("show", "alerts") == rules.read_text()
+    assert printed("show", "examples/gpt.py") == (root / "examples" / "gpt.py").read_text()
     places = run(sys.executable, "-S", "-P", "-c", PLACES, cwd=tmp_path, PYTHONPATH=path)
     assert all(line.startswith(str(tmp_path)) for line in places.splitlines()), places
 
@@ -203,7 +208,9 @@ def test_the_installed_command_starts(
 
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
-def test_an_editable_installation_starts(kind: str, trees: dict[str, Path], tmp_path: Path) -> None:
+def test_an_editable_installation_starts(
+    kind: str, root: Path, trees: dict[str, Path], tmp_path: Path
+) -> None:
     """By a path where there are links, as `make` does it, and by pip's import hook anywhere."""
     tree = tmp_path / "tree"
     shutil.copytree(trees[kind], tree, symlinks=True)
@@ -216,3 +223,5 @@ def test_an_editable_installation_starts(kind: str, trees: dict[str, Path], tmp_
         assert line.startswith(str(tree)), line
     command = place / "bin" / "elasticzero"
     assert run(command, "--help", cwd=tmp_path).startswith("usage: elasticzero")
+    example = (root / "examples" / "quickstart.py").read_text()
+    assert run(command, "show", "examples/quickstart.py", cwd=tmp_path) == example

@@ -34,8 +34,9 @@ LINES = [
 
 
 def words_of(line: str) -> list[str]:
-    """The words of an example after the program's name, and variables before it set."""
-    words = shlex.split(line)
+    """The words of an example after the program's name and before its output's file, and variables
+    before it set."""
+    words = shlex.split(line.partition(" > ")[0])
     while "=" in words[0]:
         words.pop(0)
     assert words.pop(0) == "elasticzero"

@@ -1,0 +1,87 @@
+"""Prints a file that comes with the package: `elasticzero show [NAME]`.
+
+A wheel has the files in `elasticzero/share`, where setup.py maps them to. In a checkout they lie in
+their own folders, below its root.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import elasticzero
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.options.parser import Parser
+from elasticzero.text import print_bytes, print_result, table_text
+
+_MONITORING = "k8s/components/monitoring"
+_PACKAGE = Path(elasticzero.__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """A file that the package brings for people to use."""
+
+    path: str
+    """Place below the root of a checkout, and below `elasticzero/share` of a wheel."""
+    about: str
+    """What the file is, as the list has it."""
+
+
+SHARED_FILES = {
+    "dashboard": SharedFile(f"{_MONITORING}/dashboard.json", "the dashboard for Grafana"),
+    "alerts": SharedFile(
+        f"{_MONITORING}/rules.yaml", "the alerts for Prometheus, as one of its rule_files"
+    ),
+    "prometheusrule": SharedFile(
+        f"{_MONITORING}/prometheusrule.yaml", "the same alerts for Prometheus' operator"
+    ),
+    "podmonitor": SharedFile(
+        f"{_MONITORING}/podmonitor.yaml", "what Prometheus' operator scrapes on Kubernetes"
+    ),
+    "kustomization": SharedFile(
+        f"{_MONITORING}/kustomization.yaml",
+        "the Kustomize component of dashboard, prometheusrule and podmonitor",
+    ),
+    "sbatch": SharedFile("examples/slurm/elasticzero.sbatch", "the batch script for Slurm"),
+    "examples/quickstart.py": SharedFile("examples/quickstart.py", "the smallest training script"),
+    "examples/gpt.py": SharedFile(
+        "examples/gpt.py", "a small GPT that learns Python's own sources"
+    ),
+    "examples/torchrun_ddp.py": SharedFile(
+        "examples/torchrun_ddp.py", "a script for torchrun that resumes by itself"
+    ),
+    "examples/job.toml": SharedFile("examples/job.toml", "options of a job, for --config"),
+    "examples/demo.py": SharedFile(
+        "examples/demo.py", "the demo of README.md; examples/gpt.py must lie beside it"
+    ),
+}
+"""The files by the names that the command line has for them."""
+
+
+def add_show_options(parser: Parser) -> None:
+    """Adds the argument of `show`, and sets its `run_command`."""
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=tuple(SHARED_FILES),
+        metavar="NAME",
+        help="The file with this name is printed. (default: a list of all names)",
+    )
+    parser.set_defaults(run_command=_show)
+
+
+def _show(args: argparse.Namespace) -> ExitCode:
+    if args.name is None:
+        rows = [(name, file.about) for name, file in SHARED_FILES.items()]
+        print_result(table_text(("NAME", "WHAT IT IS"), rows), end="")
+    else:
+        print_bytes(_content(SHARED_FILES[args.name]))
+    return ExitCode.DONE
+
+
+def _content(file: SharedFile) -> bytes:
+    share = _PACKAGE / "share"
+    root = share if share.is_dir() else _PACKAGE.parent
+    return (root / file.path).read_bytes()
