@@ -18,7 +18,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--update", action="store_true", help="write the transcripts of tests/scenarios anew"
+        "--update", action="store_true", help="write transcripts and golden files anew"
     )
 
 
