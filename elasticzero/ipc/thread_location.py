@@ -10,10 +10,15 @@ import threading
 from types import FrameType
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SITE_PACKAGES = ("site-packages", "dist-packages")
 _LIBRARIES = tuple(
     os.path.join(os.path.abspath(path), "")
-    for path in {sysconfig.get_path("stdlib"), *map(sysconfig.get_path, ("purelib", "platlib"))}
+    for path in {
+        *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+        *(path for path in sys.path if os.path.basename(path) in _SITE_PACKAGES),
+    }
 )
+"""Folders whose code is not the script's; a virtual environment may use packages of another."""
 _COLLECTIVE = ("/torch/distributed/", "/torch/autograd/")
 """Folders of the code that waits for gloo and NCCL, DDP's reductions in a backward included."""
 
