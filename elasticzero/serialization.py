@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache, partial
 from itertools import starmap
 from typing import Any, Literal, TypeVar, Union
@@ -18,33 +18,49 @@ from typing import Any, Literal, TypeVar, Union
 T = TypeVar("T")
 PLAIN = frozenset({str, int, float, bool, type(None)})
 """The types whose values JSON holds unchanged."""
-NEW = {"new": True}
-"""Metadata of a field that the release before does not have. It is encoded only where it differs
-from its default, so that records that both releases can make are equal: ranks of both compare
-digests of them."""
+OMIT_DEFAULT = {"omit_default": True}
+"""Metadata of a field that is stored only where it differs from its default.
+
+An earlier release does not have the field. So records that both releases can make have equal bytes:
+ranks of both compare digests of them."""
 
 
 class RecordError(ValueError):
     """A JSON value is not the expected record; the message names the field."""
 
 
-def encode(record: Any) -> Any:
-    """Returns the JSON value of a record: dataclasses become objects, tuples arrays."""
+def encode(record: Any, *, complete: bool = False, without: Collection[str] = ()) -> Any:
+    """Returns the JSON value of a record: dataclasses become objects, tuples arrays.
+
+    An object's keys are in the order of the fields, or in that of the class's `FIELD_ORDER`.
+
+    Args:
+        record: a dataclass, or a value that a field may have.
+        complete: True: fields are there that `OMIT_DEFAULT` leaves out of what is stored.
+        without: fields of the record itself, not of those in it, that are left out.
+    """
     kind = type(record)
     if kind in PLAIN:
         return record
     if dataclasses.is_dataclass(kind):
-        new = _new_defaults(kind)
+        defaults = {} if complete else _omitted_defaults(kind)
         return {
-            name: encode(getattr(record, name))
+            name: encode(getattr(record, name), complete=complete)
             for name in _names(kind)
-            if name not in new or getattr(record, name) != new[name]
+            if name not in without
+            if name not in defaults or getattr(record, name) != defaults[name]
         }
     if isinstance(record, Mapping):
-        return {str(key): encode(value) for key, value in record.items()}
+        return {str(key): encode(value, complete=complete) for key, value in record.items()}
     if isinstance(record, (tuple, list)):
-        return [encode(value) for value in record]
+        return [encode(value, complete=complete) for value in record]
     return record
+
+
+def field_values(record: Any) -> dict[str, Any]:
+    """Returns the values of a record's fields by name, as they are."""
+    kind: type = type(record)
+    return {name: getattr(record, name) for name in _names(kind)}
 
 
 def decode(kind: type[T], value: Any, where: str = "") -> T:
@@ -98,12 +114,15 @@ def _by_name_only(kind: type) -> bool:
 
 @cache
 def _names(kind: type) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(kind) if f.init)
+    names = tuple(f.name for f in dataclasses.fields(kind) if f.init)
+    order: tuple[str, ...] = getattr(kind, "FIELD_ORDER", names)
+    assert sorted(order) == sorted(names), f"FIELD_ORDER of {kind.__name__}"
+    return order
 
 
 @cache
-def _new_defaults(kind: type) -> Mapping[str, Any]:
-    return {f.name: f.default for f in dataclasses.fields(kind) if "new" in f.metadata}
+def _omitted_defaults(kind: type) -> Mapping[str, Any]:
+    return {f.name: f.default for f in dataclasses.fields(kind) if "omit_default" in f.metadata}
 
 
 @cache

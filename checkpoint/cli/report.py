@@ -43,7 +43,7 @@ class StepSummary:
             about["unreadable"] = self.unreadable
         if self.written_s is not None:
             about["written"] = _date(self.written_s)
-        return {**about, **encode(self.manifest), "tags": list(self.tags)}
+        return {**about, **encode(self.manifest, complete=True), "tags": list(self.tags)}
 
 
 def tags_in(directory: Directory) -> dict[str, int]:

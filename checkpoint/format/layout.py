@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from elasticzero import spans
-from elasticzero.serialization import encode
+from elasticzero.serialization import OMIT_DEFAULT, encode
 from elasticzero.spans import EMPTY, Rule, Span
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -132,7 +132,7 @@ class Layout:
     tensors: Mapping[str, TensorSpec]
     groups: tuple[Group, ...]
     """The groups; every tensor is in exactly one."""
-    replicas: int = 1
+    replicas: int = field(default=1, metadata=OMIT_DEFAULT)
     """Number of nodes that each held the whole state and have written a part of it. The rules cut
     tensors in S = world_size / replicas chunks then, each chunk is cut alike in `replicas` parts,
     and rank r has part r // S of chunk r % S."""
@@ -184,10 +184,7 @@ class Layout:
     def json(self) -> Any:
         """Returns the layout's part of a manifest's JSON."""
         if "json" not in self._known:
-            value = encode(self)
-            if self.replicas == 1:
-                del value["replicas"]
-            self._known["json"] = value
+            self._known["json"] = encode(self)
         return self._known["json"]
 
     def spans(self, rank: int) -> dict[str, Span]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -17,7 +17,7 @@ from elasticzero.checkpoint.format.layout import TOO_MANY_BYTES, Layout
 from elasticzero.checkpoint.format.names import is_tag, is_token, shard_file_name
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
 from elasticzero.errors import CheckpointDamaged
-from elasticzero.serialization import NEW, RecordError, decode, encode
+from elasticzero.serialization import OMIT_DEFAULT, RecordError, decode, encode
 
 FORMAT_VERSION = 1
 TREE = "$tree"
@@ -54,7 +54,7 @@ class Manifest:
     """The files by rank; empty in a draft, before the files are written."""
     state: Mapping[str, Any]
     """JSON of all state that is not a tensor."""
-    tags: tuple[str, ...] = field(default=(), metadata=NEW)
+    tags: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """The tags under which a script has asked for this step; `steps/tags.py` has what they mean."""
 
     def __post_init__(self) -> None:
@@ -88,10 +88,8 @@ def with_own_file(draft: Manifest, rank: int, file: ShardFile) -> Manifest:
 
 def to_json(manifest: Manifest) -> bytes:
     """Returns the contents of the manifest's file."""
-    parts = {f.name: getattr(manifest, f.name) for f in fields(manifest) if f.name != "layout"}
-    if not manifest.tags:
-        del parts["tags"]
-    return with_digest(encode(parts) | {"layout": manifest.layout.json()})
+    value = encode(manifest, without=("layout",))
+    return with_digest(value | {"layout": manifest.layout.json()})
 
 
 def with_digest(value: Mapping[str, Any]) -> bytes:

@@ -20,8 +20,8 @@ from elasticzero.data.changes import carried_over, epoch_is_over
 from elasticzero.data.tag_requests import TagRequests
 from elasticzero.errors import UserError
 from elasticzero.hashing import mix64
-from elasticzero.ipc.assignment import DataChange
-from elasticzero.serialization import NEW
+from elasticzero.ipc.assignment import DataChange, LeftOutBatch
+from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import Span
 
 if TYPE_CHECKING:
@@ -113,17 +113,7 @@ class Mark:
     epoch: int
     offset: int
     order: Any = None
-    stream: Any = field(default=None, metadata=NEW)
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedBatch:
-    """Names the positions `[start, stop)` of an epoch's order whose global batch was left out."""
-
-    dataset: int
-    epoch: int
-    start: int
-    stop: int
+    stream: Any = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +131,9 @@ class DataPosition:
     """Number of global batches of this loop already used."""
     order: Any = None
     """The inputs of the order: `[samples, seed, shuffle]`, or those of a stream."""
-    global_batch: int = field(default=0, metadata=NEW)
+    global_batch: int = field(default=0, metadata=OMIT_DEFAULT)
     """Number of samples of the loop's global batches; 0: it is not known."""
-    stream: Any = field(default=None, metadata=NEW)
+    stream: Any = field(default=None, metadata=OMIT_DEFAULT)
     """Where a stream's readers go on in this epoch (`data/streams/plan.py`); None: at their
     beginning, or the dataset is no stream."""
     dataset: int = 0
@@ -154,20 +144,22 @@ class DataPosition:
     """The other datasets, the last used ones last; `KEPT_DATASETS` at most."""
     micro_batch: int | None = None
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
-    first_world: int = field(default=0, metadata=NEW)
+    first_world: int = field(default=0, metadata=OMIT_DEFAULT)
     """Number of ranks with which the first loop began whose global batch follows from it; 0: none
     has."""
     stopped: str | None = None
     """Reason for which the script ended training for all ranks; None: it did not."""
-    skipped: tuple[SkippedBatch, ...] = ()
+    skipped: tuple[LeftOutBatch, ...] = ()
     """The global batches that were used without a step of the optimizer, in all loops."""
-    tagging: TagRequests = field(default=(), metadata=NEW)
+    tagging: TagRequests = field(default=(), metadata=OMIT_DEFAULT)
     """Checkpoints that the script has asked for under tags, and that are not known to be saved."""
 
-    def skipped_with(self, batch: GlobalBatch) -> tuple[SkippedBatch, ...]:
+    def skipped_with(self, batch: GlobalBatch) -> tuple[LeftOutBatch, ...]:
         """Returns what is skipped once this batch of the present dataset is."""
-        at = self.dataset, batch.epoch, batch.start, batch.stop
-        return (*self.skipped, SkippedBatch(*at))
+        skipped = LeftOutBatch(
+            dataset=self.dataset, epoch=batch.epoch, start=batch.start, stop=batch.stop
+        )
+        return (*self.skipped, skipped)
 
     def mark(self, dataset: int) -> Mark:
         """Returns the record of a dataset's use."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from elasticzero.errors import UserError
+from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import ShardOver
 
 
@@ -44,6 +45,7 @@ class KnownError:
     """Records an error that ended an earlier generation; its traceback has been printed."""
 
     message: str
+    """The error in one line, without traceback."""
     node: str
     generation: int
 
@@ -73,12 +75,13 @@ BucketBytes = int | Literal["auto"] | None
 0 finds by measuring; None: the strategy's own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOutBatch:
-    """Names a global batch that training leaves out after a rollback."""
+    """Names a global batch without a step of the optimizer: one that was left out, or will be."""
 
-    step: int
-    """Number of the boundary after it."""
+    step: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Number of the boundary after it, where training is to leave it out after a rollback; 0: it is
+    left out already."""
     dataset: int
     """Number of its dataset object, from 0, in the order in which loops first used them."""
     epoch: int

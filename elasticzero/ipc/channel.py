@@ -127,7 +127,7 @@ class Channel:
 
 
 def _line(message: Message) -> bytes:
-    text = json.dumps({"kind": type(message).__name__, **encode(message)})
+    text = json.dumps({"kind": type(message).__name__, **encode(message, complete=True)})
     return f"{text}\n".encode()
 
 

@@ -7,19 +7,15 @@ worker's `Assignment`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from elasticzero.ipc.assignment import Assignment, DataChange, LeftOutBatch
+from elasticzero.serialization import OMIT_DEFAULT
 
 FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
 """Bits of the control word: a node leaves, the world grows, an operator stops the job, the script
 ends training by `session.stop`."""
-FLAG_REASONS = {
-    FLAG_LEAVE: "a node leaves",
-    FLAG_GROW: "the world grows",
-    FLAG_STOP: "the job is stopped",
-}
 
 FLAG_REASONS = {
     FLAG_LEAVE: "a node leaves",
@@ -32,12 +28,13 @@ TOKENS = "tokens"
 """Name in `session.log` whose values are added up; of others the mean counts."""
 
 Blame = Literal[
-    "user", "peer", "checkpoint", "storage", "environment", "memory", "rollback", "killed"
+    "user", "checkpoint", "storage", "environment", "memory", "rollback", "hung", "killed", "peer"
 ]
 """Cause of a failure. user: the script or its input; peer: another rank is lost; checkpoint: a
 damaged checkpoint; storage: the last checkpoint could not be written; environment: anything else
 outside; memory: it did not suffice for a micro-batch that can be halved; rollback: all ranks go
-back to a held state, and leave a global batch out; killed: a signal."""
+back to a held state, and leave a global batch out; hung: its agent saw no step in time; killed: a
+signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,11 +283,12 @@ class Finished:
 class Failed:
     """Worker to agent: an exception left the training function."""
 
-    step: int
+    step: int = 0
+    """Last step that was finished before the error."""
     blame: Blame
     message: str
     """The error in one line, without traceback."""
-    traceback: str
+    traceback: str = ""
     final: bool = False
     """True if the same input would fail in the same way, so that a retry is useless."""
     bad_step: int | None = None
@@ -299,12 +297,12 @@ class Failed:
     """True if this rank's state differs from that of a majority, so that its node is
     quarantined."""
     verified: int | None = None
-    """Newest step at which the ranks were found equal, if they differ now; None: no difference was
-    found."""
-    micro_batch: int | None = None
-    """Samples of the micro-batches that are tried next, where memory did not suffice."""
-    left_out: LeftOutBatch | None = None
-    """Global batch that is left out from now on, where training is rolled back."""
+    """Newest step at which the ranks were found equal, if they differ now; state of later steps may
+    differ. None: no difference was found."""
+    micro_batch: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Blame `memory`: samples of the micro-batches that are tried next."""
+    left_out: LeftOutBatch | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Blame `rollback`: the global batch that is left out from now on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

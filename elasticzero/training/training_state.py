@@ -6,7 +6,7 @@ At this boundary captures are taken, and the end of a generation is detected.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import broadcast_from_rank_zero, verify_unless_no_collective
 from elasticzero.consistency.replicas import ReplicaVerifier
-from elasticzero.data.sampling import DataPosition, EpochEnd, GlobalBatch, SkippedBatch
+from elasticzero.data.sampling import DataPosition, EpochEnd, GlobalBatch
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack
 from elasticzero.ipc.assignment import LeftOutBatch
@@ -239,11 +239,11 @@ class TrainingState:
         self.guard.passed_over()
         self._count_batch(self._skipped_too())
 
-    def _skipped_too(self) -> tuple[SkippedBatch, ...]:
+    def _skipped_too(self) -> tuple[LeftOutBatch, ...]:
         assert self._batch is not None
         return self.position.skipped_with(self._batch)
 
-    def _count_batch(self, skipped: tuple[SkippedBatch, ...]) -> None:
+    def _count_batch(self, skipped: tuple[LeftOutBatch, ...]) -> None:
         """Counts the global batch, once, however often optimizers are stepped by themselves.
 
         skipped: what is left out so far, unless some optimizer has been stepped with the batch.
@@ -262,8 +262,8 @@ class TrainingState:
         self._link.unless_shutting_down(self._mark_torn)  # so that this state is not handed over
         if self._groups is not None:
             self._groups.control_tree.allreduce_max(0)
-        batch = astuple(self._skipped_too()[-1])
-        return RolledBack(reason, own, LeftOutBatch(self._step_under_way, *batch))
+        batch = self._skipped_too()[-1]
+        return RolledBack(reason, own, replace(batch, step=self._step_under_way))
 
     def _stopped_by(self, reason: str) -> NotFinite:
         """Returns the error that ends training, once all ranks have saved the boundary's state.

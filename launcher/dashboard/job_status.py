@@ -137,7 +137,7 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
         "loss": words.get("loss"),
         "control": encode(replace(job.control, drain=pending_drains(job))),
         "nodes": nodes,
-        "done": encode(job.done) if job.done is not None else None,
+        "done": encode(job.done, complete=True) if job.done is not None else None,
     }
 
 

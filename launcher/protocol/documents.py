@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from elasticzero.ipc.assignment import LeftOutBatch, Resume, Source
+from elasticzero.ipc.assignment import KnownError, LeftOutBatch, Resume, Source
+from elasticzero.ipc.messages import Failed
 from elasticzero.launcher.goodput import TimeSpent
-from elasticzero.serialization import decode, decode_rows, encode
+from elasticzero.serialization import OMIT_DEFAULT, decode, decode_rows, encode
 from elasticzero.spans import ShardOver
 
 
@@ -33,7 +34,7 @@ class Member:
     """Port that the agent has bound for rank 0's store, for the case that this member comes
     first."""
     nproc: int
-    zone: str = ""
+    zone: str = field(default="", metadata=OMIT_DEFAULT)
     """Part of the cluster that may fail as a whole, such as a zone of a cloud or a rack; empty: not
     known."""
 
@@ -43,16 +44,14 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureRecord:
+class FailureRecord(KnownError):
     """Records the first error of a generation that ended by one."""
 
-    generation: int
-    node: str
+    FIELD_ORDER = ("generation", "node", "rank", "blame", "step", "message", "others")
     rank: int
     blame: str
     step: int
     """Last step that was finished before the error."""
-    message: str
     others: tuple[str, ...] = ()
     """Other nodes whose workers failed by the same error at the same step."""
 
@@ -104,18 +103,18 @@ class World:
     """Shortened digest of the job's token that its members use; empty: not stated."""
     trained: int = 0
     """Number of the first members that have made steps with this job; new members come last."""
-    skipped: SkippedCheckpoint | None = None
+    skipped: SkippedCheckpoint | None = field(default=None, metadata=OMIT_DEFAULT)
     """Damaged checkpoint that `reason` mentions; None: it mentions none, or a version without this
     field wrote this document."""
-    shard: ShardOver = "world"
+    shard: ShardOver = field(default="world", metadata=OMIT_DEFAULT)
     """Ranks among which the strategy divides state."""
-    redundancy: str = "snapshot"
+    redundancy: str = field(default="snapshot", metadata=OMIT_DEFAULT)
     """What a lost node's part of the state is read from: a name of `REDUNDANCIES`."""
-    micro_batch: int | None = None
+    micro_batch: int | None = field(default=None, metadata=OMIT_DEFAULT)
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
-    left_out: tuple[LeftOutBatch, ...] = ()
+    left_out: tuple[LeftOutBatch, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Global batches after `resume` that are left out because training was rolled back."""
-    time_spent: TimeSpent | None = None
+    time_spent: TimeSpent | None = field(default=None, metadata=OMIT_DEFAULT)
     """Where the job's time has gone until this world was written; None: not stated."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
@@ -173,34 +172,18 @@ class Holding:
     ranks: tuple[int, ...]
 
 
-FailureKind = Literal[
-    "user", "checkpoint", "storage", "environment", "memory", "rollback", "hung", "killed", "peer"
-]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Describes the first error of a node's workers."""
+class Failure(Failed):
+    """Describes the first error of a node's workers: what the worker sent, and its rank.
 
+    A document holds the end of the traceback only.
+    """
+
+    FIELD_ORDER = (
+        *("rank", "blame", "message", "step", "final", "bad_step", "traceback", "odd"),
+        *("verified", "micro_batch", "left_out"),
+    )
     rank: int
-    blame: FailureKind
-    message: str
-    step: int = 0
-    final: bool = False
-    """True if the same input would fail in the same way, so that the job is not tried again."""
-    bad_step: int | None = None
-    """Step of the checkpoint that was found damaged."""
-    traceback: str = ""
-    """End of the traceback, as far as a document in the store may hold it."""
-    odd: bool = False
-    """True if the rank has another state than a majority; its node is set aside at once."""
-    verified: int | None = None
-    """Newest step at which the ranks were equal; state of later steps may differ. None: no
-    difference was found."""
-    micro_batch: int | None = None
-    """Blame `memory`: samples of the micro-batches that are tried next."""
-    left_out: LeftOutBatch | None = None
-    """Blame `rollback`: the global batch that is left out from now on."""
 
 
 Phase = Literal["restored", "stalled", "alive", "stopped", "finished"]
@@ -266,26 +249,11 @@ class Done:
     failure: Failure | None = None
     setbacks: tuple[FailureRecord, ...] = ()
     """First error of each generation, where the job has failed several times."""
-    end_reason: str = ""
+    end_reason: str = field(default="", metadata=OMIT_DEFAULT)
     """Why the script ended training early, by `session.stop`; empty: it did not, or a version
     without this field wrote this document."""
-    launch_id: str = ""
+    launch_id: str = field(default="", metadata=OMIT_DEFAULT)
     """--launch-id of the node that wrote it; empty: it had none."""
-
-
-LEFT_OUT: tuple[tuple[type, str, Any], ...] = (
-    (World, "skipped", None),
-    (World, "shard", "world"),
-    (World, "redundancy", "snapshot"),
-    (World, "micro_batch", None),
-    (World, "left_out", ()),
-    (World, "time_spent", None),
-    (Done, "end_reason", ""),
-    (Done, "launch_id", ""),
-    (Member, "zone", ""),
-)
-"""Fields that are left out where they have this value, so that the bytes are those of versions
-without them."""
 
 
 def to_bytes(document: Any) -> bytes:
@@ -294,20 +262,18 @@ def to_bytes(document: Any) -> bytes:
     The zones of a world are stored if all members have one. So each of its agents places replicas
     as the others do, though one may be of a release that knows no zones.
     """
+    if not isinstance(document, World):
+        return _json(encode(document))
     value = encode(document)
-    for kind, name, usual in LEFT_OUT:
-        if isinstance(document, kind) and getattr(document, name) == usual:
-            del value[name]
-    failure = getattr(document, "failure", None)
-    for name in ("micro_batch", "left_out"):
-        if failure is not None and getattr(failure, name) is None:
-            del value["failure"][name]
-    if isinstance(document, World):
-        rows = [list(encode(member).values()) for member in document.members]
-        value["members"] = [row[:-1] for row in rows]
-        if all(member.zone for member in document.members):
-            value["zones"] = [member.zone for member in document.members]
-        value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]
+    members = [encode(member, complete=True, without=("zone",)) for member in document.members]
+    value["members"] = [list(member.values()) for member in members]
+    if all(member.zone for member in document.members):
+        value["zones"] = [member.zone for member in document.members]
+    value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]
+    return _json(value)
+
+
+def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 

@@ -45,6 +45,7 @@ from elasticzero.launcher.workers.process import (
 )
 from elasticzero.launcher.workers.progress_monitor import ProgressMonitor, WorkerProgress
 from elasticzero.processes import is_exiting
+from elasticzero.serialization import field_values
 
 MAX_TRACEBACK = 4000
 LATE_AFTER_S = 5.0
@@ -343,20 +344,8 @@ class WorkerGroup:
         stop_requested = self._view.aborted_s is not None
         if stop_requested and (message.blame == "peer" or not worker.state.attached):
             return  # the error of a script that SIGTERM has ended is no failure
-        failure = Failure(
-            rank=worker.rank,
-            blame=message.blame,
-            message=message.message,
-            step=message.step,
-            final=message.final,
-            bad_step=message.bad_step,
-            odd=message.odd,
-            verified=message.verified,
-            micro_batch=message.micro_batch,
-            left_out=message.left_out,
-            traceback=message.traceback[-MAX_TRACEBACK:],
-        )
-        self._fail(failure)
+        failure = Failure(rank=worker.rank, **field_values(message))
+        self._fail(replace(failure, traceback=failure.traceback[-MAX_TRACEBACK:]))
 
     def _fail(self, failure: Failure) -> None:
         """Records a failure if it explains the known one better; of equals the first stays."""

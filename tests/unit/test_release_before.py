@@ -15,7 +15,8 @@ import pytest
 from elasticzero.checkpoint.format.manifest import ShardFile, to_json
 from elasticzero.comm.barriers import Call, marks
 from elasticzero.comm.control import ControlWord, encode_word
-from elasticzero.data.sampling import DataPosition, Mark, SkippedBatch
+from elasticzero.data.sampling import DataPosition, Mark
+from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.serialization import encode
 from tests.support.releases import unpack_release_before
 from tests.unit.checkpoint.cases import draft_of, simple_layout
@@ -82,6 +83,6 @@ def test_calls_have_the_same_marks_in_both_releases(before: list[Any]) -> None:
 
 def test_positions_are_the_same_to_both_releases(before: list[Any]) -> None:
     """Ranks compare a digest of the encoded position; one that differs is set aside."""
-    used, skipped = Mark(**USED), SkippedBatch(**SKIPPED)
+    used, skipped = Mark(**USED), LeftOutBatch(**SKIPPED)
     position = DataPosition(**NOW, others=(used,), skipped=(skipped,))
     assert before[2] == encode(position)

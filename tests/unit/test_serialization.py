@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.serialization import NEW, RecordError, decode, decode_rows, encode
+from elasticzero.serialization import (
+    OMIT_DEFAULT,
+    RecordError,
+    decode,
+    decode_rows,
+    encode,
+    field_values,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,20 @@ class Outer:
 
 @dataclass(frozen=True)
 class Grown(Inner):
-    stream: Any = field(default=None, metadata=NEW)
+    stream: Any = field(default=None, metadata=OMIT_DEFAULT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    name: str
+    size: int = field(default=0, metadata=OMIT_DEFAULT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordered(Base):
+    FIELD_ORDER = ("rank", "part", "size", "name")
+    rank: int
+    part: Grown | None = None
 
 
 GOOD = {
@@ -75,6 +95,25 @@ def test_fields_of_a_newer_writer_are_ignored() -> None:
 
 def test_a_derived_field_is_neither_written_nor_read() -> None:
     assert "derived" not in encode(decode(Outer, GOOD | {"derived": 5}))
+
+
+def test_a_record_that_extends_another_has_its_own_order() -> None:
+    whole = Ordered(rank=1, name="x", size=2)
+    assert json.dumps(encode(whole)) == '{"rank": 1, "part": null, "size": 2, "name": "x"}'
+    assert decode(Ordered, encode(whole)) == whole
+    assert Ordered(rank=1, **field_values(Base(name="x", size=2))) == whole
+
+
+def test_a_complete_record_has_its_defaults_at_every_depth() -> None:
+    short = Ordered(rank=1, name="x", part=Grown("y"))
+    assert encode(short) == {"rank": 1, "part": {"name": "y", "size": 0}, "name": "x"}
+    complete = encode(short, complete=True)
+    assert complete == encode(short) | {"size": 0, "part": {"name": "y", "size": 0, "stream": None}}
+
+
+def test_a_field_is_left_out_of_the_record_itself_alone() -> None:
+    short = Ordered(rank=1, name="x", part=Grown("y"))
+    assert encode(short, without=("name",)) == {"rank": 1, "part": {"name": "y", "size": 0}}
 
 
 def test_an_integer_will_do_for_a_float() -> None:

@@ -99,7 +99,7 @@ def test_a_lack_of_memory_counts_for_nothing() -> None:
 
 
 def test_a_rollback_is_no_failure() -> None:
-    batch = LeftOutBatch(31, 0, 0, 240, 248)
+    batch = LeftOutBatch(step=31, dataset=0, epoch=0, start=240, stop=248)
     back = Failure(rank=0, blame="rollback", message="step 31", step=30, left_out=batch)
     reports = {"a": said(back), "b": said(PEER)}
     assert root_cause(reports) == ("a", back)
@@ -110,7 +110,10 @@ def test_a_rollback_is_no_failure() -> None:
 
 
 def test_a_batch_is_left_out_until_a_state_records_it() -> None:
-    batches = [LeftOutBatch(step, 0, 0, 8 * step - 8, 8 * step) for step in (25, 31, 32)]
+    batches = [
+        LeftOutBatch(step=step, dataset=0, epoch=0, start=8 * step - 8, stop=8 * step)
+        for step in (25, 31, 32)
+    ]
     failures = [Failure(rank=0, blame="rollback", message="", left_out=b) for b in batches[1:]]
     before = world(left_out=(batches[0],))
     reports = {"a": said(failures[0]), "b": said(failures[1]), "c": said(PEER)}
