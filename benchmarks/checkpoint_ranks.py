@@ -29,13 +29,14 @@ from checkpoint_state import STEP, State
 from elasticzero.checkpoint.format.dtypes import byte_view
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import open_shard
-from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import SaveCoordination, write_checkpoint
 from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.state.model import LoadTarget
 
 CHUNK_BYTES = 8 << 20
 Work = Callable[[], object]
@@ -264,7 +265,7 @@ class Rank:
 
         def ours() -> None:
             state = self.state
-            targets = [Target(n, span, state.tensors[n]) for n, span in state.spans.items()]
+            targets = [LoadTarget(n, span, state.tensors[n]) for n, span in state.spans.items()]
             open_step(storage).load(targets)
 
         def theirs() -> None:

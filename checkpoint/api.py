@@ -28,7 +28,7 @@ from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.checkpoint.format.names import checked_step, step_directory
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
 from elasticzero.checkpoint.io.dtensor import layout_of, local_part, pieces_of, writing_ranks
-from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import (
     DEFAULT_WAIT_S,
     SaveCoordination,
@@ -47,6 +47,7 @@ from elasticzero.errors import (
     one_line,
 )
 from elasticzero.nested import encoded_items, flatten, unflatten
+from elasticzero.state.model import LoadTarget
 
 _T = TypeVar("_T")
 
@@ -148,7 +149,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
         raise CheckpointDamaged(
             f"the checkpoint of step {step}: its nesting makes no sense: {error!r:.200}"
         ) from None
-    checkpoint.load(Target(name, *local_part(name, t)) for name, t in tensors.items())
+    checkpoint.load(LoadTarget(name, *local_part(name, t)) for name, t in tensors.items())
     return result
 
 

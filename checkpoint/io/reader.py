@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,19 +27,10 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError
 from elasticzero.spans import Span
+from elasticzero.state.model import LoadTarget
 
 _OPEN_SHARDS = 16
 """Maximum number of shards that are open at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Names a span of a checkpoint's tensor, and the tensor to fill with it."""
-
-    name: str
-    span: Span
-    tensor: torch.Tensor
-    """The tensor to fill: as many elements as the span, any shape, any device."""
 
 
 class Checkpoint:
@@ -81,9 +71,9 @@ class Checkpoint:
 
     def read(self, name: str, span: Span, out: torch.Tensor) -> None:
         """Fills `out` with elements `span` of a tensor."""
-        self.load([Target(name, span, out)])
+        self.load([LoadTarget(name, span, out)])
 
-    def load(self, targets: Iterable[Target]) -> None:
+    def load(self, targets: Iterable[LoadTarget]) -> None:
         """Fills every target: each shard front to back, in up to `MAX_THREADS` parts at a time.
 
         If one source of a shard fails, the next one is read. Raises `StorageError` or
@@ -99,7 +89,7 @@ class Checkpoint:
         threads = min(MAX_THREADS, -(-size // READ_PART_BYTES))
         run_adaptive(self._parts(by_rank), lambda: partial(self._read_part, ReaderState()), threads)
 
-    def _fits(self, target: Target) -> None:
+    def _fits(self, target: LoadTarget) -> None:
         spec = self.manifest.layout.tensors.get(target.name)
         if spec is None:
             raise CheckpointMismatch(

@@ -17,23 +17,13 @@ from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
-from elasticzero.spans import STRATEGIES, Span
-from elasticzero.state.model import NamedModel, RankState, Spec
+from elasticzero.spans import STRATEGIES
+from elasticzero.state.model import LoadTarget, NamedModel, RankState, Spec
 
 GRADIENT_NORM = "gradient/norm"
 """The name of the gradient's norm among what must be equal on all ranks."""
 
 OptimizerFactory = Callable[[Any], MadeOptimizers]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTarget:
-    """Names the tensor into which the elements `span` of a stored tensor are put."""
-
-    name: str
-    span: Span
-    tensor: Tensor
-    """As many elements as the span, of the stored dtype, in any shape."""
 
 
 class Agreement(Protocol):

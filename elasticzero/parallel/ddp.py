@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.data.sampling import MicroBatch
-from elasticzero.parallel.base import GRADIENT_NORM, LoadTarget, Setting
+from elasticzero.parallel.base import GRADIENT_NORM, Setting
 from elasticzero.parallel.finite import (
     LossCheck,
     Suspects,
@@ -30,7 +30,7 @@ from elasticzero.parallel.optimizers.state import (
 )
 from elasticzero.parallel.reducer import Reducer
 from elasticzero.spans import Span
-from elasticzero.state.model import MODEL, OPTIMIZER, RankState, Spec
+from elasticzero.state.model import MODEL, OPTIMIZER, LoadTarget, RankState, Spec
 
 
 class Replicated:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from elasticzero.data.sampling import MicroBatch
-from elasticzero.parallel.base import LoadTarget, Setting
+from elasticzero.parallel.base import Setting
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
@@ -40,6 +40,7 @@ from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.model import (
     MODEL,
+    LoadTarget,
     LocalTensor,
     Partition,
     RankState,

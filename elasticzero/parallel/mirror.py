@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elasticzero.parallel.base import LoadTarget, Setting
+from elasticzero.parallel.base import Setting
 from elasticzero.parallel.finite import clipping
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.parallel.optimizers.state import MASTER
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieces import ParameterPiece
-from elasticzero.state.model import Spec
+from elasticzero.state.model import LoadTarget, Spec
 
 TAG = 0x657B
 """Keeps these messages apart from those of the buckets and of a script."""

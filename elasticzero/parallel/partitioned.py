@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.parallel import same_number
-from elasticzero.parallel.base import GRADIENT_NORM, Agreement, LoadTarget
+from elasticzero.parallel.base import GRADIENT_NORM, Agreement
 from elasticzero.parallel.finite import (
     LossCheck,
     Suspects,
@@ -37,7 +37,7 @@ from elasticzero.parallel.optimizers.state import (
 from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.peer_errors import is_peer_error
 from elasticzero.spans import Span
-from elasticzero.state.model import OPTIMIZER, LocalTensor, Partition, RankState, Spec
+from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
 from elasticzero.torch_internals import has_step_hooks
 
 BLOCKS_DIFFER = (

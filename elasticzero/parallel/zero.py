@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from elasticzero.data.sampling import MicroBatch
-from elasticzero.parallel.base import LoadTarget, Setting
+from elasticzero.parallel.base import Setting
 from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.scatter import GradientScatter
@@ -29,7 +29,7 @@ from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
-from elasticzero.state.model import MODEL, LocalTensor, RankState, Spec, spec_of
+from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
 
 
 class FlatBuckets(PiecedStrategy):

@@ -10,7 +10,7 @@ import torch
 from elasticzero.checkpoint.format.dtypes import tensor_spec as stored_spec_of
 from elasticzero.checkpoint.format.dtypes import torch_dtype
 from elasticzero.checkpoint.format.names import step_directory
-from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step
+from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage.base import Readable, open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage
@@ -25,7 +25,7 @@ from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
 from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState
-from elasticzero.state.model import MODEL, RNG, RankState, Spec
+from elasticzero.state.model import MODEL, RNG, LoadTarget, RankState, Spec
 from elasticzero.state.rng import RngState, seed_all
 
 
@@ -86,9 +86,8 @@ def restore_state(
     whole = {MODEL + name: buffer.data for name, buffer in auxiliary.buffers.items()} | extra
     whole |= {kinds[kind]: tensor for kind, tensor in generators.items()}
     with strategy.filling(specs) as slots:
-        targets = [Target(slot.name, slot.span, slot.tensor) for slot in slots]
-        targets += [Target(name, Span(0, t.numel()), t) for name, t in whole.items()]
-        checkpoint.load(targets)
+        targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
+        checkpoint.load([*slots, *targets])
     auxiliary.apply(json, extra)
     position = decode(DataPosition, json.get("position", {}), f"{where}: position")
     asked = with_tags(position.tagging, manifest.step, manifest.tags)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
-from elasticzero.spans import Rule
+from elasticzero.spans import Rule, Span
 
 MODEL, OPTIMIZER, TRACKED, GROUPS, RNG = "model/", "optimizer/", "tracked/", "groups/", "rng/"
 
@@ -60,6 +60,17 @@ class LocalTensor:
 
     tensor: Tensor
     start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """Names a span of a stored tensor, and the tensor to fill with it."""
+
+    name: str
+    span: Span
+    tensor: Tensor
+    """The tensor to fill: as many elements as the span, of the stored dtype, any shape, any
+    device."""
 
 
 @dataclass(slots=True)

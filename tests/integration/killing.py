@@ -18,11 +18,12 @@ import torch
 
 from elasticzero.checkpoint.format.dtypes import torch_dtype
 from elasticzero.checkpoint.format.names import MANIFEST_NAME
-from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_step
+from elasticzero.checkpoint.io.reader import Checkpoint, open_step
 from elasticzero.checkpoint.steps import verify
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.spans import Span
+from elasticzero.state.model import LoadTarget
 from tests.integration.scripts.save_until_killed import state
 
 FOREVER = 1_000_000
@@ -93,7 +94,7 @@ def assert_bits(checkpoint: Checkpoint) -> int:
         name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
         for name, spec in manifest.layout.tensors.items()
     }
-    checkpoint.load(Target(n, Span(0, t.numel()), t) for n, t in loaded.items())
+    checkpoint.load(LoadTarget(n, Span(0, t.numel()), t) for n, t in loaded.items())
     wanted = state(manifest.generation, manifest.step)
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)

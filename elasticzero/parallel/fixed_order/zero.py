@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.data.sampling import MicroBatch
-from elasticzero.parallel.base import LoadTarget, Setting
+from elasticzero.parallel.base import Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
@@ -23,7 +23,15 @@ from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrateg
 from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
-from elasticzero.state.model import MODEL, LocalTensor, Partition, RankState, Spec, spec_of
+from elasticzero.state.model import (
+    MODEL,
+    LoadTarget,
+    LocalTensor,
+    Partition,
+    RankState,
+    Spec,
+    spec_of,
+)
 
 
 class WholeParameters(PiecedStrategy):

@@ -15,9 +15,10 @@ from elasticzero.checkpoint.format.dtypes import byte_view, torch_dtype
 from elasticzero.checkpoint.format.layout import Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import step_directory
-from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import SaveCoordination, TensorPiece, write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.state.model import LoadTarget
 from tests.unit.checkpoint.cases import draft_of, elements, layouts
 
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -58,7 +59,7 @@ def load(directory: DiskDirectory, step: int, layout: Layout) -> list[list[Tenso
         for name, span in layout.spans(rank).items():
             dtype = torch_dtype(layout.tensors[name].dtype)
             pieces.append(TensorPiece(name, torch.empty(len(span), dtype=dtype)))
-            targets.append(Target(name, span, pieces[-1].data))
+            targets.append(LoadTarget(name, span, pieces[-1].data))
         checkpoint.load(targets)
         parts.append(pieces)
     return parts

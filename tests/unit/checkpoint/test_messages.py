@@ -16,12 +16,13 @@ import torch
 
 from elasticzero import checkpoint
 from elasticzero.checkpoint.cli.main import main
-from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import TensorPiece, WriteResult, write_checkpoint
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError
 from elasticzero.spans import Span
+from elasticzero.state.model import LoadTarget
 from tests.unit.checkpoint.cases import draft_of, simple_layout
 
 Output = pytest.CaptureFixture[str]
@@ -74,7 +75,7 @@ def test_a_step_removed_while_read_is_not_called_missing_files(tmp_path: Path) -
     opened = open_step(DiskStorage(step))
     shutil.rmtree(step)
     with pytest.raises(CheckpointDamaged, match="the step was removed while it was read"):
-        opened.load([Target("w", Span(0, 3000), torch.empty(3000))])
+        opened.load([LoadTarget("w", Span(0, 3000), torch.empty(3000))])
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "C128"])

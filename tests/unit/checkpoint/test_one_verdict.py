@@ -18,13 +18,14 @@ import torch
 from elasticzero import checkpoint
 from elasticzero.checkpoint.cli.main import main
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX
-from elasticzero.checkpoint.io.reader import Target, open_step
+from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.spans import Span
+from elasticzero.state.model import LoadTarget
 from tests.unit.checkpoint.damage_cases import signed
 
 STEP = "step-000000000020"
@@ -174,7 +175,7 @@ def read_by_a_session(root: Path) -> None:
     for name, spec in found.manifest.layout.tensors.items():
         dtype = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}[spec.dtype]
         out = torch.empty(spec.shape, dtype=dtype)
-        found.load([Target(name, Span(0, spec.numel), out)])
+        found.load([LoadTarget(name, Span(0, spec.numel), out)])
 
 
 def counted_by_retention(root: Path) -> bool:

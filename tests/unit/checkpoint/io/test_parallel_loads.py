@@ -16,11 +16,12 @@ from elasticzero.checkpoint.format.checksums import BLOCK_BYTES
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.shards import open_shard
 from elasticzero.checkpoint.io import read_parts, read_pool, reader
-from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_step
+from elasticzero.checkpoint.io.reader import Checkpoint, open_step
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError
 from elasticzero.spans import Span
+from elasticzero.state.model import LoadTarget
 from tests.unit.checkpoint.cases import draft_of, elements, flip, write_step
 
 ROWS = 9
@@ -84,8 +85,8 @@ def filled() -> dict[str, torch.Tensor]:
     return {n: torch.zeros(s.shape, dtype=DTYPES[s.dtype]) for n, s in SPECS.items()}
 
 
-def targets(tensors: dict[str, torch.Tensor]) -> list[Target]:
-    return [Target(name, Span(0, tensor.numel()), tensor) for name, tensor in tensors.items()]
+def targets(tensors: dict[str, torch.Tensor]) -> list[LoadTarget]:
+    return [LoadTarget(name, Span(0, tensor.numel()), tensor) for name, tensor in tensors.items()]
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -107,8 +108,8 @@ def test_every_element_arrives_whatever_the_parts(tmp_path: Path) -> None:
     checkpoint.load(
         [
             *targets(tensors),
-            Target("w", Span(0, turned.numel()), turned),
-            Target("half", Span(149_000, 499_000), part),
+            LoadTarget("w", Span(0, turned.numel()), turned),
+            LoadTarget("half", Span(149_000, 499_000), part),
         ]
     )
     assert {name: as_bytes(t) for name, t in tensors.items()} == CONTENTS
@@ -174,7 +175,7 @@ def test_the_cores_are_shared_by_the_node_s_ranks(
 def test_parts_of_one_shard_are_read_at_the_same_time(tmp_path: Path) -> None:
     checkpoint = sources(Meeting(step_in(tmp_path)))
     rows = torch.zeros(3, 200_000)
-    checkpoint.load([Target("w", Span(0, rows.numel()), rows)])
+    checkpoint.load([LoadTarget("w", Span(0, rows.numel()), rows)])
     assert as_bytes(rows) == CONTENTS["w"][: rows.nbytes]
 
 

@@ -22,12 +22,13 @@ from elasticzero.checkpoint.format.layout import ITEM_BYTES, Group, Layout, Tens
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import snapshot_manifest_name, step_directory
 from elasticzero.checkpoint.io import read_parts
-from elasticzero.checkpoint.io.reader import Checkpoint, Target, open_snapshot, open_step
+from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
 from elasticzero.checkpoint.io.writer import SaveCoordination, TensorPiece, write_checkpoint
 from elasticzero.checkpoint.ram.store import SnapshotStore
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, StorageError, UserError
 from elasticzero.spans import Span
+from elasticzero.state.model import LoadTarget
 from tests.unit.checkpoint.cases import (
     draft_of,
     elements,
@@ -91,7 +92,7 @@ def test_any_layout_loads_into_any_other(data: st.DataObject, old: Layout) -> No
                     name: (span, torch.empty(len(span), dtype=whole[name].dtype))
                     for name, span in new.layout.spans(rank).items()
                 }
-                checkpoint.load(Target(name, *held) for name, held in mine.items())
+                checkpoint.load(LoadTarget(name, *held) for name, held in mine.items())
                 for name, (span, tensor) in mine.items():
                     assert same(tensor, whole[name].reshape(-1)[span.start : span.stop])
                 held = [TensorPiece(name, tensor) for name, (_, tensor) in mine.items()]
@@ -160,9 +161,9 @@ def test_targets_of_other_shapes_and_orders_are_filled(tmp_path: Path) -> None:
     part = torch.zeros(2, 7, dtype=torch.float64).t()
     checkpoint.load(
         [
-            Target("model/w", Span(0, 60), matrix),
-            Target("model/b", Span(0, 60), parameter),
-            Target("model/b", Span(25, 39), part),
+            LoadTarget("model/w", Span(0, 60), matrix),
+            LoadTarget("model/b", Span(0, 60), parameter),
+            LoadTarget("model/b", Span(25, 39), part),
         ]
     )
     assert torch.equal(matrix.reshape(-1), whole["model/w"].reshape(-1))
@@ -202,10 +203,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         checkpoint.check(held | many)
     double = torch.zeros(60, dtype=torch.float64)
     for target, complaint in [
-        (Target("x", Span(0, 60), double), "no tensor 'x'"),
-        (Target("model/b", Span(0, 60), double.float()), "F64.* and torch.float32 is expected"),
-        (Target("model/b", Span(0, 59), double), "59 elements .* to fill a tensor of 60"),
-        (Target("model/b", Span(1, 61), double), "nobody holds elements .60, 61"),
+        (LoadTarget("x", Span(0, 60), double), "no tensor 'x'"),
+        (LoadTarget("model/b", Span(0, 60), double.float()), "F64.* and torch.float32 is expected"),
+        (LoadTarget("model/b", Span(0, 59), double), "59 elements .* to fill a tensor of 60"),
+        (LoadTarget("model/b", Span(1, 61), double), "nobody holds elements .60, 61"),
     ]:
         with pytest.raises(CheckpointMismatch, match=complaint):
             checkpoint.load([target])
@@ -230,7 +231,7 @@ Scattered = tuple[Manifest, dict[str, torch.Tensor], list[DiskStorage]]
 def load_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     specs = checkpoint.manifest.layout.tensors
     made = {n: torch.empty(s.shape, dtype=torch_dtype(s.dtype)) for n, s in specs.items()}
-    checkpoint.load(Target(n, Span(0, t.numel()), t) for n, t in made.items())
+    checkpoint.load(LoadTarget(n, Span(0, t.numel()), t) for n, t in made.items())
     return made
 
 
