@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from elasticzero.launcher.cli.k8s.options import RENDER_OPTIONS, RENDER_REQUIRED
 from elasticzero.launcher.cli.main import COMMANDS, build_parser
 from elasticzero.launcher.options.option import Option, split_default
 from elasticzero.launcher.options.parser import Parser, shown_value
@@ -17,6 +16,7 @@ from elasticzero.launcher.options.table import (
     RUN_OPTIONS,
 )
 from elasticzero.launcher.options.torchrun import IDLE, MAPPED
+from elasticzero.ops.cli.k8s.options import RENDER_OPTIONS, RENDER_REQUIRED
 from tools import prose
 from tools.markdown import code, marked, sentence, table
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elasticzero import __version__
-from elasticzero.launcher.cli.k8s.commands import render_options, yaml_text
 from elasticzero.launcher.cli.main import parse
-from elasticzero.launcher.kubernetes.options import RenderOptions
-from elasticzero.launcher.kubernetes.render import render_manifests
+from elasticzero.ops.cli.k8s.commands import render_options, yaml_text
+from elasticzero.ops.kubernetes.options import RenderOptions
+from elasticzero.ops.kubernetes.render import render_manifests
 from tools.source import ROOT
 
 FOLDER = ROOT / "k8s"

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 from rich.console import Console
 
-from elasticzero.launcher.dashboard.screen import job_screen
+from elasticzero.ops.dashboard.screen import job_screen
 from tools.browser import browser, find_browser
 from tools.sample_job import document, served_page
 from tools.source import ROOT

@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.dashboard.job_status import Job, collect_status
-from elasticzero.launcher.dashboard.service import job_document
 from elasticzero.launcher.http.server import AgentServer
-from elasticzero.launcher.observability.history import JobHistory
+from elasticzero.launcher.observability.job_status import Job, collect_status
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Control, Member, World
 from elasticzero.launcher.secrets import Secret
+from elasticzero.ops.dashboard.history import JobHistory
+from elasticzero.ops.dashboard.service import job_document
 
 TOKEN = "a-token-of-no-job"
 BEGAN_S = 1_790_000_000.0

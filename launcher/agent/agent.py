@@ -37,7 +37,6 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
-from elasticzero.launcher.dashboard.memory import JobMemory
 from elasticzero.launcher.http.compute_poll import ComputePoll
 from elasticzero.launcher.http.refusals import RefusalProbe
 from elasticzero.launcher.observability.event_log import EventLog
@@ -56,12 +55,13 @@ from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import MEMBERS, WatchCache, members_of
-from elasticzero.launcher.trackers.feed import TrackerFeed
-from elasticzero.launcher.trackers.node_scalars import NodeScalars
 from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.preload import preloaded_modules
 from elasticzero.launcher.workers.process import Worker, kill_all
+from elasticzero.ops.dashboard.memory import JobMemory
+from elasticzero.ops.trackers.feed import TrackerFeed
+from elasticzero.ops.trackers.node_scalars import NodeScalars
 
 REST_S = 0.25
 """Seconds between two turns of the loop, in which it also receives steps, while nothing happens."""

@@ -29,12 +29,11 @@ from elasticzero.launcher.agent.etcd_hosting import (
 )
 from elasticzero.launcher.agent.interfaces import interface_of
 from elasticzero.launcher.agent.node_claim import serve_on_free_port
-from elasticzero.launcher.dashboard.job_status import page_address
-from elasticzero.launcher.dashboard.service import JobDashboard
 from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.event_log import LogPart
+from elasticzero.launcher.observability.job_status import page_address
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher
@@ -57,6 +56,7 @@ from elasticzero.launcher.store.membership import (
 )
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.ops.dashboard.service import JobDashboard
 from elasticzero.serialization import decode
 from elasticzero.text import list_text
 

@@ -120,31 +120,31 @@ def _add_report(parser: Parser) -> None:
 
 
 def _add_doctor(parser: Parser) -> None:
-    from elasticzero.launcher.cli.doctor import add_doctor_options
+    from elasticzero.ops.cli.doctor import add_doctor_options
 
     add_doctor_options(parser)
 
 
 def _add_plan(parser: Parser) -> None:
-    from elasticzero.launcher.cli.plan import add_plan_options
+    from elasticzero.ops.cli.plan import add_plan_options
 
     add_plan_options(parser)
 
 
 def _add_k8s(parser: Parser) -> None:
-    from elasticzero.launcher.cli.k8s.commands import add_k8s_commands
+    from elasticzero.ops.cli.k8s.commands import add_k8s_commands
 
     add_k8s_commands(parser)
 
 
 def _add_show(parser: Parser) -> None:
-    from elasticzero.launcher.cli.show import add_show_options
+    from elasticzero.ops.cli.show import add_show_options
 
     add_show_options(parser)
 
 
 def _add_completion(parser: Parser) -> None:
-    from elasticzero.launcher.cli.completion import add_completion_options
+    from elasticzero.ops.cli.completion import add_completion_options
 
     add_completion_options(parser)
 
@@ -277,7 +277,7 @@ def _status(args: argparse.Namespace) -> int:
 def _top(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("rich") is None:
         raise UserError("elasticzero top needs the package rich: pip install 'elasticzero[top]'")
-    from elasticzero.launcher.cli.top import top
+    from elasticzero.ops.cli.top import top
 
     if not 0.1 <= args.interval <= 3600:
         raise UserError(f"--interval {args.interval:g}: 0.1 to 3600 seconds are expected")
@@ -288,7 +288,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from elasticzero.launcher.cli.report import report_on_job, report_on_logs
+    from elasticzero.ops.cli.report import report_on_job, report_on_logs
 
     if args.directory is not None:
         return int(report_on_logs(args.directory, args.job, args.output))

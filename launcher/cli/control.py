@@ -20,7 +20,7 @@ from elasticzero.errors import (
     StoreUnavailable,
     UserError,
 )
-from elasticzero.launcher.dashboard.job_status import Job, pending_drains
+from elasticzero.launcher.observability.job_status import Job, pending_drains
 from elasticzero.launcher.protocol.documents import (
     Control,
     Done,

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code. An error of the user prints one line, no traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == [COMPLETE]:
-        from elasticzero.launcher.cli.completion import print_completions
+        from elasticzero.ops.cli.completion import print_completions
 
         return print_completions(words[1:])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored

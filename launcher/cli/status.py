@@ -9,8 +9,8 @@ from typing import Any
 
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.cli.control import open_job_store, read_job
-from elasticzero.launcher.dashboard.agent_client import query_agents
-from elasticzero.launcher.dashboard.job_status import Job, collect_status, page_address
+from elasticzero.launcher.http.agent_client import query_agents
+from elasticzero.launcher.observability.job_status import Job, collect_status, page_address
 from elasticzero.launcher.protocol.failure_policy import AGAIN
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import Store

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 
-from elasticzero.launcher.dashboard.agent_client import query_agents
+from elasticzero.launcher.http.agent_client import query_agents
 from elasticzero.launcher.observability.compute_time import WorkerTimes, worker_times
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.leader import is_leader

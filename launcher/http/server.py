@@ -24,13 +24,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, BinaryIO, Protocol, cast
 
 from elasticzero.errors import OperatorError
-from elasticzero.launcher.dashboard.agent_client import JOB, OWN_JOB, SCALARS, STATUS
-from elasticzero.launcher.dashboard.page import SAFE_HEADERS, status_page
+from elasticzero.launcher.http.agent_client import JOB, OWN_JOB, SCALARS, STATUS
 from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
 from elasticzero.launcher.http.requests import RequestRefused, byte_range, snapshot_file
 from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
 from elasticzero.launcher.secrets import Secret
+from elasticzero.ops.dashboard.page import SAFE_HEADERS, status_page
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticzero.launcher.kubernetes.agents import CHECKPOINTS
 from elasticzero.launcher.observability.event_log import EventReader
+from elasticzero.ops.kubernetes.agents import CHECKPOINTS
 from tests.integration.clusters import PATIENCE_S, REGRESSION, SETTLE_S, JobStory, elasticzero
 from tests.support.kubernetes.cluster import Cluster
 from tests.support.kubernetes.controller import Backoff, Outcome

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticzero.launcher.goodput import TIME_CLASSES, replayed
 from elasticzero.launcher.local.cluster import Node
 from elasticzero.launcher.observability.metrics import PHASES
-from elasticzero.launcher.report.log_files import find_logs, read_run
-from elasticzero.launcher.report.model import RunSummary
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.ops.report.log_files import find_logs, read_run
+from elasticzero.ops.report.model import RunSummary
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples
 from tests.integration.test_live_metrics import get

@@ -189,7 +189,7 @@ def test_the_installed_command_runs(image: Image) -> None:
         return done.stdout
 
     assert printed(programs / "elasticzero", "--version") == f"elasticzero {__version__}\n"
-    code = "import elasticzero.launcher.kubernetes as package; print(package.__file__)"
+    code = "import elasticzero.ops.kubernetes as package; print(package.__file__)"
     assert printed(programs / "python", "-c", code).startswith(str(final))
 
 

@@ -17,9 +17,6 @@ from typing import Any
 import pytest
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.dashboard import service
-from elasticzero.launcher.dashboard.memory import JobMemory
-from elasticzero.launcher.dashboard.service import JobDashboard
 from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Member, Report, World
@@ -29,6 +26,9 @@ from elasticzero.launcher.store import job_token
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.ops.dashboard import service
+from elasticzero.ops.dashboard.memory import JobMemory
+from elasticzero.ops.dashboard.service import JobDashboard
 from tests.integration.clusters import REGRESSION, Story, elasticzero, story
 from tests.integration.test_live_metrics import get
 

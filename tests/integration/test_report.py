@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.report.digest import digest
-from elasticzero.launcher.report.log_files import find_logs, read_run
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.ops.report.digest import digest
+from elasticzero.ops.report.log_files import find_logs, read_run
 from tests.integration.clusters import REGRESSION, Story, elasticzero, story
 
 

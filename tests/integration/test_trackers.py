@@ -12,7 +12,7 @@ import pytest
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in
-from tests.unit.launcher.trackers.test_tensorboard_run import points
+from tests.unit.ops.trackers.test_tensorboard_run import points
 
 pytest.importorskip("tensorboard")
 EPOCHS = 4

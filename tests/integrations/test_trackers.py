@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from elasticzero.launcher.store.etcd.server import EtcdServer
-from elasticzero.launcher.trackers.wandb_run import records_of
+from elasticzero.ops.trackers.wandb_run import records_of
 from tests.integration.clusters import REGRESSION, story
 from tests.integration.reference import steps_in
-from tests.unit.launcher.trackers.test_tensorboard_run import points
+from tests.unit.ops.trackers.test_tensorboard_run import points
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(240)]
 EPOCHS = 4

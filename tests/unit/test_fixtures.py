@@ -24,7 +24,7 @@ from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import UserError
 from elasticzero.launcher.cli.control import read_job
 from elasticzero.launcher.cli.status import status_text
-from elasticzero.launcher.dashboard.job_status import collect_status
+from elasticzero.launcher.observability.job_status import collect_status
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,

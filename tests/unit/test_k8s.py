@@ -17,9 +17,9 @@ import yaml
 
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.cli import main as cli
-from elasticzero.launcher.kubernetes.clouds import CLOUDS, GPU, HOST, ZONE
 from elasticzero.launcher.options import table as options
 from elasticzero.launcher.options import validation as option_values
+from elasticzero.ops.kubernetes.clouds import CLOUDS, GPU, HOST, ZONE
 from tests.unit.manifests import (
     Manifest,
     agent_of,

@@ -18,7 +18,7 @@ from torch import Tensor
 import elasticzero.checkpoint
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import Story, story
-from tests.unit.launcher.trackers.test_tensorboard_run import points
+from tests.unit.ops.trackers.test_tensorboard_run import points
 
 RANKS = 3
 IMPORTS = {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}

@@ -9,7 +9,7 @@ import pytest
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.status import status_text
-from elasticzero.launcher.dashboard.job_status import Job, collect_status
+from elasticzero.launcher.observability.job_status import Job, collect_status
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, NodeStrikes, World
 from elasticzero.text import duration_text
 

@@ -1,0 +1,1 @@
+"""Runs the commands of `elasticzero` that only look at a job, or prepare one."""

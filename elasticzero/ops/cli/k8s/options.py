@@ -1,0 +1,188 @@
+"""Defines the tables of options of the commands `elasticzero k8s …`.
+
+None of them has an environment variable: `ELASTICZERO_…` is for what runs in the pods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticzero.launcher.options.option import Option
+from elasticzero.memory_estimate import AUTO
+from elasticzero.ops.kubernetes.clouds import CLOUDS
+from elasticzero.ops.kubernetes.options import KINDS
+from elasticzero.spans import STRATEGIES
+
+
+def _option(group: str, flag: str, text: str, default: Any = "", **more: Any) -> Option:
+    """Returns an option; an empty default is not shown."""
+    return Option((flag,), text, default or None, own=False, group=group, **more)
+
+
+def _switch(group: str, flag: str, text: str) -> Option:
+    return Option((flag,), text, False, is_switch=True, own=False, group=group)
+
+
+NODES, PODS, ETCD, TRAINING = "nodes", "pods", "etcd", "training"
+_MEMBERS = _option(ETCD, "--etcd-members", "etcd has N members.", 3, type=int, metavar="N")
+
+RENDER_OPTIONS = (
+    _option(
+        "",
+        "--name",
+        "The job has this name; etcd and the checkpoints are shared by all runs of the name.",
+        metavar="NAME",
+    ),
+    _option("", "--image", "The pods run this image, made from k8s/Dockerfile.", metavar="IMAGE"),
+    _option(
+        "",
+        "--nnodes",
+        "The job runs on MIN to MAX nodes, one in each pod; N means exactly N.",
+        metavar="MIN:MAX",
+    ),
+    _option(
+        "",
+        "--checkpoints",
+        "Checkpoints are stored below this URL, or on a volume of this storage class, which many "
+        "nodes must be able to write at once; with none, no checkpoint is stored.",
+        metavar="URL|CLASS|none",
+    ),
+    _option(
+        "",
+        "--run",
+        "This run has the job id NAME-ID, and checkpoints of its own. (default: the job id is "
+        "NAME)",
+        metavar="ID",
+    ),
+    _switch("", "--restart", "A job id that has ended runs again, from its newest checkpoint."),
+    _option("", "--kind", "The pods belong to this kind of object.", "job", choices=KINDS),
+    _option(
+        "",
+        "--output",
+        "The manifests are printed in this format; kubectl takes both, and json needs no PyYAML.",
+        "yaml",
+        choices=("yaml", "json"),
+    ),
+    _option(NODES, "--cloud", "The cluster is of this cloud.", "none", choices=tuple(CLOUDS)),
+    _switch(NODES, "--spot", "The agents run on spot nodes only, and etcd on none."),
+    _option(
+        NODES,
+        "--grace-period",
+        "A pod has S seconds from SIGTERM to SIGKILL. (default: as the cloud's nodes give)",
+        type=int,
+        metavar="S",
+    ),
+    _option(NODES, "--queue", "Kueue admits the job by this LocalQueue.", metavar="NAME"),
+    _switch(
+        NODES,
+        "--make-queue",
+        "The LocalQueue is rendered too, with a ClusterQueue that has room for MAX nodes.",
+    ),
+    _option(
+        PODS,
+        "--gpus",
+        "A pod has N GPUs and a worker for each. (default: 0)",
+        type=int,
+        metavar="N",
+    ),
+    _option(PODS, "--cpus", "A pod has N CPUs. (default: 4 for a GPU, or 2)", metavar="N"),
+    _option(
+        PODS,
+        "--memory",
+        "A pod has SIZE of memory, such as 64Gi. (default: 32Gi for a GPU, or 8Gi)",
+        metavar="SIZE",
+    ),
+    _option(
+        PODS,
+        "--shared-memory",
+        "SIZE of it is for snapshots, in /dev/shm. (default: half)",
+        metavar="SIZE",
+    ),
+    _option(
+        PODS,
+        "--env",
+        "The agent has this environment variable, such as ELASTICZERO_SNAPSHOT_EVERY=10.",
+        metavar="KEY=VALUE",
+        is_list=True,
+    ),
+    _option(
+        PODS,
+        "--env-from",
+        "The keys of this Secret are environment variables, such as credentials of s3://.",
+        metavar="SECRET",
+        is_list=True,
+    ),
+    _option(
+        PODS,
+        "--token-secret",
+        "The key `token` of this Secret is the job's token. (default: the first node makes a "
+        "token and stores it in etcd)",
+        metavar="SECRET",
+    ),
+    _option(PODS, "--service-account", "Pods run as this ServiceAccount.", metavar="NAME"),
+    _option(PODS, "--pull-secret", "This Secret opens the registry.", metavar="SECRET"),
+    _option(
+        ETCD,
+        "--etcd",
+        "An etcd that runs already is used, at these endpoints, separated by commas. (default: "
+        "the job's name has an etcd of its own)",
+        metavar="HOST:PORT",
+    ),
+    _MEMBERS,
+    _option(
+        ETCD,
+        "--etcd-storage",
+        "etcd's volumes have this storage class; with emptyDir etcd has none. (default: the "
+        "cluster's default class)",
+        metavar="CLASS",
+    ),
+    _switch(
+        ETCD,
+        "--etcd-tls",
+        "etcd and its clients show each other certificates, from the Secrets NAME-etcd-tls and "
+        "NAME-etcd-client-tls.",
+    ),
+    _switch(
+        ETCD,
+        "--etcd-backup",
+        "A snapshot of etcd is written to a volume of its own every hour.",
+    ),
+    _option(
+        TRAINING,
+        "--strategy",
+        "The state is divided like this, as in `elasticzero run`.",
+        "ddp",
+        choices=(*STRATEGIES, AUTO),
+    ),
+    _option(
+        TRAINING,
+        "--checkpoint-every",
+        "A checkpoint is saved every N steps; 0 saves one at the end only.",
+        500,
+        type=int,
+        metavar="N",
+    ),
+    _option(
+        TRAINING,
+        "--checkpoint-size",
+        "The volume for checkpoints has this size.",
+        "100Gi",
+        metavar="SIZE",
+    ),
+)
+RENDER_REQUIRED = ("name", "image", "nnodes", "checkpoints")
+
+CHANGE_OPTIONS = (
+    _option(
+        "",
+        "--namespace",
+        "kubectl uses this namespace. (default: that of its context)",
+        metavar="NAME",
+    ),
+    _switch("", "--apply", "The commands are run, not only printed."),
+)
+REPLACE_OPTIONS = (
+    _MEMBERS,
+    _switch(ETCD, "--etcd-tls", "etcd demands certificates."),
+    *CHANGE_OPTIONS,
+)

@@ -1,0 +1,73 @@
+"""Keeps the history of a job in an agent: of what it sees, and of the time before it came.
+
+A node that joins may lead one day, when all that came before it are gone. So it asks the leader
+once, in a thread, what that remembers; its own history goes on from there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elasticzero.launcher.http.agent_client import query_leader
+from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.secrets import Secret
+from elasticzero.ops.dashboard.history import JobHistory
+
+GOODPUT_EVERY_S = 1.0
+"""Least seconds between two values of the goodput in the history."""
+TRIES = 5
+PAUSE_S = 2.0
+"""Seconds between two tries to ask the leader."""
+CLOSE_S = 1.0
+"""Maximum seconds for which `close` waits for a try to end."""
+
+
+class JobMemory:
+    """Fills the history of a job in the agent's loop."""
+
+    def __init__(self, node: str) -> None:
+        """node: name of the agent's node."""
+        self.history = JobHistory(node)
+        self._node = node
+        self._goodput_due_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._has_joined = False
+        self._ended = threading.Event()
+
+    def turn(self, view: View, status: Callable[[], Mapping[str, Any]], token: Secret) -> None:
+        """Notes what the events do not say; called in each turn of the agent's loop.
+
+        status: returns what the agent serves at `/status`. token: the job's.
+        """
+        now_s = time.monotonic()
+        if now_s >= self._goodput_due_s:
+            self._goodput_due_s = now_s + GOODPUT_EVERY_S
+            self.history.goodput(time.time(), status()["goodput"])
+        world = view.world
+        if not self._has_joined and world is not None and world.names(view.me):
+            self._has_joined = True
+            if world.generation > 1:
+                self._thread = threading.Thread(
+                    target=self._ask, args=(world, token), name="elasticzero-history", daemon=True
+                )
+                self._thread.start()
+
+    def _ask(self, world: World, token: Secret) -> None:
+        others = [member for member in world.members if member.node != self._node]
+        for _ in range(TRIES):
+            found = query_leader(others, token)
+            if found is not None:
+                self.history.continues(found["history"])
+                return
+            if self._ended.wait(PAUSE_S):
+                return
+
+    def close(self) -> None:
+        """Ends the tries to ask the leader."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)

@@ -1,0 +1,157 @@
+"""Finds out about what the machine must reach: etcd, other nodes, storage and the cloud."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elasticzero.checkpoint.steps.catalog import check_writable
+from elasticzero.checkpoint.storage.base import open_directory, within
+from elasticzero.checkpoint.storage.trial import try_storage
+from elasticzero.errors import ElasticZeroError, OperatorError, RetryError, UserError
+from elasticzero.launcher.preemption.metadata import MetadataError
+from elasticzero.launcher.preemption.providers import CLOUDS
+from elasticzero.launcher.preemption.watcher import cloud_named
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.access import Access, parse_endpoint
+from elasticzero.launcher.store.etcd.server import find_etcd
+from elasticzero.launcher.store.etcd.version import read_version
+from elasticzero.ops.doctor.facts import (
+    CloudFacts,
+    EtcdFacts,
+    PeerFacts,
+    PeerState,
+    PortFacts,
+    StorageFacts,
+)
+from elasticzero.ops.doctor.machine_probes import free_on_disk
+
+WRITES = 11
+"""Number of writes to etcd; their median is judged."""
+LEASE_S = 10
+"""TTL of the key that is written, so that it goes even if this process is killed."""
+CONNECT_S = 3.0
+STORAGE_S = 60.0
+"""Seconds after which storage that has not answered counts as one that cannot be used."""
+WORKERS_PORT = 49152
+"""Stands for the ports that workers choose: the first one of the range for that."""
+
+
+def etcd_facts(endpoints: Sequence[str], access: Access) -> EtcdFacts:
+    """Returns how etcd answers: the version and clock of each endpoint, and the time of writes.
+
+    Raises `UserError` for endpoints and certificates that cannot be used.
+    """
+    if not endpoints:
+        binary = find_etcd()
+        return EtcdFacts(endpoints=(), binary=str(binary) if binary is not None else None)
+    named = [parse_endpoint(text, access) for text in endpoints]
+    said = [read_version(endpoint, access) for endpoint in named]
+    writes_s, error = _timed_writes(endpoints, access)
+    return EtcdFacts(
+        endpoints=tuple(map(str, named)),
+        versions=tuple(version for version in said if version is not None),
+        writes_s=tuple(writes_s),
+        error=error,
+    )
+
+
+def _timed_writes(endpoints: Sequence[str], access: Access) -> tuple[list[float], str]:
+    """Returns the seconds that each of some writes took, and why they failed if they did."""
+    writes_s: list[float] = []
+
+    def observe(operation: str, seconds: float, failure: str | None) -> None:
+        if operation == "write" and failure is None:
+            writes_s.append(seconds)
+
+    prefix = job_prefix(f".doctor-{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        # Where its packages are broken the import fails, and that is a finding too.
+        from elasticzero.launcher.store.etcd.store import EtcdStore
+
+        with EtcdStore(endpoints, prefix, access=access, observe=observe) as store:
+            lease = store.lease(LEASE_S)
+            try:
+                for number in range(WRITES):
+                    store.write({"trial": str(number).encode()}, lease=lease)
+            finally:
+                lease.close(revoke=True)
+    except (OperatorError, RetryError, ImportError) as error:
+        return writes_s, str(error)
+    return writes_s, ""
+
+
+def port_facts(host: str, port: int, *, given: bool) -> PortFacts:
+    """Returns whether a server could listen at a port of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError) as error:
+        return PortFacts(port=port, given=given, error=getattr(error, "strerror", "") or str(error))
+    return PortFacts(port=port, given=given)
+
+
+def peer_facts(host: str, http_port: int) -> PeerFacts:
+    """Returns how another node's HTTP port answers, and one of those that workers choose."""
+    return PeerFacts(
+        host=host, states={port: _state(host, port) for port in (http_port, WORKERS_PORT)}
+    )
+
+
+def _state(host: str, port: int) -> PeerState:
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except TimeoutError:
+        return "silent"
+    except socket.gaierror:
+        return "unknown name"
+    except OSError:
+        return "unreachable"
+    return "open"
+
+
+def storage_facts(url: str | None) -> StorageFacts:
+    """Returns how a checkpoint directory does; `url`: None if none was given."""
+    if not url:
+        return StorageFacts()
+    where = url
+    try:
+        directory = open_directory(url)
+        where = directory.where
+        disk = None if "://" in where else Path(where)
+        made = [p for p in (disk, *disk.parents) if not os.path.exists(p)] if disk else []
+        try:
+            within(STORAGE_S, where, lambda: check_writable(directory))
+            trial = within(STORAGE_S, where, lambda: try_storage(url))
+        finally:
+            for path in made:  # as it was found, the deepest first
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
+    except ElasticZeroError as error:
+        return StorageFacts(where=where, error=str(error))
+    free = None if disk is None else free_on_disk(disk)
+    return StorageFacts(where=where, trial=trial, free_bytes=free)
+
+
+def cloud_facts(choice: str, environment: Mapping[str, str]) -> CloudFacts:
+    """Returns which cloud's metadata server answers. choice: the value of --preemption."""
+    names = {"auto": tuple(CLOUDS), "none": ()}.get(choice, (choice,))
+    errors = []
+    for name in names:
+        try:
+            cloud = cloud_named(name, environment)
+        except UserError as error:
+            errors.append(str(error))
+            continue
+        try:
+            cloud.probe()
+            return CloudFacts(choice=choice, found=cloud.name)
+        except MetadataError as error:
+            errors.append(str(error))
+        finally:
+            cloud.close()
+    return CloudFacts(choice=choice, errors=tuple(errors))

@@ -1,0 +1,349 @@
+"""Writes the agents: an Indexed Job with one agent in each pod.
+
+One pod that exits 0 ends the Job, for an agent does so only when the job is over. 64 and 70 fail
+the Job at once. A pod that left with 75, or was preempted, is replaced by another node: its name is
+its index and the pod's uid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
+from elasticzero.ops.kubernetes.clouds import GPU, ZONE
+from elasticzero.ops.kubernetes.etcd import etcd_endpoints
+from elasticzero.ops.kubernetes.naming import (
+    AGENT,
+    Manifest,
+    agents_service,
+    checkpoint_claim,
+    client_secret,
+    etcd_name,
+    labels_for,
+    metadata_for,
+)
+from elasticzero.ops.kubernetes.options import LocalScript, RenderOptions
+from elasticzero.ops.kubernetes.pods import (
+    apart,
+    field_variable,
+    http_probe,
+    mount,
+    on_nodes,
+    secret_volume,
+    secured_container,
+    secured_pod,
+    spread_over_zones,
+    tolerated,
+    variable,
+)
+
+AGENT_USER = 10001
+"""The user of the image, see k8s/Dockerfile."""
+JOIN_TIMEOUT_S, PROBE_S = 600, 5
+STARTUP_PROBES = JOIN_TIMEOUT_S // PROBE_S + 12
+"""Probes that may fail before the HTTP port opens, which it does once etcd answers."""
+LOST_NODE_S = 60
+"""Seconds after which a pod is given up whose machine does not answer; Kubernetes waits 300."""
+SCRIPTS, CHECKPOINTS, LOGS = "/scripts", "/checkpoints", "/var/log/elasticzero"
+CERTIFICATES = "/etc/elasticzero/etcd"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+LAUNCH = "metadata.labels['batch.kubernetes.io/controller-uid']"
+"""The uid of the Kubernetes Job, which its pods have as a label."""
+ZONE_OF_POD = f"metadata.labels['{ZONE}']"
+"""The zone of the pod's machine, a label of pods since Kubernetes 1.35; without it the variable is
+empty, which counts as unset."""
+
+
+def script_config_map(options: RenderOptions) -> Manifest | None:
+    """Returns the ConfigMap with the script; None: the image has the script.
+
+    Its name has a digest of the script, so that a pod that comes later runs the same one.
+    """
+    script = options.script
+    if not isinstance(script, LocalScript):
+        return None
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata_for(options, AGENT, _script_name(options, script)),
+        "immutable": True,
+        "data": {script.file_name: script.text},
+    }
+
+
+def _script_name(options: RenderOptions, script: LocalScript) -> str:
+    digest = hashlib.sha256(f"{script.file_name}\n{script.text}".encode()).hexdigest()[:8]
+    return f"{options.job}-script-{digest}"
+
+
+def agents_service_manifest(options: RenderOptions) -> Manifest:
+    """Returns the headless Service by which metrics are found."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata_for(options, AGENT, agents_service(options)),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels_for(options, AGENT),
+            "ports": [{"name": "http", "port": DEFAULT_HTTP_PORT, "targetPort": "http"}],
+        },
+    }
+
+
+def agents_budget(options: RenderOptions) -> Manifest | None:
+    """Returns the PodDisruptionBudget of the agents; None: one node has no other to go on.
+
+    Evictions leave MIN nodes, or all but one where MIN is MAX.
+    """
+    least, most = options.nnodes
+    available = min(least, most - 1)
+    if available < 1:
+        return None
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata_for(options, AGENT, options.job),
+        "spec": {
+            "minAvailable": available,
+            "selector": {"matchLabels": labels_for(options, AGENT)},
+        },
+    }
+
+
+def agents_job(options: RenderOptions) -> Manifest:
+    """Returns the Job of the agents."""
+    metadata = metadata_for(options, AGENT, options.job)
+    spec = job_spec(options)
+    if options.queue:
+        metadata["labels"] = {**metadata["labels"], "kueue.x-k8s.io/queue-name": options.queue}
+        metadata["annotations"] = {"kueue.x-k8s.io/elastic-job": "true"}
+        # MAX is `completions`. As many nodes take part as the queue admits pods.
+        spec = {"suspend": True, **spec, "parallelism": options.nnodes[0]}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def job_spec(options: RenderOptions, container_name: str = "agent") -> Manifest:
+    """Returns the spec of the Job of the agents."""
+    _, most = options.nnodes
+    return {
+        "completionMode": "Indexed",
+        "parallelism": most,
+        "completions": most,
+        "backoffLimitPerIndex": 1000,
+        "podReplacementPolicy": "Failed",
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": container_name,
+                        "operator": "In",
+                        "values": [int(ExitCode.USAGE), int(ExitCode.FAILED)],
+                    },
+                },
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+            ]
+        },
+        "template": {
+            "metadata": {
+                "labels": labels_for(options, AGENT),
+                "annotations": {
+                    "prometheus.io/scrape": "true",
+                    "prometheus.io/port": str(DEFAULT_HTTP_PORT),
+                    "prometheus.io/path": "/metrics",
+                },
+            },
+            "spec": _pod(options, container_name),
+        },
+    }
+
+
+def _pod(options: RenderOptions, container_name: str) -> Manifest:
+    given = options.pod
+    placement: Manifest = {
+        "tolerations": _tolerations(options),
+        "topologySpreadConstraints": spread_over_zones(labels_for(options, AGENT)),
+        "affinity": apart(labels_for(options, AGENT)),
+    }
+    if options.spot:
+        terms = [
+            [{"key": key, "operator": "In", "values": [value]}]
+            for key, value in options.cloud.spot_labels
+        ]
+        placement["affinity"] = {**on_nodes(terms), **placement["affinity"]}
+    accounts: Manifest = {}
+    if given.service_account:
+        accounts["serviceAccountName"] = given.service_account
+    if given.pull_secret:
+        accounts["imagePullSecrets"] = [{"name": given.pull_secret}]
+    return secured_pod(
+        AGENT_USER,
+        restartPolicy="Never",
+        terminationGracePeriodSeconds=options.grace.period_s,
+        **accounts,
+        **placement,
+        containers=[_container(options, container_name)],
+        volumes=_volumes(options),
+    )
+
+
+def _tolerations(options: RenderOptions) -> list[Manifest]:
+    taints = list(options.cloud.gpu_taints) if options.pod.gpus else []
+    if options.spot and options.cloud.spot_taint is not None:
+        taints.append(options.cloud.spot_taint)
+    lost = [
+        {
+            "key": f"node.kubernetes.io/{state}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": LOST_NODE_S,
+        }
+        for state in ("not-ready", "unreachable")
+    ]
+    return [tolerated(key, value) for key, value in taints] + lost
+
+
+def _container(options: RenderOptions, name: str) -> Manifest:
+    given = options.pod
+    devices = {GPU: str(given.gpus)} if given.gpus else {}
+    source = {"envFrom": [{"secretRef": {"name": secret}} for secret in given.secrets]}
+    return secured_container(
+        name,
+        options.image,
+        args=agent_arguments_in_pod(options),
+        **(source if given.secrets else {}),
+        env=_variables(options),
+        ports=[{"name": "http", "containerPort": DEFAULT_HTTP_PORT}],
+        startupProbe=http_probe(
+            "/healthz",
+            "http",
+            periodSeconds=PROBE_S,
+            timeoutSeconds=5,
+            failureThreshold=STARTUP_PROBES,
+        ),
+        readinessProbe=http_probe("/healthz", "http", periodSeconds=PROBE_S, timeoutSeconds=5),
+        livenessProbe=http_probe(
+            "/healthz", "http", periodSeconds=20, timeoutSeconds=10, failureThreshold=6
+        ),
+        resources={
+            "requests": {"cpu": options.cpus, "memory": options.memory, **devices},
+            "limits": {"memory": options.memory, **devices},
+        },
+        volumeMounts=_mounts(options),
+    )
+
+
+def agent_arguments_in_pod(options: RenderOptions) -> list[str]:
+    """Returns the words after `elasticzero`, the image's entry point."""
+    script = options.script
+    path = f"{SCRIPTS}/{script.file_name}" if isinstance(script, LocalScript) else script
+    restart = ["--restart"] if options.restart else []
+    return ["run", *restart, path, *options.arguments]
+
+
+def _variables(options: RenderOptions) -> list[Manifest]:
+    """Returns all variables; those of `--env` take the place of others of the same name."""
+    own = {name: variable(name, value) for name, value in options.pod.environment.items()}
+    entries = [*pod_variables(), *run_variables(options), *fixed_variables(options)]
+    replaced = [own.pop(entry["name"], entry) for entry in entries]
+    return [*replaced, *own.values()]
+
+
+def pod_variables() -> list[Manifest]:
+    """Returns the variables that differ from pod to pod."""
+    return [
+        field_variable("POD_INDEX", INDEX),
+        field_variable("POD_UID", "metadata.uid"),
+        # A pod that takes another's place is another node.
+        variable("ELASTICZERO_NODE_NAME", "$(POD_INDEX)-$(POD_UID)"),
+        field_variable("ELASTICZERO_HOST", "status.podIP"),
+        field_variable("ELASTICZERO_LAUNCH_ID", LAUNCH),
+        field_variable("ELASTICZERO_ZONE", ZONE_OF_POD),
+    ]
+
+
+def run_variables(options: RenderOptions) -> list[Manifest]:
+    """Returns the variables that differ from run to run."""
+    least, most = options.nnodes
+    checkpoints = []
+    if options.checkpoints != "none":
+        root = CHECKPOINTS if options.has_claim else options.checkpoints.rstrip("/")
+        checkpoints = [
+            variable("ELASTICZERO_CHECKPOINT_DIR", f"{root}/$(ELASTICZERO_JOB)"),
+            variable("ELASTICZERO_CHECKPOINT_EVERY", str(options.checkpoint_every)),
+        ]
+    return [
+        variable("ELASTICZERO_JOB", options.job),
+        variable("ELASTICZERO_NNODES", f"{least}:{most}"),
+        *checkpoints,
+    ]
+
+
+def fixed_variables(options: RenderOptions) -> list[Manifest]:
+    """Returns the variables that are the same in all pods and runs of the name."""
+    etcd, given = options.etcd, options.pod
+    service = [] if etcd.endpoints else [variable("ETCD_SERVICE", etcd_name(options))]
+    variables = {
+        "ELASTICZERO_ETCD": etcd.endpoints or etcd_endpoints(etcd, "ETCD_SERVICE"),
+        "ELASTICZERO_NPROC_PER_NODE": str(given.gpus) if given.gpus else "auto",
+        "ELASTICZERO_STRATEGY": options.strategy,
+        "ELASTICZERO_GRACE": str(options.grace.agent_s),
+        "ELASTICZERO_JOIN_TIMEOUT": str(JOIN_TIMEOUT_S),
+        "ELASTICZERO_HTTP_PORT": str(DEFAULT_HTTP_PORT),
+        # To stdout, where the cluster collects it, and to a volume of bounded size.
+        "ELASTICZERO_LOG_DIR": LOGS,
+        "ELASTICZERO_TEE": "true",
+    }
+    if etcd.tls:
+        variables |= {
+            "ELASTICZERO_ETCD_CACERT": f"{CERTIFICATES}/ca.crt",
+            "ELASTICZERO_ETCD_CERT": f"{CERTIFICATES}/tls.crt",
+            "ELASTICZERO_ETCD_KEY": f"{CERTIFICATES}/tls.key",
+        }
+    token = []
+    if given.token_secret:
+        key = {"secretKeyRef": {"name": given.token_secret, "key": "token"}}
+        token = [{"name": "ELASTICZERO_TOKEN", "valueFrom": key}]
+    return [*service, *(variable(name, value) for name, value in variables.items()), *token]
+
+
+def _mounts(options: RenderOptions) -> list[Manifest]:
+    mounts = [
+        mount("shared-memory", "/dev/shm"),
+        mount("temporary", "/tmp"),
+        mount("logs", LOGS),
+    ]
+    if options.has_claim:
+        mounts.append(mount("checkpoints", CHECKPOINTS))
+    if isinstance(options.script, LocalScript):
+        mounts.append(mount("script", SCRIPTS, read_only=True))
+    if options.etcd.tls:
+        mounts.append(mount("etcd-certificates", CERTIFICATES, read_only=True))
+    return mounts
+
+
+def _volumes(options: RenderOptions) -> list[Manifest]:
+    volumes: list[Manifest] = [
+        # Snapshots lie here; they count against the memory limit.
+        {
+            "name": "shared-memory",
+            "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory},
+        },
+        {"name": "temporary", "emptyDir": {"sizeLimit": "20Gi"}},
+        {"name": "logs", "emptyDir": {"sizeLimit": "5Gi"}},
+    ]
+    if options.has_claim:
+        claim = {"claimName": checkpoint_claim(options)}
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
+    script = options.script
+    if isinstance(script, LocalScript):
+        volumes.append({"name": "script", "configMap": {"name": _script_name(options, script)}})
+    if options.etcd.tls:
+        volumes.append(secret_volume("etcd-certificates", client_secret(options)))
+    return volumes

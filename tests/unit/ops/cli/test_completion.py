@@ -1,0 +1,69 @@
+"""What may stand at the cursor, whatever the shell."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticzero.launcher.cli.main import COMMANDS, COMPLETE, main
+from elasticzero.ops.cli.completion import completions
+
+
+def found(line: str) -> tuple[list[str], str]:
+    """Whole words and what the shell adds, for a line up to the cursor."""
+    result = completions(line.split(" "))
+    return list(result.words), result.rest
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "rest"),
+    [
+        ("st", ["status", "stop"], "nothing"),
+        ("checkpoint ver", ["verify"], "nothing"),
+        ("dance ", [], "nothing"),
+        ("run --strategy zero", ["zero1", "zero2", "zero3"], "nothing"),
+        ("run --strategy=zero2", ["--strategy=zero2"], "nothing"),
+        ("run --log-format=", ["--log-format=text", "--log-format=json"], "nothing"),
+        ("run --checkpoint-d", ["--checkpoint-dir"], "nothing"),
+        ("run --checkpoint_d", ["--checkpoint-dir"], "nothing"),
+        ("run --no-k", ["--no-keep-workers"], "nothing"),
+        ("run --checkpoint-dir ", [], "directories"),
+        ("run --checkpoint-dir=ch", [], "directories"),
+        ("run --config ", [], "files"),
+        ("run --keep ", [], "nothing"),
+        ("run --keep=", [], "nothing"),
+        ("run --tee=", [], "nothing"),
+        ("run ", [], "files"),
+        ("run --keep-workers tr", [], "files"),
+        ("run --keep 3 tr", [], "files"),
+        ("run train.py --str", [], "files"),
+        ("run --strategy zero2 train.py --strategy ", [], "files"),
+        ("local --nod", ["--nodes"], "nothing"),
+        ("local --http-p", [], "nothing"),
+        ("status --et", ["--etcd", "--etcd-cacert", "--etcd-cert", "--etcd-key", "--etcd-user",
+                         "--etcd-password-file"], "nothing"),
+        ("status --json --jo", ["--job"], "nothing"),
+        ("checkpoint reshard --str", ["--strategy"], "nothing"),
+        ("checkpoint reshard a b --dtype b", ["bf16"], "nothing"),
+        ("checkpoint reshard ", [], "directories"),
+        ("checkpoint verify a ", [], "nothing"),
+        ("completion z", ["zsh"], "nothing"),
+        ("doctor --preemption a", ["auto", "aws", "azure"], "nothing"),
+        ("plan --optimizer adamw --dtype f", ["fp16", "fp32"], "nothing"),
+    ],
+)  # fmt: skip
+def test_what_completes(line: str, words: list[str], rest: str) -> None:
+    assert found(line) == (words, rest)
+
+
+def test_all_commands_and_hidden_options() -> None:
+    assert found("") == (list(COMMANDS), "nothing")
+    flags, _ = found("run --")
+    assert "--help" in flags and "--rdzv-backend" in flags
+    assert not [flag for flag in flags if "_" in flag or flag == "--tee-streams"]
+
+
+def test_what_is_printed_for_the_shells(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([COMPLETE, "run", "--strategy", "zero1"]) == 0
+    assert capsys.readouterr().out == "zero1\n:nothing\n"
+    assert main([COMPLETE, "dra"]) == 0
+    assert capsys.readouterr().out == f"drain\t{COMMANDS['drain'].rstrip('.')}\n:nothing\n"

@@ -1,0 +1,269 @@
+"""What a job's manifests are made of: names, runs, the script, storage, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticzero.errors import UserError
+from elasticzero.ops.kubernetes.clouds import CLOUDS, grace_of
+from elasticzero.ops.kubernetes.options import (
+    SET_BY,
+    EtcdOptions,
+    LocalScript,
+    PodOptions,
+    RenderOptions,
+    bytes_of_quantity,
+    half_of,
+)
+from elasticzero.ops.kubernetes.render import render_manifests
+from tests.unit.manifests import Manifest, agent_of, agents_of, environment, only, pod_of
+
+OPTIONS = RenderOptions(
+    name="train", image="registry/image:1", nnodes=(2, 4), script="/app/train.py"
+)
+
+
+def rendered(**changes: Any) -> list[Manifest]:
+    files = render_manifests(replace(OPTIONS, **changes))
+    return [manifest for part in files.values() for manifest in part]
+
+
+def names(manifests: list[Manifest]) -> set[tuple[str, str]]:
+    return {(m["kind"], m["metadata"]["name"]) for m in manifests}
+
+
+def variables(manifests: list[Manifest]) -> dict[str, str]:
+    return environment(agent_of(agents_of(manifests)))
+
+
+def test_two_runs_share_etcd_and_checkpoints_and_nothing_else() -> None:
+    first = rendered(checkpoints="shared", run="1")
+    second = rendered(checkpoints="shared", run="2")
+    shared = [m for m in first if m in second]
+    assert names(shared) == {
+        ("ConfigMap", "train-etcd"),
+        ("Service", "train-etcd"),
+        ("PodDisruptionBudget", "train-etcd"),
+        ("StatefulSet", "train-etcd"),
+        ("CronJob", "train-etcd-defrag"),
+        ("NetworkPolicy", "train-etcd"),
+        ("PersistentVolumeClaim", "train-checkpoints"),
+    }
+    own = names([m for m in first if m not in shared])
+    assert own == {
+        ("Job", "train-1"),
+        ("Service", "train-1-agents"),
+        ("PodDisruptionBudget", "train-1"),
+        ("NetworkPolicy", "train-1-agents"),
+    }
+    assert not own & names(second)
+    assert variables(second)["ELASTICZERO_JOB"] == "train-2"
+    assert variables(second)["ELASTICZERO_CHECKPOINT_DIR"] == "/checkpoints/train-2"
+
+
+def test_two_names_share_nothing() -> None:
+    one, other = rendered(checkpoints="shared"), rendered(checkpoints="shared", name="tune")
+    assert not names(one) & names(other)
+    selectors = [only(m, "Service", "-etcd")["spec"]["selector"] for m in (one, other)]
+    assert selectors[0] != selectors[1]
+
+
+def test_restart_keeps_the_job_id_and_its_checkpoints() -> None:
+    again = agents_of(rendered(restart=True))
+    assert again["metadata"]["name"] == "train"
+    assert agent_of(again)["args"] == ["run", "--restart", "/app/train.py"]
+
+
+def test_pods_of_one_launch_share_its_uid() -> None:
+    (entry,) = (
+        e for e in agent_of(agents_of(rendered()))["env"] if e["name"] == "ELASTICZERO_LAUNCH_ID"
+    )
+    path = "metadata.labels['batch.kubernetes.io/controller-uid']"
+    assert entry["valueFrom"] == {"fieldRef": {"fieldPath": path}}
+
+
+def test_a_local_script_travels_in_a_config_map() -> None:
+    script = LocalScript(file_name="train.py", text="print('hello')\n")
+    manifests = rendered(script=script, arguments=("--lr", "1e-3"))
+    held = only(manifests, "ConfigMap", manifests_script_name(manifests))
+    assert held["data"] == {"train.py": "print('hello')\n"}
+    assert held["immutable"] is True
+    job = agents_of(manifests)
+    assert agent_of(job)["args"] == ["run", "/scripts/train.py", "--lr", "1e-3"]
+    mounted = {m["mountPath"]: m for m in agent_of(job)["volumeMounts"]}["/scripts"]
+    assert mounted["readOnly"] is True
+    other = rendered(script=replace(script, text="print('bye')\n"))
+    assert manifests_script_name(other) != manifests_script_name(manifests)
+
+
+def manifests_script_name(manifests: list[Manifest]) -> str:
+    (volume,) = (v for v in pod_of(agents_of(manifests))["volumes"] if v["name"] == "script")
+    name: str = volume["configMap"]["name"]
+    return name
+
+
+def test_checkpoints_on_a_url_need_no_volume() -> None:
+    manifests = rendered(checkpoints="s3://bucket/runs/", pod=PodOptions(secrets=("aws",)))
+    assert "PersistentVolumeClaim" not in {m["kind"] for m in manifests}
+    assert variables(manifests)["ELASTICZERO_CHECKPOINT_DIR"] == "s3://bucket/runs/train"
+    assert agent_of(agents_of(manifests))["envFrom"] == [{"secretRef": {"name": "aws"}}]
+
+
+def test_a_claim_names_its_class() -> None:
+    claim = only(rendered(checkpoints="standard-rwx"), "PersistentVolumeClaim", "-checkpoints")
+    assert claim["spec"]["storageClassName"] == "standard-rwx"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_without_checkpoints_none_are_asked_for() -> None:
+    found = variables(rendered(checkpoints="none"))
+    assert not [name for name in found if name.startswith("ELASTICZERO_CHECKPOINT")]
+
+
+def test_a_shared_etcd_is_used_and_not_rendered() -> None:
+    manifests = rendered(etcd=EtcdOptions(endpoints="etcd-0.etcd:2379,etcd-1.etcd:2379"))
+    assert not [name for _, name in names(manifests) if "etcd" in name]
+    assert variables(manifests)["ELASTICZERO_ETCD"] == "etcd-0.etcd:2379,etcd-1.etcd:2379"
+    kinds = {"Service", "PodDisruptionBudget", "NetworkPolicy", "Job"}
+    assert {m["kind"] for m in manifests} == kinds
+
+
+def test_one_member_without_a_volume() -> None:
+    manifests = rendered(etcd=EtcdOptions(members=1, storage="emptyDir"))
+    etcd = only(manifests, "StatefulSet")
+    assert "volumeClaimTemplates" not in etcd["spec"]
+    assert [v["name"] for v in pod_of(etcd)["volumes"]] == ["data"]
+    assert variables(manifests)["ELASTICZERO_ETCD"] == "train-etcd-0.train-etcd:2379"
+
+
+def test_a_backup_has_a_volume_and_replaces_one_file() -> None:
+    manifests = rendered(etcd=EtcdOptions(backup=True, storage="fast"))
+    claim = only(manifests, "PersistentVolumeClaim", "-backup")
+    assert claim["spec"]["storageClassName"] == "fast"
+    job = only(manifests, "CronJob", "-backup")["spec"]
+    assert job["concurrencyPolicy"] == "Forbid"
+    (container,) = job["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-3:] == ["snapshot", "save", "/backups/snapshot.db"]
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "available"), [((2, 4), 2), ((4, 4), 3), ((1, 4), 1), ((2, 2), 1)]
+)
+def test_the_budget_leaves_min_or_all_but_one(nnodes: tuple[int, int], available: int) -> None:
+    budget = only(rendered(nnodes=nnodes), "PodDisruptionBudget", "train")
+    assert budget["spec"]["minAvailable"] == available
+
+
+def test_one_node_has_no_budget() -> None:
+    budgets = [n for kind, n in names(rendered(nnodes=(1, 1))) if kind == "PodDisruptionBudget"]
+    assert budgets == ["train-etcd"]
+
+
+def test_own_variables_win() -> None:
+    pod = PodOptions(environment={"ELASTICZERO_STRATEGY": "zero3", "NCCL_DEBUG": "INFO"})
+    found = variables(rendered(pod=pod))
+    assert (found["ELASTICZERO_STRATEGY"], found["NCCL_DEBUG"]) == ("zero3", "INFO")
+    listed = [entry["name"] for entry in agent_of(agents_of(rendered(pod=pod)))["env"]]
+    assert len(set(listed)) == len(listed)
+
+
+@pytest.mark.parametrize("name", sorted(CLOUDS))
+@pytest.mark.parametrize("spot", [True, False])
+@pytest.mark.parametrize("period_s", [None, 2, 10, 3600])
+def test_an_agent_ends_before_its_pod(name: str, spot: bool, period_s: int | None) -> None:
+    grace = grace_of(CLOUDS[name], spot=spot, period_s=period_s)
+    assert 0 < grace.agent_s < grace.period_s
+
+
+@pytest.mark.parametrize(
+    ("size", "half"), [((8, "Gi"), "4Gi"), ((3, "Gi"), "1536Mi"), ((1, "Ki"), "0Ki")]
+)
+def test_half_of_a_quantity(size: tuple[int, str], half: str) -> None:
+    assert half_of(*size) == half
+
+
+def test_bytes_of_a_quantity() -> None:
+    assert bytes_of_quantity("3Gi") == 3 << 30
+    assert bytes_of_quantity("5Ki") == 5 << 10
+    with pytest.raises(UserError, match="3GB"):
+        bytes_of_quantity("3GB")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "Train"}, "--name Train"),
+        ({"name": "a" * 41}, "at most 40"),
+        ({"name": "a" * 38, "run": "two"}, "longer than 40"),
+        ({"run": "-1"}, "--run -1"),
+        ({"nnodes": (3, 2)}, "--nnodes 3:2"),
+        ({"spot": True}, "--spot needs --cloud"),
+        ({"cloud_name": "ibm"}, "--cloud ibm"),
+        ({"kind": "pod"}, "--kind pod"),
+        ({"checkpoints": "s3://"}, "--checkpoints s3://"),
+        ({"checkpoints": "/mnt/nfs"}, "--checkpoints /mnt/nfs"),
+        ({"checkpoint_size": "100GB"}, "--checkpoint-size 100GB"),
+        ({"grace_period_s": 1}, "--grace-period 1"),
+        ({"make_queue": True}, "--make-queue needs --queue"),
+        ({"script": "train.py"}, "must be absolute"),
+        ({"script": LocalScript(file_name="my train.py", text="")}, "my train.py"),
+        ({"script": LocalScript(file_name="a.py", text="#" * 900_001)}, "put it into the image"),
+        ({"pod": PodOptions(memory="8GB")}, "--memory 8GB"),
+        ({"pod": PodOptions(memory="1Gi", shared_memory="1Gi")}, "--shared-memory 1Gi"),
+        ({"pod": PodOptions(cpus="some")}, "--cpus some"),
+        ({"pod": PodOptions(gpus=-1)}, "0 or more"),
+        ({"pod": PodOptions(environment={"A B": "1"})}, "--env A B"),
+        ({"pod": PodOptions(environment={"ELASTICZERO_HTTP_PORT": "1"})}, "the same port"),
+        ({"etcd": EtcdOptions(members=2)}, "--etcd-members 2"),
+        ({"etcd": EtcdOptions(endpoints="e:2379", tls=True)}, "without https://"),
+        ({"etcd": EtcdOptions(endpoints="e:2379", backup=True)}, "--etcd-backup is for an etcd"),
+    ],
+)
+def test_what_is_refused_names_the_option(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(OPTIONS, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"checkpoints": "s3://b"}, {"etcd": EtcdOptions(tls=True)}])
+def test_the_environment_leaves_what_the_manifests_depend_on(changes: dict[str, Any]) -> None:
+    pod = PodOptions(token_secret="token")
+    variables = agent_of(agents_of(rendered(pod=pod, **changes)))["env"]
+    given = {one["name"] for one in variables if one["name"].startswith("ELASTICZERO_")}
+    free = {"NPROC_PER_NODE", "JOIN_TIMEOUT", "TEE", "LOG_DIR", "STRATEGY", "CHECKPOINT_EVERY"}
+    assert given - {f"ELASTICZERO_{name}" for name in free} <= SET_BY.keys()
+
+
+def test_a_queued_job_waits_and_begins_with_min() -> None:
+    job = agents_of(rendered(queue="gold"))
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gold"
+    assert job["metadata"]["annotations"] == {"kueue.x-k8s.io/elastic-job": "true"}
+    assert job["spec"]["suspend"] is True
+    assert (job["spec"]["parallelism"], job["spec"]["completions"]) == (2, 4)
+
+
+def test_a_queue_has_room_for_max() -> None:
+    pod = PodOptions(gpus=8, cpus="500m", memory="3Gi")
+    manifests = rendered(queue="gold", make_queue=True, pod=pod)
+    (group,) = only(manifests, "ClusterQueue")["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    quota = {r["name"]: r["nominalQuota"] for r in flavor["resources"]}
+    assert quota == {"cpu": "2000m", "memory": "12288Mi", "nvidia.com/gpu": "32"}
+    assert group["coveredResources"] == list(quota)
+
+
+def test_a_train_job_has_the_run_and_its_runtime_the_rest() -> None:
+    manifests = rendered(kind="trainjob", checkpoints="shared")
+    runtime, run = only(manifests, "TrainingRuntime"), only(manifests, "TrainJob")
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == replicated["name"] == "node"
+    assert "args" not in container
+    fixed = {entry["name"] for entry in container["env"]}
+    of_run = [entry["name"] for entry in run["spec"]["trainer"]["env"]]
+    assert not fixed & set(of_run)
+    assert of_run.index("ELASTICZERO_JOB") < of_run.index("ELASTICZERO_CHECKPOINT_DIR")
+    step = replicated["template"]["metadata"]["labels"]
+    assert step["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
