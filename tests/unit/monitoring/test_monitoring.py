@@ -51,7 +51,7 @@ def test_each_alert_has_a_case_that_fires_and_one_that_does_not(root: Path) -> N
 def test_a_straggler_is_one_for_the_alert_as_on_screens(root: Path) -> None:
     (rule,) = (rule for rule in rules(root) if rule["alert"] == "ElasticZeroStraggler")
     assert rule["expr"].split()[-2:] == [">", str(STRAGGLER_RATIO)]
-    page = (root / "launcher" / "dashboard" / "page.html").read_text()
+    page = (root / "elasticzero" / "ops" / "dashboard" / "page.html").read_text()
     assert f"STRAGGLER_RATIO = {STRAGGLER_RATIO}," in page
 
 

@@ -15,7 +15,7 @@ def written(root: Path) -> Iterator[tuple[str, set[str], bool]]:
     """Yields each event that the agent's code writes, the fields that it names, and whether a
     message gives further fields."""
     agent = (root / "launcher" / "agent").glob("*.py")
-    for path in (*agent, root / "launcher" / "trackers" / "feed.py"):
+    for path in (*agent, root / "elasticzero" / "ops" / "trackers" / "feed.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(
