@@ -22,15 +22,19 @@ from elasticzero.ipc.channel import Channel
 from elasticzero.ipc.messages import Logged, Message, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.status import Latest, agent_status
-from elasticzero.launcher.dashboard.job_status import collect_status, job_in_view, phases_in_view
-from elasticzero.launcher.dashboard.service import job_document
 from elasticzero.launcher.goodput import TimeSpent
-from elasticzero.launcher.observability.history import JobHistory
+from elasticzero.launcher.observability.job_status import (
+    collect_status,
+    job_in_view,
+    phases_in_view,
+)
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, Report, World
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import GroupStage, View, WorkerGroupState
-from elasticzero.launcher.trackers.node_scalars import NodeScalars
 from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.ops.dashboard.history import JobHistory
+from elasticzero.ops.dashboard.service import job_document
+from elasticzero.ops.trackers.node_scalars import NodeScalars
 from elasticzero.serialization import encode
 from tests.unit.golden.records import full, full_and_least, least, line
 
