@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from elasticzero.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from elasticzero.data.streams.source import Stream
     from elasticzero.entry_point import run
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
         UserError,
     )
     from elasticzero.session import Session
-
-__version__ = "0.2.0"
 
 __all__ = [
     "CheckpointDamaged",

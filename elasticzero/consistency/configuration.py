@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elasticzero import __version__
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.differences import Verdict, by_trained, difference
@@ -28,6 +27,7 @@ from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.digests import combined, of_value
 from elasticzero.state.model import NamedModel, Spec, spec_of
+from elasticzero.version import __version__
 
 Description = Mapping[str, str]
 ADVICE = "start every node with the same script, arguments and data"

@@ -10,10 +10,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from elasticzero import __version__
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.text import print_error
+from elasticzero.version import __version__
 
 COMMANDS = {
     "run": "Runs this node's part of a job.",

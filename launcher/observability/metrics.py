@@ -17,10 +17,10 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from elasticzero import __version__
 from elasticzero.ipc.messages import TOKENS, Captured, Logged, Message, Stepped
 from elasticzero.launcher.observability.descriptions import MetricDescription, MetricKind
 from elasticzero.launcher.observability.gpu import GPU_METRICS, GpuCollector
+from elasticzero.version import __version__
 
 log = logging.getLogger(__name__)
 

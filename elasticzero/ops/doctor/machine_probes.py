@@ -15,7 +15,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from elasticzero import __version__
 from elasticzero.errors import OperatorError, UserError
 from elasticzero.launcher.options.validation import check_folder, overflow_folder
 from elasticzero.ops.doctor.facts import (
@@ -25,6 +24,7 @@ from elasticzero.ops.doctor.facts import (
     TorchFacts,
     VersionFacts,
 )
+from elasticzero.version import __version__
 
 COMMAND_S = 60.0
 """Seconds within which nvidia-smi, and an import of torch, must have ended."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from elasticzero import __version__
 from elasticzero.ops.report.formats import many_text, names_text, share_text, span_text
 from elasticzero.ops.report.html.markup import element, escaped
 from elasticzero.ops.report.html.sections import (
@@ -26,6 +25,7 @@ from elasticzero.ops.report.html.tables import (
     step_time_section,
 )
 from elasticzero.ops.report.model import RunSummary
+from elasticzero.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """What the page may load: its own style and nothing else."""
