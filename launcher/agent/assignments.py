@@ -5,17 +5,13 @@ Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from elasticzero.ipc.assignment import Assignment, KnownError
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_sources
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
 from elasticzero.launcher.workers.error_file import error_file
-
-if TYPE_CHECKING:
-    from elasticzero.launcher.agent.config import AgentOptions
 
 CONNECT_S, CONNECT_MAX_S = 10.0, 300.0
 START_S, START_MAX_S = 300.0, 1200.0

@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elasticzero.errors import same_error
 from elasticzero.ipc.messages import DataChanged, MemoryShort, SnapshotInterval
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.observability.console import (
     differs_much,
     fresh_start,
@@ -28,9 +28,6 @@ from elasticzero.launcher.snapshots.save_events import SaveFailed
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
 from elasticzero.text import count_text, list_text, named_text
-
-if TYPE_CHECKING:
-    from elasticzero.launcher.agent.config import AgentOptions
 
 WAITING_LINE_EVERY_S = 10.0
 STORE_FAILURE_EVERY_S = 10.0

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.ipc.messages import (
@@ -23,6 +23,7 @@ from elasticzero.ipc.messages import (
     Stopping,
     Tagged,
 )
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import AgentConsole
 from elasticzero.launcher.agent.status import Latest, agent_status, job_state
 from elasticzero.launcher.goodput import TimeAccount, TimeSpent, Waiting, stall_of
@@ -45,9 +46,6 @@ from elasticzero.launcher.workers.group import Ended, Received, WorkerGroup
 from elasticzero.launcher.workers.log_tail import LogTail
 from elasticzero.launcher.workers.process import Worker
 from elasticzero.serialization import encode
-
-if TYPE_CHECKING:
-    from elasticzero.launcher.agent.config import AgentOptions
 
 DECISIONS: Mapping[type, EventName] = {
     DataChanged: "data_changed",

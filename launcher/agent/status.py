@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elasticzero.ipc.messages import Logged, Message, Stepped
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.goodput import goodput
 from elasticzero.launcher.observability.compute_time import (
     ComputeTimes,
@@ -22,9 +23,6 @@ from elasticzero.launcher.protocol.failure_policy import quarantined
 from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
-
-if TYPE_CHECKING:
-    from elasticzero.launcher.agent.config import AgentOptions
 
 
 @dataclass(slots=True, kw_only=True)
