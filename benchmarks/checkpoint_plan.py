@@ -12,7 +12,7 @@ from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_jso
 from elasticzero.checkpoint.format.plan import plan
 from elasticzero.checkpoint.format.shards import write_shard
 from elasticzero.checkpoint.steps import commit
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 
 WORLDS = (1, 10, 100, 1_000, 10_000)
 TENSORS = 1_000

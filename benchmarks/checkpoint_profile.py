@@ -21,7 +21,7 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io import reader
 from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshard
 from elasticzero.checkpoint.rewrite.step_copy import CopyOptions
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 
 KINDS = {
     "copy_": "copy_s",

@@ -35,7 +35,7 @@ from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import commit
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.state.model import LoadTarget
 
 CHUNK_BYTES = 8 << 20

@@ -36,7 +36,8 @@ from elasticzero.checkpoint.io.writer import (
 )
 from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import clean_up_after_manual_save
-from elasticzero.checkpoint.storage.base import Directory, open_directory
+from elasticzero.checkpoint.storage.base import Directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import (
     CheckpointDamaged,
     CheckpointMismatch,

@@ -20,7 +20,7 @@ from elasticzero.checkpoint.rewrite.diff import CheckpointDiff, compare
 from elasticzero.checkpoint.rewrite.progress import ProgressBar
 from elasticzero.checkpoint.rewrite.sources import CAST_DTYPES, unconverted
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.spans import STRATEGIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_error, print_result, shown, size_text

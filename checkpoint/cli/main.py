@@ -17,7 +17,8 @@ from typing import Any
 from elasticzero.checkpoint.cli import report
 from elasticzero.checkpoint.format.names import step_of
 from elasticzero.checkpoint.steps import catalog, verify
-from elasticzero.checkpoint.storage.base import Directory, open_directory
+from elasticzero.checkpoint.storage.base import Directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 from elasticzero.text import print_error, print_result, shown
 

@@ -13,7 +13,8 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_of
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.tag_files import read_tags
-from elasticzero.checkpoint.storage.base import Directory, Readable, open_directory, out_of_reach
+from elasticzero.checkpoint.storage.base import Directory, Readable, out_of_reach
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError
 from elasticzero.serialization import encode
 from elasticzero.text import age_text, count_text, print_error, shown, size_text, table_text

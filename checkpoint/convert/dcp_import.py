@@ -31,7 +31,8 @@ from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.format.manifest import TREE
 from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX
-from elasticzero.checkpoint.storage.base import Readable, open_storage
+from elasticzero.checkpoint.storage.base import Readable
+from elasticzero.checkpoint.storage.urls import open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.nested import flatten, unflatten
 from elasticzero.spans import Span

@@ -34,15 +34,9 @@ from elasticzero.checkpoint.rewrite.sources import (
 )
 from elasticzero.checkpoint.rewrite.step_copy import CopyJob, CopyOptions, new_directory, run_jobs
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.storage.base import (
-    Readable,
-    Storage,
-    explain,
-    open_directory,
-    open_storage,
-    read_small,
-)
+from elasticzero.checkpoint.storage.base import Readable, Storage, explain, read_small
 from elasticzero.checkpoint.storage.disk import read_regular
+from elasticzero.checkpoint.storage.urls import open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import Span
 

@@ -24,7 +24,8 @@ from elasticzero.checkpoint.rewrite.progress import ProgressBar
 from elasticzero.checkpoint.rewrite.sources import OpenSource, TensorSource
 from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import clean_up_after_manual_save
-from elasticzero.checkpoint.storage.base import Directory, Storage, open_directory, open_storage
+from elasticzero.checkpoint.storage.base import Directory, Storage
+from elasticzero.checkpoint.storage.urls import open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 from elasticzero.spans import Span
 

@@ -26,11 +26,10 @@ from elasticzero.checkpoint.storage.base import (
     Directory,
     Readable,
     Storage,
-    open_directory,
-    open_storage,
     out_of_reach,
     read_small,
 )
+from elasticzero.checkpoint.storage.urls import open_directory, open_storage
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, StorageError, UserError
 from elasticzero.text import list_text, print_error

@@ -7,7 +7,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elasticzero.checkpoint.storage.base import Directory, Storage, open_directory
+from elasticzero.checkpoint.storage.base import Directory, Storage
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError
 
 TRIAL_BYTES = 16 << 20

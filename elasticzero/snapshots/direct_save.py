@@ -11,7 +11,8 @@ from elasticzero.checkpoint.format.shards import write_shard
 from elasticzero.checkpoint.io.writer import TensorPiece, shard_bytes
 from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import make_room
-from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
+from elasticzero.checkpoint.storage.base import Directory, out_of_space
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, NotFinite, StorageError, one_line
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Assignment

@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps.commit import is_good
-from elasticzero.checkpoint.storage.base import open_directory, within
+from elasticzero.checkpoint.storage.base import within
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlWord
 from elasticzero.comm.process_group import ProcessGroups

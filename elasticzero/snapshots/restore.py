@@ -12,9 +12,10 @@ from elasticzero.checkpoint.format.dtypes import torch_dtype
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
-from elasticzero.checkpoint.storage.base import Readable, open_directory
+from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.data.sampling import DataPosition
 from elasticzero.data.tag_requests import with_tags
 from elasticzero.errors import CheckpointMismatch

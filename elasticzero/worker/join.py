@@ -14,7 +14,8 @@ from types import FrameType
 
 import torch
 
-from elasticzero.checkpoint.storage.base import Storage, open_directory, open_storage, within
+from elasticzero.checkpoint.storage.base import Storage, within
+from elasticzero.checkpoint.storage.urls import open_directory, open_storage
 from elasticzero.comm.process_group import ProcessGroups, connect, device_of
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.errors import ExitCode, StorageError, UserError

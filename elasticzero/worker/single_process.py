@@ -25,7 +25,7 @@ from elasticzero.checkpoint.io.writer import TensorPiece, write_checkpoint
 from elasticzero.checkpoint.steps.catalog import check_writable, step_error_text, steps
 from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.steps.tags import set_tags
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, ExitCode, UserError, one_line
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient, GenerationEnded
 from elasticzero.ipc.assignment import (

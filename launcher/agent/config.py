@@ -12,7 +12,8 @@ from pathlib import Path
 
 from elasticzero.checkpoint.steps.catalog import check_writable
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
-from elasticzero.checkpoint.storage.base import open_directory, within
+from elasticzero.checkpoint.storage.base import within
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError, UserError
 from elasticzero.ipc.assignment import (
     BucketBytes,

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.ipc.assignment import Resume, torchrun_environment
 from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elasticzero.checkpoint.steps.catalog import step_error_text, steps
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, one_line
 from elasticzero.launcher.protocol.view import DamagedCheckpoint
 

@@ -34,7 +34,8 @@ from elasticzero.checkpoint.steps.retention import (
     make_room,
 )
 from elasticzero.checkpoint.steps.tags import set_tags
-from elasticzero.checkpoint.storage.base import Directory, open_directory, out_of_space
+from elasticzero.checkpoint.storage.base import Directory, out_of_space
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
 from elasticzero.ipc.messages import Captured, Tagged, TagStep

@@ -17,8 +17,9 @@ from tenacity import stop_after_attempt, wait_none
 from elasticzero.checkpoint.cli.main import main
 from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.storage import multipart
-from elasticzero.checkpoint.storage.base import Directory, Storage, open_directory
+from elasticzero.checkpoint.storage.base import Directory, Storage
 from elasticzero.checkpoint.storage.object_store import RETRY, ObjectDirectory, file_system
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError
 from tests.contract.s3_server import COMPLETE, PUT, UPLOAD_PART, Harm, Proxy
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
@@ -171,7 +172,7 @@ def whole_step(directory: Directory, step: int) -> None:
 WRITER = """
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage import multipart
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
 
 multipart.UPLOAD_PART_BYTES = 5 << 20

@@ -18,13 +18,9 @@ from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retent
 from elasticzero.checkpoint.steps.tag_files import read_tags
 from elasticzero.checkpoint.steps.tags import set_tags
 from elasticzero.checkpoint.storage import multipart
-from elasticzero.checkpoint.storage.base import (
-    Directory,
-    Storage,
-    open_directory,
-    read_small,
-)
+from elasticzero.checkpoint.storage.base import Directory, Storage, read_small
 from elasticzero.checkpoint.storage.object_store import ObjectDirectory, Remote
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError, UserError
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
 

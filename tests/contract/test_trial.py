@@ -10,8 +10,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.trial import try_storage
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError
 
 SIZE = 3 << 20

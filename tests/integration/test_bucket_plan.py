@@ -13,7 +13,7 @@ import elasticzero.checkpoint as ez_checkpoint
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from tests.integration import training_buckets
 from tests.integration.training_harness import Pool, Running
 

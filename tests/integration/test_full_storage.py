@@ -16,8 +16,8 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
-from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.roles import SnapshotRole
 from elasticzero.launcher.snapshots.save_events import SaveFinished

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from elasticzero.checkpoint.ram.slots import SLOTS
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story

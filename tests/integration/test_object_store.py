@@ -14,7 +14,7 @@ import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps import catalog, verify
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from tests.contract.s3_server import running_server
 from tests.integration.clusters import REGRESSION, elasticzero
 

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.steps.catalog import newest_good
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Failed, Stepped
 from elasticzero.spans import STRATEGIES

@@ -13,7 +13,7 @@ import torch
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.steps.catalog import newest_good
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.spans import STRATEGIES
 from tests.integration.clusters import Story, story

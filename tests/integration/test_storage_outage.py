@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights

@@ -14,8 +14,8 @@ import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps import catalog, verify
-from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import (
     FLAG_LEAVE,

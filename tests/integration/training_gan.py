@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 import elasticzero as ez
 from elasticzero.checkpoint.steps.catalog import newest_good
-from elasticzero.checkpoint.storage.base import open_directory
+from elasticzero.checkpoint.storage.urls import open_directory
 
 SAMPLES = 24
 CLIP = 0.3

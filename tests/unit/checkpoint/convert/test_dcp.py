@@ -45,8 +45,9 @@ from elasticzero.checkpoint.convert.dcp_metadata import (
 )
 from elasticzero.checkpoint.rewrite.diff import compare
 from elasticzero.checkpoint.rewrite.reshard import TargetShape, import_foreign
-from elasticzero.checkpoint.storage.base import Storage, open_storage
+from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.checkpoint.storage.urls import open_storage
 from elasticzero.errors import CheckpointDamaged, StorageError, UserError
 from tests.unit.checkpoint.convert.test_huggingface import STRANGE, same_bits
 

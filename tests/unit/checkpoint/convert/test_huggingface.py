@@ -27,8 +27,8 @@ from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.diff import compare
 from elasticzero.checkpoint.rewrite.reshard import TargetShape, import_foreign, tie_aliases
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.storage.base import open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.checkpoint.storage.urls import open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
 from tests.unit.checkpoint.cases import (
     draft_of,

@@ -21,8 +21,8 @@ from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import await_commit, persist, pull
 from elasticzero.checkpoint.steps import catalog, commit, verify
-from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.disk import DiskStorage
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import CheckpointDamaged, StorageError
 from elasticzero.spans import Span
 

@@ -13,8 +13,8 @@ from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.rewrite.diff import Difference, compare
 from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshard
 from elasticzero.checkpoint.rewrite.step_copy import CopyOptions
-from elasticzero.checkpoint.storage.base import open_storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.checkpoint.storage.urls import open_storage
 from elasticzero.errors import CheckpointDamaged
 from elasticzero.spans import STRATEGIES
 from tests.unit.checkpoint.cases import draft_of, elements, flip, layouts, simple_layout, write_step

@@ -24,8 +24,9 @@ from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshape_layout, 
 from elasticzero.checkpoint.rewrite.sources import CheckpointSource
 from elasticzero.checkpoint.rewrite.step_copy import CopyOptions, CopyResult
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.checkpoint.storage.base import Readable, Storage, open_directory, open_storage
+from elasticzero.checkpoint.storage.base import Readable, Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.checkpoint.storage.urls import open_directory, open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.spans import EMPTY, STRATEGIES, Rule, Span
 from tests.unit.checkpoint.cases import (

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from elasticzero.checkpoint.storage import disk as disk_module
-from elasticzero.checkpoint.storage.base import open_directory, open_storage, read_small
+from elasticzero.checkpoint.storage.base import read_small
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.storage.linux import set_direct
+from elasticzero.checkpoint.storage.urls import open_directory, open_storage
 from elasticzero.errors import StorageError, UserError
 
 
@@ -241,7 +242,7 @@ def test_urls_that_mean_none_are_refused(url: str, reason: str) -> None:
 def test_a_disk_needs_no_fsspec() -> None:
     code = (
         "import sys; from elasticzero.checkpoint.steps import commit, retention; "
-        "from elasticzero.checkpoint.storage.base import open_directory; "
+        "from elasticzero.checkpoint.storage.urls import open_directory; "
         "open_directory('/tmp').names(); "
         "sys.exit('fsspec' in sys.modules or 'torch' in sys.modules)"
     )

@@ -14,8 +14,8 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from tenacity import stop_after_attempt, wait_none
 
 from elasticzero.checkpoint.storage import multipart, object_store
-from elasticzero.checkpoint.storage.base import open_directory
 from elasticzero.checkpoint.storage.object_store import RETRY, ObjectStorage, Remote, is_transient
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError
 
 FAST = RETRY.copy(wait=wait_none(), stop=stop_after_attempt(3))
