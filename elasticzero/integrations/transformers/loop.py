@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from elasticzero.errors import UserError
@@ -21,9 +22,6 @@ from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
 
-if TYPE_CHECKING:
-    from elasticzero.integrations.transformers.trainer import Trainer
-
 LOSSES_KEPT = 1024
 """Number of steps after which the ranks share their losses, though nothing is logged."""
 
@@ -31,10 +29,25 @@ LOSSES_KEPT = 1024
 class TrainingLoop:
     """Trains a trainer's model in the session of one generation."""
 
-    def __init__(self, trainer: Trainer, session: Session, ignore_keys: list[str] | None) -> None:
-        """ignore_keys: as of `Trainer.train`."""
+    def __init__(
+        self,
+        trainer: Trainer,
+        session: Session,
+        *,
+        global_batch: int | None,
+        ignore_keys: list[str] | None,
+    ) -> None:
+        """Takes the trainer, of which nothing is changed until `run`.
+
+        Args:
+            trainer: One of this package's own, which has `_save_checkpoint` and `log` of its own.
+            session: The session of the generation.
+            global_batch: Number of samples of a step, as the script gave it; None: it gave none.
+            ignore_keys: Outputs that an evaluation leaves out, as of `Trainer.train`.
+        """
         self.session = session
         self._trainer, self._args = trainer, trainer.args
+        self._global_batch = global_batch
         self._ignore_keys = ignore_keys
         self._progress = TrainerProgress()
         self._steps_in_epoch: int | None = None
@@ -89,7 +102,7 @@ class TrainingLoop:
             raise UserError("train() needs a train_dataset, which the Trainer was not given")
         accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
         progress.global_batch = global_batch = agreed_global_batch(
-            trainer.elastic_global_batch,
+            self._global_batch,
             progress.global_batch,
             accumulated * self.session.world_size,
         )

@@ -68,7 +68,12 @@ class Trainer(transformers.Trainer):
                     "schedule of both parts, or two jobs"
                 )
             accelerator.join_generation(self, session.device)
-            self.elastic_loop = TrainingLoop(self, session, ignore_keys_for_eval)
+            self.elastic_loop = TrainingLoop(
+                self,
+                session,
+                global_batch=self.elastic_global_batch,
+                ignore_keys=ignore_keys_for_eval,
+            )
             self.elastic_output = self.elastic_loop.run()
 
         self.is_in_train = True
