@@ -31,9 +31,9 @@ from elasticzero.parallel.base import Setting
 from elasticzero.parallel.finite import clipping
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers
+from elasticzero.parallel.optimizers.pieces import ParameterPiece
 from elasticzero.parallel.optimizers.state import MASTER
 from elasticzero.parallel.partitioned import PartitionedOptimizer
-from elasticzero.parallel.pieces import ParameterPiece
 from elasticzero.state.model import LoadTarget, Spec
 
 TAG = 0x657B

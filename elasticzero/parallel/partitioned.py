@@ -27,6 +27,7 @@ from elasticzero.parallel.finite import (
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers
+from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import (
     MASTER,
     by_parameter,
@@ -34,7 +35,6 @@ from elasticzero.parallel.optimizers.state import (
     cut_state,
     working_dtype,
 )
-from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.peer_errors import is_peer_error
 from elasticzero.spans import Span
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from elasticzero.memory_estimate import FLAT_BUCKET_BYTES
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
+from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
-from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.spans import Span, intersect
 
 BUCKET_BYTES = FLAT_BUCKET_BYTES

@@ -18,9 +18,9 @@ from elasticzero.parallel.base import Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
+from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
-from elasticzero.parallel.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 from elasticzero.state.model import (
