@@ -5,6 +5,7 @@ gradients too, `zero3` also the parameters. A gradient is the mean over the glob
 them, and what they write of the training state has the same names.
 """
 
-from elasticzero.parallel.base import OptimizerFactory, Setting, Strategy, create
+from elasticzero.parallel.base import OptimizerFactory, Setting, Strategy
+from elasticzero.parallel.strategies import create
 
 __all__ = ["OptimizerFactory", "Setting", "Strategy", "create"]

@@ -23,8 +23,9 @@ from elasticzero.memory_estimate import (
     room_for_state,
     snapshot_bytes,
 )
-from elasticzero.parallel.base import OptimizerFactory, check_deterministic
+from elasticzero.parallel.base import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import Dealt, MadeOptimizers, open_optimizers
+from elasticzero.parallel.strategies import check_deterministic
 from elasticzero.spans import STRATEGIES
 from elasticzero.state.model import NamedModel
 from elasticzero.text import size_text

@@ -1,0 +1,51 @@
+"""Creates a strategy by its name.
+
+A strategy is imported where it is chosen: torch's FSDP2 takes a while to import, and `ddp` does
+without it.
+"""
+
+from __future__ import annotations
+
+from elasticzero.errors import UserError
+from elasticzero.parallel.base import Setting, Strategy
+from elasticzero.spans import STRATEGIES
+
+
+def create(name: str, setting: Setting) -> Strategy:
+    """Returns the strategy of this name; the model is on its device already."""
+    if name == "ddp":
+        from elasticzero.parallel.ddp import Replicated
+
+        return Replicated(setting)
+    if setting.deterministic:
+        check_deterministic(name, mirrored=setting.mirrored_by is not None)
+    if setting.deterministic and name in ("zero1", "zero2"):
+        from elasticzero.parallel.fixed_order.zero import WholeParameters
+
+        return WholeParameters(setting)
+    if name in ("zero1", "zero2"):
+        from elasticzero.parallel.zero import FlatBuckets
+
+        return FlatBuckets(setting, stage=int(name[-1]))
+    if name == "zero3":
+        from elasticzero.parallel.fsdp import FullyPartitioned
+
+        return FullyPartitioned(setting)
+    raise UserError(f"strategy {name!r} is not one of {', '.join(STRATEGIES)}")
+
+
+def check_deterministic(strategy: str, *, mirrored: bool) -> None:
+    """Raises `UserError` where `--deterministic` cannot be had.
+
+    mirrored: each rank's part has a live copy, though not every rank keeps one.
+    """
+    if strategy == "zero3":
+        raise UserError(
+            "--deterministic cannot be had with strategy zero3, for torch's FSDP2 sums gradients "
+            "in an order that depends on the world: use ddp, zero1 or zero2"
+        )
+    if mirrored and strategy != "ddp":
+        raise UserError(
+            "--deterministic cannot be had with --redundancy mirror: its zero1 and zero2 keep "
+            "no live copies of other ranks' parts; leave out one of the two"
+        )
