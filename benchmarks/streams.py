@@ -29,7 +29,8 @@ from ratio import Ratio
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elasticzero.data.loader import BatchReader, RankSchedule
-from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
+from elasticzero.data.position import DataPosition
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.source import Stream, stream_order

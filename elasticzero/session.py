@@ -16,7 +16,7 @@ from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison
 from elasticzero.data.loader import BatchReader
 from elasticzero.data.loop_arguments import LoopArguments
-from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.ipc.messages import Logged
 from elasticzero.parallel.gradients import GradientFunction, GradientHook

@@ -27,8 +27,8 @@ from elasticzero.comm.barriers import LEAST, Call
 from elasticzero.comm.control_tree import WIDTH, MaxTree, join
 from elasticzero.comm.gloo import destroy_process_group
 from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.data.hashing import mix64
 from elasticzero.errors import OperatorError
-from elasticzero.hashing import mix64
 from elasticzero.torch_internals import OWN_GROUP, PrefixStore, TCPStore, collectives_begun
 
 DESTROY_TIMEOUT_S = 0.5

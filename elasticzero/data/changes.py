@@ -16,17 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-from elasticzero.data.streams.turn import UNKNOWN
+from elasticzero.data.position import UNKNOWN, DataPosition, LoopPlan
 from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import DataChange
-
-if TYPE_CHECKING:
-    from elasticzero.data.sampling import BatchPlan, DataPosition
-    from elasticzero.data.streams.plan import StreamPlan
-
-    Plan: TypeAlias = BatchPlan | StreamPlan
 
 
 def epoch_is_over(order: Any, stream: Any, used: int, least: int = 1) -> bool:
@@ -44,7 +38,7 @@ def epoch_is_over(order: Any, stream: Any, used: int, least: int = 1) -> bool:
     return samples is not None and used > samples - least
 
 
-def needed_changes(plan: Plan, position: DataPosition) -> tuple[DataChange, ...]:
+def needed_changes(plan: LoopPlan, position: DataPosition) -> tuple[DataChange, ...]:
     """Returns what must be allowed for the loop in which training stands to go on by this plan."""
     found: list[DataChange] = []
     if position.global_batch not in (0, plan.global_batch) and _goes_on(plan, position):
@@ -56,7 +50,7 @@ def needed_changes(plan: Plan, position: DataPosition) -> tuple[DataChange, ...]
 
 
 def carried_over(
-    plan: Plan, position: DataPosition, allowed: Collection[DataChange]
+    plan: LoopPlan, position: DataPosition, allowed: Collection[DataChange]
 ) -> DataPosition:
     """Returns where the loop in which training stands goes on by this plan.
 
@@ -71,7 +65,7 @@ def carried_over(
     return replace(position, epoch=position.epoch + ended, offset=0, stream=None)
 
 
-def change_text(plan: Plan, before: DataPosition, step: int) -> str:
+def change_text(plan: LoopPlan, before: DataPosition, step: int) -> str:
     """Returns a sentence on what has changed in the loop in which training stands; empty: nothing.
 
     before: the position at which training stopped. step: number of global batches until then.
@@ -91,14 +85,14 @@ def change_text(plan: Plan, before: DataPosition, step: int) -> str:
     return f"after step {step} the loop goes on with {listed}{allows}: epoch {at.epoch} {how}"
 
 
-def _has_ended_epoch(plan: Plan, position: DataPosition) -> bool:
+def _has_ended_epoch(plan: LoopPlan, position: DataPosition) -> bool:
     """Returns whether the position's epoch was over when training stopped."""
     least = position.global_batch or plan.global_batch
     least = least if plan.drop_last else 1
     return epoch_is_over(position.order, position.stream, position.offset, least)
 
 
-def _goes_on(plan: Plan, position: DataPosition) -> bool:
+def _goes_on(plan: LoopPlan, position: DataPosition) -> bool:
     """Returns whether the position's loop has used something and is not over."""
     ended = position.offset > 0 and _has_ended_epoch(plan, position)
     epochs = position.epoch + ended - position.first_epoch
@@ -107,7 +101,7 @@ def _goes_on(plan: Plan, position: DataPosition) -> bool:
     return position.steps > 0 and not over
 
 
-def _other_data(plan: Plan, position: DataPosition) -> str:
+def _other_data(plan: LoopPlan, position: DataPosition) -> str:
     """Returns what the order of samples depends on now, and on what it did, where they differ."""
     names, before = plan.order.described, position.order
     if len(names) != len(before):
@@ -118,7 +112,7 @@ def _other_data(plan: Plan, position: DataPosition) -> str:
     return " and ".join(differing)
 
 
-def _refused(plan: Plan, position: DataPosition, needed: Collection[DataChange]) -> UserError:
+def _refused(plan: LoopPlan, position: DataPosition, needed: Collection[DataChange]) -> UserError:
     """Returns the error for a loop that would go on with changes that are not allowed."""
     found, then, instead = [], [], []
     if "batch" in needed:

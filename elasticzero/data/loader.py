@@ -14,17 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from elasticzero.data.sampling import (
-    BatchPlan,
-    DataPosition,
-    GlobalBatch,
-    MicroBatch,
-    micro_batches,
-)
+from elasticzero.data.position import DataPosition, GlobalBatch, LoopPlan, MicroBatch
+from elasticzero.data.sampling import BatchPlan, micro_batches
 from elasticzero.data.seeding import SeededRequest, SeededSamples
-from elasticzero.data.slices import slice_seed, slices_of, slices_of_groups
-from elasticzero.data.streams.dealing import check_groups, group_sums
-from elasticzero.data.streams.plan import StreamPlan
+from elasticzero.data.slices import slice_seed
 from elasticzero.errors import UserError
 from elasticzero.processes import die_with_parent
 from elasticzero.spans import Span
@@ -158,7 +151,7 @@ def _same_mapping_type(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
 class RankSchedule:
     """Lists one rank's micro-batches of a loop from a position on."""
 
-    plan: BatchPlan | StreamPlan
+    plan: LoopPlan
     rank: int
     world_size: int
     micro_batch: int | Literal["auto"] | None = None
@@ -191,8 +184,8 @@ class RankSchedule:
             raise UserError(
                 f"virtual_batch is {size}; global_batch, which is {total}, must be a multiple of it"
             )
-        if self.reader_groups is not None and isinstance(self.plan, StreamPlan):
-            check_groups(self.plan.order.readers, self.reader_groups, self.world_size)
+        if size is not None:
+            self.plan.check_slices(size, self.world_size)
 
     def steps(self, position: DataPosition) -> Iterator[tuple[GlobalBatch, DataPosition]]:
         """Yields each global batch and the position after it."""
@@ -202,12 +195,8 @@ class RankSchedule:
 
     def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
         """Returns this rank's micro-batches of one global batch."""
-        size, groups, ranks = self.virtual_batch, self.reader_groups, (self.rank, self.world_size)
-        if size is not None and groups is not None:
-            if isinstance(self.plan, StreamPlan):
-                samples_G = group_sums(self.plan.counts(batch), groups)
-                return list(slices_of_groups(batch, samples_G, *ranks, size))
-            return list(slices_of(batch, *ranks, size))
+        if self.virtual_batch is not None:
+            return list(self.plan.slices(batch, self.rank, self.world_size, self.virtual_batch))
         mine, largest = self.plan.share(batch, self.rank, self.world_size)
         return list(micro_batches(batch, mine, largest, self.most_samples))
 

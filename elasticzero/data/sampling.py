@@ -9,31 +9,32 @@ Shapes: N samples of the dataset, P positions asked for, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from elasticzero.data.changes import carried_over, epoch_is_over
-from elasticzero.data.tag_requests import TagRequests
+from elasticzero.data.hashing import mix64
+from elasticzero.data.position import (
+    KEPT_DATASETS,
+    DataPosition,
+    GlobalBatch,
+    LoopPlan,
+    MicroBatch,
+)
+from elasticzero.data.slices import slices_of
 from elasticzero.errors import UserError
-from elasticzero.hashing import mix64
-from elasticzero.ipc.assignment import DataChange, LeftOutBatch
-from elasticzero.serialization import OMIT_DEFAULT
+from elasticzero.ipc.assignment import DataChange
 from elasticzero.spans import Span
-
-if TYPE_CHECKING:
-    from elasticzero.data.streams.plan import StreamPlan
 
 Positions = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
 
 ROUNDS = 8
 MAX_SAMPLES = 1 << 62
-KEPT_DATASETS = 256
-"""Maximum number of datasets whose use is recorded besides the present one's."""
 
 
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
@@ -106,120 +107,6 @@ class SampleOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """Records the use of a dataset whose loop has ended."""
-
-    dataset: int
-    epoch: int
-    offset: int
-    order: Any = None
-    stream: Any = field(default=None, metadata=OMIT_DEFAULT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataPosition:
-    """Records the use of the data at a boundary."""
-
-    loop: int = 0
-    """Number of the loop over `session.batches` in the script, from 0."""
-    epoch: int = 0
-    """Epoch of this loop's dataset, counted over all loops over it."""
-    offset: int = 0
-    """Number of samples of the epoch already used. If it is all of them, the epoch's last step is
-    applied and `on_epoch_end` has not run; once it has run, the next epoch begins at 0."""
-    steps: int = 0
-    """Number of global batches of this loop already used."""
-    order: Any = None
-    """The inputs of the order: `[samples, seed, shuffle]`, or those of a stream."""
-    global_batch: int = field(default=0, metadata=OMIT_DEFAULT)
-    """Number of samples of the loop's global batches; 0: it is not known."""
-    stream: Any = field(default=None, metadata=OMIT_DEFAULT)
-    """Where a stream's readers go on in this epoch (`data/streams/plan.py`); None: at their
-    beginning, or the dataset is no stream."""
-    dataset: int = 0
-    """Number of the loop's dataset object, from 0, in the order in which loops first used them."""
-    first_epoch: int = 0
-    """The epoch in which the loop began."""
-    others: tuple[Mark, ...] = ()
-    """The other datasets, the last used ones last; `KEPT_DATASETS` at most."""
-    micro_batch: int | None = None
-    """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
-    first_world: int = field(default=0, metadata=OMIT_DEFAULT)
-    """Number of ranks with which the first loop began whose global batch follows from it; 0: none
-    has."""
-    stopped: str | None = None
-    """Reason for which the script ended training for all ranks; None: it did not."""
-    skipped: tuple[LeftOutBatch, ...] = ()
-    """The global batches that were used without a step of the optimizer, in all loops."""
-    tagging: TagRequests = field(default=(), metadata=OMIT_DEFAULT)
-    """Checkpoints that the script has asked for under tags, and that are not known to be saved."""
-
-    def skipped_with(self, batch: GlobalBatch) -> tuple[LeftOutBatch, ...]:
-        """Returns what is skipped once this batch of the present dataset is."""
-        skipped = LeftOutBatch(
-            dataset=self.dataset, epoch=batch.epoch, start=batch.start, stop=batch.stop
-        )
-        return (*self.skipped, skipped)
-
-    def mark(self, dataset: int) -> Mark:
-        """Returns the record of a dataset's use."""
-        if dataset == self.dataset:
-            return Mark(
-                dataset=dataset,
-                epoch=self.epoch,
-                offset=self.offset,
-                order=self.order,
-                stream=self.stream,
-            )
-        unused = Mark(dataset=dataset, epoch=0, offset=0)
-        return next((mark for mark in self.others if mark.dataset == dataset), unused)
-
-
-@dataclass(frozen=True, slots=True)
-class EpochEnd:
-    """Describes the work at the boundary after an epoch's last step."""
-
-    run: Callable[[], object] | None
-    """The script's `on_epoch_end`."""
-    after: DataPosition
-    """Position in the data once the function has run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalBatch:
-    """Names the positions `[start, stop)` of one epoch that one optimizer step uses on all
-    ranks."""
-
-    epoch: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Names the samples that one rank puts through the model at once."""
-
-    positions: Span
-    weight: int
-    """Number of samples that count; 0 for a filler, which only keeps ranks in step."""
-    last: bool
-    """True for the last micro-batch of its global batch."""
-    slice: int | None = None
-    """Number of the slice in its global batch, from 0; None: it is a filler, or no slice."""
-    runs: tuple[Span, ...] = ()
-    """The slices of each rank, contiguous and in the order of ranks; empty: the global batch is not
-    cut into slices."""
-
-    @property
-    def slices(self) -> int:
-        """Returns the number of slices in the global batch; 0: it is not cut into slices."""
-        return self.runs[-1].stop if self.runs else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """Divides the epochs of a loop into global batches."""
 
@@ -264,14 +151,8 @@ class BatchPlan:
         dataset: int = 0,
         allowed: Collection[DataChange] = (),
     ) -> DataPosition:
-        """Returns the position at which loop number `loop`, over this dataset, begins.
-
-        A loop continues where the loop before it over the same dataset has ended, in the middle of
-        an epoch too; with another order (seed, shuffle, length) the next epoch begins instead.
-        Raises `UserError` if training would continue inside a loop with a change that is not
-        `allowed`. position: where training resumes.
-        """
-        return replace(begun(self, position, loop, dataset, allowed), stream=None)
+        """Returns the position at which the loop begins, as `LoopPlan.start` describes."""
+        return replace(loop_start(self, position, loop, dataset, allowed), stream=None)
 
     def ends_epoch(self, position: DataPosition) -> bool:
         """Returns whether no global batch of the position's epoch is left."""
@@ -290,6 +171,20 @@ class BatchPlan:
         that a rank has."""
         return share(batch, rank, world_size), -(-len(batch) // world_size)
 
+    def slices(
+        self, batch: GlobalBatch, rank: int, world_size: int, size: int
+    ) -> Iterator[MicroBatch]:
+        """Returns `rank`'s slices of `batch`, of `size` samples each."""
+        return slices_of(batch, rank, world_size, size)
+
+    def check_slices(self, size: int, world_size: int) -> None:
+        """Does nothing: any samples can be cut into slices for any number of ranks."""
+
+    def indices(self, batch: GlobalBatch) -> list[int]:
+        """Returns the dataset indices of `batch`."""
+        indices = self.order.indices(batch.epoch, batch.start, batch.stop)
+        return [int(index) for index in indices]
+
     def next(self, position: DataPosition) -> tuple[GlobalBatch, DataPosition] | None:
         """Returns (the global batch at `position`, the position after it), or None at the end."""
         position = self.wrapped(position)
@@ -303,14 +198,14 @@ class BatchPlan:
         return batch, replace(position, offset=stop, steps=position.steps + 1)
 
 
-def begun(
-    plan: BatchPlan | StreamPlan,
+def loop_start(
+    plan: LoopPlan,
     position: DataPosition,
     loop: int,
     dataset: int,
     allowed: Collection[DataChange],
 ) -> DataPosition:
-    """Returns where a loop begins or goes on; `BatchPlan.start` describes the arguments."""
+    """Returns where a loop begins or goes on, as `LoopPlan.start` does."""
     if position.loop < loop:
         position = _next_loop(position, loop, dataset, plan.order.inputs)
     else:

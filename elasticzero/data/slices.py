@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
-from elasticzero.data.sampling import GlobalBatch, MicroBatch
-from elasticzero.hashing import mix64
+from elasticzero.data.hashing import mix64
+from elasticzero.data.position import GlobalBatch, MicroBatch
 from elasticzero.spans import Span
 
 Use = Literal["read", "compute", "after"]
@@ -23,15 +23,15 @@ and what a script does after a global batch."""
 _USES: tuple[Use, ...] = ("read", "compute", "after")
 
 
-def dealt(count: int, rank: int, world_size: int) -> Span:
-    """Returns what `rank` has of `count` slices, or groups of readers: a contiguous run, at most
-    one more than another rank has. Rank 0 has the first one."""
+def run_of(count: int, rank: int, world_size: int) -> Span:
+    """Returns the run of `count` slices, or groups of readers, that `rank` has: at most one more
+    than another rank has. Rank 0 has the first one."""
     return Span(-(-rank * count // world_size), -(-(rank + 1) * count // world_size))
 
 
 @lru_cache(maxsize=64)
 def _runs(count: int, world_size: int) -> tuple[Span, ...]:
-    return tuple(dealt(count, rank, world_size) for rank in range(world_size))
+    return tuple(run_of(count, rank, world_size) for rank in range(world_size))
 
 
 def slices_of(batch: GlobalBatch, rank: int, world_size: int, size: int) -> Iterator[MicroBatch]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from elasticzero.data.sampling import BatchPlan, DataPosition, GlobalBatch, MicroBatch
-from elasticzero.data.streams.plan import StreamPlan
+from elasticzero.data.position import DataPosition, GlobalBatch, LoopPlan, MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.step_clock import StepClock
 
@@ -13,7 +12,7 @@ from elasticzero.step_clock import StepClock
 class StepProgress:
     """Tracks the global batch and micro-batch that the script works on."""
 
-    def __init__(self, plan: BatchPlan | StreamPlan | None = None, *, on_gpu: bool = False) -> None:
+    def __init__(self, plan: LoopPlan | None = None, *, on_gpu: bool = False) -> None:
         self.plan = plan
         self.clock = StepClock(on_gpu=on_gpu)
         """Measures the rank's own time in the global batch."""
@@ -147,11 +146,7 @@ class StepProgress:
             raise UserError(
                 "session.batch_indices exists only inside the loop over session.batches"
             )
-        if isinstance(self.plan, StreamPlan):
-            raise UserError("session.batch_indices: the samples of a stream have no index")
-        batch = self.batch
-        indices = self.plan.order.indices(batch.epoch, batch.start, batch.stop)
-        return [int(index) for index in indices]
+        return self.plan.indices(self.batch)
 
     def total(self, step: int, after: DataPosition) -> int:
         """Returns the steps of the whole run if this loop is its last, and 0 if that is unknown.

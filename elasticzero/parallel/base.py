@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.buckets.plan import DEFAULT_PLAN, BucketPlan
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook

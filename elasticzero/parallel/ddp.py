@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import GRADIENT_NORM, Setting
 from elasticzero.parallel.finite import (
     LossCheck,

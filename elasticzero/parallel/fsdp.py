@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import Setting
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.mesh import Mesh

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.finite import LossCheck

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import Setting
 from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal

@@ -16,7 +16,7 @@ from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.checkpoint.storage.urls import open_directory
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.position import DataPosition
 from elasticzero.data.tag_requests import with_tags
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.ipc.assignment import Assignment, Resume, Source

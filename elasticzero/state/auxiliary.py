@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.position import DataPosition
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.nested import flatten, unflatten
 from elasticzero.state.model import GROUPS, MODEL, TRACKED

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elasticzero.data.hashing import mix64
 from elasticzero.data.seeding import seed_generators
-from elasticzero.hashing import mix64
 
 
 @dataclass(frozen=True, slots=True)

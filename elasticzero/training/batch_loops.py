@@ -33,7 +33,7 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.changes import change_text, needed_changes
 from elasticzero.data.loader import BatchReader, RankSchedule
-from elasticzero.data.sampling import DataPosition, EpochEnd, GlobalBatch, MicroBatch
+from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch, MicroBatch
 from elasticzero.data.step_progress import StepProgress
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from elasticzero.data.sampling import GlobalBatch, MicroBatch
+from elasticzero.data.position import GlobalBatch, MicroBatch
 from elasticzero.data.seeding import seed_generators
 from elasticzero.data.slices import Use, slice_seed
 from elasticzero.state.model import MODEL

@@ -16,7 +16,7 @@ from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import broadcast_from_rank_zero, verify_unless_no_collective
 from elasticzero.consistency.replicas import ReplicaVerifier
-from elasticzero.data.sampling import DataPosition, EpochEnd, GlobalBatch
+from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack
 from elasticzero.ipc.assignment import LeftOutBatch

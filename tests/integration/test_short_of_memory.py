@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from elasticzero.checkpoint.steps import catalog
-from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
+from elasticzero.data.position import DataPosition
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import story
 

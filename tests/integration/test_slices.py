@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
+from elasticzero.data.position import DataPosition
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.seeding import seed_generators
-from elasticzero.data.slices import dealt, slice_seed, slices_of
+from elasticzero.data.slices import run_of, slice_seed, slices_of
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Failed
 from tests.integration.clusters import elasticzero, events_in
@@ -90,7 +91,7 @@ def losses_in(log: Path) -> dict[int, list[float]]:
     for step, by_rank in found.items():
         start = (step - 1) * BATCH % (-(-SAMPLES // BATCH) * BATCH)
         count = -(-min(BATCH, SAMPLES - start) // SLICE)
-        own = [by_rank[r][: len(dealt(count, r, worlds[step]))] for r in range(worlds[step])]
+        own = [by_rank[r][: len(run_of(count, r, worlds[step]))] for r in range(worlds[step])]
         result[step] = [loss for losses in own for loss in losses]
     return result
 

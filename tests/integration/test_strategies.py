@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
-from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
+from elasticzero.data.position import DataPosition
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.ipc.assignment import Resume
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_exact import SAMPLES, Model, Samples, groups, squares

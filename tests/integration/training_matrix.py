@@ -22,7 +22,7 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.io.writer import write_checkpoint
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
-from elasticzero.data.sampling import DataPosition, MicroBatch
+from elasticzero.data.position import DataPosition, MicroBatch
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.snapshots import manifest_draft, restore
 from elasticzero.spans import STRATEGIES, Span

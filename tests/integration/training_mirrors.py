@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from elasticzero.data.sampling import DataPosition, MicroBatch
+from elasticzero.data.position import DataPosition, MicroBatch
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.parallel.buckets import layout
 from elasticzero.snapshots import manifest_draft

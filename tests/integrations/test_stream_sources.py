@@ -15,7 +15,7 @@ import torch
 
 from elasticzero.data.datasets import as_stream
 from elasticzero.data.loader import RankSchedule
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.position import DataPosition
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.source import Stream, stream_order

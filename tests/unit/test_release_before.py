@@ -15,7 +15,7 @@ import pytest
 from elasticzero.checkpoint.format.manifest import ShardFile, to_json
 from elasticzero.comm.barriers import Call, marks
 from elasticzero.comm.control import ControlWord, encode_word
-from elasticzero.data.sampling import DataPosition, Mark
+from elasticzero.data.position import DataPosition, Mark
 from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.serialization import encode
 from tests.support.releases import unpack_release_before

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from elasticzero.data.hashing import mix64, mix64_each
 from elasticzero.data.sampling import Indices, permuted
-from elasticzero.data.slices import dealt
+from elasticzero.data.slices import run_of
 from elasticzero.errors import UserError
-from elasticzero.hashing import mix64, mix64_each
 
 DEFAULT_READERS = 64
 _PLACES = 64
@@ -143,7 +143,7 @@ def units_of(rank: int, world_size: int, readers: int, groups: int | None) -> li
     """Returns the readers of a rank in units that one process has: groups, or single readers."""
     if groups is None:
         return [range(v, v + 1) for v in readers_of(rank, world_size, readers)]
-    mine = dealt(groups, rank, world_size)
+    mine = run_of(groups, rank, world_size)
     return [range(g, readers, groups) for g in range(mine.start, mine.stop)]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from elasticzero.data.loader import RankSchedule, die_with_training_process, map_each, to_device
-from elasticzero.data.sampling import DataPosition, GlobalBatch
+from elasticzero.data.position import UNKNOWN, DataPosition, GlobalBatch
 from elasticzero.data.slices import slice_seed
 from elasticzero.data.streams.dealing import units_of, units_of_process
 from elasticzero.data.streams.plan import StreamPlan
@@ -37,7 +37,6 @@ from elasticzero.data.streams.reader_process import (
 from elasticzero.data.streams.sequence import place_width
 from elasticzero.data.streams.source import Stream
 from elasticzero.data.streams.transfer import Arena, Sent, forget_arenas
-from elasticzero.data.streams.turn import UNKNOWN
 from elasticzero.errors import UserError
 
 LOW, HIGH = 2, 8

@@ -6,15 +6,17 @@ ranks: `[total, count, skip, *place]`, of which all but the first are a `ReaderM
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from elasticzero.data.sampling import DataPosition, GlobalBatch, begun
-from elasticzero.data.streams.dealing import StreamOrder
-from elasticzero.data.streams.turn import UNKNOWN, Counts, Known
+from elasticzero.data.position import UNKNOWN, DataPosition, GlobalBatch, MicroBatch
+from elasticzero.data.sampling import loop_start
+from elasticzero.data.slices import slices_of_groups
+from elasticzero.data.streams.dealing import StreamOrder, check_groups, group_sums
+from elasticzero.data.streams.turn import Counts, Known
 from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import DataChange
 from elasticzero.spans import Span
@@ -49,7 +51,7 @@ class StreamPlan:
         allowed: Collection[DataChange] = (),
     ) -> DataPosition:
         """Returns the position at which the loop begins, as `BatchPlan.start` does."""
-        position = begun(self, position, loop, dataset, allowed)
+        position = loop_start(self, position, loop, dataset, allowed)
         found = _known(position.stream, position.offset, self.order.readers)
         self.known, self.rows = {position.epoch: found}, {position.epoch: position.stream}
         return position
@@ -158,6 +160,21 @@ class StreamPlan:
         by_rank = [int(counts[r::world_size].sum()) for r in range(world_size)]
         start = batch.start + sum(by_rank[:rank])
         return Span(start, start + by_rank[rank]), max(by_rank)
+
+    def slices(
+        self, batch: GlobalBatch, rank: int, world_size: int, size: int
+    ) -> Iterator[MicroBatch]:
+        """Returns `rank`'s slices of `batch`, each of which is of one group of readers."""
+        samples_G = group_sums(self.counts(batch), self.global_batch // size)
+        return slices_of_groups(batch, samples_G, rank, world_size, size)
+
+    def check_slices(self, size: int, world_size: int) -> None:
+        """Raises `UserError` unless the readers can be divided into one group for each slice."""
+        check_groups(self.order.readers, self.global_batch // size, world_size)
+
+    def indices(self, batch: GlobalBatch) -> list[int]:
+        """Raises `UserError`: the samples of a stream have no index."""
+        raise UserError("session.batch_indices: the samples of a stream have no index")
 
     def counts(self, batch: GlobalBatch) -> Counts:
         """Returns how many samples of each reader a batch takes."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elasticzero.data.hashing import mix64
+from elasticzero.data.position import UNKNOWN
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.sequence import (
     Place,
@@ -17,9 +19,7 @@ from elasticzero.data.streams.sequence import (
     place_width,
 )
 from elasticzero.data.streams.source import Mixture, Pack, Stream
-from elasticzero.data.streams.turn import UNKNOWN
 from elasticzero.errors import UserError
-from elasticzero.hashing import mix64
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from elasticzero.data.loader import map_tensors
+from elasticzero.data.position import UNKNOWN
 from elasticzero.data.seeding import generators_seeded
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.reader import Reader, ReaderMark, any_sample, open_readers
 from elasticzero.data.streams.source import Stream
 from elasticzero.data.streams.transfer import Arena, InMessage
-from elasticzero.data.streams.turn import UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)

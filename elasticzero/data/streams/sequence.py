@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
+from elasticzero.data.hashing import mix64
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.source import (
     Mixture,
@@ -20,7 +21,6 @@ from elasticzero.data.streams.source import (
     component_order,
 )
 from elasticzero.errors import UserError
-from elasticzero.hashing import mix64
 
 Place = tuple[int, ...]
 

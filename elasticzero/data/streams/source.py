@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 
+from elasticzero.data.hashing import mix64
 from elasticzero.data.streams.dealing import DEFAULT_READERS, StreamOrder, default_readers
 from elasticzero.data.streams.iterable import WorkerShards
 from elasticzero.data.streams.kinds import source_of
 from elasticzero.errors import UserError
-from elasticzero.hashing import mix64
 
 SHUFFLE_WINDOW = 16
 

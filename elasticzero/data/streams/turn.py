@@ -22,9 +22,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from elasticzero.data.position import UNKNOWN
+
 Counts = npt.NDArray[np.int64]
-UNKNOWN = -1
-"""Stands for the number of samples of a reader that has not ended."""
 _NO_END = np.int64(1) << np.int64(62)
 
 

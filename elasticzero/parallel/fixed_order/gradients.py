@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.fixed_order.layout import OwnedParameters, Round, deal_whole
 from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes

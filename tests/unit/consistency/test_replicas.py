@@ -17,7 +17,7 @@ from elasticzero.consistency.replicas import (
     ReplicaVerifier,
     SigningInterval,
 )
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.position import DataPosition
 from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import Failure, Holding, Member, Report, World

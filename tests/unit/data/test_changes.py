@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from elasticzero.data.changes import change_text, needed_changes
 from elasticzero.data.loader import RankSchedule
+from elasticzero.data.position import DataPosition
 from elasticzero.data.sampler_order import order_by
-from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.errors import UserError

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from elasticzero.data.loader import RankSchedule
-from elasticzero.data.sampling import BatchPlan, GlobalBatch, SampleOrder
+from elasticzero.data.position import GlobalBatch
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.step_progress import StepProgress
 from elasticzero.errors import UserError
 

@@ -19,8 +19,9 @@ from torch.utils.data import (
 )
 
 from elasticzero.data.loop_arguments import LoopArguments
+from elasticzero.data.position import DataPosition
 from elasticzero.data.sampler_order import order_by
-from elasticzero.data.sampling import BatchPlan, DataPosition
+from elasticzero.data.sampling import BatchPlan
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.errors import UserError
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticzero.data.position import DataPosition, GlobalBatch
 from elasticzero.data.sampling import (
     BatchPlan,
-    DataPosition,
-    GlobalBatch,
     SampleOrder,
     micro_batches,
     permuted,

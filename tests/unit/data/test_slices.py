@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticzero.data.loader import BatchReader, RankSchedule, Request
-from elasticzero.data.sampling import BatchPlan, DataPosition, GlobalBatch, SampleOrder
+from elasticzero.data.position import DataPosition, GlobalBatch
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.seeding import SeededRequest
 from elasticzero.data.slices import slice_seed, slices_of, slices_of_groups
 from elasticzero.errors import UserError

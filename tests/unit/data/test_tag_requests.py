@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.position import DataPosition
 from elasticzero.data.tag_requests import TagRequest, TagRequests, after_save, tags_of, with_tags
 from elasticzero.serialization import decode, encode
 

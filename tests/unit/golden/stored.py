@@ -25,7 +25,8 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.commit import commit, prepare
 from elasticzero.checkpoint.steps.tag_files import TagFile, write_tag
 from elasticzero.checkpoint.storage.disk import DiskDirectory
-from elasticzero.data.sampling import DataPosition, SampleOrder
+from elasticzero.data.position import DataPosition
+from elasticzero.data.sampling import SampleOrder
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.ipc.assignment import SpikeLimit
 from elasticzero.launcher.protocol.documents import (

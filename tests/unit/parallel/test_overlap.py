@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elasticzero.data.sampling import MicroBatch
+from elasticzero.data.position import MicroBatch
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.parallel.buckets import gather, scatter
 from elasticzero.parallel.buckets.plan import BucketPlan

@@ -13,7 +13,7 @@ import torch
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlWord
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.position import DataPosition
 from elasticzero.data.tag_requests import TagRequest
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient

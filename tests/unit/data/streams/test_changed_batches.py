@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.position import DataPosition
 from elasticzero.errors import UserError
 from tests.unit.data.streams.test_schedules import Job, random_job, samples_in, undisturbed
 

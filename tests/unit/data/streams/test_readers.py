@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from elasticzero.data.position import UNKNOWN
 from elasticzero.data.streams.dealing import StreamOrder, default_readers
 from elasticzero.data.streams.reader import Reader, ReaderMark, open_readers
 from elasticzero.data.streams.source import Mixture, Pack, Stream, stream_order
-from elasticzero.data.streams.turn import UNKNOWN
 from elasticzero.errors import UserError
 
 Sample = tuple[int, int]

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import Dataset
 
 from elasticzero.data.loader import BatchReader, RankSchedule
-from elasticzero.data.sampling import BatchPlan, DataPosition, SampleOrder
+from elasticzero.data.position import UNKNOWN, DataPosition
+from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.streams.source import Stream, stream_order
-from elasticzero.data.streams.turn import UNKNOWN
 from tests.unit.data.streams.test_schedules import Job
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from elasticzero.data.loader import RankSchedule
-from elasticzero.data.sampling import DataPosition, GlobalBatch
+from elasticzero.data.position import DataPosition, GlobalBatch
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.reader import ReaderMark, open_readers

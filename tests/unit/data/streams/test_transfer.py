@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elasticzero.data.loader import RankSchedule, map_each
-from elasticzero.data.sampling import DataPosition
+from elasticzero.data.position import DataPosition
 from elasticzero.data.streams import transfer
 from elasticzero.data.streams.loader import COMMANDS, StreamReader
 from elasticzero.data.streams.plan import StreamPlan

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticzero.data.streams.turn import UNKNOWN, Known
+from elasticzero.data.position import UNKNOWN
+from elasticzero.data.streams.turn import Known
 
 totals = st.lists(st.integers(0, 9), min_size=1, max_size=7)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticzero.data.slices import dealt
+from elasticzero.data.slices import run_of
 from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes
 from elasticzero.spans import Span
 
@@ -37,7 +37,7 @@ def sums_of(run: Span, slices: int) -> PartialSums[str]:
 def test_every_world_adds_in_the_same_brackets(slices: int, world_size: int) -> None:
     whole = PartialSums(slices, bracketed)
     for rank in range(world_size):
-        run = dealt(slices, rank, world_size)
+        run = run_of(slices, rank, world_size)
         own = sums_of(run, slices)
         nodes = [node for node, _ in own.nodes]
         assert nodes == largest_nodes(run, slices)
