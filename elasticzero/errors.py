@@ -4,7 +4,8 @@ it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -145,3 +146,52 @@ NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 def same_error(one: str, other: str) -> bool:
     """Returns whether two errors in one line are the same, except for the numbers in them."""
     return NUMBERS.sub("#", one) == NUMBERS.sub("#", other)
+
+
+PEER_ERROR_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection aborted")
+"""Words in lower case; one of them is in the message of a `RuntimeError` that a lost peer
+causes."""
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Returns whether this exception, or one of its causes, comes from the end of another rank.
+
+    torch has types for these errors, all of them under `torch.distributed.DistError`. Gloo alone
+    raises a plain `RuntimeError`, whose message begins with the C++ file that raised it
+    ("[…/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), and NCCL does
+    so in some wrappers. So for a `RuntimeError` the words of the message decide. No other function
+    reads the words of a message.
+
+    Check after an upgrade of torch:
+     - `DistError` is still the base class of `DistBackendError`, `DistNetworkError` and
+       `DistStoreError`;
+     - what `all_reduce`, `recv`, `broadcast` and a backward of DistributedDataParallel raise when a
+       peer is killed (tests/integration/test_elastic_training.py kills ranks under gloo, tests/gpu
+       under NCCL): a type under `DistError`, or a message with one of PEER_ERROR_WORDS.
+    """
+    return any(_is_peer_error(cause) for cause in _with_causes(error))
+
+
+def _is_peer_error(error: BaseException) -> bool:
+    """Returns whether this exception itself comes from the end of another rank."""
+    if isinstance(error, (RetryError, *_torch_errors())):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in PEER_ERROR_WORDS)
+
+
+def _torch_errors() -> tuple[type[BaseException], ...]:
+    """Returns torch's class of these errors; nothing in a process that has not imported torch."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    kind = getattr(distributed, "DistError", None)
+    return () if kind is None else (kind,)
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields the error and its causes, each once."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.errors import is_peer_error
 from elasticzero.ipc.agent_client import AgentClient
-from elasticzero.peer_errors import is_peer_error
 
 
 def broadcast_from_rank_zero(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from elasticzero.errors import CheckpointMismatch, UserError
+from elasticzero.errors import CheckpointMismatch, UserError, is_peer_error
 from elasticzero.parallel import same_number
 from elasticzero.parallel.base import GRADIENT_NORM, Agreement
 from elasticzero.parallel.finite import (
@@ -35,7 +35,6 @@ from elasticzero.parallel.optimizers.state import (
     cut_state,
     working_dtype,
 )
-from elasticzero.peer_errors import is_peer_error
 from elasticzero.spans import Span
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
 from elasticzero.torch_internals import has_step_hooks

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from elasticzero.comm.node_agreement import NodeAgreement
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.errors import UserError
+from elasticzero.errors import UserError, is_peer_error
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.peer_errors import is_peer_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,13 @@ from elasticzero.errors import (
     StorageError,
     UserError,
     is_final,
+    is_peer_error,
     one_line,
     same_error,
     script_traceback,
 )
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack, exit_now
 from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
-from elasticzero.peer_errors import is_peer_error
 from elasticzero.text import count_text
 
 SAVE_WAIT_S = 30.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from elasticzero.errors import OperatorError, RetryError
-from elasticzero.peer_errors import is_peer_error
+from elasticzero.errors import OperatorError, RetryError, is_peer_error
 
 GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "

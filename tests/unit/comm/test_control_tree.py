@@ -17,7 +17,7 @@ from elasticzero.comm import control_tree
 from elasticzero.comm.barriers import LEAST
 from elasticzero.comm.control_tree import WIDTH, MaxTree, join, relatives
 from elasticzero.comm.rendezvous import RankInfo
-from elasticzero.peer_errors import is_peer_error
+from elasticzero.errors import is_peer_error
 
 SIZES = [1, 2, 3, 17, 18, 40]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elasticzero.comm.node_agreement import PREFIX, NodeAgreement
-from elasticzero.peer_errors import is_peer_error
+from elasticzero.errors import is_peer_error
 
 VALUES = torch.tensor([2.5, 0.0, float("nan")], dtype=torch.float64)
 
