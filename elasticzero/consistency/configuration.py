@@ -9,8 +9,8 @@ with a checkpoint is decided in `data/changes.py`.
 from __future__ import annotations
 
 import json
+import logging
 import platform
-import sys
 from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -28,6 +28,8 @@ from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.digests import combined, of_value
 from elasticzero.state.model import NamedModel, Spec, spec_of
 from elasticzero.version import __version__
+
+log = logging.getLogger(__name__)
 
 Description = Mapping[str, str]
 ADVICE = "start every node with the same script, arguments and data"
@@ -145,7 +147,7 @@ class Comparison:
         for rank, text in zip(verdict.odd, texts, strict=True):
             if self._assignment.rank in (rank, 0):
                 warning = f"warning: {text}; results may depend on the rank"
-                print(warning, file=sys.stderr, flush=True)
+                log.warning(warning)
         return RELEASE not in verdict.names
 
     def _compare(self, call: Call, own: Description) -> tuple[Verdict, list[str]] | None:

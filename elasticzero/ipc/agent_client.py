@@ -33,6 +33,7 @@ from elasticzero.ipc.messages import (
     TagStep,
 )
 from elasticzero.ipc.thread_location import main_thread
+from elasticzero.log_output import attach_to_stderr, attach_to_stderr_by_default
 
 STANDALONE = Assignment(
     job="",
@@ -118,10 +119,12 @@ class AgentClient:
     @classmethod
     def from_environment(cls) -> AgentClient:
         """Returns the client on the inherited socket, with the assignment that the agent sends
-        first."""
+        first; notes of this package are shown from here on."""
         number = os.environ.get(CHANNEL_FD_VARIABLE)
         if number is None:
+            attach_to_stderr_by_default()
             return cls(None, STANDALONE)
+        attach_to_stderr()
         fd = int(number)
         os.set_inheritable(fd, False)
         bell = os.environ.get(WAKEUP_FD_VARIABLE)
