@@ -247,7 +247,7 @@ class Rank:
         for copy in plan(old.layout, self.state.spans):
             entry = open_shard(storage, old, copy.rank).entries[copy.name]
             flat = self.state.tensors[copy.name].reshape(-1)
-            part = flat[copy.offset_in_wanted :][: len(copy.span_in_tensor)]
+            part = flat[copy.offset_in_target :][: len(copy.span_in_tensor)]
             at = entry.start + copy.span_in_shard.start * part.element_size()
             ranges.append((copy.rank, at, byte_view(part)))
 

@@ -129,13 +129,13 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     checkpoint = open_step(
         catalog.resolve(path) if _is_rank_0() else catalog.resolve(path, _ignore)
     )
-    given: dict[str, torch.Tensor] = {}
-    own = None if into is None else flatten(into, "", given)
-    for name, tensor in given.items():
+    targets: dict[str, torch.Tensor] = {}
+    requested = None if into is None else flatten(into, "", targets)
+    for name, tensor in targets.items():
         check_plain(name, tensor)
         check_fillable(name, local_part(name, tensor)[1])
-    checkpoint.check({n: tensor_spec(t, n) for n, t in given.items()}, allow_more=True)
-    tensors = dict(given)
+    checkpoint.check({n: tensor_spec(t, n) for n, t in targets.items()}, allow_more=True)
+    tensors = dict(targets)
 
     def tensor_of(name: str) -> torch.Tensor:
         if name not in tensors:
@@ -144,7 +144,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
     step = checkpoint.manifest.step
     try:
-        chosen = _select_items(_first_level(checkpoint.manifest), own, step)
+        chosen = _select_items(_first_level(checkpoint.manifest), requested, step)
         result = {key: unflatten(json, tensor_of) for key, json in chosen.items()}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(
@@ -211,10 +211,10 @@ def _savable(
         tree = flatten(tensors, "", named)
     except RecursionError:
         raise UserError("checkpoint.save: this is nested too deep, or contains itself") from None
-    given = dict(state or {})
+    extra = dict(state or {})
     try:
-        check_depth(given)
-        strict_json(json.dumps(given).encode())
+        check_depth(extra)
+        strict_json(json.dumps(extra).encode())
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"checkpoint.save: `state` is not JSON: {reason(error)}") from None
     if not named:
@@ -225,10 +225,10 @@ def _savable(
         raise UserError(f"checkpoint.save: {error}") from None
     for name, tensor in named.items():
         check_plain(name, tensor)
-    if TREE in given:
+    if TREE in extra:
         raise UserError(f"checkpoint.save: the key {TREE!r} of `state` is taken")
     nested = tree != _flat(named)
-    return named, {**given, **({TREE: tree} if nested else {})}
+    return named, {**extra, **({TREE: tree} if nested else {})}
 
 
 def _flat(names: Iterable[str]) -> dict[str, Any]:
@@ -241,15 +241,22 @@ def _first_level(manifest: Manifest) -> dict[Any, Any]:
     return _flat(manifest.layout.tensors) if tree is None else encoded_items(tree)
 
 
-def _select_items(saved: dict[Any, Any], own: Any, step: int) -> dict[Any, Any]:
-    """Returns the values to load: all saved values, or those under the first-level keys of `own`.
+def _select_items(saved: dict[Any, Any], requested: Any, step: int) -> dict[Any, Any]:
+    """Returns the values to load: all saved values, or those under the first-level keys requested.
 
-    A key of `own` that was not saved must hold tensors only; their names then tell where they are.
+    Args:
+        saved: The values that were saved, by first-level key.
+        requested: What `into` holds, without its tensors; None: everything is requested. A key of
+            it that was not saved must hold tensors only; their names then tell where they are.
+        step: The checkpoint's step, for messages.
+
+    Raises:
+        CheckpointMismatch: A key was requested that was not saved.
     """
-    if own is None:
+    if requested is None:
         return saved
     chosen = {}
-    for key, json_value in encoded_items(own).items():
+    for key, json_value in encoded_items(requested).items():
         if key not in saved and not _only_tensors(json_value):
             raise CheckpointMismatch(
                 f"the checkpoint of step {step} has nothing under {key!r}, which `into` asks for"
@@ -290,8 +297,8 @@ def _run_on_all_ranks(work: Callable[[], _T]) -> _T:
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
     if _allreduce_max(int(failure is not None)):
-        said = _share_error("" if failure is None else one_line(failure))
-        raise failure or StorageError(f"nothing is saved: {said}")
+        reason = _share_error("" if failure is None else one_line(failure))
+        raise failure or StorageError(f"nothing is saved: {reason}")
     return result[0]
 
 
@@ -325,10 +332,10 @@ def _share_error(text: str) -> str:
     first = world - _allreduce_max(world - rank if text else 0)
     if first == world:
         return "no rank says why"
-    words = f"rank {rank} failed: {text}".encode(errors="replace")[:_MAX_ERROR_BYTES]
-    padded = list(words.ljust(_MAX_ERROR_BYTES, b"\0"))
-    said = bytes(_communicate(padded, lambda tensor: dist.broadcast(tensor, src=first)))
-    return said.rstrip(b"\0").decode(errors="replace")
+    message = f"rank {rank} failed: {text}".encode(errors="replace")[:_MAX_ERROR_BYTES]
+    padded = list(message.ljust(_MAX_ERROR_BYTES, b"\0"))
+    received = bytes(_communicate(padded, lambda tensor: dist.broadcast(tensor, src=first)))
+    return received.rstrip(b"\0").decode(errors="replace")
 
 
 def _communicate(values: list[int], exchange: Callable[[torch.Tensor], object]) -> list[int]:

@@ -108,8 +108,8 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Returns what the device needs."""
-        own = self.weights + self.masters + self.gradients + self.optimizer + self.buffers
-        return own + self.mirrors
+        training = self.weights + self.masters + self.gradients + self.optimizer + self.buffers
+        return training + self.mirrors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ def rank_memory(
     frozen = -(-model.frozen_bytes // ranks) if divided else model.frozen_bytes
     buffers = _gathered(model) if divided else _pool(strategy, model, line_up)
     mirror = chunk * (b + w) + rounded + kept.bytes_for(chunk, w)
-    found = RankMemory(
+    memory = RankMemory(
         weights=(chunk if divided else whole) * b + frozen,
         masters=rounded,
         gradients=(whole if strategy == "zero1" else chunk) * b,
@@ -176,8 +176,8 @@ def rank_memory(
         mirrors=mirror if line_up.has_mirrors(strategy) else 0,
     )
     if not (offloaded and divided):
-        return found
-    host = found.total - buffers
+        return memory
+    host = memory.total - buffers
     return RankMemory(weights=0, masters=0, gradients=0, optimizer=0, buffers=buffers, host=host)
 
 

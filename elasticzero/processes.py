@@ -81,21 +81,22 @@ def kill_descendants(limit_s: float) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of the children of every thread of `pid`; empty if it does not exist."""
-    found: list[int] = []
+    """Returns the process ids of the children of every thread of `pid`; none if it does not
+    exist."""
+    children: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             text = Path(f"/proc/{pid}/task/{task}/children").read_text()
-            found += [int(word) for word in text.split()]
-    return found
+            children += [int(word) for word in text.split()]
+    return children
 
 
 def descendants(pid: int) -> list[int]:
     """Returns all processes under `pid`, parents first."""
-    found: list[int] = []
+    pids: list[int] = []
     for child in children_of(pid):
-        found += [child, *descendants(child)]
-    return found
+        pids += [child, *descendants(child)]
+    return pids
 
 
 def process_state(pid: int) -> str:
@@ -132,9 +133,9 @@ def kernel_account(pid: int) -> str:
     """Returns what the kernel says of a process: its status, and where its threads sleep."""
     lines = []
     with suppress(OSError):
-        wanted = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk")
+        status_fields = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk")
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
-        lines += [line for line in status if line.partition(":")[0] in wanted]
+        lines += [line for line in status if line.partition(":")[0] in status_fields]
     threads: list[str] = []
     with suppress(OSError):
         threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)

@@ -86,13 +86,13 @@ def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
     if _are_plain(rows, plain):
         make = partial(_by_name, kind, names) if _by_name_only(record) else kind
         return tuple(starmap(make, rows))
-    found = []
+    records = []
     for index, row in enumerate(rows):
         if type(row) is list and len(row) == len(names):
-            found.append(decode(kind, dict(zip(names, row, strict=True)), f"{where}[{index}]"))
+            records.append(decode(kind, dict(zip(names, row, strict=True)), f"{where}[{index}]"))
         else:
             raise RecordError(f"{where}[{index}]: {len(names)} values were expected")
-    return tuple(found)
+    return tuple(records)
 
 
 def _are_plain(rows: list[Any], plain: tuple[type, ...]) -> bool:
@@ -177,14 +177,14 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
 def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise RecordError(f"{where}: an object was expected, not {_name(value)}")
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, hint, required in _fields(kind):
         if name in value:
-            given[name] = _decode(hint, value[name], f"{where}.{name}")
+            fields[name] = _decode(hint, value[name], f"{where}.{name}")
         elif required:
             raise RecordError(f"{where}.{name} is missing")
     try:
-        return kind(**given)
+        return kind(**fields)
     except RecordError:
         raise
     except ValueError as error:

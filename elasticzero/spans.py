@@ -87,9 +87,9 @@ def chunks_within(
     size = -(-total // shards)
     for place in range(within.start // size, (within.stop - 1) // size + 1) if within else ():
         for row in range(replicas):
-            mine = chunk(total, world_size, row * shards + place, replicas)
-            if intersect(mine, within):
-                yield row * shards + place, mine
+            part = chunk(total, world_size, row * shards + place, replicas)
+            if intersect(part, within):
+                yield row * shards + place, part
 
 
 def even(
@@ -97,14 +97,14 @@ def even(
 ) -> Iterator[tuple[int, Span]]:
     """Applies the rule `even`: returns (index of the tensor in the group, its span) for each tensor
     of which `rank` holds elements."""
-    mine = chunk(sum(numels), world_size, rank, replicas)
+    part = chunk(sum(numels), world_size, rank, replicas)
     offset = 0
     for index, numel in enumerate(numels):
-        held = intersect(mine, Span(offset, offset + numel))
+        held = intersect(part, Span(offset, offset + numel))
         if held:
             yield index, Span(held.start - offset, held.stop - offset)
         offset += numel
-        if offset >= mine.stop:
+        if offset >= part.stop:
             return
 
 
@@ -117,14 +117,14 @@ def fsdp_rows(shape: Sequence[int], world_size: int, rank: int, replicas: int = 
     return Span(rows.start * width, rows.stop * width) if rows and width else EMPTY
 
 
-def covering(wanted: Span, held: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-    """Returns the parts of `wanted`, disjoint and in order, each with the first holder that has it.
+def covering(target: Span, held: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
+    """Returns the parts of `target`, disjoint and in order, each with the first holder that has it.
 
     `held` gives (holder, span) in order of preference. Raises `ValueError` naming the first element
     that no holder has.
     """
     parts: list[tuple[int, Span]] = []
-    missing = [wanted] if wanted else []
+    missing = [target] if target else []
     for holder, span in held:
         if not missing:
             break

@@ -62,8 +62,8 @@ OWN_GROUP = "elasticzero"
 
 def script_groups() -> int:
     """Returns the number of process groups that the script has made."""
-    known = dist.distributed_c10d._world.pg_map
-    return sum(g is not dist.group.WORLD and g.group_desc != OWN_GROUP for g in known)
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(g is not dist.group.WORLD and g.group_desc != OWN_GROUP for g in groups)
 
 
 def collectives_begun() -> tuple[int, int] | None:
@@ -75,8 +75,8 @@ def collectives_begun() -> tuple[int, int] | None:
     default = dist.group.WORLD
     if default is None or script_groups():
         return None
-    begun = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return dist.distributed_c10d._world.group_count, int(begun)
+    collectives = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return dist.distributed_c10d._world.group_count, int(collectives)
 
 
 def nccl_backends() -> Iterator[Any]:
@@ -97,8 +97,8 @@ def call_before_compiling(finish: Callable[[], None]) -> bool:
     method = WeakMethod(finish)
 
     def before(*_: object) -> None:
-        if (found := method()) is not None:
-            found()
+        if (bound := method()) is not None:
+            bound()
 
     dynamo.callback_handler.register_start_callback(before)
     return True
@@ -107,11 +107,11 @@ def call_before_compiling(finish: Callable[[], None]) -> bool:
 def as_data_worker(number: int, workers: int, dataset: Any) -> None:
     """Has `torch.utils.data.get_worker_info` say from here on that this process is so many-th of
     so many workers; with 0 workers, that it is none."""
-    found = None
+    info = None
     if workers:
         seed = torch.initial_seed()
-        found = data_worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
-    data_worker._worker_info = found
+        info = data_worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
+    data_worker._worker_info = info
 
 
 def count_of_changes(tensor: torch.Tensor) -> int:

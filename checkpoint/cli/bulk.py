@@ -318,8 +318,8 @@ def _import(args: argparse.Namespace) -> int:
 
 def _reject_options(args: argparse.Namespace, kind: str, *names: str) -> None:
     """Raises `UserError` for options that a format does not have."""
-    if given := [name for name in names if getattr(args, name) is not None]:
-        raise UserError(f"--{given[0].replace('_', '-')} is not for --format {kind}")
+    if unfit := [name for name in names if getattr(args, name) is not None]:
+        raise UserError(f"--{unfit[0].replace('_', '-')} is not for --format {kind}")
 
 
 def _report_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec]) -> None:

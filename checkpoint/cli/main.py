@@ -36,12 +36,15 @@ CHECKPOINT_COMMANDS = {
 
 
 def add_commands(
-    subparsers: argparse._SubParsersAction[Any], words: Sequence[str] | None = None
+    subparsers: argparse._SubParsersAction[Any], command_line: Sequence[str] | None = None
 ) -> None:
     """Adds the commands to the parser. Each sets `run_command`, a function that takes the parsed
     arguments and returns the exit code.
 
-    words: the command line; only commands that it names get their options, and all without.
+    Args:
+        subparsers: What the parser has for its commands.
+        command_line: The arguments of the command line, which name the commands that get their
+            options; None: all commands get them.
     """
     subparsers.dest = argparse.SUPPRESS  # argparse then names all commands where none is given
     for name, text in CHECKPOINT_COMMANDS.items():
@@ -49,7 +52,7 @@ def add_commands(
         command.add_argument(
             "--json", action="store_true", help="The result is printed as JSON, for scripts."
         )
-        if words is None or name in words:
+        if command_line is None or name in command_line:
             _add_options(command, name)
 
 
@@ -75,10 +78,10 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    command_line = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="elasticzero checkpoint")
-    add_commands(parser.add_subparsers(required=True), words)
-    args = parser.parse_args(words)
+    add_commands(parser.add_subparsers(required=True), command_line)
+    args = parser.parse_args(command_line)
     try:
         return int(args.run_command(args))
     except ElasticZeroError as error:
@@ -114,9 +117,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     one = catalog.tagged(open_directory(args.path).where)
-    found = [] if one else [info.storage for info in catalog.steps(_existing(args.path))]
+    storages = [] if one else [info.storage for info in catalog.steps(_existing(args.path))]
     verified = []
-    for step in found or [one or catalog.find(args.path)]:
+    for step in storages or [one or catalog.find(args.path)]:
         bad = list(verify.find_corruption(step))
         verified.append({"path": step.where, "good": not bad, "faults": [asdict(f) for f in bad]})
         if args.json:

@@ -187,9 +187,9 @@ def _tensor_rows(manifest: Manifest) -> list[list[str]]:
     for group in manifest.layout.groups:
         for index, name in enumerate(group.tensors):
             spec = manifest.layout.tensors[name]
-            dealt = f"rank {group.ranks[index]}" if group.rule == "whole" else group.rule
+            holder = f"rank {group.ranks[index]}" if group.rule == "whole" else group.rule
             shape = "x".join(map(str, spec.shape)) or "scalar"
-            rows.append([name, spec.dtype, shape, size_text(spec.nbytes), dealt])
+            rows.append([name, spec.dtype, shape, size_text(spec.nbytes), holder])
     return rows
 
 

@@ -148,8 +148,8 @@ class _Planner(DefaultSavePlanner):
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
-        return self._read(found) if isinstance(found, torch.Tensor) else found
+        value = super().lookup_object(index)
+        return self._read(value) if isinstance(value, torch.Tensor) else value
 
 
 def _read(source: TensorSource, name: str) -> torch.Tensor:

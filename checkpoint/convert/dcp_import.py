@@ -152,12 +152,12 @@ def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[
     """
     leaves: dict[KeyPath, Any] = {path: {"$tensor": name} for path, name in names.items()}
     for path, value in values.items():
-        found: dict[str, torch.Tensor] = {}
-        leaves[path] = flatten(value, "/".join(map(str, path)), found)
-        if found:
+        tensors: dict[str, torch.Tensor] = {}
+        leaves[path] = flatten(value, "/".join(map(str, path)), tensors)
+        if tensors:
             raise UserError(
-                f"{next(iter(found))!r} is a tensor inside a value that torch saved as one piece: "
-                "it cannot be imported; `--model-only` leaves it out"
+                f"{next(iter(tensors))!r} is a tensor inside a value that torch saved as one "
+                "piece: it cannot be imported; `--model-only` leaves it out"
             )
     tree = _nested(leaves)
     state: dict[str, Any] = {TREE: tree}
@@ -245,8 +245,8 @@ class _Directory:
 
     def _part(self, name: str, spec: TensorSpec, box: Box) -> torch.Tensor:
         part = _load(self._storage, box.item)
-        wanted = (torch_dtype(spec.dtype), box.sizes)
-        if not isinstance(part, torch.Tensor) or (part.dtype, tuple(part.shape)) != wanted:
+        described = (torch_dtype(spec.dtype), box.sizes)
+        if not isinstance(part, torch.Tensor) or (part.dtype, tuple(part.shape)) != described:
             raise CheckpointDamaged(
                 f"{self._storage.where}/{box.item.file}: the part of {name} at byte "
                 f"{box.item.start} is not what {METADATA_NAME} says"

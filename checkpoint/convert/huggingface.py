@@ -229,18 +229,18 @@ def open_hf(url: str) -> ForeignCheckpoint:
     storage, files = _locate_files(url)
     places: dict[str, tuple[str, TensorEntry]] = {}
     aliases: dict[str, str] = {}
-    for file, wanted in files.items():
+    for file, tensor_names in files.items():
         metadata, entries = _read_header(storage, file)
         if {"step", "rank", "token"} <= metadata.keys():
             raise UserError(
                 f"{storage.where}/{file} is one rank's part of an ElasticZero checkpoint: "
                 f"{NO_IMPORT}"
             )
-        if missing := next((name for name in wanted or () if name not in entries), None):
+        if missing := next((name for name in tensor_names or () if name not in entries), None):
             raise CheckpointDamaged(
                 f"{storage.where}/{file} has no tensor {missing!r}, which the index says it has"
             )
-        chosen = entries if wanted is None else {name: entries[name] for name in wanted}
+        chosen = entries if tensor_names is None else {name: entries[name] for name in tensor_names}
         places |= {MODEL_PREFIX + name: (file, entry) for name, entry in chosen.items()}
         aliases |= metadata
     if not places:
@@ -285,15 +285,15 @@ def _locate_files(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
     storage = open_storage(url)
     check_foreign(url)
     names = storage.names()
-    found = [n for n in names if n.endswith(".safetensors")]
+    files = [n for n in names if n.endswith(".safetensors")]
     indices = [n for n in names if n.endswith(".safetensors.index.json")]
     if len(indices) == 1:
-        return storage, _read_index(storage, indices[0], found)
-    if ONE_FILE in found or len(found) == 1:
-        return storage, {ONE_FILE if ONE_FILE in found else found[0]: None}
-    if found:
+        return storage, _read_index(storage, indices[0], files)
+    if ONE_FILE in files or len(files) == 1:
+        return storage, {ONE_FILE if ONE_FILE in files else files[0]: None}
+    if files:
         raise UserError(
-            f"{storage.where} has {len(found)} safetensors files and not one index "
+            f"{storage.where} has {len(files)} safetensors files and not one index "
             f"({INDEX_NAME}): name the file to import"
         )
     if any(n.endswith(_PICKLED) for n in names):
@@ -315,7 +315,7 @@ def check_foreign(url: str) -> None:
         raise UserError(f"{directory.where} is an ElasticZero checkpoint already: {NO_IMPORT}")
 
 
-def _read_index(storage: Storage, index: str, found: list[str]) -> dict[str, list[str] | None]:
+def _read_index(storage: Storage, index: str, files: list[str]) -> dict[str, list[str] | None]:
     """Returns the tensors to take from each file, as the index lists them."""
     where = f"{storage.where}/{index}"
     try:
@@ -327,7 +327,7 @@ def _read_index(storage: Storage, index: str, found: list[str]) -> dict[str, lis
             names.append(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{where} is not an index of tensors: {error!r:.100}") from None
-    if missing := [file for file in by_file if file not in found]:
+    if missing := [file for file in by_file if file not in files]:
         raise CheckpointDamaged(
             f"{storage.where} lacks {missing[0]!r}, which its index names"
             + (f", and {len(missing) - 1} more files" if len(missing) > 1 else "")

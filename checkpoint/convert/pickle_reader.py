@@ -147,15 +147,15 @@ class _Machine:
         stop = self._position + count
         if stop > len(self._data):
             raise ValueError(f"it ends before byte {stop}")
-        found = self._data[self._position : stop]
+        data = self._data[self._position : stop]
         self._position = stop
-        return found
+        return data
 
     def _line(self) -> str:
         stop = self._data.index(b"\n", self._position)
-        found = self._take(stop - self._position).decode()
+        text = self._take(stop - self._position).decode()
         self._position += 1
-        return found
+        return text
 
     def _int(self, count: int, *, signed: bool = False) -> int:
         return int.from_bytes(self._take(count), "little", signed=signed)
@@ -181,8 +181,8 @@ class _Machine:
 
     def _marked(self) -> list[Any]:
         """Returns the values above the last mark."""
-        found, self._stack = self._stack, self._below.pop()
-        return found
+        values, self._stack = self._stack, self._below.pop()
+        return values
 
     def _make(self, value: Any) -> None:
         self._made += 1
@@ -225,22 +225,22 @@ class _Machine:
             raise TypeError("a name is expected")
         self._push(self._find(module, name))
 
-    def _call(self, stand_in: Any, given: Any) -> None:
+    def _call(self, stand_in: Any, arguments: Any) -> None:
         """Makes the value that a stand-in becomes; nothing is called."""
-        if type(given) is not tuple or len(given) > _MAX_PARTS:
-            raise ValueError(f"a record of {len(given)} parts")
+        if type(arguments) is not tuple or len(arguments) > _MAX_PARTS:
+            raise ValueError(f"a record of {len(arguments)} parts")
         if stand_in is Size:
-            (sizes,) = given or ((),)
+            (sizes,) = arguments or ((),)
             if type(sizes) is not tuple:
                 raise TypeError("a size is not a tuple")
             self._push(sizes)
         elif stand_in is Mapped:
-            if given:
+            if arguments:
                 raise ValueError("a dict that is made of something")
             self._make({})
         elif isinstance(stand_in, type) and issubclass(stand_in, InertRecord):
             record = stand_in()
-            record.parts = given
+            record.parts = arguments
             self._make(record)
         else:
             raise TypeError("only records can be made")

@@ -99,10 +99,10 @@ class SharedSums:
 
 
 def _checksum(*views: memoryview) -> int:
-    found = xxhash.xxh3_64()
+    state = xxhash.xxh3_64()
     for view in views:
-        found.update(view)  # the one call of xxhash that always releases Python's lock
-    return found.intdigest()
+        state.update(view)  # the one call of xxhash that always releases Python's lock
+    return state.intdigest()
 
 
 def _finished(
@@ -190,8 +190,8 @@ class BlockReader:
         self._storage = storage
         self._name = file.name
         self._sums = read_sums(storage, file.name)
-        known = (file.digest, file.bytes)
-        if file.digest is not None and (self._sums.digest, self._sums.size) != known:
+        named = (file.digest, file.bytes)
+        if file.digest is not None and (self._sums.digest, self._sums.size) != named:
             raise CheckpointDamaged(
                 f"{self.where}{SUMS_SUFFIX} is not the one that the manifest names; "
                 "use another step"

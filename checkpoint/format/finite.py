@@ -43,8 +43,8 @@ def check_ranges(data: memoryview, ranges: Iterable[Range], where: str) -> None:
 
 def not_finite_error(where: str, names: list[str]) -> NotFinite:
     """Returns the error for the tensors of these names."""
-    more = f" and {len(names) - TENSORS_SHOWN} more" if len(names) > TENSORS_SHOWN else ""
-    listed = ", ".join(map(repr, names[:TENSORS_SHOWN])) + more
+    unlisted = f" and {len(names) - TENSORS_SHOWN} more" if len(names) > TENSORS_SHOWN else ""
+    listed = ", ".join(map(repr, names[:TENSORS_SHOWN])) + unlisted
     return NotFinite(f"the training state of {where} holds NaN or infinity in {listed}")
 
 

@@ -138,7 +138,7 @@ class Layout:
     and rank r has part r // S of chunk r % S."""
     _places: Mapping[str, _Place] = field(init=False, repr=False, compare=False)
     _totals: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _known: dict[str, Any] = field(init=False, repr=False, compare=False)
+    _derived: dict[str, Any] = field(init=False, repr=False, compare=False)
     """Caches what was computed: a layout serves many captures, each within milliseconds."""
 
     def __post_init__(self) -> None:
@@ -165,35 +165,35 @@ class Layout:
             raise ValueError(f"tensor {missing!r} is in no group")
         object.__setattr__(self, "_places", places)
         object.__setattr__(self, "_totals", tuple(totals))
-        object.__setattr__(self, "_known", {})
+        object.__setattr__(self, "_derived", {})
 
     def digest(self) -> str:
         """Returns the xxh3_128 of the layout in hexadecimal; only equal layouts have equal
         digests."""
-        if "digest" not in self._known:
-            self._known["digest"] = self._digest()
-        return str(self._known["digest"])
+        if "digest" not in self._derived:
+            self._derived["digest"] = self._digest()
+        return str(self._derived["digest"])
 
     def _digest(self) -> str:
         tensors = [(name, spec.dtype, spec.shape) for name, spec in self.tensors.items()]
         groups = [(group.rule, group.tensors, group.ranks) for group in self.groups]
-        more = [self.replicas] if self.replicas > 1 else []
-        text = json.dumps([self.world_size, sorted(tensors), groups, *more])
+        replicas = [self.replicas] if self.replicas > 1 else []
+        text = json.dumps([self.world_size, sorted(tensors), groups, *replicas])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def json(self) -> Any:
         """Returns the layout's part of a manifest's JSON."""
-        if "json" not in self._known:
-            self._known["json"] = encode(self)
-        return self._known["json"]
+        if "json" not in self._derived:
+            self._derived["json"] = encode(self)
+        return self._derived["json"]
 
     def spans(self, rank: int) -> dict[str, Span]:
         """Returns the spans that `rank` holds, in the groups' order; a tensor without elements has
         one rank."""
-        known = self._known.get("spans")
-        if known is None or known[0] != rank:
-            self._known["spans"] = known = (rank, self._spans(rank))
-        return dict(known[1])
+        cached = self._derived.get("spans")
+        if cached is None or cached[0] != rank:
+            self._derived["spans"] = cached = (rank, self._spans(rank))
+        return dict(cached[1])
 
     def _spans(self, rank: int) -> dict[str, Span]:
         held: dict[str, Span] = {}

@@ -105,10 +105,10 @@ def from_json(data: bytes, where: str) -> Manifest:
     The digest is compared before anything is parsed.
     """
     try:
-        said = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
-        if said is None:
+        digest = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
+        if digest is None:
             raise RecordError("it does not end in its own digest: it is cut off, or no manifest")
-        if said[1] != _digest(data[:-_DIGEST_BYTES]):
+        if digest[1] != _digest(data[:-_DIGEST_BYTES]):
             raise RecordError("it does not match its own digest: it was damaged or edited")
         value = strict_json(data)
         version = value.get("version") if isinstance(value, dict) else None

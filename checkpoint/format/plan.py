@@ -23,17 +23,17 @@ class Copy:
     span_in_tensor: Span
     span_in_shard: Span
     """Span of the same elements, where 0 is the first element of the tensor that the file holds."""
-    offset_in_wanted: int
-    """Number of elements of the wanted span before these."""
+    offset_in_target: int
+    """Number of elements of the target before these."""
 
 
-def plan(layout: Layout, wanted: Mapping[str, Span]) -> list[Copy]:
-    """Returns the copies that fill every wanted span, each element once, in the order of `wanted`.
+def plan(layout: Layout, targets: Mapping[str, Span]) -> list[Copy]:
+    """Returns the copies that fill every target, each element once, in the order of `targets`.
 
     Raises `CheckpointMismatch` for a tensor or elements that the checkpoint does not have.
     """
     copies = []
-    for name, span in wanted.items():
+    for name, span in targets.items():
         if name not in layout.tensors:
             raise CheckpointMismatch(f"the checkpoint has no tensor {name!r}")
         held = layout.holders(name, span)
@@ -50,7 +50,7 @@ def plan(layout: Layout, wanted: Mapping[str, Span]) -> list[Copy]:
                     rank=rank,
                     span_in_tensor=part,
                     span_in_shard=Span(part.start - start, part.stop - start),
-                    offset_in_wanted=part.start - span.start,
+                    offset_in_target=part.start - span.start,
                 )
             )
     return copies

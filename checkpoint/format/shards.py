@@ -159,9 +159,9 @@ def open_shard(storage: Readable, manifest: Manifest, rank: int) -> ShardReader:
     if (size := storage.size(file.name)) != shard.size:
         raise CheckpointDamaged(f"{shard.where} has {size} bytes, not {shard.size}")
     held = {name: TensorSpec(e.dtype, e.shape) for name, e in shard.entries.items()}
-    wanted = (str(manifest.step), str(rank), manifest.token)
-    said = tuple(shard.metadata.get(key) for key in ("step", "rank", "token"))
-    if held != shard_specs(manifest, rank) or said != wanted:
+    expected = (str(manifest.step), str(rank), manifest.token)
+    stored = tuple(shard.metadata.get(key) for key in ("step", "rank", "token"))
+    if held != shard_specs(manifest, rank) or stored != expected:
         raise CheckpointDamaged(f"{shard.where} does not hold what its manifest says")
     return shard
 

@@ -52,9 +52,9 @@ def check_depth(value: Any) -> None:
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [
             item
-            for each in level
-            if isinstance(each, (dict, list, tuple))
-            for item in (each.values() if isinstance(each, dict) else each)
+            for container in level
+            if isinstance(container, (dict, list, tuple))
+            for item in (container.values() if isinstance(container, dict) else container)
             if isinstance(item, (dict, list, tuple))
         ]
         if not level:

@@ -57,7 +57,7 @@ def writing_ranks(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[
     copy.
     """
     all_ranks = list(range(world_size))
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for name, tensor in tensors.items():
         mesh: Any = getattr(tensor, "device_mesh", None)
         if mesh is None:
@@ -68,11 +68,11 @@ def writing_ranks(tensors: Mapping[str, torch.Tensor], world_size: int) -> list[
             )
         if (dim := shard_dim(name, tensor)) is not None:
             first_copy = tuple(slice(None) if d == dim else 0 for d in range(mesh.ndim))
-            found[name] = mesh.mesh[first_copy].tolist()
-    if not found:
+            ranks_of[name] = mesh.mesh[first_copy].tolist()
+    if not ranks_of:
         return all_ranks
-    first, ranks = next(iter(found.items()))
-    for name, others in found.items():
+    first, ranks = next(iter(ranks_of.items()))
+    for name, others in ranks_of.items():
         if others != ranks:
             raise UserError(
                 f"{first} and {name} are sharded over different ranks ({ranks}, {others}): save "

@@ -39,7 +39,7 @@ class ReaderState:
         self._shard: ShardReader | None = None
         self._clone: ShardReader | None = None
 
-    def own(self, shard: ShardReader) -> ShardReader:
+    def reader_of(self, shard: ShardReader) -> ShardReader:
         """Returns this thread's own reader of the shard."""
         if self._clone is None or self._shard is not shard:
             self._shard, self._clone = shard, shard.clone()
@@ -90,7 +90,7 @@ def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
         copy,
         span_in_tensor=Span(tensor.start + count, tensor.stop),
         span_in_shard=Span(shard.start + count, shard.stop),
-        offset_in_wanted=copy.offset_in_wanted + count,
+        offset_in_target=copy.offset_in_target + count,
     )
     return head, rest
 
@@ -100,7 +100,7 @@ def fill_all(shard: ShardReader, fills: list[Fill], state: ReaderState) -> int:
     straight = []
     size = 0
     for copy, tensor in fills:
-        start, count = copy.offset_in_wanted, len(copy.span_in_shard)
+        start, count = copy.offset_in_target, len(copy.span_in_shard)
         size += count * tensor.element_size()
         if tensor.device.type == "cpu" and is_as_stored(tensor):
             part = tensor.detach().reshape(-1)[start : start + count]
@@ -115,7 +115,7 @@ def _fill_staged(shard: ShardReader, copy: Copy, tensor: torch.Tensor, state: Re
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
     width = tensor.element_size()
     size = READ_STAGING_BYTES // width
-    start, count = copy.offset_in_wanted, len(copy.span_in_shard)
+    start, count = copy.offset_in_target, len(copy.span_in_shard)
     for done in range(0, count, size):
         step = min(size, count - done)
         staged = state.staging(step * width)

@@ -21,8 +21,8 @@ P = TypeVar("P")
 def spare_cores() -> int:
     """Returns the cores for each rank of this node (`LOCAL_WORLD_SIZE`, which launchers set), at
     least one."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(said) if said.isdecimal() else 1
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local_ranks) if local_ranks.isdecimal() else 1
     return max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
 
 
@@ -52,7 +52,7 @@ def run_adaptive(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], m
         readers = _Pool(parts, begin, most, pool)
         try:
             for _ in range(min(most, spare_cores())):
-                readers.more()
+                readers.start_thread()
             for reader in readers.running:  # the list grows meanwhile
                 reader.result()
         finally:
@@ -75,7 +75,7 @@ class _Pool(Generic[P]):
         self._lock = threading.Lock()
         self._stopped = False
 
-    def more(self) -> None:
+    def start_thread(self) -> None:
         """Starts one more thread, unless `most` are running or the pool is stopped."""
         with self._lock:
             if len(self.running) < self._most and not self._stopped:
@@ -94,7 +94,7 @@ class _Pool(Generic[P]):
                 read(part)
                 took_s, busy_s = time.perf_counter() - began_s, _busy_s() - busy_s
                 if took_s - busy_s > _WAITING * took_s:
-                    self.more()
+                    self.start_thread()
         except BaseException:
             self.stop()
             raise

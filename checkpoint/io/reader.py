@@ -62,11 +62,11 @@ class Checkpoint:
             if name in held and held[name] != spec
         ]
         if wrong:
-            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            unlisted = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise CheckpointMismatch(
                 f"the checkpoint of step {self.manifest.step} does not fit: "
                 + "; ".join(wrong[:5])
-                + more
+                + unlisted
             )
 
     def read(self, name: str, span: Span, out: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class Checkpoint:
         while True:
             shard = self._shard(part.rank)
             try:
-                count = fill_all(state.own(shard), part.fills, state)
+                count = fill_all(state.reader_of(shard), part.fills, state)
             except (StorageError, CheckpointDamaged):
                 if not self._drop_source(part.rank, shard):
                     raise
@@ -215,16 +215,16 @@ def _snapshot_shard_opener(
     """Returns a function that opens a rank's shard by that rank's own manifest, which alone has its
     digest."""
 
-    def open_own() -> ShardReader:
+    def open_ranks_shard() -> ShardReader:
         name = snapshot_manifest_name(rank, manifest.layout.world_size)
-        own = catalog.read_manifest(storage, name)
-        same = (own.step, own.generation, own.token) == (
+        ranks_manifest = catalog.read_manifest(storage, name)
+        same = (ranks_manifest.step, ranks_manifest.generation, ranks_manifest.token) == (
             manifest.step,
             manifest.generation,
             manifest.token,
         )
-        if not same or own.layout != manifest.layout:
+        if not same or ranks_manifest.layout != manifest.layout:
             raise CheckpointDamaged(f"{storage.where}/{name} belongs to another snapshot")
-        return open_shard(storage, own, rank)
+        return open_shard(storage, ranks_manifest, rank)
 
-    return open_own
+    return open_ranks_shard

@@ -47,7 +47,7 @@ class WriteResult:
     already."""
 
 
-def _own(number: int) -> int:
+def _unchanged(number: int) -> int:
     return number
 
 
@@ -63,7 +63,7 @@ class SaveCoordination:
     """Returns on every rank the text of the first rank that gives one, with that rank's number. All
     ranks call it together after one of them has failed."""
 
-    allreduce_max: Callable[[int], int] = _own
+    allreduce_max: Callable[[int], int] = _unchanged
     """Returns on every rank the greatest of the numbers that all ranks give; they call it together.
     By default the ranks do not communicate: rank 0 waits for the others' files, and learns of no
     failure."""
@@ -194,10 +194,10 @@ class _Save:
         agreed = self._coordination.allreduce_max(result)
         if agreed != _FAILED:
             return agreed
-        said = self._coordination.share_error("" if failure is None else one_line(failure))
+        reason = self._coordination.share_error("" if failure is None else one_line(failure))
         if isinstance(failure, OSError):
             raise StorageError(f"{self._storage.where}: {explain(failure)}") from failure
-        raise failure or RetryError(f"{self._storage.where} is not saved: {said}")
+        raise failure or RetryError(f"{self._storage.where} is not saved: {reason}")
 
 
 def ordered_pieces(

@@ -60,12 +60,12 @@ class _Contents:
 def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) -> list[Range]:
     """Returns the ranges of the trained tensors in a shard's file whose tensors begin at
     `start`."""
-    found = []
+    ranges = []
     for name, spec in shard_specs(draft, rank).items():
         if name in trained and spec.nbytes and spec.dtype in CHECKED_DTYPES:
-            found.append(Range(name, spec.dtype, start, start + spec.nbytes))
+            ranges.append(Range(name, spec.dtype, start, start + spec.nbytes))
         start += spec.nbytes
-    return found
+    return ranges
 
 
 class SharedMemoryStager:
@@ -199,17 +199,17 @@ class SharedMemoryStager:
     def _bytes_of(self, slot: MemorySlot) -> torch.Tensor:
         """Returns the slot's memory as a tensor, pinned if there is a GPU and the system permits
         it."""
-        known = self._memory.get(slot)
-        if known is None or known.numel() != slot.bytes:
-            if known is not None:
-                self._unpin(known)
-            known = torch.frombuffer(slot.view(), dtype=torch.uint8)
-            self._pin(known)
-            self._memory[slot] = known
+        memory = self._memory.get(slot)
+        if memory is None or memory.numel() != slot.bytes:
+            if memory is not None:
+                self._unpin(memory)
+            memory = torch.frombuffer(slot.view(), dtype=torch.uint8)
+            self._pin(memory)
+            self._memory[slot] = memory
             for gone in [slot for slot in self._memory if slot.closed]:
                 self._unpin(self._memory.pop(gone))
                 self._contents.pop(gone, None)
-        return known
+        return memory
 
     def _side_stream(self) -> torch.cuda.Stream:
         """Returns a stream whose copies wait for the training's earlier work, and not for its later

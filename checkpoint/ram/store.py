@@ -156,16 +156,16 @@ class SnapshotStore:
 
     def held(self) -> list[HeldSnapshot]:
         """Returns every snapshot of which a rank's whole shard is here, oldest first."""
-        found: dict[tuple[int, int, int], list[int]] = {}
+        ranks_by_snapshot: dict[tuple[int, int, int], list[int]] = {}
         for shard in self._shards(rank_of_snapshot_manifest):
             if self._whole(shard):
                 key = (shard.generation, shard.step, shard.world_size)
-                found.setdefault(key, []).append(shard.rank)
+                ranks_by_snapshot.setdefault(key, []).append(shard.rank)
         return [
             HeldSnapshot(
                 generation=generation, step=step, ranks=tuple(sorted(ranks)), world_size=world
             )
-            for (generation, step, world), ranks in sorted(found.items())
+            for (generation, step, world), ranks in sorted(ranks_by_snapshot.items())
         ]
 
     def drafts(self) -> list[ShardName]:
@@ -262,13 +262,13 @@ class SnapshotStore:
         names = [
             shard_file_name(r, shard.world_size, value["token"]) for r in range(shard.world_size)
         ]
-        own = names[shard.rank]
+        file_name = names[shard.rank]
         ranges = decode(tuple[Range, ...], draft.get("finite", []), "the draft of a snapshot")
-        with self.holding(shard, own) as held:
+        with self.holding(shard, file_name) as held:
             finite.check_ranges(held.data, ranges, f"step {shard.step} on rank {shard.rank}")
             held.add_sums()
-            data, file = held.sums.finish(own, draft["layout_digest"])
-        storage.write(own + SUMS_SUFFIX, [data])
+            data, file = held.sums.finish(file_name, draft["layout_digest"])
+        storage.write(file_name + SUMS_SUFFIX, [data])
         files = [ShardFile(name, 0, None) for name in names]
         files[shard.rank] = file
         value["files"] = encode(files)
@@ -285,28 +285,28 @@ class SnapshotStore:
         root = self._root_of(shard)
         folder = root / HELD
         folder.mkdir(exist_ok=True)
-        own = folder / f"{os.getpid()}-{os.urandom(6).hex()}"
-        os.link(self.path(shard.generation, shard.step, root) / name, own)
+        link = folder / f"{os.getpid()}-{os.urandom(6).hex()}"
+        os.link(self.path(shard.generation, shard.step, root) / name, link)
         try:
             with self._lock:
-                data = self._mapped(own)
+                data = self._mapped(link)
                 sums = self._sums.setdefault((shard, name), SharedSums(len(data)))
             yield HeldShard(name, data, sums)
         finally:
-            own.unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
 
     def _mapped(self, path: Path) -> memoryview:
         """Returns a slot's mapped bytes. While it is mapped here, no other file gets its inode."""
         living = {place for root in self._roots for place in _inodes(root / SLOTS)}
-        self._maps = {place: known for place, known in self._maps.items() if place in living}
+        self._maps = {place: mapped for place, mapped in self._maps.items() if place in living}
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             place = (status.st_dev, status.st_ino)
-            known = self._maps.get(place)
-            if known is None or len(known) < status.st_size:
-                known = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-                self._maps[place] = known
-        return memoryview(known)[: status.st_size]
+            mapped = self._maps.get(place)
+            if mapped is None or len(mapped) < status.st_size:
+                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                self._maps[place] = mapped
+        return memoryview(mapped)[: status.st_size]
 
     def keep_only(self, states: Collection[tuple[int, int]]) -> None:
         """Removes every snapshot except those of these (generation, step) pairs."""
@@ -341,7 +341,7 @@ class SnapshotStore:
 
     def _shards(self, rank_of: Callable[[str], tuple[int, int] | None]) -> list[ShardName]:
         """Returns every shard with a file whose name `rank_of` parses, oldest first."""
-        found = set()
+        shards = set()
         for root in self._roots:
             for generation in _generations(root):
                 for directory in _names(root / generation_directory(generation)):
@@ -350,8 +350,8 @@ class SnapshotStore:
                         continue
                     for name in _names(self.path(generation, step, root)):
                         if (of := rank_of(name)) is not None:
-                            found.add(ShardName(generation, step, *of))
-        return sorted(found)
+                            shards.add(ShardName(generation, step, *of))
+        return sorted(shards)
 
     def _whole(self, shard: ShardName) -> bool:
         storage = DiskStorage(self.path_of(shard), durable=False)
@@ -368,8 +368,8 @@ class SnapshotStore:
 
 
 def _generations(root: Path) -> list[int]:
-    found = (generation_of(name) for name in _names(root))
-    return sorted(generation for generation in found if generation is not None)
+    numbers = (generation_of(name) for name in _names(root))
+    return sorted(generation for generation in numbers if generation is not None)
 
 
 def _is_in(path: Path, shard: ShardName) -> bool:

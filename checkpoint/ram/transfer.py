@@ -42,10 +42,11 @@ def persist(
     name = store.file_of(shard)
     where = f"the manifest of rank {shard.rank} in {store.path(shard.generation, shard.step)}"
     if again and not replacing:
-        known = seal()
-        own = from_json(known.manifest, where)
-        if _is_there(directory.step(step_directory(shard.step)), own.files[shard.rank], known):
-            return own, 0
+        sealed = seal()
+        manifest = from_json(sealed.manifest, where)
+        written = directory.step(step_directory(shard.step))
+        if _is_there(written, manifest.files[shard.rank], sealed):
+            return manifest, 0
     with store.holding(shard, name) as held:
         storage = commit.prepare(directory, shard.step)
         size = len(held.data) if replacing or not commit.is_good(storage) else 0

@@ -61,18 +61,18 @@ def compare(
     copy_options.progress.expect(sum(left[name].nbytes for name in alike))
     half = copy_options.buffer_bytes // 2
     sources = CheckpointSource(a, manifests[0], half), CheckpointSource(b, manifests[1], half)
-    found = []
+    differences = []
     for name in alike:
         difference = _difference(*sources, name, copy_options.progress)
         if difference is not None:
-            found.append(difference)
+            differences.append(difference)
     return CheckpointDiff(
         only_a=tuple(name for name in left if name not in right),
         only_b=tuple(name for name in right if name not in left),
         specs=tuple((name, str(left[name]), str(right[name])) for name in unlike),
-        tensors=tuple(found),
+        tensors=tuple(differences),
         state=() if model_only else tuple(_unlike(manifests[0].state, manifests[1].state, "")),
-        equal_tensors=len(alike) - len(found),
+        equal_tensors=len(alike) - len(differences),
     )
 
 
@@ -125,11 +125,11 @@ def _unlike(a: Any, b: Any, path: str) -> Iterator[str]:
     """Yields the paths at which two JSON values differ."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
-            here = f"{path}/{key}" if path else str(key)
+            below = f"{path}/{key}" if path else str(key)
             if key in a and key in b:
-                yield from _unlike(a[key], b[key], here)
+                yield from _unlike(a[key], b[key], below)
             else:
-                yield here
+                yield below
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
         for index, (left, right) in enumerate(zip(a, b, strict=True)):
             yield from _unlike(left, right, f"{path}/{index}")

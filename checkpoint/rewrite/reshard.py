@@ -191,10 +191,10 @@ def _renamed(json: Any, names: Mapping[str, str]) -> Any:
 
 def _sum(source: TensorSource, name: str) -> str:
     """Returns the xxh3_128 of a tensor's elements."""
-    found = xxhash.xxh3_128()
+    state = xxhash.xxh3_128()
     for chunk in source.chunks(name, Span(0, source.specs[name].numel)):
-        found.update(chunk)
-    return found.hexdigest()
+        state.update(chunk)
+    return state.hexdigest()
 
 
 def import_foreign(

@@ -32,9 +32,9 @@ def model_names(names: Iterable[str]) -> set[str]:
 
     If none does, as when a model was saved by hand, they are the names without "/".
     """
-    given = list(names)
-    prefixed = {name for name in given if name.startswith(MODEL_PREFIX)}
-    return prefixed or {name for name in given if "/" not in name}
+    all_names = list(names)
+    prefixed = {name for name in all_names if name.startswith(MODEL_PREFIX)}
+    return prefixed or {name for name in all_names if "/" not in name}
 
 
 class TensorSource(Protocol):

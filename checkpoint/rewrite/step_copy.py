@@ -63,8 +63,8 @@ class CopyOptions:
     def threads(self, jobs: int) -> int:
         """Returns the number of threads for this many jobs."""
         cores = len(os.sched_getaffinity(0))
-        wanted = self.workers or min(_MOST_WORKERS, _WORKERS_PER_CORE * cores)
-        return max(1, min(jobs, wanted, self.buffer_bytes // LEAST_BUFFER_BYTES))
+        most = self.workers or min(_MOST_WORKERS, _WORKERS_PER_CORE * cores)
+        return max(1, min(jobs, most, self.buffer_bytes // LEAST_BUFFER_BYTES))
 
 
 class _Cancelled(Exception):

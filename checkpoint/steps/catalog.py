@@ -90,12 +90,12 @@ def step_error(storage: Readable) -> ElasticZeroError | None:
     """
     try:
         manifest = read_manifest(storage)
-        found = run_parallel(
+        faults = run_parallel(
             manifest.files, lambda file: _file_fault(storage, file), threads=FILES_AT_ONCE
         )
     except ElasticZeroError as error:
         return error
-    reason = next((reason for reason in found if reason is not None), None)
+    reason = next((reason for reason in faults if reason is not None), None)
     return None if reason is None else CheckpointDamaged(reason)
 
 
@@ -134,12 +134,12 @@ def uncommitted(directory: Directory) -> list[StepInfo]:
 
 def every_step(directory: Directory) -> list[StepInfo]:
     """Returns every step's directory, committed or not, newest first."""
-    found = [
+    infos = [
         StepInfo(step, name, directory.step(name))
         for name in directory.names()
         if (step := step_of(name)) is not None
     ]
-    return sorted(found, key=lambda info: info.step, reverse=True)
+    return sorted(infos, key=lambda info: info.step, reverse=True)
 
 
 def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | None:

@@ -50,16 +50,16 @@ def read_tag(directory: Directory, tag: str) -> int | None:
     storage, name = directory.step(TAGS_DIRECTORY), tag_file_name(tag)
     where = f"{storage.where}/{name}"
     try:
-        found = decode(TagFile, strict_json(read_small(storage, name, _LIMIT_BYTES)), "tag")
-        if found.tag != tag:
-            raise ValueError(f"it is of the tag {found.tag!r}")
+        content = decode(TagFile, strict_json(read_small(storage, name, _LIMIT_BYTES)), "tag")
+        if content.tag != tag:
+            raise ValueError(f"it is of the tag {content.tag!r}")
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(
             f"{where} is damaged: {reason(error)}; remove it, or mend it"
         ) from None
-    return found.step
+    return content.step
 
 
 def read_tags(
@@ -69,7 +69,7 @@ def read_tags(
 
     on_damage: takes the error of each file that cannot be understood; None: the error is raised.
     """
-    found: dict[str, int] = {}
+    steps: dict[str, int] = {}
     for name in directory.step(TAGS_DIRECTORY).names():
         if (tag := tag_of_file(name)) is None:
             continue
@@ -81,8 +81,8 @@ def read_tags(
             on_damage(error)
             continue
         if step is not None:
-            found[tag] = step
-    return found
+            steps[tag] = step
+    return steps
 
 
 def write_tag(directory: Directory, tag: str, step: int) -> None:

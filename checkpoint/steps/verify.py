@@ -38,9 +38,10 @@ def find_corruption(storage: Readable) -> Iterator[Corruption]:
         return
     good = True
     for rank, file in enumerate(manifest.files):
-        found = list(_block_faults(storage, file)) or list(_content_faults(storage, manifest, rank))
-        instead = _file_found_instead(storage, manifest, rank) if found else None
-        for fault in found:
+        faults = list(_block_faults(storage, file))
+        faults = faults or list(_content_faults(storage, manifest, rank))
+        instead = _file_found_instead(storage, manifest, rank) if faults else None
+        for fault in faults:
             good = False
             yield fault if instead is None else replace(fault, reason=f"{fault.reason}; {instead}")
     if good and (seen_at_a_look := step_error(storage)) is not None:
@@ -83,11 +84,12 @@ def _file_found_instead(storage: Readable, manifest: Manifest, rank: int) -> str
         length = int.from_bytes(_bytes(storage, name, 0, 8), "little")
         if length > min(size, HEADER_LIMIT_BYTES):
             return None
-        said, _ = parse_header(_bytes(storage, name, 8, length), size, name)
+        metadata, _ = parse_header(_bytes(storage, name, 8, length), size, name)
     except (ElasticZeroError, FileNotFoundError):
         return None
     right = {"step": str(manifest.step), "rank": str(rank), "token": manifest.token}
-    wrong = [f"{key} {said.get(key)!r:.70}" for key in right if said.get(key) != right[key]]
+    held = {key: metadata.get(key) for key in right}
+    wrong = [f"{key} {held[key]!r:.70}" for key in right if held[key] != right[key]]
     if not wrong:
         return None
     return f"it is the file of {' and '.join(wrong)}, from another place or save"

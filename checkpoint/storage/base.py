@@ -135,9 +135,9 @@ class Views:
 
 def holds(storage: Readable, name: str, data: bytes) -> bool:
     """Returns whether a file with exactly these bytes exists."""
-    found = bytearray(len(data) + 1)
+    content = bytearray(len(data) + 1)
     try:
-        return found[: storage.read_into(name, 0, memoryview(found))] == data
+        return content[: storage.read_into(name, 0, memoryview(content))] == data
     except FileNotFoundError:
         return False
     except StorageError as error:

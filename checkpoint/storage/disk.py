@@ -180,8 +180,8 @@ class DiskDirectory:
         return []
 
     def files(self) -> dict[str, dict[str, float]]:
-        found = {name: _times(self.path / name) for name in self.names()}
-        return {name: times for name, times in found.items() if times is not None}
+        times_of_step = {name: _times(self.path / name) for name in self.names()}
+        return {name: times for name, times in times_of_step.items() if times is not None}
 
     def step(self, name: str) -> DiskStorage:
         return DiskStorage(self.path / name)
@@ -345,14 +345,14 @@ def _rename_locked(staged: Path, target: Path) -> bool:
 def _times(path: Path) -> dict[str, float] | None:
     """Returns the time of the last write of each file in a directory; None if it is no
     directory."""
-    found = {}
+    times = {}
     with as_storage_error(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(path):
             with suppress(FileNotFoundError):
                 status = os.lstat(path / name)
                 if stat.S_ISREG(status.st_mode):
-                    found[name] = status.st_mtime
-        return found
+                    times[name] = status.st_mtime
+        return times
     return None
 
 

@@ -128,9 +128,9 @@ class HttpStorage:
         response: http.client.HTTPResponse, start: int, buffers: Sequence[memoryview]
     ) -> int:
         length = response.length
-        given = response.headers.get("Content-Range", "")
+        content_range = response.headers.get("Content-Range", "")
         most = sum(map(len, buffers))
-        if length is None or length > most or not given.startswith(f"bytes {start}-"):
+        if length is None or length > most or not content_range.startswith(f"bytes {start}-"):
             raise http.client.HTTPException("the answer is not the range that was asked for")
         done = 0
         for view in Views(buffers).take(length):

@@ -106,8 +106,8 @@ class Remote:
         return {"timeout": _REQUEST_S} if limited else {}
 
     def speaks(self, protocols: frozenset[str]) -> bool:
-        own = self.fs.protocol
-        return not protocols.isdisjoint({own} if isinstance(own, str) else own)
+        protocol = self.fs.protocol
+        return not protocols.isdisjoint({protocol} if isinstance(protocol, str) else protocol)
 
 
 class ObjectStorage:
@@ -121,10 +121,10 @@ class ObjectStorage:
 
     def size(self, name: str) -> int:
         with self._as_storage_error("look at", name):
-            found = self._remote.call("info", self._path(name))
-        if found["type"] != "file":
+            info = self._remote.call("info", self._path(name))
+        if info["type"] != "file":
             raise FileNotFoundError(f"{self.where}/{name}")
-        return int(found["size"])
+        return int(info["size"])
 
     def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
         done, size, views = 0, sum(map(len, buffers)), Views(buffers)
@@ -241,7 +241,7 @@ class ObjectDirectory:
             return _listed(self._remote, self._root, ("file", "directory"))
 
     def files(self) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
+        times_of_step: dict[str, dict[str, float]] = {}
         with (
             as_storage_error(f"cannot list {self.where}", foreign=True),
             suppress(FileNotFoundError),
@@ -249,8 +249,8 @@ class ObjectDirectory:
             for path, entry in self._remote.call("find", self._root, detail=True).items():
                 step, slash, name = str(path).removeprefix(self._root).strip("/").partition("/")
                 if slash and "/" not in name:
-                    found.setdefault(step, {})[name] = _written_s(entry)
-        return found
+                    times_of_step.setdefault(step, {})[name] = _written_s(entry)
+        return times_of_step
 
     def step(self, name: str) -> ObjectStorage:
         return ObjectStorage(self._remote, f"{self._root}/{name}", f"{self.where}/{name}")
@@ -324,9 +324,9 @@ def _options(scheme: str, configured: Mapping[str, Any]) -> dict[str, Any]:
     own."""
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme in ("s3", "s3a"):
-        own = configured.get(scheme, {}).get("config_kwargs", {})
+        configured_s3 = configured.get(scheme, {}).get("config_kwargs", {})
         limits = {"connect_timeout": _ANSWER_S, "read_timeout": _ANSWER_S}
-        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **limits, **own}
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **limits, **configured_s3}
     return options
 
 

@@ -53,8 +53,8 @@ def _tried(url: str, name: str, storage: Storage, size_bytes: int) -> StorageTri
     began_s = time.perf_counter()
     storage.write(_DATA, [new], size=size_bytes, cached=False)
     written_s = time.perf_counter()
-    found = memoryview(bytearray(size_bytes))
-    count = storage.read_into(_DATA, 0, found)
+    content = memoryview(bytearray(size_bytes))
+    count = storage.read_into(_DATA, 0, content)
     read_s = time.perf_counter()
     exclusive = storage.create_exclusive(_ONCE, b"first")
     exclusive &= not storage.create_exclusive(_ONCE, b"second")
@@ -66,7 +66,7 @@ def _tried(url: str, name: str, storage: Storage, size_bytes: int) -> StorageTri
         size_bytes=size_bytes,
         write_s=written_s - began_s,
         read_s=read_s - written_s,
-        same=count == size_bytes and found == new,
+        same=count == size_bytes and content == new,
         exclusive=exclusive,
         leftovers=tuple(other for other in storage.names() if other not in (_DATA, _ONCE)),
     )

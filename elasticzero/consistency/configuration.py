@@ -40,31 +40,31 @@ PACKAGES = ("torch", "numpy", "elasticzero")
 def of_model(named: NamedModel, strategy: str, assignment: Assignment) -> Description:
     """Describes the names, shapes and dtypes of the model's state, which parameters are trained,
     and what the bits of their gradients depend on."""
-    found = {"strategy": strategy, "--deterministic": str(assignment.deterministic)}
+    description = {"strategy": strategy, "--deterministic": str(assignment.deterministic)}
     if assignment.deterministic:
-        found["number of threads"] = str(torch.get_num_threads())
+        description["number of threads"] = str(torch.get_num_threads())
     for name, parameter in named.parameters.items():
         trained = "" if parameter.requires_grad else ", frozen"
-        found[f"parameter {name!r}"] = _spec(spec_of(parameter)) + trained
+        description[f"parameter {name!r}"] = _spec(spec_of(parameter)) + trained
     for name, buffer in named.buffers.items():
-        found[f"buffer {name!r}"] = _spec(spec_of(buffer))
-    return found
+        description[f"buffer {name!r}"] = _spec(spec_of(buffer))
+    return description
 
 
 def of_optimizers(optimizers: Optimizers) -> Description:
     """Describes the optimizers' classes, and the options and parameters of their groups."""
-    found = {
+    description = {
         f"optimizer {name!r}" if name else "optimizer": type(optimizer).__name__
         for name, optimizer in optimizers.by_name.items()
     }
     for index, group in enumerate(optimizers.groups):
         of = f"of optimizer group {index}" if len(optimizers.groups) > 1 else "of the optimizer"
-        found[f"number of parameters {of}"] = str(len(group.names))
-        found[f"digest of the names {of}"] = f"{of_value(list(group.names)):016x}"
+        description[f"number of parameters {of}"] = str(len(group.names))
+        description[f"digest of the names {of}"] = f"{of_value(list(group.names)):016x}"
         for key, value in group.options.items():
             if key not in ("params", "param_names"):
-                found[f"{key} {of}"] = _plain(value)
-    return found
+                description[f"{key} {of}"] = _plain(value)
+    return description
 
 
 def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) -> Description:
@@ -116,19 +116,25 @@ class Comparison:
         self._groups = groups
         self._assignment = assignment
 
-    def require_equal(self, call: Call, own: Description) -> None:
+    def require_equal(self, call: Call, description: Description) -> None:
         """Raises if the ranks' descriptions differ.
 
         A rank that differs from the accepted description gets a `UserError` with both values, and
         the others get `PeerSetAside`.
 
-        call: the call that all ranks make together; if they make different ones, `UserError` and
-        `RetryError` are raised.
+        Args:
+            call: The call that all ranks make together.
+            description: What this rank's script has configured.
+
+        Raises:
+            UserError: This rank differs, or makes another call than the others.
+            PeerSetAside: Another rank differs.
+            RetryError: Another rank makes another call.
         """
-        found = self._compare(call, own)
-        if found is None:
+        differing = self._compare(call, description)
+        if differing is None:
             return
-        verdict, texts = found
+        verdict, texts = differing
         if self._assignment.rank in verdict.odd:
             raise UserError(f"{texts[verdict.odd.index(self._assignment.rank)]}; {ADVICE}")
         raise PeerSetAside("; ".join(texts))
@@ -140,27 +146,31 @@ class Comparison:
         A rank that differs from the others prints its differences, and rank 0 prints which ranks
         differ.
         """
-        found = self._compare(Call.PREPARE, VERSIONS)
-        if found is None:
+        differing = self._compare(Call.PREPARE, VERSIONS)
+        if differing is None:
             return True
-        verdict, texts = found
+        verdict, texts = differing
         for rank, text in zip(verdict.odd, texts, strict=True):
             if self._assignment.rank in (rank, 0):
-                warning = f"warning: {text}; results may depend on the rank"
-                log.warning(warning)
+                log.warning("warning: %s; results may depend on the rank", text)
         return RELEASE not in verdict.names
 
-    def _compare(self, call: Call, own: Description) -> tuple[Verdict, list[str]] | None:
+    def _compare(self, call: Call, description: Description) -> tuple[Verdict, list[str]] | None:
         """Returns the verdict, and a sentence for each odd rank; None: all ranks have the same."""
         groups, assignment = self._groups, self._assignment
         if groups is None or assignment.world_size == 1:
             return None
-        if groups.all_equal(call, combined({name: of_value(own[name]) for name in own})):
+        digest = combined({name: of_value(value) for name, value in description.items()})
+        if groups.all_equal(call, digest):
             return None
-        mine = {"node": assignment.node, "trained": assignment.trained, "values": dict(own)}
-        found = [json.loads(text) for text in groups.exchange(json.dumps(mine).encode())]
-        tables, nodes = [each["values"] for each in found], [each["node"] for each in found]
-        verdict = by_trained(tables, [rank for rank, each in enumerate(found) if each["trained"]])
+        report = {
+            "node": assignment.node,
+            "trained": assignment.trained,
+            "values": dict(description),
+        }
+        reports = [json.loads(text) for text in groups.exchange(json.dumps(report).encode())]
+        tables, nodes = [r["values"] for r in reports], [r["node"] for r in reports]
+        verdict = by_trained(tables, [rank for rank, r in enumerate(reports) if r["trained"]])
         assert verdict.accepted is not None
         texts = [difference(rank, tables, nodes, verdict.accepted) for rank in verdict.odd]
         return verdict, texts

@@ -56,14 +56,14 @@ def by_trained(tables: Sequence[Table], trained: Collection[int]) -> Verdict:
 
 def _groups(tables: Sequence[Table]) -> list[list[int]]:
     """Groups the indices of equal tables."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for index, table in enumerate(tables):
-        same = next((group for group in found if tables[group[0]] == table), None)
+        same = next((group for group in groups if tables[group[0]] == table), None)
         if same is None:
-            found.append([index])
+            groups.append([index])
         else:
             same.append(index)
-    return found
+    return groups
 
 
 def _different(tables: Sequence[Table]) -> tuple[str, ...]:
@@ -81,24 +81,24 @@ def difference(rank: int, tables: Sequence[Table], nodes: Sequence[str], accepte
 
     nodes: the node of each rank.
     """
-    own, wanted = tables[rank], tables[accepted]
-    names = list(_different([own, wanted]))
-    shown = [f"{name} {_value(own, name)}" for name in names[:NAMES_SHOWN]]
-    others = [_value(wanted, name) for name in names[:NAMES_SHOWN]]
-    more = f" (and {len(names) - NAMES_SHOWN} more differ)" if len(names) > NAMES_SHOWN else ""
-    alike = sum(table == wanted for table in tables)
+    differing, expected = tables[rank], tables[accepted]
+    names = list(_different([differing, expected]))
+    shown = [f"{name} {_value(differing, name)}" for name in names[:NAMES_SHOWN]]
+    others = [_value(expected, name) for name in names[:NAMES_SHOWN]]
+    unnamed = f" (and {len(names) - NAMES_SHOWN} more differ)" if len(names) > NAMES_SHOWN else ""
+    alike = sum(table == expected for table in tables)
     whose = "the other ranks have" if alike == len(tables) - 1 else f"rank {accepted} has"
     if alike == 1:
         whose = f"rank {accepted} on {nodes[accepted]} has"
-    return f"rank {rank} on {nodes[rank]} has {_listed(shown)}, {whose} {_listed(others)}{more}"
+    return f"rank {rank} on {nodes[rank]} has {_listed(shown)}, {whose} {_listed(others)}{unnamed}"
 
 
 def _value(table: Table, name: str) -> str:
     return str(table.get(name, ABSENT))
 
 
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items[:-1]) + (" and " if len(items) > 1 else "") + items[-1]
 
 
 def split(rank_tables: Sequence[Table], nodes: Sequence[str], name: str) -> str:

@@ -26,19 +26,19 @@ class Findings:
 
     def sentence(self) -> str:
         """Returns a sentence with the non-finite values, and that the step was not applied."""
-        found: list[str] = []
+        places: list[str] = []
         if self.losses:
             ranks = ", ".join(map(str, self.losses))
-            found.append(
+            places.append(
                 f"the loss on rank {ranks}"
                 if len(self.losses) == 1
                 else f"the losses on ranks {ranks}"
             )
         if self.gradients:
-            found.append(f"the gradient of {_listed(self.gradients)}")
-        if not found:
-            found.append("the norm of the whole gradient (its elements are finite)")
-        text = f"step {self.step} was not applied: NaN or infinity in {' and in '.join(found)}"
+            places.append(f"the gradient of {_listed(self.gradients)}")
+        if not places:
+            places.append("the norm of the whole gradient (its elements are finite)")
+        text = f"step {self.step} was not applied: NaN or infinity in {' and in '.join(places)}"
         if self.state:
             text += (
                 f"; the state of step {self.step - 1} already holds NaN or infinity in "
@@ -50,5 +50,5 @@ class Findings:
 def _listed(tensors: Sequence[tuple[str, int]]) -> str:
     """Returns the names of the first of these tensors."""
     names = ", ".join(f"{name!r} on rank {rank}" for name, rank in tensors[:LISTED])
-    more = len(tensors) - LISTED
-    return f"{names} and {more} more" if more > 0 else names
+    unlisted = len(tensors) - LISTED
+    return f"{names} and {unlisted} more" if unlisted > 0 else names

@@ -165,13 +165,13 @@ class ReplicaVerifier:
     def raise_difference(self) -> NoReturn:
         """Raises this rank's error after the ranks were found to differ (rule C4)."""
         assert self._groups is not None and self._compared is not None
-        state_digest, mine = self._compared, self._assignment
-        own = {
-            "node": mine.node,
+        state_digest, assignment = self._compared, self._assignment
+        report = {
+            "node": assignment.node,
             "table": {n: f"digest {d:016x}" for n, d in state_digest.table.items()},
         }
-        found = [json.loads(text) for text in self._groups.exchange(json.dumps(own).encode())]
-        tables, nodes = [each["table"] for each in found], [each["node"] for each in found]
+        reports = [json.loads(text) for text in self._groups.exchange(json.dumps(report).encode())]
+        tables, nodes = [r["table"] for r in reports], [r["node"] for r in reports]
         verdict = by_majority(tables)
         where = f"after step {state_digest.step}"
         if verdict.names and all(name.startswith(TRACKED) for name in verdict.names):
@@ -184,18 +184,18 @@ class ReplicaVerifier:
             )
         if verdict.accepted is None:
             name = verdict.names[0]
-            more = f" (and {len(verdict.names) - 1} more differ)" if verdict.names[1:] else ""
+            unnamed = f" (and {len(verdict.names) - 1} more differ)" if verdict.names[1:] else ""
             raise ReplicaMismatch(
                 f"the ranks differ {where}, and none of their states is that of a majority: of "
-                f"{name!r} {split(tables, nodes, name)}{more}. They were equal at step "
+                f"{name!r} {split(tables, nodes, name)}{unnamed}. They were equal at step "
                 f"{self.verified}. Where processors of different kinds round differently, "
                 "--verify-replicas 0 turns this check off",
                 verified=self.verified,
                 odd=False,
             )
         texts = [difference(rank, tables, nodes, verdict.accepted) for rank in verdict.odd]
-        if mine.rank in verdict.odd:
-            text = texts[verdict.odd.index(mine.rank)]
+        if assignment.rank in verdict.odd:
+            text = texts[verdict.odd.index(assignment.rank)]
             raise ReplicaMismatch(
                 f"a rank differs from the others {where}: {text}. Its state is not used",
                 verified=self.verified,
@@ -228,11 +228,12 @@ class ReplicaVerifier:
 
 def _values(copy: BoundaryCopy) -> dict[str, int]:
     """Returns the digests of the values that are not tensors."""
-    found = {TRACKED + name: of_value(value) for name, value in copy.json["tracked"].items()}
-    found[OPTIONS] = of_value(copy.json["groups"])
+    tracked = copy.json["tracked"]
+    digests = {TRACKED + name: of_value(value) for name, value in tracked.items()}
+    digests[OPTIONS] = of_value(copy.json["groups"])
     if "guard" in copy.json:
-        found[GUARD] = of_value(copy.json["guard"])
+        digests[GUARD] = of_value(copy.json["guard"])
     # A rank of the release before keeps no global_batch there; `of_loop` compares it.
     position = replace(copy.position, global_batch=0)
-    found[POSITION] = of_value([copy.step, encode(position)])
-    return found
+    digests[POSITION] = of_value([copy.step, encode(position)])
+    return digests

@@ -40,13 +40,13 @@ def epoch_is_over(order: Any, stream: Any, used: int, least: int = 1) -> bool:
 
 def needed_changes(plan: LoopPlan, position: DataPosition) -> tuple[DataChange, ...]:
     """Returns what must be allowed for the loop in which training stands to go on by this plan."""
-    found: list[DataChange] = []
+    needed: list[DataChange] = []
     if position.global_batch not in (0, plan.global_batch) and _goes_on(plan, position):
-        found.append("batch")
+        needed.append("batch")
     other = position.order not in (None, plan.order.inputs)
     if other and position.offset and not _has_ended_epoch(plan, position):
-        found.append("dataset")
-    return tuple(found)
+        needed.append("dataset")
+    return tuple(needed)
 
 
 def carried_over(
@@ -114,17 +114,17 @@ def _other_data(plan: LoopPlan, position: DataPosition) -> str:
 
 def _refused(plan: LoopPlan, position: DataPosition, needed: Collection[DataChange]) -> UserError:
     """Returns the error for a loop that would go on with changes that are not allowed."""
-    found, then, instead = [], [], []
+    faults, then, instead = [], [], []
     if "batch" in needed:
         before = position.global_batch
-        found.append(
+        faults.append(
             f"training stopped in a loop with global_batch {before}, and the script now has "
             f"{plan.global_batch}"
         )
         then.append("the epoch goes on from the same sample")
         instead.append(f"give global_batch={before} again, the same for any number of ranks")
     if "dataset" in needed:
-        found.append(
+        faults.append(
             "training stopped in the middle of an epoch, and the script now has "
             f"{_other_data(plan, position)}: some samples would be used twice and others never"
         )
@@ -132,7 +132,7 @@ def _refused(plan: LoopPlan, position: DataPosition, needed: Collection[DataChan
         instead.append("give the same dataset and seed, or another checkpoint directory")
     kinds = ",".join(needed)
     return UserError(
-        f"{'; and '.join(found)}. If that is meant, start all nodes with --allow-data-change "
+        f"{'; and '.join(faults)}. If that is meant, start all nodes with --allow-data-change "
         f"{kinds}, or a script without a launcher with ELASTICZERO_ALLOW_DATA_CHANGE={kinds}: "
         f"{then[0]}. Otherwise {'; '.join(instead)}"
     )

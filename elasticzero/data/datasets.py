@@ -82,7 +82,7 @@ def parts_of(loader: DataLoader[Any]) -> LoaderParts:
         )
     sampler: Any = loader.sampler
     random = bool(class_names(sampler) & RANDOM_SAMPLERS)
-    known = isinstance(sampler, (DistributedSampler, SequentialSampler)) or (
+    follows_order = isinstance(sampler, (DistributedSampler, SequentialSampler)) or (
         random and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
     streamed = isinstance(loader.dataset, IterableDataset)
@@ -94,8 +94,8 @@ def parts_of(loader: DataLoader[Any]) -> LoaderParts:
         num_workers=loader.num_workers,
         drop_last=loader.drop_last,
         shuffle=streamed or bool(shuffled),
-        seed=getattr(sampler, "seed", None) if known else None,
-        sampler=None if known or streamed else sampler,
+        seed=getattr(sampler, "seed", None) if follows_order else None,
+        sampler=None if follows_order or streamed else sampler,
     )
 
 

@@ -167,9 +167,9 @@ class RankSchedule:
 
     def __post_init__(self) -> None:
         size, total = self.virtual_batch, self.plan.global_batch
-        given = self.micro_batch
-        if given not in (None, "auto") and not (isinstance(given, int) and given >= 1):
-            raise UserError(f"micro_batch is {given}; it must be at least 1, or auto")
+        most = self.micro_batch
+        if most not in (None, "auto") and not (isinstance(most, int) and most >= 1):
+            raise UserError(f"micro_batch is {most}; it must be at least 1, or auto")
         if size is None and total < self.world_size:
             raise UserError(
                 f"global_batch is {total}, smaller than the world of {self.world_size} "
@@ -189,16 +189,16 @@ class RankSchedule:
 
     def steps(self, position: DataPosition) -> Iterator[tuple[GlobalBatch, DataPosition]]:
         """Yields each global batch and the position after it."""
-        while (found := self.plan.next(position)) is not None:
-            yield found
-            position = found[1]
+        while (step := self.plan.next(position)) is not None:
+            yield step
+            position = step[1]
 
     def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
         """Returns this rank's micro-batches of one global batch."""
         if self.virtual_batch is not None:
             return list(self.plan.slices(batch, self.rank, self.world_size, self.virtual_batch))
-        mine, largest = self.plan.share(batch, self.rank, self.world_size)
-        return list(micro_batches(batch, mine, largest, self.most_samples))
+        share, largest = self.plan.share(batch, self.rank, self.world_size)
+        return list(micro_batches(batch, share, largest, self.most_samples))
 
     @property
     def reader_groups(self) -> int | None:

@@ -31,8 +31,11 @@ class SamplerOrder(SampleOrder):
 
     @property
     def described(self) -> dict[str, Any]:
-        own = {"sampler": type(self.sampler).__name__, "digest of its first epoch": self._digest()}
-        return {"samples": self.samples, "seed": self.seed, **own}
+        of_sampler = {
+            "sampler": type(self.sampler).__name__,
+            "digest of its first epoch": self._digest(),
+        }
+        return {"samples": self.samples, "seed": self.seed, **of_sampler}
 
     def at(self, epoch: int, positions_P: Positions) -> Indices:
         return self._indices(epoch)[positions_P.astype(np.int64)]
@@ -44,12 +47,12 @@ class SamplerOrder(SampleOrder):
         return int((indices * weights).sum() >> np.uint64(2))
 
     def _indices(self, epoch: int) -> Indices:
-        known = self._epochs
-        if epoch not in known:
-            while len(known) >= _KEPT_EPOCHS:
-                del known[min(known)]
-            known[epoch] = self._draw(epoch)
-        return known[epoch]
+        epochs = self._epochs
+        if epoch not in epochs:
+            while len(epochs) >= _KEPT_EPOCHS:
+                del epochs[min(epochs)]
+            epochs[epoch] = self._draw(epoch)
+        return epochs[epoch]
 
     def _draw(self, epoch: int) -> Indices:
         seed = slice_seed(self.seed, 0, epoch, 0, "read")
@@ -60,13 +63,13 @@ class SamplerOrder(SampleOrder):
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
         with generators_seeded(seed):
-            found = [int(index) for index in self.sampler]
-        if len(found) != self.samples:
+            indices = [int(index) for index in self.sampler]
+        if len(indices) != self.samples:
             raise UserError(
                 f"the sampler, a {type(self.sampler).__name__}, says that it has {self.samples} "
-                f"indices and gave {len(found)} in epoch {epoch}: each epoch has the same number"
+                f"indices and gave {len(indices)} in epoch {epoch}: each epoch has the same number"
             )
-        return np.array(found, np.int64)
+        return np.array(indices, np.int64)
 
 
 def order_by(sampler: Any, seed: int) -> SamplerOrder:

@@ -131,7 +131,7 @@ class BatchPlan:
         """Returns the number of global batches from `position` to the end of the loop."""
         whole, rest = divmod(self.order.samples, self.global_batch)
         in_epoch = whole + bool(rest and not self.drop_last)
-        found = []
+        limits = []
         if self.epochs is not None:
             at = self.wrapped(position)
             left = self.order.samples - at.offset
@@ -139,10 +139,10 @@ class BatchPlan:
                 left // self.global_batch if self.drop_last else -(-left // self.global_batch)
             )
             epochs_left = at.first_epoch + self.epochs - at.epoch
-            found.append(in_first + in_epoch * (epochs_left - 1) if epochs_left > 0 else 0)
+            limits.append(in_first + in_epoch * (epochs_left - 1) if epochs_left > 0 else 0)
         if self.steps is not None:
-            found.append(max(0, self.steps - position.steps))
-        return min(found)
+            limits.append(max(0, self.steps - position.steps))
+        return min(limits)
 
     def start(
         self,
@@ -252,18 +252,18 @@ def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
 
 
 def micro_batches(
-    batch: GlobalBatch, mine: Span, largest: int, size: int | None
+    batch: GlobalBatch, part: Span, largest: int, size: int | None
 ) -> Iterator[MicroBatch]:
     """Returns a rank's micro-batches of at most `size` samples (None: all at once).
 
     Every rank has the same number. A rank with fewer samples than the others fills up with the
-    batch's first sample, at weight 0. mine, largest: as `BatchPlan.share` returns them.
+    batch's first sample, at weight 0. part, largest: as `BatchPlan.share` returns them.
     """
     size = size or largest
     count = -(-largest // size)
     for i in range(count):
-        start = mine.start + i * size
-        stop = min(start + size, mine.stop)
+        start = part.start + i * size
+        stop = min(start + size, part.stop)
         last = i == count - 1
         if start < stop:
             yield MicroBatch(positions=Span(start, stop), weight=stop - start, last=last)

@@ -71,10 +71,10 @@ def _parts(
     positions_of: Callable[[int], Span], runs: tuple[Span, ...], rank: int
 ) -> Iterator[MicroBatch]:
     """Yields a rank's slices, and fillers in place of missing ones."""
-    mine, places = runs[rank], max(map(len, runs))
+    run, places = runs[rank], max(map(len, runs))
     for place in range(places):
-        index = mine.start + place
-        filler = index >= mine.stop
+        index = run.start + place
+        filler = index >= run.stop
         positions = positions_of(0 if filler else index)
         yield MicroBatch(
             positions=positions,

@@ -24,20 +24,20 @@ TagRequests = tuple[TagRequest, ...]
 def with_tags(requests: TagRequests, step: int, tags: Iterable[str]) -> TagRequests:
     """Returns the requests once a step is asked for under these tags, which leave other steps."""
     new = set(tags)
-    own = TagRequest(step, tuple(sorted(new | set(tags_of(requests, step)))))
+    extended = TagRequest(step, tuple(sorted(new | set(tags_of(requests, step)))))
     others = [
-        TagRequest(each.step, tuple(tag for tag in each.tags if tag not in new))
-        for each in requests
-        if each.step != step
+        TagRequest(request.step, tuple(tag for tag in request.tags if tag not in new))
+        for request in requests
+        if request.step != step
     ]
-    return tuple(each for each in (*others, own) if each.tags)
+    return tuple(request for request in (*others, extended) if request.tags)
 
 
 def tags_of(requests: TagRequests, step: int) -> tuple[str, ...]:
     """Returns the tags under which a step was asked for."""
-    return next((each.tags for each in requests if each.step == step), ())
+    return next((request.tags for request in requests if request.step == step), ())
 
 
 def after_save(requests: TagRequests, step: int) -> TagRequests:
     """Returns the requests that are left once the save of this step, or a later one, has ended."""
-    return tuple(each for each in requests if each.step > step)
+    return tuple(request for request in requests if request.step > step)

@@ -68,10 +68,17 @@ class GenerationEnded(BaseException):
 class RolledBack(GenerationEnded):
     """Ends the script's loop on all ranks, because training goes back to a held state."""
 
-    def __init__(self, reason: str, own: str, left_out: LeftOutBatch) -> None:
-        """reason: why. own: what is not finite on this rank. left_out: the batch from now on."""
+    def __init__(self, reason: str, reason_here: str, left_out: LeftOutBatch) -> None:
+        """Says which step was not applied, and why.
+
+        Args:
+            reason: Why it was not applied, as all ranks know it.
+            reason_here: What is not finite on this rank; empty: everything is finite.
+            left_out: The global batch, which is left out from now on.
+        """
+        on_this_rank = f" (here {reason_here})" if reason_here else ""
         super().__init__(
-            f"step {left_out.step} was not applied: {reason}{f' (here {own})' if own else ''}; "
+            f"step {left_out.step} was not applied: {reason}{on_this_rank}; "
             "training goes back to a held state, and leaves this batch out"
         )
         self.left_out = left_out
@@ -168,9 +175,9 @@ class AgentClient:
         """Returns whether the caller shall run the stop protocol: True for the first thread that
         asks."""
         with self._shutdown_lock:
-            mine = not self.shutting_down.is_set()
+            is_first = not self.shutting_down.is_set()
             self.shutting_down.set()
-        return mine
+        return is_first
 
     def unless_shutting_down(self, begin: Callable[[], None]) -> None:
         """Calls `begin()`, unless another thread runs the stop protocol.

@@ -63,11 +63,11 @@ global batches; the dataset or the order of its samples."""
 def data_changes(flag: str, text: str | None) -> tuple[DataChange, ...]:
     """Parses changes, separated by commas; there are none without a text. Raises `UserError` that
     names the option `flag`."""
-    known: tuple[DataChange, ...] = get_args(DataChange)
-    given = text.split(",") if text is not None else []
-    if not set(given) <= set(known):
+    changes: tuple[DataChange, ...] = get_args(DataChange)
+    names = text.split(",") if text is not None else []
+    if not set(names) <= set(changes):
         raise UserError(f"{flag} {text}: batch, dataset or batch,dataset is expected")
-    return tuple(name for name in known if name in given)
+    return tuple(name for name in changes if name in names)
 
 
 BucketBytes = int | Literal["auto"] | None
@@ -114,15 +114,15 @@ def spike_limit(flag: str, text: str) -> SpikeLimit | None:
         limit, count = float(deviations), int(steps)
     except ValueError:
         limit, count = math.nan, 0
-    known: tuple[OnNonFinite, ...] = get_args(OnNonFinite)
-    found = next((name for name in known if name == action), None)
-    if found is None or not 0 < limit < math.inf or count < 2:
+    actions: tuple[OnNonFinite, ...] = get_args(OnNonFinite)
+    known_action = next((name for name in actions if name == action), None)
+    if known_action is None or not 0 < limit < math.inf or count < 2:
         raise UserError(
             f"{flag} {text}: off, stop:K:N, skip:K:N or rollback:K:N is expected, such as "
             "skip:6:100 for losses more than 6 standard deviations above the mean of the last 100 "
             "steps"
         )
-    return SpikeLimit(action=found, deviations=limit, steps=count)
+    return SpikeLimit(action=known_action, deviations=limit, steps=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,11 +239,11 @@ class Assignment:
 def torchrun_environment(assignment: Assignment) -> dict[str, str]:
     """Returns the variables that torchrun sets, for scripts written for it."""
     settings = assignment.settings
-    more = {}
+    optional = {}
     if settings.threads is not None:
-        more["OMP_NUM_THREADS"] = str(settings.threads)
+        optional["OMP_NUM_THREADS"] = str(settings.threads)
     if settings.devices is not None:
-        more["CUDA_VISIBLE_DEVICES"] = settings.devices[assignment.local_rank].strip()
+        optional["CUDA_VISIBLE_DEVICES"] = settings.devices[assignment.local_rank].strip()
     return {
         "RANK": str(assignment.rank),
         "LOCAL_RANK": str(assignment.visible_local_rank),
@@ -260,5 +260,5 @@ def torchrun_environment(assignment: Assignment) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
         "TORCHELASTIC_RUN_ID": assignment.job,
         "TORCHELASTIC_ERROR_FILE": assignment.error_file,
-        **more,
+        **optional,
     }

@@ -24,7 +24,7 @@ _COLLECTIVE = ("/torch/distributed/", "/torch/autograd/")
 
 
 def main_thread() -> tuple[str, bool]:
-    """Returns the script's innermost line in the main thread, and whether that thread may wait for
+    """Returns the script's candidate line in the main thread, and whether that thread may wait for
     peers.
 
     It may wait for peers inside a collective or a backward.
@@ -36,7 +36,7 @@ def main_thread() -> tuple[str, bool]:
 
 
 def waits(frame: FrameType) -> bool:
-    """Returns whether the innermost Python code is torch's communication code, or this
+    """Returns whether the candidate Python code is torch's communication code, or this
     package's."""
     file = frame.f_code.co_filename
     return file.startswith(PACKAGE) or any(part in file for part in _COLLECTIVE)
@@ -44,10 +44,10 @@ def waits(frame: FrameType) -> bool:
 
 def place_of(frame: FrameType) -> str:
     """Returns file, line and function of the innermost frame outside of libraries."""
-    found: FrameType | None = frame
-    while found is not None and _is_library(found.f_code.co_filename):
-        found = found.f_back
-    at = found or frame
+    candidate: FrameType | None = frame
+    while candidate is not None and _is_library(candidate.f_code.co_filename):
+        candidate = candidate.f_back
+    at = candidate or frame
     name = os.path.basename(at.f_code.co_filename)
     function = at.f_code.co_name
     within = "" if function == "<module>" else f" in {function}"

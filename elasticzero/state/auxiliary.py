@@ -35,9 +35,9 @@ class SharedByRankZero(Stateful, Protocol):
 
 def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Returns the value as `flatten` does, with the tensors copied."""
-    found: dict[str, Tensor] = {}
-    json = flatten(value, path, found)
-    for name, tensor in found.items():
+    flat: dict[str, Tensor] = {}
+    json = flatten(value, path, flat)
+    for name, tensor in flat.items():
         tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
     return json
 
@@ -129,10 +129,10 @@ class AuxiliaryState:
 
     def check(self, json: Mapping[str, Any], where: str) -> None:
         """Raises `CheckpointMismatch` if the script tracks other objects than `json` has."""
-        stored, here = set(json.get("tracked", {})), set(self.tracked)
+        stored, tracked = set(json.get("tracked", {})), set(self.tracked)
         for names, has, tracks in (
-            (here - stored, "has no state for", "tracks"),
-            (stored - here, "has state for", "does not track"),
+            (tracked - stored, "has no state for", "tracks"),
+            (stored - tracked, "has state for", "does not track"),
         ):
             if names:
                 listed = ", ".join(repr(name) for name in sorted(names)[:4])

@@ -34,12 +34,12 @@ one."""
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Returns the digest of each tensor, by name; waits for the GPU if one of them is on it."""
     with torch.no_grad():
-        found = {name: _of_bytes(_flat(tensor)) for name, tensor in tensors.items()}
-    on_gpu = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    words = torch.stack(list(on_gpu.values())).tolist() if on_gpu else []
-    here = {name: value for name, value in found.items() if isinstance(value, int)}
-    there = {name: _of_number(word) for name, word in zip(on_gpu, words, strict=True)}
-    return {name: here[name] if name in here else there[name] for name in tensors}
+        numbers = {name: _of_bytes(_flat(tensor)) for name, tensor in tensors.items()}
+    on_gpu = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+    gpu_numbers = torch.stack(list(on_gpu.values())).tolist() if on_gpu else []
+    on_cpu = {name: value for name, value in numbers.items() if isinstance(value, int)}
+    of_gpu = {name: _of_number(word) for name, word in zip(on_gpu, gpu_numbers, strict=True)}
+    return {name: on_cpu[name] if name in on_cpu else of_gpu[name] for name in tensors}
 
 
 def change_marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -51,13 +51,13 @@ def change_marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     count, as one through `.data`, if it touches no such element: it is shorter than 1 KiB.
     """
     on_gpu = digests({name: t for name, t in tensors.items() if t.device.type != "cpu"})
-    found: dict[str, tuple[int, ...]] = {name: (digest,) for name, digest in on_gpu.items()}
+    marks: dict[str, tuple[int, ...]] = {name: (digest,) for name, digest in on_gpu.items()}
     for name, tensor in tensors.items():
-        if name not in found:
+        if name not in marks:
             step = _SAMPLED_FROM // tensor.element_size() if tensor.nbytes > _SMALL_BYTES else 1
             sample = _flat(tensor.detach().reshape(-1)[::step].contiguous())
-            found[name] = (tensor.data_ptr(), count_of_changes(tensor), _of_cpu(sample))
-    return found
+            marks[name] = (tensor.data_ptr(), count_of_changes(tensor), _of_cpu(sample))
+    return marks
 
 
 def of_value(value: Any) -> int:
@@ -89,9 +89,9 @@ def sums_of(flat: Tensor) -> Tensor:
     whole = flat.numel() // 4 * 4
     if flat.storage_offset() % 4:
         flat = flat.clone()
-    words, rest = flat[:whole].view(torch.int32), flat[whole:].to(torch.int64)
-    table = words[: words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
-    tail = torch.cat([words[table.numel() :].to(torch.int64), rest])
+    whole_words, rest = flat[:whole].view(torch.int32), flat[whole:].to(torch.int64)
+    table = whole_words[: whole_words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
+    tail = torch.cat([whole_words[table.numel() :].to(torch.int64), rest])
     of_columns, of_tail = _weights(flat.device)
     rows, columns = (table.sum(dim, dtype=torch.int64) for dim in (1, 0))
     by_row = (rows * _spread(torch.arange(len(rows), device=flat.device))).sum()

@@ -140,8 +140,8 @@ class NamedModel:
                 self._add(name, buffer, self.buffers, first)
 
     def _add(self, name: str, tensor: Any, into: dict[str, Any], first: dict[int, str]) -> None:
-        if (known := first.setdefault(id(tensor), name)) != name:
-            self.aliases[name] = known
+        if (first_name := first.setdefault(id(tensor), name)) != name:
+            self.aliases[name] = first_name
         else:
             into[name] = tensor
 

@@ -39,21 +39,21 @@ class RngState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the generators' states by kind, as uint8 of constant size."""
-        _, words, gauss = self.python
-        python = np.array(words, dtype=np.uint32).tobytes() + _float_or_none(gauss)
+        _, state_words, gauss = self.python
+        python = np.array(state_words, dtype=np.uint32).tobytes() + _float_or_none(gauss)
         _, keys, place, has_gauss, cached = self.numpy
         tail = np.array([place, has_gauss], dtype=np.int64).tobytes() + np.float64(cached).tobytes()
-        found = {
+        tensors = {
             "torch": self.torch_cpu,
             "python": _bytes_tensor(python),
             "numpy": _bytes_tensor(keys.astype(np.uint32).tobytes() + tail),
         }
-        return found | ({"cuda": self.cuda} if self.cuda is not None else {})
+        return tensors | ({"cuda": self.cuda} if self.cuda is not None else {})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> RngState:
         python = tensors["python"].numpy().tobytes()
-        words = tuple(int(word) for word in np.frombuffer(python[:-9], dtype=np.uint32))
+        state_words = tuple(int(word) for word in np.frombuffer(python[:-9], dtype=np.uint32))
         gauss = float(np.frombuffer(python[-8:], dtype=np.float64)[0]) if python[-9] else None
         state = tensors["numpy"].numpy().tobytes()
         keys = np.frombuffer(state[:-24], dtype=np.uint32)
@@ -62,7 +62,7 @@ class RngState:
         return cls(
             tensors["torch"],
             tensors.get("cuda"),
-            (3, words, gauss),
+            (3, state_words, gauss),
             ("MT19937", keys, place, has_gauss, cached),
         )
 

@@ -95,8 +95,8 @@ class StreamOrder:
         """Returns the shards at these places of the epoch's order."""
         if not self.shuffle:
             return list(places)
-        found = permuted(np.array(places, np.uint64), self.shards, self.seed, epoch)
-        return [int(shard) for shard in found]
+        shards = permuted(np.array(places, np.uint64), self.shards, self.seed, epoch)
+        return [int(shard) for shard in shards]
 
     def window_order(self, reader: int, epoch: int, window: int, samples: int) -> Indices:
         """Returns the order of the samples of a reader's window that has so many (I2)."""
@@ -135,16 +135,16 @@ def check_groups(readers: int, groups: int, world_size: int) -> None:
 
 def group_sums(counts_V: Indices, groups: int) -> list[int]:
     """Returns the sums of what is counted of each reader, by group (I4)."""
-    found: list[int] = counts_V.reshape(-1, groups).sum(0).tolist()
-    return found
+    sums_G: list[int] = counts_V.reshape(-1, groups).sum(0).tolist()
+    return sums_G
 
 
 def units_of(rank: int, world_size: int, readers: int, groups: int | None) -> list[range]:
     """Returns the readers of a rank in units that one process has: groups, or single readers."""
     if groups is None:
         return [range(v, v + 1) for v in readers_of(rank, world_size, readers)]
-    mine = run_of(groups, rank, world_size)
-    return [range(g, readers, groups) for g in range(mine.start, mine.stop)]
+    run = run_of(groups, rank, world_size)
+    return [range(g, readers, groups) for g in range(run.start, run.stop)]
 
 
 def readers_of(rank: int, world_size: int, readers: int) -> range:
@@ -152,11 +152,11 @@ def readers_of(rank: int, world_size: int, readers: int) -> range:
     return range(rank, readers, world_size)
 
 
-def units_of_process(mine: Sequence[range], process: int, processes: int) -> Sequence[range]:
+def units_of_process(units: Sequence[range], process: int, processes: int) -> Sequence[range]:
     """Returns the units of one of a rank's processes that load data (I3, I4).
 
     They follow each other in the turn, so that a batch smaller than a round has its samples of few
     processes.
     """
-    count = len(mine)
-    return mine[process * count // processes : (process + 1) * count // processes]
+    count = len(units)
+    return units[process * count // processes : (process + 1) * count // processes]

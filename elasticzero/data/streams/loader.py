@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import methodcaller
 from typing import Any
 
@@ -82,7 +83,7 @@ class StreamBatches:
         units = units_of(schedule.rank, world, order.readers, schedule.reader_groups)
         count, sliced = max(1, reader.num_workers), schedule.reader_groups is not None
         of_process = [units_of_process(units, p, count) for p in range(count)]
-        self._numbers = [[v for unit in each for v in unit] for each in of_process]
+        self._numbers = [list(chain.from_iterable(readers)) for readers in of_process]
         self._process_of = {v: p for p, numbers in enumerate(self._numbers) for v in numbers}
         self._filling = next(p for p, numbers in enumerate(self._numbers) if numbers)
         """The process that gives fillers."""
@@ -191,12 +192,12 @@ class StreamBatches:
         """Sends the commands for the batches that can be named, as far as they fit."""
         while len(self._sent) + len(self._parts) < COMMANDS:
             if not self._pending:
-                found = (
-                    None if self._plan.lacks(self._at, 1) is not None else self._plan.next(self._at)
-                )
-                if found is None:
+                if self._plan.lacks(self._at, 1) is not None:
                     return
-                batch, self._at = found
+                step = self._plan.next(self._at)
+                if step is None:
+                    return
+                batch, self._at = step
                 self._pending.extend(self._gives(batch))
             self._send_give(self._pending.popleft())
 
@@ -251,10 +252,10 @@ class StreamBatches:
         if isinstance(command, Fill):
             return {number: row for answer in answers for number, row in answer.items()}
         if isinstance(command, Give) and command.use:
-            given = [answer for answer in answers if answer is not None]
+            parts = [answer for answer in answers if answer is not None]
             # Parts that are joined are copied by that.
-            taken = methodcaller("tensor" if len(given) > 1 else "own_tensor")
-            self._parts.append([map_each(Sent, taken, answer) for answer in given])
+            taken = methodcaller("tensor" if len(parts) > 1 else "own_tensor")
+            self._parts.append([map_each(Sent, taken, answer) for answer in parts])
         return {}
 
 

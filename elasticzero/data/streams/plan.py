@@ -16,7 +16,7 @@ from elasticzero.data.position import UNKNOWN, DataPosition, GlobalBatch, MicroB
 from elasticzero.data.sampling import loop_start
 from elasticzero.data.slices import slices_of_groups
 from elasticzero.data.streams.dealing import StreamOrder, check_groups, group_sums
-from elasticzero.data.streams.turn import Counts, Known
+from elasticzero.data.streams.turn import Counts, ReadProgress
 from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import DataChange
 from elasticzero.spans import Span
@@ -31,7 +31,7 @@ class StreamPlan:
     epochs: int | None = None
     steps: int | None = None
     drop_last: bool = False
-    known: dict[int, Known] = field(default_factory=dict)
+    progress: dict[int, ReadProgress] = field(default_factory=dict)
     """How far the readers have read, by epoch; it grows."""
     rows: dict[int, Any] = field(default_factory=dict)
     """Where readers go on in each epoch; it becomes newer."""
@@ -52,8 +52,8 @@ class StreamPlan:
     ) -> DataPosition:
         """Returns the position at which the loop begins, as `BatchPlan.start` does."""
         position = loop_start(self, position, loop, dataset, allowed)
-        found = _known(position.stream, position.offset, self.order.readers)
-        self.known, self.rows = {position.epoch: found}, {position.epoch: position.stream}
+        progress = _progress_of(position.stream, position.offset, self.order.readers)
+        self.progress, self.rows = {position.epoch: progress}, {position.epoch: position.stream}
         return position
 
     def learn(self, epoch: int, read_V: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
@@ -72,21 +72,21 @@ class StreamPlan:
                 f"and had {before.total_V[reader]} before: its shards have changed. Go on with the "
                 "same data, or start afresh in another checkpoint directory"
             )
-        self.known[epoch] = Known(np.array(read_V, np.int64), total_V)
+        self.progress[epoch] = ReadProgress(np.array(read_V, np.int64), total_V)
         self.rows[epoch] = tuple(
             (int(total), *row[1:]) for total, row in zip(total_V, rows, strict=True)
         )
         self._drawn.clear()
-        if self.known[epoch].whole and not self.known[epoch].decided:
+        if self.progress[epoch].whole and not self.progress[epoch].decided:
             raise UserError("the stream gave no sample at all: check its shards")
 
     def forget_before(self, epoch: int) -> None:
         """Drops what is known of the epochs before this one, in which training stands."""
-        for past in [known for known in self.known if known < epoch]:
-            del self.known[past], self.rows[past]
+        for past in [number for number in self.progress if number < epoch]:
+            del self.progress[past], self.rows[past]
 
-    def of(self, epoch: int) -> Known:
-        return self.known.get(epoch) or Known.nothing(self.order.readers)
+    def of(self, epoch: int) -> ReadProgress:
+        return self.progress.get(epoch) or ReadProgress.nothing(self.order.readers)
 
     def drawn(self, epoch: int, places: int) -> Counts:
         """Returns how many samples of each reader the first places of an epoch take."""
@@ -106,9 +106,9 @@ class StreamPlan:
         beyond = self.global_batch if self.drop_last else 1  # tells whether the epoch ends
         needed = batches * self.global_batch + beyond if batches > 0 else 0
         while needed > 0 and not self._is_past(position, epoch):
-            known = self.of(epoch)
-            left = known.decided - offset
-            if not known.whole:
+            progress = self.of(epoch)
+            left = progress.decided - offset
+            if not progress.whole:
                 return epoch if left < needed else None
             needed, offset, epoch = needed - left, 0, epoch + 1
         return None
@@ -118,10 +118,10 @@ class StreamPlan:
 
     def ends_epoch(self, position: DataPosition) -> bool:
         """Returns whether no global batch of the position's epoch is left."""
-        known = self.of(position.epoch)
-        if not known.whole:
+        progress = self.of(position.epoch)
+        if not progress.whole:
             return False
-        left = known.decided - position.offset
+        left = progress.decided - position.offset
         return left <= 0 or (self.drop_last and left < self.global_batch)
 
     def wrapped(self, position: DataPosition) -> DataPosition:
@@ -187,11 +187,11 @@ class StreamPlan:
         return max(0, self.steps - position.steps)
 
 
-def _known(stream: Any, offset: int, readers: int) -> Known:
+def _progress_of(stream: Any, offset: int, readers: int) -> ReadProgress:
     """Returns what a position in the data says of its epoch."""
-    known = Known.nothing(readers)
+    progress = ReadProgress.nothing(readers)
     if stream is None:
-        return known
-    known = Known(known.read_V, np.array([row[0] for row in stream], np.int64))
+        return progress
+    progress = ReadProgress(progress.read_V, np.array([row[0] for row in stream], np.int64))
     # So many samples of each reader have been drawn, hence read.
-    return Known(known.drawn(offset), known.total_V)
+    return ReadProgress(progress.drawn(offset), progress.total_V)

@@ -128,15 +128,15 @@ class ReaderProcess(IterableDataset[Any]):
 
     def _fill(self, command: Fill) -> Report:
         self._ahead = command.ahead
-        found: Report = {}
+        report: Report = {}
         for number, reader in self._readers[command.epoch].items():
             drawn = command.drawn[number]
             while reader.total == UNKNOWN and reader.read < drawn + command.ahead:
                 reader.read_window()
             mark = reader.mark(drawn)
             row = (reader.total, mark.count, mark.skip, *mark.place)
-            found[number] = (reader.read, *row)
-        return found
+            report[number] = (reader.read, *row)
+        return report
 
     def _give(self, command: Give) -> Any:
         for epoch in [epoch for epoch in self._readers if epoch < command.epoch]:

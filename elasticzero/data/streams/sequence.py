@@ -53,12 +53,12 @@ class SharedShard:
 
     def of(self, first: int) -> Iterator[Any]:
         """Yields the samples of one reader."""
-        mine = self._waiting[first]
+        samples = self._waiting[first]
         while True:
-            while not mine:
+            while not samples:
                 if not self._advance():
                     return
-            yield mine.popleft()
+            yield samples.popleft()
 
     def _advance(self) -> bool:
         for sample in self._samples:
@@ -99,9 +99,9 @@ class ShardSequence:
     def take(self, count: int) -> list[Any]:
         samples: list[Any] = []
         while len(samples) < count:
-            found = list(islice(self._samples, count - len(samples)))
-            samples += found
-            self._offset += len(found)
+            taken = list(islice(self._samples, count - len(samples)))
+            samples += taken
+            self._offset += len(taken)
             if len(samples) < count and not self._next_part(0):
                 break
         return samples
@@ -161,9 +161,9 @@ class MixedSequence:
             number = self._draw()
             if number is None:
                 break
-            found = self._components[number].take(1) or self._begin_again(number)
-            if found:
-                samples += found
+            taken = self._components[number].take(1) or self._begin_again(number)
+            if taken:
+                samples += taken
                 self._draws += 1
         return samples
 
@@ -190,13 +190,13 @@ class MixedSequence:
             return []
         width = place_width(self._mixture.streams[number])
         self._components[number] = self._open(number, self._epochs[number], (0,) * width)
-        found = self._components[number].take(1)
-        if not found:
+        first = self._components[number].take(1)
+        if not first:
             raise UserError(
                 f"component {number} of a mixture has no sample for one of its readers: give it "
                 "more shards, or the mixture fewer readers"
             )
-        return found
+        return first
 
 
 class PackedSequence:
@@ -214,24 +214,24 @@ class PackedSequence:
 
     def take(self, count: int) -> list[Any]:
         lists: list[Any] = []
-        while len(lists) < count and (found := self._one()):
-            lists.append(found)
+        while len(lists) < count and (packed := self._one()):
+            lists.append(packed)
         return lists
 
     def _one(self) -> list[Any]:
-        found: list[Any] = []
+        packed: list[Any] = []
         length = 0
         while True:
             if self._next is None:
                 place = self._samples.place
                 taken = self._samples.take(1)
                 if not taken:
-                    return found
+                    return packed
                 self._next = place, taken[0]
             size = self._pack.size(self._next[1])
-            if found and length + size > self._pack.length:
-                return found
-            found.append(self._next[1])
+            if packed and length + size > self._pack.length:
+                return packed
+            packed.append(self._next[1])
             length += size
             self._next = None
 
@@ -240,7 +240,7 @@ def place_width(stream: Stream) -> int:
     """Returns the count of numbers in a place of a stream's sequences."""
     match stream.source:
         case Mixture() as mixture:
-            return 1 + sum(1 + place_width(each) for each in mixture.streams)
+            return 1 + sum(1 + place_width(component) for component in mixture.streams)
         case Pack() as pack:
             return place_width(pack.stream)
         case _:
@@ -261,8 +261,8 @@ def open_sequence(
 
             def open_component(number: int, again: int, at: Place) -> SampleSequence:
                 component = mixture.streams[number]
-                own = component_order(component, order, number)
-                return open_sequence(component, own, reader, mix64(epoch) + again, at)
+                of_component = component_order(component, order, number)
+                return open_sequence(component, of_component, reader, mix64(epoch) + again, at)
 
             key = mix64(mix64(order.seed + 0x6A09E667F3BCC909) + mix64(epoch) + mix64(~reader))
             return MixedSequence(mixture, open_component, key, place)

@@ -57,8 +57,8 @@ class Stream:
         share a shard; default: about 64. shuffle_window: number of samples of a reader that
         `shuffle=True` shuffles among each other, besides the order of shards.
         """
-        given: Any = shards
-        source: Any = _Shards(given, read) if read is not None else source_of(given) or given
+        data: Any = shards
+        source: Any = _Shards(data, read) if read is not None else source_of(data) or data
         if not hasattr(source, "read"):
             raise UserError(
                 f"ez.Stream was given a {type(shards).__name__} and no function: give it shards "
@@ -174,7 +174,7 @@ def _shards_of(stream: Stream) -> list[int]:
     """Returns the number of shards of each source in a stream."""
     match stream.source:
         case Mixture() as mixture:
-            return [count for each in mixture.streams for count in _shards_of(each)]
+            return [count for component in mixture.streams for count in _shards_of(component)]
         case Pack() as pack:
             return _shards_of(pack.stream)
         case source:
@@ -186,7 +186,7 @@ def _contents(stream: Stream) -> str:
     match stream.source:
         case Mixture() as mixture:
             parts = zip(mixture.weights, mixture.streams, strict=True)
-            text = ", ".join(f"{weight:g} of ({_contents(each)})" for weight, each in parts)
+            text = ", ".join(f"{weight:g} of ({_contents(part)})" for weight, part in parts)
             return text + (", repeated" if mixture.repeat else "")
         case Pack() as pack:
             return f"packed to {pack.length}: {_contents(pack.stream)}"

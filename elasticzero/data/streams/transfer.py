@@ -58,8 +58,8 @@ class InMessage(Sent):
     def of(cls, tensor: Tensor) -> Any:
         """Returns the tensor in this form if it is small."""
         small = tensor.nbytes <= INLINE_BYTES and tensor.device.type == "cpu"
-        known = tensor.layout == torch.strided and tensor.dtype in _INLINE_DTYPES
-        return cls(tensor.numpy()) if small and known and not tensor.requires_grad else tensor
+        plain = tensor.layout == torch.strided and tensor.dtype in _INLINE_DTYPES
+        return cls(tensor.numpy()) if small and plain and not tensor.requires_grad else tensor
 
     def tensor(self) -> Tensor:
         return torch.from_numpy(self._array)
@@ -77,16 +77,16 @@ class InArena(Sent):
         memory: Tensor | None = None,
     ) -> None:
         """like: the tensor's dtype and shape."""
-        self._given = (owner, name, at, like, memory)
+        self._fields = (owner, name, at, like, memory)
         if memory is not None:
             _arenas.setdefault(owner, {})[name] = memory
 
     def __reduce__(self) -> Any:
-        return InArena, self._given
+        return InArena, self._fields
 
     def tensor(self) -> Tensor:
         """Returns the tensor where it lies; its slot is used again later."""
-        owner, name, at, (dtype, shape), _ = self._given
+        owner, name, at, (dtype, shape), _ = self._fields
         size = math.prod(shape) * dtype.itemsize
         return _arenas[owner][name][at : at + size].view(dtype).view(shape)
 
@@ -113,21 +113,21 @@ class Arena:
         self._slot = 0
         self._used = 0
         """Bytes of the slot that hold tensors of the present part."""
-        self._wanted = 0
+        self._needed_bytes = 0
         """Bytes that the present part would fill."""
 
     def collate(self, samples: list[Any]) -> Any:
         """Returns the batch of these samples, in which `InArena` stands for larger tensors."""
         self._slot = (self._slot + 1) % self._slots
-        found = self._collated(samples)
-        slot_bytes = int(self._wanted * SLACK)
-        if self._wanted > self._slot_bytes and slot_bytes * self._slots <= MOST_BYTES:
+        batch = self._collated(samples)
+        slot_bytes = int(self._needed_bytes * SLACK)
+        if self._needed_bytes > self._slot_bytes and slot_bytes * self._slots <= MOST_BYTES:
             self._make(slot_bytes)
-            found = self._collated(samples)
-        return found
+            batch = self._collated(samples)
+        return batch
 
     def _collated(self, samples: list[Any]) -> Any:
-        self._used = self._wanted = 0
+        self._used = self._needed_bytes = 0
         return collate(samples, collate_fn_map={**default_collate_fn_map, Tensor: self._stack})
 
     def _make(self, slot_bytes: int) -> None:
@@ -144,7 +144,7 @@ class Arena:
         plain = type(first) is Tensor and first.layout == torch.strided and first.is_cpu
         if size <= INLINE_BYTES or not plain or first.requires_grad:
             return default_collate(list(tensors))
-        self._wanted += _aligned(size)
+        self._needed_bytes += _aligned(size)
         if self._memory is None or self._used + size > self._slot_bytes:
             return default_collate(list(tensors))
         at = self._slot * self._slot_bytes + self._used

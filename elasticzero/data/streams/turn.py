@@ -29,7 +29,7 @@ _NO_END = np.int64(1) << np.int64(62)
 
 
 @dataclass(frozen=True)
-class Known:
+class ReadProgress:
     """Says how far the readers of a stream have read in one epoch."""
 
     read_V: Counts
@@ -38,7 +38,7 @@ class Known:
     """Number of samples of each reader that has ended; `UNKNOWN`: it has not."""
 
     @classmethod
-    def nothing(cls, readers: int) -> Known:
+    def nothing(cls, readers: int) -> ReadProgress:
         return cls(np.zeros(readers, np.int64), np.full(readers, UNKNOWN, np.int64))
 
     @cached_property

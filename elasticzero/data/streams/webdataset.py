@@ -94,8 +94,9 @@ def _check_stages(stages: list[Any]) -> None:
         if instead is not None and not _is_idle_shuffle(stage):
             where = "" if opened else ", or shardshuffle=" if "shuffle" in name else ""
             raise _refused(f".{name}{where}", instead)
-        known = name in (*_SAMPLE_BY_SAMPLE, *_OPENERS, _CHECK_EMPTY) or _is_idle_shuffle(stage)
-        if _is_webdatasets(stage) and not known:
+        repeatable = name in (*_SAMPLE_BY_SAMPLE, *_OPENERS, _CHECK_EMPTY)
+        repeatable = repeatable or _is_idle_shuffle(stage)
+        if _is_webdatasets(stage) and not repeatable:
             raise _refused(f".{name}", "it is not known to give the same samples each time")
         if not _is_webdatasets(stage) and not opened:
             raise _refused(

@@ -31,11 +31,11 @@ def test_a_plan_fills_what_is_wanted_from_what_each_rank_holds(
     for copy in plan(layout, wanted):
         dtype = layout.tensors[copy.name].dtype
         part = cut(shards[copy.rank][copy.name], dtype, copy.span_in_shard)
-        start = copy.offset_in_wanted * itemsize(dtype)
+        start = copy.offset_in_target * itemsize(dtype)
         filled[copy.name][start : start + len(part)] = part
         assert part == cut(whole[copy.name], dtype, copy.span_in_tensor)
         for i in range(len(copy.span_in_tensor)):
-            times[copy.name][copy.offset_in_wanted + i] += 1
+            times[copy.name][copy.offset_in_target + i] += 1
     for name, span in wanted.items():
         assert filled[name] == cut(whole[name], layout.tensors[name].dtype, span)
         assert all(count == 1 for count in times[name])

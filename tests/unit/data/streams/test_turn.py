@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticzero.data.position import UNKNOWN
-from elasticzero.data.streams.turn import Known
+from elasticzero.data.streams.turn import ReadProgress
 
 totals = st.lists(st.integers(0, 9), min_size=1, max_size=7)
 
@@ -24,7 +24,7 @@ def test_places_are_decided_once_all_before_them_are(
 ) -> None:
     read = [data.draw(st.integers(0, total)) for total in samples]
     ended = [data.draw(st.booleans()) and r == t for r, t in zip(read, samples, strict=True)]
-    known = Known(
+    progress = ReadProgress(
         np.array(read),
         np.array([t if e else UNKNOWN for t, e in zip(samples, ended, strict=True)]),
     )
@@ -41,8 +41,8 @@ def test_places_are_decided_once_all_before_them_are(
         else:
             continue
         break
-    assert known.decided == decided
-    assert known.whole == all(ended)
+    assert progress.decided == decided
+    assert progress.whole == all(ended)
     for count in range(decided + 1):
         expected = [places[:count].count(v) for v in range(len(samples))]
-        assert known.drawn(count).tolist() == expected
+        assert progress.drawn(count).tolist() == expected
