@@ -24,7 +24,7 @@ _COLLECTIVE = ("/torch/distributed/", "/torch/autograd/")
 
 
 def main_thread() -> tuple[str, bool]:
-    """Returns the script's candidate line in the main thread, and whether that thread may wait for
+    """Returns the script's innermost line in the main thread, and whether that thread may wait for
     peers.
 
     It may wait for peers inside a collective or a backward.
@@ -36,7 +36,7 @@ def main_thread() -> tuple[str, bool]:
 
 
 def waits(frame: FrameType) -> bool:
-    """Returns whether the candidate Python code is torch's communication code, or this
+    """Returns whether the innermost Python code is torch's communication code, or this
     package's."""
     file = frame.f_code.co_filename
     return file.startswith(PACKAGE) or any(part in file for part in _COLLECTIVE)

@@ -10,13 +10,13 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-import elasticzero
+from elasticzero import version
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.text import print_bytes, print_result, table_text
 
 _MONITORING = "k8s/components/monitoring"
-_PACKAGE = Path(elasticzero.__file__).parent
+_PACKAGE = Path(version.__file__).parent  # the folder of the whole package
 
 
 @dataclass(frozen=True, slots=True)
