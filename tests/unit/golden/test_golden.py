@@ -16,7 +16,7 @@ import pytest
 
 from elasticzero.checkpoint.format import finite, layout, manifest
 from elasticzero.checkpoint.steps import tag_files
-from elasticzero.data import sampling, tag_requests
+from elasticzero.data import position, sampling, tag_requests
 from elasticzero.ipc import assignment, messages
 from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.protocol import documents
@@ -49,6 +49,7 @@ RECORD_MODULES = (
     manifest,
     messages,
     plan,
+    position,
     sampling,
     tag_files,
     tag_requests,
@@ -122,9 +123,9 @@ def test_messages_are_read_as_what_they_were() -> None:
 
 
 def test_positions_are_read_as_what_they_were() -> None:
-    for name, position in stored.POSITIONS.items():
+    for name, expected in stored.POSITIONS.items():
         stated = json.loads(held("state")[f"position {name}"])
-        assert decode(sampling.DataPosition, stated) == position
+        assert decode(position.DataPosition, stated) == expected
 
 
 def test_each_record_is_covered() -> None:
