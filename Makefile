@@ -31,17 +31,20 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Thousands of agents and workers start in the tests; without it each compiles the whole package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow check reference manifests bench chaos gpu integrations versions docs pictures tools clean
+.PHONY: help demo test slow check reference manifests bench chaos gpu integrations versions docs pictures tools links clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
 
-$(READY): pyproject.toml setup.py constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt | links
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "error: Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install --quiet -c constraints.txt $(EDITABLE) '.[local,dev]'
 	@touch $@
+
+links: # a tree unpacked from a zip has plain files in their place
+	@for name in launcher checkpoint; do [ -d elasticzero/$$name ] || ln -sfn ../$$name elasticzero/$$name; done
 
 demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (about 4 minutes)
 	$(RUN) examples/demo.py

@@ -207,18 +207,21 @@ def test_the_installed_command_starts(
     assert said.startswith(" ".join(["usage: elasticzero", *words])), said
 
 
-@pytest.mark.parametrize("kind", ["tar", "zip"])
+@pytest.mark.parametrize("by", ["make", "pip"])
 def test_an_editable_installation_starts(
-    kind: str, root: Path, trees: dict[str, Path], tmp_path: Path
+    by: str, root: Path, trees: dict[str, Path], tmp_path: Path
 ) -> None:
-    """By a path where there are links, as `make` does it, and by pip's import hook anywhere."""
+    """From the zip: by a path after `make` has put links there, and by pip's import hook."""
     tree = tmp_path / "tree"
-    shutil.copytree(trees[kind], tree, symlinks=True)
+    shutil.copytree(trees["zip"], tree)
+    if by == "make":
+        run("make", "links", cwd=tree)
+        assert all((tree / link).readlink() == (root / link).readlink() for link in LINKS)
     place = tmp_path / "environment"
     place.mkdir()
-    environment(place, *(COMPAT if kind == "tar" else ("--editable",)), tree)
+    environment(place, *(COMPAT if by == "make" else ("--editable",)), tree)
     hooks = list(place.glob("lib/python*/site-packages/__editable__*_finder.py"))
-    assert bool(hooks) == (kind == "zip")
+    assert bool(hooks) == (by == "pip")
     for line in run(place / "bin" / "python", "-c", PLACES, cwd=tmp_path).splitlines():
         assert line.startswith(str(tree)), line
     command = place / "bin" / "elasticzero"
