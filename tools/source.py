@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("elasticzero", "launcher", "checkpoint")
-_RULE = re.compile(r"^ ?([A-Z])(\d+  |\d\d ) *(\S.*(?:\n {4,}\S.*)*)", re.MULTILINE)
+_RULE = re.compile(r"^ ?([A-Z]{1,2})(\d+  |\d\d ) *(\S.*(?:\n {4,}\S.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,3 +186,9 @@ def test_the_architecture_names_each_file_in_its_package(root: Path) -> None:
             if not any((place / name).exists() for place in places):
                 missing.append(f"{first.partition('`')[2].partition('`')[0]}: {name}")
     assert not missing, "\n".join(missing)
+
+
+def test_each_family_of_rules_has_letters_of_its_own(root: Path) -> None:
+    """Code, tests and documents refer to a rule by its letters and number alone."""
+    letters = re.findall(r"^## ([A-Z]+): ", (root / "docs/reference/rules.md").read_text(), re.M)
+    assert len(letters) == len(set(letters)) > 20

@@ -5,11 +5,11 @@ and only the rank that has the reader learns of it. So the ranks exchange how fa
 read, and draw from what all of them know.
 
 Rules:
- T1  The order of an epoch is in rounds: in each one, every reader that has a sample left gives its
-     next one, in the order of their numbers. So the order is a function of the data alone.
- T2  A place in the order is decided once it is known of each reader before it whether it has a
-     sample for it. Batches are runs of decided places.
- T3  What is known only grows. A reader that has ended keeps its number of samples.
+ TU1  The order of an epoch is in rounds: in each one, every reader that has a sample left gives its
+      next one, in the order of their numbers. So the order is a function of the data alone.
+ TU2  A place in the order is decided once it is known of each reader before it whether it has a
+      sample for it. Batches are runs of decided places.
+ TU3  What is known only grows. A reader that has ended keeps its number of samples.
 
 Shapes: V readers.
 """
@@ -53,7 +53,7 @@ class ReadProgress:
 
     @cached_property
     def decided(self) -> int:
-        """Returns the number of places of the epoch's order that are decided (T2)."""
+        """Returns the number of places of the epoch's order that are decided (TU2)."""
         running = np.flatnonzero(self.total_V == UNKNOWN)
         if not len(running):
             return int(self.total_V.sum())
