@@ -1,4 +1,4 @@
-"""Strategy `ddp`: every rank holds everything, and `reducer` sums the gradients."""
+"""Strategy `ddp`: every rank holds everything, and a queue of buckets sums the gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import GRADIENT_NORM, Setting
+from elasticzero.parallel.buckets.all_reduce import AllReduce, SummedBucket
+from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.finite import (
     LossCheck,
     Suspects,
@@ -21,14 +23,13 @@ from elasticzero.parallel.finite import (
     squares_of,
 )
 from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer
-from elasticzero.parallel.gradients import GradientHook
+from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.state import (
     MASTER,
     by_parameter,
     check_keys,
 )
-from elasticzero.parallel.reducer import Reducer
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, OPTIMIZER, LoadTarget, RankState, Spec
 
@@ -48,12 +49,19 @@ class Replicated:
         self._part: MicroBatch | None = None
         self._losses = LossCheck()
         self._fixed_order = setting.deterministic
-        self._reducer: Reducer | FixedOrderReducer | None = None
+        self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
+        self._gradients: BucketQueue[SummedBucket] | FixedOrderReducer | None = None
+        """Takes the gradients of micro-batches; None: they are added up where they are."""
+        self._sums: AllReduce | FixedOrderReducer | None = None
+        """Sums them over the ranks."""
         if setting.deterministic:
-            self._reducer = FixedOrderReducer(self._parameters, setting.place)
+            reducer = FixedOrderReducer(self._parameters, setting.place, self._losses)
+            self._gradients = self._sums = reducer
         elif setting.world_size > 1:
-            plan = setting.bucket_plan
-            self._reducer = Reducer(self._parameters, self.optimizers.name_of, plan)
+            self._sums = AllReduce(
+                self._parameters, self.optimizers.name_of, setting.bucket_plan, self._losses
+            )
+            self._gradients = BucketQueue(self._sums)
         self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
         """Of the last gradient."""
@@ -65,19 +73,21 @@ class Replicated:
         self._part = part
 
     def backward(self, loss: Tensor, fraction: float) -> None:
-        inputs = self.optimizers.inputs(self._parameters)
-        if self._reducer is not None:
-            assert self._part is not None
-            self._reducer.backward(loss, fraction, self._part, inputs)
-            return
+        inputs, part = self.optimizers.inputs(self._parameters), self._part
         if fraction != 0:
             self._losses.add(loss, fraction)
+        if self._gradients is not None and self._sums is not None:
+            assert part is not None
+            self._gradients.backward(loss, fraction, part, inputs)
+            if part.last:
+                check_frozen(self._frozen)
+                self._sums.finish()
+        else:
+            values = self._parameters.values() if fraction == 0 else ()
+            unused = [parameter for parameter in values if parameter.grad is None]
             (loss * fraction).backward(inputs=inputs)
-            return
-        unused = [p for p in self._parameters.values() if p.grad is None]
-        (loss * fraction).backward(inputs=inputs)
-        for parameter in unused:  # a micro-batch of weight 0 uses nothing
-            parameter.grad = None
+            for parameter in unused:  # a micro-batch of weight 0 uses nothing
+                parameter.grad = None
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
         optimized = self.optimizers.parameters()
@@ -97,23 +107,19 @@ class Replicated:
         if max_norm is not None and gradients:
             torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
         self._norm, self._factor = norm, factor
-        if self._reducer is not None:
-            bad = not math.isfinite(self._reducer.loss)
-        else:
-            bad = self._losses.bad
+        bad = self._losses.bad if self._sums is None else not math.isfinite(self._sums.loss)
         return norm * math.nan if bad else norm
 
     @property
     def loss(self) -> float:
-        if self._reducer is not None:
-            return self._reducer.loss * self._factor
+        if self._sums is not None:
+            return self._sums.loss * self._factor
         return 0.0 if self._losses.mean is None else float(self._losses.mean) * self._factor
 
     def suspects(self) -> Suspects:
-        bad_loss = self._reducer.own_loss_bad if self._reducer is not None else self._losses.bad
         optimized = self.optimizers.parameters()
         gradients = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
-        return Suspects(loss=bad_loss, gradients=not_finite(gradients))
+        return Suspects(loss=self._losses.bad, gradients=not_finite(gradients))
 
     def apply(self) -> None:
         for optimizer in self.optimizers.stepped.values():
@@ -128,8 +134,8 @@ class Replicated:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._losses.clear()
-        if self._reducer is not None:
-            self._reducer.clear()
+        if self._gradients is not None:
+            self._gradients.clear()
 
     def settle(self) -> None:
         pass

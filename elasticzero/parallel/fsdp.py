@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import Setting
 from elasticzero.parallel.fsdp_uses import Uses
+from elasticzero.parallel.gradients import check_frozen
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
-from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.model import (
     MODEL,

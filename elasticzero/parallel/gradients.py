@@ -4,6 +4,7 @@ function what it may change of them.
 Between `session.backward` and `session.step` a parameter's own gradient is that of one rank, or is
 gone already. What a script does to it there (`clip_grad_norm_`, `clip_grad_value_`) would have no
 effect, or a wrong one on each rank. So another tensor stands in its place, which refuses every use.
+A gradient that no strategy sums, of a parameter that was frozen at first, is refused as well.
 """
 
 from __future__ import annotations
@@ -89,3 +90,14 @@ class HiddenGradients:
         for parameter, gradient in zip(self._parameters, self._hidden, strict=True):
             parameter.grad = gradient
         self._hidden = None
+
+
+def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """Raises `UserError` where one of these, which needed no gradient at first, has one."""
+    for name, parameter in frozen.items():
+        if parameter.grad is not None:
+            raise UserError(
+                f"parameter {name!r} has a gradient, but needed none when session.prepare was "
+                "called, so it is not summed over the ranks: freeze it after session.prepare, "
+                "which every generation calls anew"
+            )

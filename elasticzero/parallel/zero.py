@@ -2,9 +2,9 @@
 
 An optimizer works on this rank's pieces of the parameters in its chunk of each bucket, or on the
 whole parameters that are dealt to this rank where it needs these. Where a parameter has 16 bits it
-works on 32-bit masters. `scatter` sums the gradients while a backward runs; `gather` brings the
-parameters up to date while the script goes on to its next forward (Rajbhandari et al., "ZeRO",
-2020).
+works on 32-bit masters. A queue of buckets sums the gradients while a backward runs; `gather`
+brings the parameters up to date while the script goes on to its next forward (Rajbhandari et al.,
+"ZeRO", 2020).
 
 A parameter that no rank has used in a global batch has no gradient, and its pieces stay as they
 are; where one rank has used it, zeros stand for the gradients of the others.
@@ -22,12 +22,13 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import Setting
 from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
-from elasticzero.parallel.buckets.scatter import GradientScatter
+from elasticzero.parallel.buckets.queue import BucketQueue
+from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
+from elasticzero.parallel.gradients import check_frozen
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
-from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
 
@@ -62,24 +63,26 @@ class FlatBuckets(PiecedStrategy):
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        self._scatter = GradientScatter(self._buckets, stage, mesh)
+        self._scatter = ReduceScatter(self._buckets, stage, mesh)
+        self._queue = BucketQueue(self._scatter)
         self._gather = ParameterGather(setting.model, self._buckets, mesh)
         mirrors = [
             Mirror(rank, [self._mirrored(b, rank) for b in self._buckets], own, specs, mesh)
             for rank, own in copies.items()
         ]
         self._mirrors = Mirrors(setting, mirrors)
-        self._last = True
+        self._part: MicroBatch | None = None
 
     def expect(self, part: MicroBatch) -> None:
-        self._last = part.last
+        self._part = part
 
     def backward(self, loss: Tensor, fraction: float) -> None:
+        assert self._part is not None
         self._gather.finish()  # of what no module has needed
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
         inputs = self.optimizers.inputs(self._parameters)
-        self._scatter.backward(loss, fraction, last=self._last, inputs=inputs)
+        self._queue.backward(loss, fraction, self._part, inputs)
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:
         check_frozen(self._frozen)
@@ -88,7 +91,7 @@ class FlatBuckets(PiecedStrategy):
             for bucket, reduced_C in zip(self._buckets, self._scatter.reduced(), strict=True)
         ]
         norm = self._pieced.complete(
-            self._scatter.used,
+            self._queue.used,
             factor,
             max_norm,
             exchange=lambda: self._mirrors.exchange(lambda: reduced),
@@ -127,7 +130,7 @@ class FlatBuckets(PiecedStrategy):
         )
 
     def _drop_whole(self) -> None:
-        self._scatter.clear()
+        self._queue.clear()
         for parameter in self._rest.values():
             parameter.grad = None
 

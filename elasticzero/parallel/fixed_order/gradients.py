@@ -26,7 +26,6 @@ from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.fixed_order.layout import OwnedParameters, Round, deal_whole
 from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 from elasticzero.step_clock import wait_for
 
@@ -46,7 +45,6 @@ class GradientTree:
         self.rounds: list[Round] = deal_whole(parameters, kinds, mesh.shards)
         self.used: set[str] = set()
         """Parameters that this rank has used in the global batch."""
-        self.losses = LossCheck()
         self._parameters = parameters
         self._mesh = mesh
         self._sums: PartialSums[Gradient] | None = None
@@ -69,7 +67,6 @@ class GradientTree:
         if part.slice is None:
             return
         if fraction != 0:
-            self.losses.add(loss, fraction)
             (loss * fraction).backward(inputs=inputs)
         gradient: Gradient = {}
         for name, parameter in self._parameters.items():
@@ -96,7 +93,6 @@ class GradientTree:
     def clear(self) -> None:
         """Begins a new global batch."""
         self.used.clear()
-        self.losses.clear()
         self._sums = None
 
     def _exchange(
@@ -154,14 +150,22 @@ def spread(messages: Mapping[OwnedParameters, Tensor], mesh: Mesh) -> None:
 
 
 class FixedOrderReducer:
-    """Sums gradients for `ddp`, as `reducer.Reducer` does, and leaves all of them on each rank."""
+    """Sums gradients for `ddp`, in place of a queue of buckets, and leaves them on each rank."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-        """mesh: one row, of all ranks."""
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, losses: LossCheck
+    ) -> None:
+        """Deals the parameters to ranks.
+
+        Args:
+            parameters: All parameters of the model, by name.
+            mesh: One row, of all ranks.
+            losses: The losses of this rank's part of the global batch.
+        """
         trained = {n: p for n, p in parameters.items() if p.requires_grad and p.numel()}
         for parameter in trained.values():
             parameter.data = parameter.data.contiguous()
-        self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+        self._losses = losses
         self._tree = GradientTree(trained, {}, mesh)
         self._mesh = mesh
         self.loss = 0.0
@@ -174,31 +178,20 @@ class FixedOrderReducer:
         part: MicroBatch,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Adds the gradient of `fraction * loss`; all gradients are summed in the last one.
-
-        inputs: the parameters whose gradients are computed; None: all.
-        """
+        """Adds the gradient of `fraction * loss` to the tree; inputs: as for `GradientTree`."""
         self._tree.backward(loss, fraction, part, inputs)
-        if part.last:
-            self._complete()
-
-    @property
-    def own_loss_bad(self) -> bool:
-        """Tells whether a loss of this rank is not finite."""
-        return self._tree.losses.bad
 
     def clear(self) -> None:
         """Drops the gradients, which were applied."""
         self._tree.clear()
 
-    def _complete(self) -> None:
-        check_frozen(self._frozen)
+    def finish(self) -> None:
+        """Sums the gradients over the ranks, which call this together after the last slice."""
         owned = self._tree.reduce()
         names = [n for messages in self._tree.rounds for m in messages for n in m.names]
         said = torch.tensor([float(n in self._tree.used) for n in names] + [0.0])
-        losses = self._tree.losses
-        if losses.mean is not None:
-            said[-1] = math.nan if losses.bad else float(losses.mean)
+        if self._losses.mean is not None:
+            said[-1] = math.nan if self._losses.bad else float(self._losses.mean)
         flats = {m: owned.get(m) for messages in self._tree.rounds for m in messages}
         every = {m: flat if flat is not None else m.empty() for m, flat in flats.items()}
         if self._mesh.world_size > 1:

@@ -17,11 +17,11 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
+from elasticzero.parallel.gradients import check_frozen
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
-from elasticzero.parallel.reducer import check_frozen
 from elasticzero.spans import Span
 from elasticzero.state.model import (
     MODEL,
@@ -56,7 +56,6 @@ class WholeParameters(PiecedStrategy):
             parameter.data = parameter.data.contiguous()
         kinds = {name: tuple(sorted(self.optimizers.schema(name))) for name in trained}
         self._tree = GradientTree(trained, kinds, mesh)
-        self._pieced.losses = self._tree.losses
         self._messages = [m for messages in self._tree.rounds for m in messages]
         self._owned = [m for m in self._messages if m.owner == mesh.shard]
         self._pieced.place({p.name: p for m in self._owned for p in _pieces(m, self.optimizers)})
@@ -72,6 +71,8 @@ class WholeParameters(PiecedStrategy):
 
     def backward(self, loss: Tensor, fraction: float) -> None:
         assert self._part is not None
+        if fraction != 0:
+            self._pieced.losses.add(loss, fraction)
         self._tree.backward(loss, fraction, self._part, self.optimizers.inputs(self._parameters))
 
     def finish(self, factor: float, max_norm: float | None) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import elasticzero as ez
-from elasticzero.parallel import mirror, reducer
-from elasticzero.parallel.buckets import layout
+from elasticzero.parallel import mirror
+from elasticzero.parallel.buckets import all_reduce, layout
 from elasticzero.parallel.fixed_order import layout as fixed_layout
 
 SAMPLES = 331
@@ -177,7 +177,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
     holds = Holds(options.holds)
     if options.holds:
         layout.BUCKET_BYTES = fixed_layout.MESSAGE_BYTES = SMALL_BUCKET_BYTES
-        reducer.BUCKET_BYTES = reducer.FIRST_BUCKET_BYTES = SMALL_BUCKET_BYTES
+        all_reduce.BUCKET_BYTES = all_reduce.FIRST_BUCKET_BYTES = SMALL_BUCKET_BYTES
     model, optimizer = session.prepare(
         network(options.hidden),
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05),

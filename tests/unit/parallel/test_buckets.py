@@ -17,7 +17,7 @@ from elasticzero.parallel import Setting, create
 from elasticzero.parallel.buckets import gather
 from elasticzero.parallel.buckets.gather import ParameterGather, PendingParameter
 from elasticzero.parallel.buckets.layout import DealtNames, FlatBucket, deal
-from elasticzero.parallel.buckets.scatter import BufferPool
+from elasticzero.parallel.buckets.reduce_scatter import BufferPool
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.probe import GroupNature

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.parallel import Setting, Strategy, create
-from elasticzero.parallel.buckets import gather, scatter
+from elasticzero.parallel.buckets import gather, reduce_scatter
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.spans import Span
 from elasticzero.state.model import NamedModel
@@ -46,7 +46,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return [Work()]
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(scatter, "begin_reduce_scatter", begin_reduce_scatter)
+    monkeypatch.setattr(reduce_scatter, "begin_reduce_scatter", begin_reduce_scatter)
     monkeypatch.setattr(gather, "begin_all_gather", lambda *given: [Work()])
     return told
 

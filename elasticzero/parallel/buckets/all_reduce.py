@@ -1,0 +1,144 @@
+"""Sums gradients in flat buckets in place, and leaves the sums on all ranks: the exchange of `ddp`.
+
+Behind the gradients a bucket has one element for each of its parameters, 1 where this rank used it,
+and one that is the rank's part of the mean loss, NaN where it is not finite: what all ranks must
+know of these needs no message of its own. The rules are those of `queue.py`.
+Shapes: E elements of a bucket's gradients, N of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elasticzero.parallel.buckets.plan import BucketPlan
+from elasticzero.parallel.buckets.queue import GradientBucket
+from elasticzero.parallel.finite import LossCheck
+from elasticzero.step_clock import wait_for
+
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20
+"""The first is small, so that its sum begins early in the backward."""
+
+
+class SummedBucket(GradientBucket):
+    """Holds gradients whose sum every rank has."""
+
+    flat: Tensor
+    """E gradients, N uses, the loss."""
+
+    @property
+    def tail(self) -> Tensor:
+        """Returns the uses and the loss."""
+        return self.flat[-len(self.names) - 1 :]
+
+
+class AllReduce:
+    """Implements `Exchange`."""
+
+    keeps = True
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer_of: Mapping[str, str],
+        plan: BucketPlan,
+        losses: LossCheck,
+    ) -> None:
+        """Fills the buckets.
+
+        Args:
+            parameters: All parameters of the model, by name, in the order of registration.
+            optimizer_of: The name of a parameter's optimizer; empty: there is one optimizer.
+            plan: The order in which buckets are filled, and their size.
+            losses: The losses of this rank's part of the global batch.
+        """
+        order = plan.filling_order(list(parameters))
+        trained = {n: p for n in order if (p := parameters[n]).requires_grad and p.numel()}
+        self.buckets = [
+            SummedBucket(names, [parameters[n] for n in names])
+            for names in _deal(trained, optimizer_of, plan.size_bytes or BUCKET_BYTES)
+        ]
+        self._losses = losses
+        self._under_way: list[tuple[SummedBucket, Any]] = []
+        self.loss = 0.0
+        """Mean loss of the global batch, as far as its format holds it; NaN where a loss of any
+        rank is not finite."""
+
+    def lend(self, bucket: SummedBucket) -> None:
+        numels = [parameter.numel() for parameter in bucket.parameters]
+        total = sum(numels)
+        bucket.flat = bucket.parameters[0].data.new_zeros(total + len(numels) + 1)
+        parts = bucket.flat[:total].split(numels)
+        bucket.views_N = [
+            part.as_strided(parameter.shape, _strides(parameter))
+            for parameter, part in zip(bucket.parameters, parts, strict=True)
+        ]
+
+    def begin(self, bucket: SummedBucket, *, complete: bool) -> None:
+        tail, loss = bucket.tail, self._part_of_loss
+        if all(bucket.used_N):
+            tail.fill_(1)
+        else:
+            tail[:-1].copy_(torch.tensor(bucket.used_N))
+        if loss is None:
+            tail[-1].zero_()
+        else:
+            most = torch.finfo(tail.dtype).max / 2**16  # a sum over ranks does not overflow
+            tail[-1].copy_(loss.clamp(-most, most) if tail.dtype == torch.float16 else loss)
+        self._under_way.append((bucket, dist.all_reduce(bucket.flat, async_op=True)))
+
+    def finish(self) -> None:
+        """Waits for the sums; takes those from parameters that no rank has used (F5)."""
+        under_way, self._under_way = self._under_way, []
+        if not under_way:
+            return
+        wait_for(work for _, work in under_way)
+        tails = torch.cat([bucket.tail.to(torch.float32) for bucket, _ in under_way]).tolist()
+        for bucket, _ in under_way:
+            count = len(bucket.names)
+            uses_N, self.loss, tails = tails[:count], tails[count], tails[count + 1 :]
+            if not all(bucket.used_N):
+                for parameter, view, uses in zip(
+                    bucket.parameters, bucket.views_N, uses_N, strict=True
+                ):
+                    parameter.grad = view if uses else None
+
+    def late(self) -> Sequence[SummedBucket]:
+        return ()
+
+    @property
+    def _part_of_loss(self) -> Tensor | None:
+        """Returns this rank's part of the mean loss; NaN where a loss is not finite."""
+        losses = self._losses
+        if losses.value is None or losses.mean is None:
+            return None
+        return losses.mean + losses.value
+
+
+def _deal(
+    parameters: Mapping[str, nn.Parameter], optimizer_of: Mapping[str, str], size_bytes: int
+) -> Iterable[list[str]]:
+    """Returns the names in each bucket, in the order in which they are summed."""
+    buckets: list[list[str]] = []
+    open_buckets: dict[Any, tuple[list[str], int]] = {}
+    first_bytes = min(size_bytes, FIRST_BUCKET_BYTES)
+    for name, parameter in parameters.items():
+        kind = (parameter.dtype, parameter.device, optimizer_of.get(name, ""))
+        names, size = open_buckets.get(kind, ([], 0))
+        limit = first_bytes if buckets and names is buckets[0] else size_bytes
+        if not names or size >= limit:
+            names, size = [], 0
+            buckets.append(names)
+        names.append(name)
+        open_buckets[kind] = names, size + parameter.numel() * parameter.element_size()
+    return buckets
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the strides of a gradient that lies as its parameter does, where that has no gaps."""
+    return torch.empty_like(parameter, device="meta").stride()

@@ -1,0 +1,208 @@
+"""Sums gradients over the ranks and leaves each rank its chunk: the exchange of `zero1`, `zero2`.
+
+Stage 1 keeps one whole gradient, and sums it in place in the last micro-batch of a global batch.
+Stage 2 sums each micro-batch and adds it to this rank's chunk; a bucket's gradient exists only from
+its first parameter's gradient until its sum, in memory that a small pool lends. The rules are those
+of `queue.py`.
+Shapes: E elements of a bucket with its padding, C of this rank's chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elasticzero.memory_estimate import POOL_BUCKETS
+from elasticzero.parallel.buckets.exchange import (
+    begin_reduce_scatter,
+    begin_replica_sum,
+    is_direct,
+)
+from elasticzero.parallel.buckets.layout import FlatBucket
+from elasticzero.parallel.buckets.queue import GradientBucket
+from elasticzero.parallel.mesh import Mesh
+from elasticzero.step_clock import wait_for
+
+
+class BufferPool:
+    """Lends flat buffers of one dtype and device, and keeps those that come back."""
+
+    def __init__(self, like: Tensor, capacity: int) -> None:
+        """Starts empty. like: a tensor of the dtype and device. capacity: elements that may be lent
+        at a time."""
+        self._like = like
+        self._capacity = capacity
+        self._free: list[Tensor] = []
+        self._lent = 0
+
+    def take(self, numel: int, *, even_if_over: bool) -> Tensor | None:
+        """Returns a buffer of at least `numel` elements with any contents; None: too much is lent.
+
+        even_if_over: then lend more than the capacity.
+        """
+        fitting = [buffer for buffer in self._free if numel <= buffer.numel() <= 2 * numel]
+        if fitting:
+            lent = min(fitting, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not lent]
+        else:
+            while self._free and self._lent + self._idle + numel > self._capacity:
+                self._free.pop()
+            if self._lent + numel > self._capacity and not even_if_over:
+                return None
+            lent = self._like.new_empty(numel)
+        self._lent += lent.numel()
+        return lent
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes back a buffer that `take` has returned."""
+        self._lent -= buffer.numel()
+        if self._lent + self._idle + buffer.numel() <= self._capacity:
+            self._free.append(buffer)
+
+    @property
+    def _idle(self) -> int:
+        return sum(buffer.numel() for buffer in self._free)
+
+
+class ScatteredBucket(GradientBucket):
+    """Holds gradients of which every rank gets a chunk of the sum."""
+
+    reduced_C: Tensor
+    """The sum over ranks of this rank's chunk; a part of `flat_E` where the bucket is kept."""
+
+    def __init__(self, bucket: FlatBucket, pool: BufferPool, *, keeps: bool) -> None:
+        self.bucket = bucket
+        """The parameters of these gradients."""
+        if not keeps:
+            self.reduced_C = torch.zeros_like(bucket.mine(bucket.flat_E))
+        self.pool = pool
+        self.flat_E: Tensor | None = None
+        """The gradients; None: it has no memory now."""
+        self.received: Tensor | None = None
+        """The other ranks' parts of the sum under way, one row each."""
+        self.works: list[Any] = []
+        self.complete = False
+        """The exchange under way is the global batch's last of this bucket."""
+        self.buffers: list[Tensor] = []
+        """What the pool has lent."""
+        super().__init__(bucket.names, bucket.parameters)
+
+    def clear(self) -> None:
+        super().clear()
+        self.is_exchanged = False
+        """An exchange of the global batch has begun."""
+        self.has_sum = False
+        """Stage 2: a micro-batch of the global batch is in `reduced_C`."""
+        self.replica_works: list[Any] | None = None
+        """The sum over the replicas of the chunk; None: it has not begun."""
+
+
+class ReduceScatter:
+    """Implements `Exchange`."""
+
+    def __init__(self, buckets: Sequence[FlatBucket], stage: int, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.keeps = stage == 1 or mesh.shards == 1
+        largest: dict[Any, int] = {}
+        for bucket in buckets:
+            kind = (bucket.flat_E.dtype, bucket.flat_E.device)
+            largest[kind] = max(largest.get(kind, 0), bucket.flat_E.numel())
+        pools: dict[Any, BufferPool] = {}
+        self.buckets: list[ScatteredBucket] = []
+        for bucket in buckets:
+            kind = (bucket.flat_E.dtype, bucket.flat_E.device)
+            pool = pools.setdefault(kind, BufferPool(bucket.flat_E, POOL_BUCKETS * largest[kind]))
+            self.buckets.append(ScatteredBucket(bucket, pool, keeps=self.keeps))
+        self._under_way: deque[ScatteredBucket] = deque()
+
+    def lend(self, bucket: ScatteredBucket) -> None:
+        flat_bucket = bucket.bucket
+        if self.keeps:
+            bucket.flat_E = torch.zeros_like(flat_bucket.flat_E)
+            bucket.reduced_C = flat_bucket.mine(bucket.flat_E)
+        else:
+            bucket.flat_E = self._borrow(bucket, flat_bucket.flat_E.numel())
+        bucket.views_N = flat_bucket.views(bucket.flat_E)
+
+    def begin(self, bucket: ScatteredBucket, *, complete: bool) -> None:
+        flat_bucket, flat_E = bucket.bucket, bucket.flat_E
+        assert flat_E is not None
+        flat_E = flat_E[: flat_bucket.flat_E.numel()]
+        flat_E[flat_bucket.numel :].zero_()
+        bucket.complete, bucket.is_exchanged = complete, True
+        if self._mesh.shards > 1:
+            if is_direct(flat_E):
+                peers = self._mesh.shards - 1
+                room = self._borrow(bucket, peers * flat_bucket.chunk)
+                bucket.received = room[: peers * flat_bucket.chunk].view(peers, flat_bucket.chunk)
+            chunks = flat_bucket.chunks(flat_E)
+            bucket.works = begin_reduce_scatter(flat_E, chunks, bucket.received, self._mesh)
+        self._under_way.append(bucket)
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._finish(self._under_way.popleft())
+
+    def late(self) -> Sequence[ScatteredBucket]:
+        self.finish()
+        are_late = [any(p.grad is not None for p in b.parameters) for b in self.buckets]
+        if not are_late:
+            return ()
+        table = torch.tensor(are_late, dtype=torch.int32, device=self.buckets[0].reduced_C.device)
+        if self._mesh.shards > 1:
+            dist.all_reduce(table, dist.ReduceOp.MAX)
+        return [b for b, is_late in zip(self.buckets, table.tolist(), strict=True) if is_late]
+
+    def reduced(self) -> list[Tensor]:
+        """Returns this rank's chunk of each bucket's gradient, once its sums are complete; that of
+        a bucket which no backward was for has no meaning."""
+        self.finish()
+        exchanged = [bucket for bucket in self.buckets if bucket.is_exchanged]
+        for bucket in exchanged:
+            self._begin_replicas(bucket)
+        for bucket in exchanged:
+            for work in bucket.replica_works or ():
+                work.wait()
+        return [bucket.reduced_C for bucket in self.buckets]
+
+    def _borrow(self, bucket: ScatteredBucket, numel: int) -> Tensor:
+        """Follows F7."""
+        while True:
+            buffer = bucket.pool.take(numel, even_if_over=not self._under_way)
+            if buffer is not None:
+                bucket.buffers.append(buffer)
+                return buffer
+            self._finish(self._under_way.popleft())
+
+    def _finish(self, bucket: ScatteredBucket) -> None:
+        """Waits for an exchange; afterwards this rank's chunk holds the sum."""
+        wait_for(bucket.works)
+        assert bucket.flat_E is not None
+        chunk_C = bucket.bucket.mine(bucket.flat_E)
+        if bucket.received is not None:
+            for part_C in bucket.received:
+                chunk_C.add_(part_C)
+        bucket.works, bucket.received = [], None
+        if not self.keeps:
+            if bucket.has_sum:
+                bucket.reduced_C.add_(chunk_C)
+            else:
+                bucket.reduced_C.copy_(chunk_C)
+            bucket.has_sum = True
+            bucket.flat_E = None
+            bucket.drop_memory()
+        for buffer in bucket.buffers:
+            bucket.pool.give(buffer)
+        bucket.buffers = []
+        if bucket.complete:
+            self._begin_replicas(bucket)
+
+    def _begin_replicas(self, bucket: ScatteredBucket) -> None:
+        """Follows F8."""
+        if bucket.replica_works is None:
+            bucket.replica_works = begin_replica_sum(bucket.reduced_C, self._mesh)
