@@ -28,6 +28,11 @@ def sentence(text: str) -> str:
     return text if not text or text.endswith((".", "!", "…")) else f"{text}."
 
 
+def first_sentence(text: str) -> str:
+    """Returns what stands before the first full stop that ends a sentence."""
+    return sentence(re.split(r"(?<=\.)\s+(?=[A-Z`])", text, maxsplit=1)[0])
+
+
 def marked(text: str) -> str:
     """With options and environment variables set as code."""
     parts = text.split("`")

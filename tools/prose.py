@@ -272,3 +272,10 @@ RULES = """\
 The rules of the protocol stand in the docstrings of the modules that carry them out. Code, tests
 and documents refer to them by letter and number. This page is an index: it has the first
 sentence of each rule, and the module's docstring has the rest."""
+
+FILES = """\
+# Files
+
+This page lists every source file of the product by package, with the first sentence of its
+docstring. [The architecture](../architecture.md) says how the packages work together. What is
+below `elasticzero/ops` and `elasticzero/integrations` is no part of what recovers a job."""

@@ -19,7 +19,7 @@ from elasticzero.launcher.observability.job_metrics import JOB_METRICS
 from elasticzero.launcher.observability.metrics import Metrics
 from tools import prose, source
 from tools.configuration import configuration
-from tools.markdown import code, marked, sentence, table
+from tools.markdown import code, first_sentence, marked, sentence, table
 from tools.source import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -198,6 +198,27 @@ def rules() -> str:
     return "\n\n".join(parts)
 
 
+# files.md
+
+
+def files() -> str:
+    """Lists every source file below its package, each with the first sentence of its docstring."""
+    modules: dict[str, list[str]] = defaultdict(list)
+    for path in source.files():
+        package, _, name = path.rpartition("/")
+        if name not in ("__init__.py", "__main__.py"):
+            modules[package].append(path)
+    parts = [prose.FILES]
+    for package, paths in sorted(modules.items()):
+        rows = [
+            (code(path.rpartition("/")[2]), marked(first_sentence(source.summary(path))))
+            for path in paths
+        ]
+        about = first_sentence(source.summary(f"{package}/__init__.py"))
+        parts += [f"## {package}\n\n{about}", table(("File", "What it does"), rows)]
+    return "\n\n".join(parts)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "session.md": session,
@@ -206,6 +227,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "exit-codes.md": exit_codes,
     "checkpoint-format.md": checkpoint_format,
     "rules.md": rules,
+    "files.md": files,
 }
 
 
