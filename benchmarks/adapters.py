@@ -33,7 +33,7 @@ def run(framework: str, whose: str, steps: int) -> float:
     with tempfile.TemporaryDirectory() as logs:
         launchers = {
             "theirs": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-            "ours": ["elasticzero.launcher.cli.main", "run", "--nproc-per-node=2"],
+            "ours": ["elasticzero.cli", "run", "--nproc-per-node=2"],
         }
         options = {
             "theirs": ["--redirects=3", "--log-dir", logs],

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from elasticzero.launcher.cli.main import COMMANDS, build_parser
+from elasticzero.cli.main import COMMANDS, build_parser
 from elasticzero.launcher.options.option import Option, split_default
 from elasticzero.launcher.options.parser import Parser, shown_value
 from elasticzero.launcher.options.table import (

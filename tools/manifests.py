@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elasticzero import __version__
-from elasticzero.launcher.cli.main import parse
+from elasticzero.cli.main import parse
 from elasticzero.ops.cli.k8s.commands import render_options, yaml_text
 from elasticzero.ops.kubernetes.options import RenderOptions
 from elasticzero.ops.kubernetes.render import render_manifests

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
 from elasticzero.errors import ElasticZeroError, UserError
-from elasticzero.launcher.options.parser import Parser, add_options
+from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.table import (
-    JOB_OPTIONS,
     add_job_options,
     add_local_options,
     add_run_options,
@@ -51,24 +49,6 @@ def _add_status(parser: Parser) -> None:
     parser.set_defaults(run_command=_status)
 
 
-def _add_top(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
-        "--interval",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="The job is looked at every S seconds. (default: 1)",
-    )
-    add(
-        "--once",
-        action="store_true",
-        help="The screen is printed once; the output may be a file.",
-    )
-    add_job_options(parser)
-    parser.set_defaults(run_command=_top)
-
-
 def _add_drain(parser: Parser) -> None:
     parser.add_argument(
         "node", metavar="NODE", help="The node has this name in `elasticzero status`."
@@ -100,77 +80,13 @@ def _add_control_options(parser: Parser) -> None:
     parser.set_defaults(run_command=_control)
 
 
-def _add_report(parser: Parser) -> None:
-    parser.add_argument(
-        "directory",
-        nargs="?",
-        metavar="LOG_DIR",
-        help="The logs are here: DIR/JOB with --log-dir DIR, or one node's directory in it, or "
-        "DIR and --job. (default: the agents of the running job are asked)",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        default="report.html",
-        metavar="FILE",
-        help="The page is written to this file; - is the standard output. (default: report.html)",
-    )
-    add_options(parser, JOB_OPTIONS)
-    parser.set_defaults(run_command=_report)
-
-
-def _add_doctor(parser: Parser) -> None:
-    from elasticzero.ops.cli.doctor import add_doctor_options
-
-    add_doctor_options(parser)
-
-
-def _add_plan(parser: Parser) -> None:
-    from elasticzero.ops.cli.plan import add_plan_options
-
-    add_plan_options(parser)
-
-
-def _add_k8s(parser: Parser) -> None:
-    from elasticzero.ops.cli.k8s.commands import add_k8s_commands
-
-    add_k8s_commands(parser)
-
-
-def _add_show(parser: Parser) -> None:
-    from elasticzero.ops.cli.show import add_show_options
-
-    add_show_options(parser)
-
-
-def _add_completion(parser: Parser) -> None:
-    from elasticzero.ops.cli.completion import add_completion_options
-
-    add_completion_options(parser)
-
-
-def _add_help(parser: Parser) -> None:
-    parser.add_argument(
-        "of", metavar="COMMAND", nargs="*", default=[], help="The help of this command is shown."
-    )
-    parser.set_defaults(run_command=_help)
-
-
-ADD: dict[str, Callable[[Parser], None]] = {
+CORE_COMMANDS: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "local": _add_local,
     "status": _add_status,
-    "top": _add_top,
     "drain": _add_drain,
     "scale": _add_scale,
     "stop": _add_control_options,
-    "report": _add_report,
-    "doctor": _add_doctor,
-    "plan": _add_plan,
-    "k8s": _add_k8s,
-    "show": _add_show,
-    "completion": _add_completion,
-    "help": _add_help,
 }
 """Functions that give a command's parser its options and its `run_command`, which takes the parsed
 arguments and returns the exit code."""
@@ -274,33 +190,6 @@ def _status(args: argparse.Namespace) -> int:
     return int(status(args.job, endpoints_of(args), access, token, as_json=args.json))
 
 
-def _top(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec("rich") is None:
-        raise UserError("elasticzero top needs the package rich: pip install 'elasticzero[top]'")
-    from elasticzero.ops.cli.top import top
-
-    if not 0.1 <= args.interval <= 3600:
-        raise UserError(f"--interval {args.interval:g}: 0.1 to 3600 seconds are expected")
-    access, token = check_access(args), given_token(args)
-    endpoints = endpoints_of(args)
-    shown = top(args.job, endpoints, access, token, interval_s=args.interval, once=args.once)
-    return int(shown)
-
-
-def _report(args: argparse.Namespace) -> int:
-    from elasticzero.ops.cli.report import report_on_job, report_on_logs
-
-    if args.directory is not None:
-        return int(report_on_logs(args.directory, args.job, args.output))
-    if not args.etcd or not args.job:
-        raise UserError(
-            "give a directory of logs (elasticzero report LOG_DIR), or --job ID and --etcd "
-            "HOST:PORT of a running job"
-        )
-    access, token = check_access(args), given_token(args)
-    return int(report_on_job(args.job, endpoints_of(args), access, token, args.output))
-
-
 def _control(args: argparse.Namespace) -> int:
     """Runs `drain`, `scale` or `stop`."""
     from elasticzero.launcher.cli import control
@@ -313,10 +202,3 @@ def _control(args: argparse.Namespace) -> int:
         if args.command == "scale":
             return int(control.scale(store, args.job, nnodes, wait_s))
         return int(control.stop(store, args.job, wait_s))
-
-
-def _help(args: argparse.Namespace) -> int:
-    from elasticzero.launcher.cli.main import parse
-
-    parse([*args.of, "--help"])
-    return 0

@@ -26,12 +26,13 @@ from elasticzero.launcher.cli.resolved_run import ResolvedRun, resolve_run
 from elasticzero.launcher.local.cluster import cluster_environment
 from elasticzero.launcher.local.command import agent_arguments, check_cluster, most_nodes
 from elasticzero.launcher.options.option import Option, split_default
-from elasticzero.launcher.options.parser import shown_value
+from elasticzero.launcher.options.parser import Parser, shown_value
 from elasticzero.launcher.options.sources import Origin
 from elasticzero.launcher.options.table import (
     ALL_RUN_OPTIONS,
     DRY_RUN,
     LOCAL_OPTIONS,
+    add_run_options,
     all_local_options,
 )
 from elasticzero.launcher.protocol.documents import Member, World
@@ -59,17 +60,25 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def dry_run_local(args: argparse.Namespace) -> int:
     """Checks and prints what `local` would do; raises the error with which it would end."""
-    from elasticzero.launcher.cli.main import parse
-
     most = most_nodes(args.nodes, check_cluster(args))
-    words = ["run", "--job", args.job or "local", "--node-name", "node-0", "--host", "127.0.0.1"]
+    words = ["--job", args.job or "local", "--node-name", "node-0", "--host", "127.0.0.1"]
     words += [f"--log-dir={args.log_dir}"] if args.log_dir else []
     with _variables(cluster_environment(most)):
-        agent = parse([*words, *agent_arguments(args, args.etcd or LOCAL_ETCD, most)])
+        agent = _parsed_run([*words, *agent_arguments(args, args.etcd or LOCAL_ETCD, most)])
         resolved = _resolved(agent)
     parts = [_option_table(args, all_local_options()), _workers_text(agent, resolved)]
     _print("local", parts, resolved)
     return int(ExitCode.DONE)
+
+
+def _parsed_run(words: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of an agent's `run` with these words after it."""
+    parser = Parser(prog="elasticzero run", allow_abbrev=False)
+    add_run_options(parser)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.refuse_unknown(unknown[0])
+    return args
 
 
 def _print(command: str, parts: Iterable[str], resolved: ResolvedRun) -> None:

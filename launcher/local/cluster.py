@@ -82,7 +82,7 @@ class Cluster:
         events = EventReader(directory)
         events.skip()
         at = self.place(name)
-        words = [*at.command_prefix, sys.executable, "-m", "elasticzero.launcher.cli", "run"]
+        words = [*at.command_prefix, sys.executable, "-m", "elasticzero.cli", "run"]
         words += ["--job", self.job, "--node-name", name, "--log-dir", str(self.log_dir)]
         words += ["--host", at.address, "--http-host", at.address, *self.command]
         with log.open("ab") as file:

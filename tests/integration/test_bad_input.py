@@ -248,5 +248,5 @@ def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None
 
 
 def test_the_command_line_needs_no_torch() -> None:
-    code = "import elasticzero.launcher.cli.main, sys; assert 'torch' not in sys.modules"
+    code = "import elasticzero.cli.main, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

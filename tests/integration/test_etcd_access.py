@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.cli.main import main
 from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
-from elasticzero.launcher.cli.main import main
 from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access

@@ -17,8 +17,8 @@ import pytest
 import yaml
 from cryptography import x509
 
+from elasticzero.cli.main import main
 from elasticzero.errors import AccessRefused, StoreUnavailable
-from elasticzero.launcher.cli.main import main
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.server import find_etcd

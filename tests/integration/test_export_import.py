@@ -75,7 +75,7 @@ def trained(directory: Path, checkpoints: Path, steps: int) -> torch.Tensor:
         [
             sys.executable,
             "-m",
-            "elasticzero.launcher.cli.main",
+            "elasticzero.cli.main",
             *order,
             str(script),
             str(out),

@@ -290,7 +290,7 @@ def test_top_says_what_it_needs(etcd: EtcdServer, tmp_path: Path) -> None:
         assert said in found.stderr and len(found.stderr.splitlines()) == 1
     without = (
         "import sys; sys.modules['rich'] = None; "
-        "from elasticzero.launcher.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        "from elasticzero.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", without, "top", "--once", *at]
     found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -30,13 +30,13 @@ INSTALL = ("-m", "pip", "--python")
 OFFLINE = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet")
 COMPAT = ("--config-settings", "editable_mode=compat", "--editable")
 IMPORT = """
-import elasticzero, elasticzero.launcher.cli.main as cli, elasticzero.checkpoint.cli.main, sys
+import elasticzero, elasticzero.cli.main as cli, elasticzero.checkpoint.cli.main, sys
 import elasticzero.launcher.added.deeper
 assert elasticzero.__file__.startswith(sys.argv[1]), elasticzero.__file__
 assert cli.__file__.startswith(sys.argv[1]), cli.__file__
 """
 PLACES = """
-import elasticzero, elasticzero.launcher.cli.main as cli
+import elasticzero, elasticzero.cli.main as cli
 print(elasticzero.__file__, cli.__file__, sep="\\n")
 """
 

@@ -79,7 +79,7 @@ def test_imports_go_one_way(root: Path) -> None:
     [
         "elasticzero",
         "elasticzero.checkpoint",
-        "elasticzero.launcher.cli.main",
+        "elasticzero.cli.main",
         "elasticzero.checkpoint.cli.main",
     ],
 )

@@ -15,8 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from elasticzero.cli import main as cli
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.cli import main as cli
 from elasticzero.launcher.options import table as options
 from elasticzero.launcher.options import validation as option_values
 from elasticzero.ops.kubernetes.clouds import CLOUDS, GPU, HOST, ZONE

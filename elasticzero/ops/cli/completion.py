@@ -9,7 +9,7 @@ that read the command line. docs/decisions/0028-own-completion.md says why no li
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +19,7 @@ from elasticzero.launcher.options.parser import Parser
 from elasticzero.text import print_result
 
 Rest = Literal["files", "directories", "nothing"]
+ParserOf = Callable[[Sequence[str]], Parser]
 
 _METAVARS: dict[str, Rest] = {"FILE": "files", "DIR": "directories"}
 """Values that are allowed, by the name that the help has for them."""
@@ -126,10 +127,10 @@ def _print_script(args: argparse.Namespace) -> ExitCode:
     return ExitCode.DONE
 
 
-def print_completions(words: Sequence[str]) -> int:
+def print_completions(words: Sequence[str], build_parser: ParserOf) -> int:
     """Prints what may stand in the place of the last word, as the scripts of the shells read it."""
     try:
-        found = completions(words)
+        found = completions(words, build_parser)
     except ElasticZeroError:
         found = Candidates()
     for word, text in found.words.items():
@@ -138,11 +139,13 @@ def print_completions(words: Sequence[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def completions(words: Sequence[str]) -> Candidates:
-    """Returns what may stand in the place of the last of these words, which follow the program's
-    name."""
-    from elasticzero.launcher.cli.main import build_parser
+def completions(words: Sequence[str], build_parser: ParserOf) -> Candidates:
+    """Returns what may stand in the place of the last of these words.
 
+    Args:
+        words: what follows the program's name.
+        build_parser: returns the parser of a command line.
+    """
     *before, current = words or [""]
     parser = build_parser(before)
     value_of: argparse.Action | None = None

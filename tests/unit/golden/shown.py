@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from elasticzero import __version__, errors
+from elasticzero.cli.main import build_parser
 from elasticzero.ipc.messages import (
     Attached,
     Captured,
@@ -33,7 +34,6 @@ from elasticzero.ipc.messages import (
     Tagged,
 )
 from elasticzero.launcher.agent.reporter import AgentReporter
-from elasticzero.launcher.cli.main import build_parser
 from elasticzero.launcher.observability.event_log import EVENTS_FILE, EventLog
 from elasticzero.launcher.observability.job_counts import JobCounts
 from elasticzero.launcher.observability.job_metrics import JobState, job_exposition

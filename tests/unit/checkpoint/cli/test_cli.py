@@ -19,7 +19,7 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps.catalog import read_manifest
 from elasticzero.checkpoint.steps.tag_files import write_tag
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
-from elasticzero.launcher.cli.main import main as launcher_main
+from elasticzero.cli.main import main as launcher_main
 from elasticzero.text import READER_GONE
 from tests.unit.checkpoint.cases import draft_of, elements, flip, simple_layout, write_step
 
@@ -433,7 +433,9 @@ def test_no_command_imports_torch(directory: Path, tmp_path: Path) -> None:
 
 
 NOT_FOR_A_LOOK = (
+    "elasticzero.cli.commands",
     "elasticzero.launcher.cli.commands",
+    "elasticzero.ops.cli.commands",
     "elasticzero.launcher.options.table",
     "elasticzero.checkpoint.cli.bulk",
     "elasticzero.checkpoint.rewrite.step_copy",
@@ -457,7 +459,7 @@ NOT_FOR_A_LOOK = (
 @pytest.mark.parametrize("command", ["list", "inspect"])
 def test_a_look_imports_only_what_it_needs(directory: Path, command: str) -> None:
     script = (
-        "import sys; from elasticzero.launcher.cli.main import main\n"
+        "import sys; from elasticzero.cli.main import main\n"
         f"assert main(['checkpoint', {command!r}, {str(directory)!r}]) == 0\n"
         f"found = sys.modules.keys() & set({NOT_FOR_A_LOOK!r})\n"
         "assert not found, found\n"

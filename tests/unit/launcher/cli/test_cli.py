@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
+from elasticzero.cli.main import build_parser, main, parse
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.cli.main import build_parser, main, parse
 from elasticzero.launcher.local.command import Fault, agent_arguments, most_nodes, parse_fault
 from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.options.option import Option

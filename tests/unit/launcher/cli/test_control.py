@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from elasticzero.cli.main import main
 from elasticzero.errors import ExitCode, OperatorError, UserError
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import drain, read_job, scale, stop, update_control
-from elasticzero.launcher.cli.main import main
 from elasticzero.launcher.observability.job_status import Job
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides

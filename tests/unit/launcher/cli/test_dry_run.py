@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.cli.main import main
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.cli.main import main
 
 COMMANDS = [["run"], ["local", "--nodes", "2"]]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from elasticzero.cli.main import main, parse
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.launcher.cli.main import main, parse
 from elasticzero.launcher.local.command import agent_arguments
 from elasticzero.launcher.options.config_file import line_of
 from elasticzero.launcher.options.option import Option

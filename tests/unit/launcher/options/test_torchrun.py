@@ -11,9 +11,9 @@ import pytest
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
+from elasticzero.cli.main import main, parse
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import console_of, worker_settings
-from elasticzero.launcher.cli.main import main, parse
 from elasticzero.launcher.options.rendezvous import (
     HostedEtcd,
     Rendezvous,

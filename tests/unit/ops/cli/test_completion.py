@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.launcher.cli.main import COMMANDS, COMPLETE, main
+from elasticzero.cli.main import COMMANDS, COMPLETE, build_parser, main
 from elasticzero.ops.cli.completion import completions
 
 
 def found(line: str) -> tuple[list[str], str]:
     """Whole words and what the shell adds, for a line up to the cursor."""
-    result = completions(line.split(" "))
+    result = completions(line.split(" "), build_parser)
     return list(result.words), result.rest
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elasticzero.launcher.cli.main import main
+from elasticzero.cli.main import main
 
 RENDER = (
     *("k8s", "render", "--name", "train", "--image", "registry/image:1"),

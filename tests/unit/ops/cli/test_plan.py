@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elasticzero.launcher.cli.main import main
+from elasticzero.cli.main import main
 
 
 def test_the_table_names_the_first_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.cli.main import main
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.cli.main import main
 from elasticzero.ops.cli.show import SHARED_FILES
 
 FOLDERS = ("examples", "k8s/components")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.cli.main import main
 from elasticzero.errors import ExitCode, UserError
-from elasticzero.launcher.cli.main import main
 from elasticzero.ops.report.log_files import find_logs, read_run
 from tests.unit.ops.report.made_up import eventful
 

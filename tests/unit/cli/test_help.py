@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.cli.examples import EXAMPLES
+from elasticzero.cli.main import build_parser, main, parse
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.cli.examples import EXAMPLES
-from elasticzero.launcher.cli.main import build_parser, main, parse
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.table import ALL_RUN_OPTIONS, COMMAND_OPTIONS, all_local_options
 

@@ -61,7 +61,7 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
         if words is None or name == named:
             _add_options(command, name, words)
     if wants_help:
-        from elasticzero.launcher.cli.examples import add_examples
+        from elasticzero.cli.examples import add_examples
 
         add_examples(parser)
     return parser
@@ -77,10 +77,24 @@ def _add_options(command: Parser, name: str, words: Sequence[str] | None) -> Non
             ),
             words,
         )
+    elif name == "help":
+        command.add_argument(
+            "of",
+            metavar="COMMAND",
+            nargs="*",
+            default=[],
+            help="The help of this command is shown.",
+        )
+        command.set_defaults(run_command=_help)
     else:
-        from elasticzero.launcher.cli.commands import ADD
+        from elasticzero.cli.commands import ADD
 
         ADD[name](command)
+
+
+def _help(args: argparse.Namespace) -> int:
+    parse([*args.of, "--help"])
+    return int(ExitCode.DONE)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -98,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == [COMPLETE]:
         from elasticzero.ops.cli.completion import print_completions
 
-        return print_completions(words[1:])
+        return print_completions(words[1:], build_parser)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)

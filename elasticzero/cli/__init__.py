@@ -1,0 +1,1 @@
+"""Puts the command line together: commands of the launcher, of the wing and of checkpoints."""
