@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from elasticzero.cli.main import COMMANDS, build_parser
-from elasticzero.launcher.options.option import Option, split_default
+from elasticzero.launcher.cli.main import COMMANDS, build_parser
 from elasticzero.launcher.options.parser import Parser, shown_value
 from elasticzero.launcher.options.table import (
     COMMAND_OPTIONS,
@@ -17,6 +17,7 @@ from elasticzero.launcher.options.table import (
 )
 from elasticzero.launcher.options.torchrun import IDLE, MAPPED
 from elasticzero.ops.cli.k8s.options import RENDER_OPTIONS, RENDER_REQUIRED
+from elasticzero.options.option import Option, split_default
 from tools import prose
 from tools.markdown import code, marked, sentence, table
 

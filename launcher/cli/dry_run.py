@@ -25,9 +25,7 @@ from elasticzero.launcher.cli.masking import masked_text, masked_variable, maske
 from elasticzero.launcher.cli.resolved_run import ResolvedRun, resolve_run
 from elasticzero.launcher.local.cluster import cluster_environment
 from elasticzero.launcher.local.command import agent_arguments, check_cluster, most_nodes
-from elasticzero.launcher.options.option import Option, split_default
 from elasticzero.launcher.options.parser import Parser, shown_value
-from elasticzero.launcher.options.sources import Origin
 from elasticzero.launcher.options.table import (
     ALL_RUN_OPTIONS,
     DRY_RUN,
@@ -38,6 +36,8 @@ from elasticzero.launcher.options.table import (
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.options.option import Option, split_default
+from elasticzero.options.sources import Origin
 from elasticzero.text import count_text, print_result, table_text
 
 LOCAL_ETCD = "127.0.0.1:2379"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.options.option import ARGUMENTS_KEY, SCRIPT_KEY, Option
 from elasticzero.launcher.options.spelling import TEE, TEE_STREAMS
+from elasticzero.options.option import ARGUMENTS_KEY, SCRIPT_KEY, Option
 
 _AT = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 

@@ -5,8 +5,8 @@ They are a part of the table of options, which `table` describes.
 
 from __future__ import annotations
 
-from elasticzero.launcher.options.option import Option, grouped
 from elasticzero.launcher.options.trackers import tracker_targets
+from elasticzero.options.option import Option, grouped
 
 LOG_OPTIONS = grouped(
     "logs",

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.options.option import (
+from elasticzero.launcher.options.spelling import spelled_out
+from elasticzero.options.option import (
     ARGUMENTS_KEY,
     SCRIPT_KEY,
     Option,
     spellings,
 )
-from elasticzero.launcher.options.sources import DEFAULT, FLAG, Origin, ValueSource
-from elasticzero.launcher.options.spelling import spelled_out
+from elasticzero.options.sources import DEFAULT, FLAG, Origin, ValueSource
 
 if TYPE_CHECKING:
     from elasticzero.launcher.options.config_file import FileValue

@@ -22,7 +22,7 @@ from typing import Any
 from zlib import crc32
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.options.sources import Origin, ValueSource
+from elasticzero.options.sources import Origin, ValueSource
 
 C10D_PORT, STATIC_PORT = 29400, 29500
 """Default ports of torch's rendezvous."""

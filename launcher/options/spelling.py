@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.options.option import Option
+from elasticzero.options.option import Option
 
 STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 """The values that torchrun takes for --tee and --redirects: `3`, or by local rank `0:3,1:1`."""

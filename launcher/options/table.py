@@ -16,18 +16,18 @@ import argparse
 from dataclasses import replace
 
 from elasticzero.launcher.options.logs import LOG_OPTIONS
-from elasticzero.launcher.options.option import Option, grouped
 from elasticzero.launcher.options.parser import Parser, add_command, add_options
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
-from elasticzero.launcher.options.training import TRAINING_OPTIONS
-from elasticzero.launcher.options.values import (
+from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
+from elasticzero.options.option import Option, grouped
+from elasticzero.options.training import TRAINING_OPTIONS
+from elasticzero.options.values import (
     at_least_zero,
     lease_seconds,
     port_number,
     seconds_or_auto,
     whole_number,
 )
-from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 
 DEFAULT_HTTP_PORT = 9400
 """First port that is tried if none is given."""

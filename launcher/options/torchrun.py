@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.options.option import Option
+from elasticzero.options.option import Option
 
 DEFAULT_ROLE = "default"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"

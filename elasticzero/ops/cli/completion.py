@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elasticzero.errors import ElasticZeroError, ExitCode
-from elasticzero.launcher.options.option import split_default
 from elasticzero.launcher.options.parser import Parser
+from elasticzero.options.option import split_default
 from elasticzero.text import print_result
 
 Rest = Literal["files", "directories", "nothing"]

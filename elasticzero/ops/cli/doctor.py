@@ -8,14 +8,14 @@ import os
 from dataclasses import asdict, replace
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.options.option import Option, grouped
 from elasticzero.launcher.options.parser import Parser, add_options
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT, JOB_OPTIONS, RUN_OPTIONS
 from elasticzero.launcher.options.validation import check_access, endpoints_of
-from elasticzero.launcher.options.values import port_number
 from elasticzero.ops.doctor.facts import MachineFacts
 from elasticzero.ops.doctor.finding import Finding
 from elasticzero.ops.doctor.rules import findings
+from elasticzero.options.option import Option, grouped
+from elasticzero.options.values import port_number
 from elasticzero.text import bytes_of, count_text, print_result
 
 OF_RUN = ("checkpoint_dir", "snapshot_dir", "http_port", "http_host", "preemption")

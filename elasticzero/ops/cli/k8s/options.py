@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticzero.launcher.options.option import Option
 from elasticzero.memory_estimate import AUTO
 from elasticzero.ops.kubernetes.clouds import CLOUDS
 from elasticzero.ops.kubernetes.options import KINDS
+from elasticzero.options.option import Option
 from elasticzero.spans import STRATEGIES
 
 

@@ -18,7 +18,6 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.local.command import Fault, agent_arguments, most_nodes, parse_fault
 from elasticzero.launcher.observability.event_log import EventReader
-from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.options.validation import (
@@ -28,6 +27,7 @@ from elasticzero.launcher.options.validation import (
     parse_nproc,
 )
 from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.options.option import Option
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])

@@ -11,10 +11,10 @@ from elasticzero.cli.main import main, parse
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.local.command import agent_arguments
 from elasticzero.launcher.options.config_file import line_of
-from elasticzero.launcher.options.option import Option
 from elasticzero.launcher.options.rendezvous import check_rendezvous
-from elasticzero.launcher.options.sources import Origin
 from elasticzero.launcher.options.table import RUN_OPTIONS
+from elasticzero.options.option import Option
+from elasticzero.options.sources import Origin
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.options.values import Parse
+from elasticzero.options.values import Parse
 
 SCRIPT_KEY, ARGUMENTS_KEY = "script", "args"
 """Keys of the training script and of its arguments in the file of `--config`."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import get_args
 
 from elasticzero.ipc.assignment import OnNonFinite, data_changes, spike_limit
-from elasticzero.launcher.options.option import Option, grouped
-from elasticzero.launcher.options.values import (
+from elasticzero.memory_estimate import AUTO
+from elasticzero.options.option import Option, grouped
+from elasticzero.options.values import (
     at_least_zero,
     bytes_or_auto,
     positive_number,
     steps_or_auto,
     whole_number,
 )
-from elasticzero.memory_estimate import AUTO
 from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 
 _STRATEGY = grouped(
