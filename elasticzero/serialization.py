@@ -32,7 +32,8 @@ class RecordError(ValueError):
 def encode(record: Any, *, complete: bool = False, without: Collection[str] = ()) -> Any:
     """Returns the JSON value of a record: dataclasses become objects, tuples arrays.
 
-    An object's keys are in the order of the fields, or in that of the class's `FIELD_ORDER`.
+    An object's keys are in the order of the fields. A class that extends another record may name
+    those that come before all others as its `FIELDS_FIRST`.
 
     Args:
         record: a dataclass, or a value that a field may have.
@@ -114,10 +115,9 @@ def _by_name_only(kind: type) -> bool:
 
 @cache
 def _names(kind: type) -> tuple[str, ...]:
-    names = tuple(f.name for f in dataclasses.fields(kind) if f.init)
-    order: tuple[str, ...] = getattr(kind, "FIELD_ORDER", names)
-    assert sorted(order) == sorted(names), f"FIELD_ORDER of {kind.__name__}"
-    return order
+    first: tuple[str, ...] = getattr(kind, "FIELDS_FIRST", ())
+    names = (f.name for f in dataclasses.fields(kind) if f.init)
+    return tuple(dict.fromkeys([*first, *names]))
 
 
 @cache

@@ -62,10 +62,10 @@ VARIABLE_ROWS = (
 )
 
 VARIABLES_ALONE = """\
-A script that runs without an agent (`python train.py`) reads `ELASTICZERO_STRATEGY`,
-`ELASTICZERO_CHECKPOINT_DIR`, `ELASTICZERO_CHECKPOINT_EVERY`, `ELASTICZERO_KEEP`,
-`ELASTICZERO_KEEP_EVERY`, `ELASTICZERO_DETERMINISTIC`, `ELASTICZERO_ON_NONFINITE`,
-`ELASTICZERO_ON_SPIKE`, `ELASTICZERO_ALLOW_DATA_CHANGE` and `ELASTICZERO_STRICT_CHECKPOINT`."""
+A script that runs without an agent (`python train.py`) reads the variables of the options of
+training, of checkpoints and of snapshots in memory. A wrong value ends it with the error that
+`elasticzero run` has. One process has no snapshots and nothing to divide, mirror or verify, so
+those options have no effect there."""
 
 SESSION = """\
 # The session's API

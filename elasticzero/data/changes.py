@@ -20,7 +20,7 @@ from typing import Any
 
 from elasticzero.data.position import UNKNOWN, DataPosition, LoopPlan
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import DataChange
+from elasticzero.options.settings import DataChange
 
 
 def epoch_is_over(order: Any, stream: Any, used: int, least: int = 1) -> bool:

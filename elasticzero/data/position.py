@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elasticzero.data.tag_requests import TagRequests
-from elasticzero.ipc.assignment import DataChange, LeftOutBatch
+from elasticzero.ipc.assignment import LeftOutBatch
+from elasticzero.options.settings import DataChange
 from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import Span
 

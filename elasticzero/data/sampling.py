@@ -27,7 +27,7 @@ from elasticzero.data.position import (
 )
 from elasticzero.data.slices import slices_of
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import DataChange
+from elasticzero.options.settings import DataChange
 from elasticzero.spans import Span
 
 Positions = npt.NDArray[np.uint64]

@@ -6,11 +6,10 @@ Pure. `torchrun_environment` gives the same to scripts that read torchrun's vari
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from elasticzero.errors import UserError
+from elasticzero.options.settings import TrainingSettings
 from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import ShardOver
 
@@ -50,31 +49,6 @@ class KnownError:
     generation: int
 
 
-OnNonFinite = Literal["stop", "skip", "rollback"]
-"""Says what happens to a global batch whose loss or gradient is not finite: the job stops before
-its step, the batch is skipped, or training goes back to a held state and leaves the batch out."""
-
-
-DataChange = Literal["batch", "dataset"]
-"""Names what a loop may have otherwise than before, where training goes on in it: the size of
-global batches; the dataset or the order of its samples."""
-
-
-def data_changes(flag: str, text: str | None) -> tuple[DataChange, ...]:
-    """Parses changes, separated by commas; there are none without a text. Raises `UserError` that
-    names the option `flag`."""
-    changes: tuple[DataChange, ...] = get_args(DataChange)
-    names = text.split(",") if text is not None else []
-    if not set(names) <= set(changes):
-        raise UserError(f"{flag} {text}: batch, dataset or batch,dataset is expected")
-    return tuple(name for name in changes if name in names)
-
-
-BucketBytes = int | Literal["auto"] | None
-"""Size in bytes beyond which a bucket of gradients takes no further parameter; auto: one that rank
-0 finds by measuring; None: the strategy's own."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOutBatch:
     """Names a global batch without a step of the optimizer: one that was left out, or will be."""
@@ -88,41 +62,6 @@ class LeftOutBatch:
     start: int
     stop: int
     """It has the positions `[start, stop)` of the epoch's order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpikeLimit:
-    """Says which losses are too high, and what becomes of their global batches."""
-
-    action: OnNonFinite
-    deviations: float
-    """Number of standard deviations above the mean loss."""
-    steps: int
-    """Number of steps of which the mean is taken."""
-
-    def __str__(self) -> str:
-        return f"{self.action}:{self.deviations:g}:{self.steps}"
-
-
-def spike_limit(flag: str, text: str) -> SpikeLimit | None:
-    """Parses ACTION:K:N; returns None for off. Raises `UserError` that names the option `flag`."""
-    if text == "off":
-        return None
-    action, _, rest = text.partition(":")
-    deviations, _, steps = rest.partition(":")
-    try:
-        limit, count = float(deviations), int(steps)
-    except ValueError:
-        limit, count = math.nan, 0
-    actions: tuple[OnNonFinite, ...] = get_args(OnNonFinite)
-    known_action = next((name for name in actions if name == action), None)
-    if known_action is None or not 0 < limit < math.inf or count < 2:
-        raise UserError(
-            f"{flag} {text}: off, stop:K:N, skip:K:N or rollback:K:N is expected, such as "
-            "skip:6:100 for losses more than 6 standard deviations above the mean of the last 100 "
-            "steps"
-        )
-    return SpikeLimit(action=known_action, deviations=limit, steps=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +79,15 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """Tells a worker its rank, its generation and the source of its state; the agent sends it
-    first."""
+class Assignment(TrainingSettings):
+    """Tells a worker its settings, its rank, its generation and the source of its state; the agent
+    sends it first."""
 
+    FIELDS_FIRST = (
+        *("job", "node", "generation", "token", "rank", "local_rank", "world_size"),
+        *("local_world_size", "group_rank", "master_address", "master_port", "store_fd"),
+        *("strategy", "resume", "snapshot_root", "overflow_root", "host"),
+    )
     job: str
     node: str
     generation: int
@@ -167,23 +111,6 @@ class Assignment:
     """Directory on a disk for snapshots that find no room in shared memory; empty: none."""
     host: str = "127.0.0.1"
     """Address at which other nodes reach this one."""
-    deterministic: bool = False
-    """True: gradients are summed slice by slice in one fixed order, by deterministic kernels."""
-    bucket_bytes: BucketBytes = None
-    """Limit of the size of a bucket of gradients."""
-    checkpoint_dir: str | None = None
-    checkpoint_every: int = 0
-    snapshot_every: int | None = None
-    """Number of steps from one snapshot to the next; 0: none are taken; None: rank 0 chooses."""
-    verify_every: int | None = None
-    """Number of steps from one comparison of replicated state to the next; 0: none; None: rank 0
-    chooses."""
-    on_nonfinite: OnNonFinite = "stop"
-    """Says what happens to a global batch whose loss or gradient is not finite."""
-    on_spike: SpikeLimit | None = None
-    """Which losses are too high; None: none is."""
-    allow_data_change: tuple[DataChange, ...] = ()
-    """Says what may change in the loop in which training goes on."""
     trained: bool = False
     """True if this node has made steps with this job in an earlier generation."""
     micro_batch: int | None = None
@@ -218,12 +145,6 @@ class Assignment:
     """Ranks whose part of the state this worker keeps a live copy of."""
     mirrored_by: int | None = None
     """Rank that keeps a live copy of this worker's part; None: none does."""
-
-    @property
-    def rolls_back(self) -> bool:
-        """Returns whether a bad global batch can take training back to a held state."""
-        spike = self.on_spike is not None and self.on_spike.action == "rollback"
-        return spike or self.on_nonfinite == "rollback"
 
     @property
     def row(self) -> int:

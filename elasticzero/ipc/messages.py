@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elasticzero.ipc.assignment import Assignment, DataChange, LeftOutBatch
+from elasticzero.ipc.assignment import Assignment, LeftOutBatch
+from elasticzero.options.settings import DataChange
 from elasticzero.serialization import OMIT_DEFAULT
 
 FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8

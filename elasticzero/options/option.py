@@ -44,8 +44,8 @@ class Option:
     parse: Parse | None = None
     """Checks and converts the value once all options have one; None: it is used as it is."""
     field: str = ""
-    """The field of `AgentOptions` that the value fills, such as `grace_s`, `policy.spares` or
-    `keep.last`; empty: `agent_options` computes the fields."""
+    """The field of `AgentOptions` that the value fills, such as `grace_s`, `policy.spares`,
+    `training.deterministic` or `keep.last`; empty: `agent_options` computes the fields."""
     in_local: InLocal = "passed on"
     group: str = ""
     """The heading under which the help lists it; empty: among the command's own options."""

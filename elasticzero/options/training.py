@@ -1,16 +1,16 @@
-"""Defines the rows of the options' table that concern training: strategy, checkpoints,
-snapshots, and what is verified.
+"""Defines the table of training options: strategy, checkpoints, snapshots, and what is verified.
 
-`table.py` says what a row is.
+`elasticzero run`, `elasticzero local` and `python train.py` read it. `option.py` says what a row
+is.
 """
 
 from __future__ import annotations
 
 from typing import get_args
 
-from elasticzero.ipc.assignment import OnNonFinite, data_changes, spike_limit
 from elasticzero.memory_estimate import AUTO
 from elasticzero.options.option import Option, grouped
+from elasticzero.options.settings import OnNonFinite, data_changes, spike_limit
 from elasticzero.options.values import (
     at_least_zero,
     bytes_or_auto,
@@ -54,7 +54,7 @@ _STRATEGY = grouped(
         "the last bit in every world; session.batches needs virtual_batch=.",
         False,
         is_switch=True,
-        field="deterministic",
+        field="training.deterministic",
     ),
     Option(
         ("--bucket-bytes",),
@@ -63,7 +63,7 @@ _STRATEGY = grouped(
         "zero1 and zero2)",
         metavar="SIZE",
         parse=bytes_or_auto,
-        field="bucket_bytes",
+        field="training.bucket_bytes",
     ),
     Option(
         ("--verify-replicas",),
@@ -73,7 +73,7 @@ _STRATEGY = grouped(
         "auto",
         metavar="N",
         parse=steps_or_auto,
-        field="verify_every",
+        field="training.verify_every",
     ),
     Option(
         ("--on-nonfinite",),
@@ -82,7 +82,7 @@ _STRATEGY = grouped(
         "and leaves the batch out from there.",
         "stop",
         choices=get_args(OnNonFinite),
-        field="on_nonfinite",
+        field="training.on_nonfinite",
     ),
     Option(
         ("--on-spike",),
@@ -92,7 +92,7 @@ _STRATEGY = grouped(
         "off",
         metavar="ACTION:K:N",
         parse=spike_limit,
-        field="on_spike",
+        field="training.on_spike",
     ),
     Option(
         ("--allow-data-change",),
@@ -101,7 +101,7 @@ _STRATEGY = grouped(
         "position is carried over. (default: neither, and such a change is refused)",
         metavar="WHAT",
         parse=data_changes,
-        field="allow_data_change",
+        field="training.allow_data_change",
     ),
     Option(
         ("--flops-per-sample",),
@@ -127,6 +127,7 @@ _CHECKPOINTS = grouped(
         ("--checkpoint-dir",),
         "Checkpoints are stored in this directory or URL, which all nodes must be able to reach.",
         metavar="DIR",
+        field="training.checkpoint_dir",
     ),
     Option(
         ("--checkpoint-every",),
@@ -135,7 +136,7 @@ _CHECKPOINTS = grouped(
         int,
         metavar="N",
         parse=at_least_zero("0 or more steps are expected"),
-        field="checkpoint_every",
+        field="training.checkpoint_every",
     ),
     Option(
         ("--save-timeout",),
@@ -179,7 +180,7 @@ _SNAPSHOTS = grouped(
         "auto",
         metavar="N",
         parse=steps_or_auto,
-        field="snapshot_every",
+        field="training.snapshot_every",
     ),
     Option(
         ("--snapshot-dir",),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import BucketBytes
+from elasticzero.options.settings import BucketBytes
 from elasticzero.text import bytes_of
 
 MAX_PORT = 65535

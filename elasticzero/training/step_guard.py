@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
-from elasticzero.ipc.assignment import OnNonFinite, SpikeLimit
+from elasticzero.options.settings import OnNonFinite, SpikeLimit
 
 FIRST_SCALE = 2.0**16
 MIN_SCALE, MAX_SCALE = 1.0, 2.0**24

@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import FrameType
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece, write_checkpoint
@@ -28,14 +28,7 @@ from elasticzero.checkpoint.steps.tags import set_tags
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, ExitCode, UserError, one_line
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient, GenerationEnded
-from elasticzero.ipc.assignment import (
-    DataChange,
-    OnNonFinite,
-    Resume,
-    SpikeLimit,
-    data_changes,
-    spike_limit,
-)
+from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import (
     FLAG_LEAVE,
     FLAG_STOP,
@@ -48,69 +41,55 @@ from elasticzero.ipc.messages import (
     Stepped,
     TagStep,
 )
-from elasticzero.memory_estimate import AUTO
-from elasticzero.spans import STRATEGIES
+from elasticzero.options.resolve import (
+    check_checkpoint_options,
+    parse_options,
+    values_in,
+    with_source,
+)
+from elasticzero.options.settings import TrainingSettings
+from elasticzero.options.training import TRAINING_OPTIONS
+from elasticzero.serialization import field_values
 from elasticzero.text import count_text
 from elasticzero.training.training_state import TrainingState
 
 PROGRESS_EVERY_S = 2.0
-PREFIX = "ELASTICZERO_"
-_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Holds the options of `elasticzero run` that concern a single process."""
+class Settings(TrainingSettings):
+    """Holds the training options that concern a single process."""
 
     strategy: str = "ddp"
-    deterministic: bool = False
-    on_nonfinite: OnNonFinite = "stop"
-    on_spike: SpikeLimit | None = None
-    allow_data_change: tuple[DataChange, ...] = ()
-    checkpoint_dir: str | None = None
-    checkpoint_every: int = 0
     keep: RetentionPolicy = field(default_factory=RetentionPolicy)
     strict: bool = False
     """True: raise an error instead of skipping a damaged checkpoint."""
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Reads the settings; raises `UserError` for an invalid value, and treats an empty one as
-    unset."""
+    """Reads the training options from the environment, as `elasticzero run` does.
 
-    def given(name: str) -> str | None:
-        return environment.get(PREFIX + name) or None
-
-    def one_of(name: str, values: tuple[str, ...], default: str) -> str:
-        value = (given(name) or default).lower() if values == _YES + _NO else given(name) or default
-        if value not in values:
-            raise UserError(f"{PREFIX}{name}={value}: must be one of {', '.join(values)}")
-        return value
-
-    def whole(name: str) -> int | None:
-        value = given(name)
-        if value is not None and not value.isdecimal():
-            raise UserError(f"{PREFIX}{name}={value}: must be a whole number")
-        return None if value is None else int(value)
-
-    not_finite = one_of("ON_NONFINITE", get_args(OnNonFinite), "stop")
-    spike = spike_limit(PREFIX + "ON_SPIKE", given("ON_SPIKE") or "off")
-    if "rollback" in (not_finite, spike.action if spike is not None else ""):
+    Raises `UserError`, in the launcher's words, for an invalid value. An empty one counts as unset.
+    """
+    values, sources = values_in(TRAINING_OPTIONS, environment)
+    try:
+        parsed = parse_options(TRAINING_OPTIONS, values)
+        keep = RetentionPolicy(**parsed.keep)
+        check_checkpoint_options(parsed)
+    except UserError as error:
+        raise with_source(error, sources) from None
+    if parsed.training.rolls_back:
+        names = ("on_nonfinite", "on_spike")
+        variables = " and ".join(o.variable for o in TRAINING_OPTIONS if o.name in names)
         raise UserError(
-            f"{PREFIX}ON_NONFINITE and {PREFIX}ON_SPIKE must stop or skip in a process without an "
-            "agent, which holds no state to go back to; for rollback start it by elasticzero run"
+            f"{variables} must stop or skip in a process without an agent, which holds no state to "
+            "go back to; for rollback start it by elasticzero run"
         )
-    strict = one_of("STRICT_CHECKPOINT", _YES + _NO, "no")
     return Settings(
-        strategy=one_of("STRATEGY", (*STRATEGIES, AUTO), "ddp"),
-        deterministic=one_of("DETERMINISTIC", _YES + _NO, "no") in _YES,
-        on_nonfinite="skip" if not_finite == "skip" else "stop",
-        on_spike=spike,
-        allow_data_change=data_changes(PREFIX + "ALLOW_DATA_CHANGE", given("ALLOW_DATA_CHANGE")),
-        checkpoint_dir=given("CHECKPOINT_DIR"),
-        checkpoint_every=whole("CHECKPOINT_EVERY") or 0,
-        keep=RetentionPolicy(last=whole("KEEP"), every=whole("KEEP_EVERY")),
-        strict=strict in _YES,
+        strategy=parsed.policy["strategy"],
+        keep=keep,
+        strict=parsed.policy["strict_checkpoint"],
+        **field_values(parsed.training),
     )
 
 
@@ -177,13 +156,8 @@ class LocalLink(AgentClient):
             STANDALONE,
             token=f"g{STANDALONE.generation:06d}-{secrets.token_hex(8)}",
             strategy=settings.strategy,
-            deterministic=settings.deterministic,
-            on_nonfinite=settings.on_nonfinite,
-            on_spike=settings.on_spike,
-            allow_data_change=settings.allow_data_change,
-            checkpoint_dir=where,
-            checkpoint_every=settings.checkpoint_every,
             resume=self._newest_good(),
+            **{f.name: getattr(settings, f.name) for f in fields(TrainingSettings)},
         )
         super().__init__(None, assignment)
 

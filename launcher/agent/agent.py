@@ -102,7 +102,7 @@ class Agent:
         listeners = [self.memory.history.take, *([self._spans.take] if self._spans else [])]
         self.events = EventLog(options.log_dir, listeners)
         self.reporter = AgentReporter(options, self.events, metrics)
-        self._server = ForkServer(preloaded_modules(options.checkpoint_dir))
+        self._server = ForkServer(preloaded_modules(options.training.checkpoint_dir))
         self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}
         """Processes of a retired group that are ready for the next one, by local rank."""
@@ -115,7 +115,7 @@ class Agent:
             membership,
             subscriptions,
             self.snapshots,
-            CheckpointProbe(options.checkpoint_dir, self.wake),
+            CheckpointProbe(options.training.checkpoint_dir, self.wake),
             RefusalProbe(self.wake),
         )
         self._writer = StoreWriter(store, self._observer, membership, self._cluster)
@@ -139,7 +139,7 @@ class Agent:
         )
         self._core.recovery = self._recovery
         self.saver = CheckpointSaver(
-            self.snapshots, options.checkpoint_dir, options.keep, self.wake
+            self.snapshots, options.training.checkpoint_dir, options.keep, self.wake
         )
         self._compute = ComputePoll()
         self.scalars = NodeScalars()
@@ -296,7 +296,7 @@ class Agent:
         if self._group is not None:
             self._group.fail_all("the fork server of this node died")
         self._server.close()
-        self._server = ForkServer(preloaded_modules(self.options.checkpoint_dir))
+        self._server = ForkServer(preloaded_modules(self.options.training.checkpoint_dir))
 
     def retire(self, world: World) -> None:
         """Ends the workers of the older generation, which make way for those of `world`."""

@@ -12,6 +12,7 @@ from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_sou
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
 from elasticzero.launcher.workers.error_file import error_file
+from elasticzero.serialization import field_values
 
 CONNECT_S, CONNECT_MAX_S = 10.0, 300.0
 START_S, START_MAX_S = 300.0, 1200.0
@@ -54,16 +55,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             trained=index < world.trained,
             snapshot_root=str(options.snapshot_dir),
             overflow_root=str(options.overflow_dir) if options.overflow_dir is not None else "",
-            deterministic=options.deterministic,
-            bucket_bytes=options.bucket_bytes,
-            checkpoint_dir=options.checkpoint_dir,
-            checkpoint_every=options.checkpoint_every,
-            snapshot_every=options.snapshot_every,
-            verify_every=options.verify_every,
             micro_batch=world.micro_batch,
-            on_nonfinite=options.on_nonfinite,
-            on_spike=options.on_spike,
-            allow_data_change=options.allow_data_change,
             left_out=world.left_out,
             bad_steps=world.bad_steps,
             connect_timeout_s=connect_s,
@@ -76,6 +68,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             settings=options.workers,
             mirrors=tuple(r for r, keeper in keepers.items() if keeper == first + local_rank),
             mirrored_by=keepers.get(first + local_rank),
+            **field_values(options.training),
         )
         for local_rank in range(member.nproc)
     ]

@@ -7,7 +7,7 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticzero.checkpoint.steps.catalog import check_writable
@@ -15,13 +15,7 @@ from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import within
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError, UserError
-from elasticzero.ipc.assignment import (
-    BucketBytes,
-    DataChange,
-    OnNonFinite,
-    SpikeLimit,
-    WorkerSettings,
-)
+from elasticzero.ipc.assignment import WorkerSettings
 from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.options.validation import (
@@ -39,6 +33,7 @@ from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.workers.console_output import ConsoleOutput, check_ranks, check_streams
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.process import worker_environment
+from elasticzero.options.settings import TrainingSettings
 
 STORAGE_LIMIT_S = 30.0
 """Seconds after which a checkpoint directory that has not answered counts as one that cannot be
@@ -61,22 +56,8 @@ class AgentOptions:
     overflow_dir: Path | None = None
     """Directory on a disk, for snapshots that find no room in shared memory; it belongs to this
     agent alone."""
-    deterministic: bool = False
-    """True: the bits of the result do not depend on the world."""
-    bucket_bytes: BucketBytes = None
-    """Limit of the size of a bucket of gradients."""
-    checkpoint_dir: str | None = None
-    checkpoint_every: int = 0
-    snapshot_every: int | None = None
-    """Steps from one snapshot to the next; 0: none; None: rank 0 chooses."""
-    verify_every: int | None = None
-    """Steps from one comparison of the ranks' states to the next; 0: none; None: rank 0 chooses."""
-    on_nonfinite: OnNonFinite = "stop"
-    """Says what happens to a global batch whose loss or gradient is not finite."""
-    on_spike: SpikeLimit | None = None
-    """Which losses are too high; None: none is."""
-    allow_data_change: tuple[DataChange, ...] = ()
-    """Says what may change in the loop in which training goes on."""
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    """What the options say to every worker."""
     flops_per_sample: float | None = None
     """Floating-point operations of the model for one sample; None: not stated."""
     peak_flops: float | None = None
@@ -115,8 +96,8 @@ def agent_options(
     nproc = parse_nproc(args.nproc_per_node)
     launch = launch_of(args)
     console = console_of(args)
-    given = parse_common_options(args)
-    check_trackers(given.agent["log_to"])
+    parsed = parse_common_options(args)
+    check_trackers(parsed.agent["log_to"])
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
     directory, storage_error = _checkpoint_directory(args)
@@ -124,17 +105,17 @@ def agent_options(
     options = AgentOptions(
         job=job,
         node=node,
-        policy=JobPolicy(min_nodes=nodes[0], max_nodes=nodes[1], **given.policy),
+        policy=JobPolicy(min_nodes=nodes[0], max_nodes=nodes[1], **parsed.policy),
         nproc=nproc,
         launch=launch,
         log_dir=make_log_directory(args.log_dir, job) / node,
         snapshot_dir=snapshot_directory(job, node, memory),
         overflow_dir=snapshot_directory(job, node, overflow) if overflow else None,
-        checkpoint_dir=directory,
-        keep=given.keep,
+        training=replace(parsed.training, checkpoint_dir=directory),
+        keep=RetentionPolicy(**parsed.keep),
         console=console,
         workers=workers,
-        **given.agent,
+        **parsed.agent,
     )
     return options, storage_error
 

@@ -141,7 +141,7 @@ def job_state(
     if view is None or view.done is not None or not is_leader(view):
         return None
     world, now_s, now = view.world, time.monotonic(), time.time()
-    policy = with_operator_overrides(options.policy, latest.control)
+    training, policy = options.training, with_operator_overrides(options.policy, latest.control)
     aside = _set_aside_s(view, world, now_s)
     trained = latest.stepped_s is not None
     progress_s = now_s - (latest.began_s if latest.stepped_s is None else latest.stepped_s)
@@ -173,7 +173,7 @@ def job_state(
         snapshot_time=latest.snapshot_time,
         checkpoint_step=latest.checkpoint_step,
         checkpoint_time=latest.checkpoint_time,
-        checkpoint_every=options.checkpoint_every if options.checkpoint_dir else 0,
+        checkpoint_every=training.checkpoint_every if training.checkpoint_dir else 0,
         compute_ratios=compute_ratios(times),
     )
 

@@ -24,6 +24,7 @@ from elasticzero.launcher.options.validation import (
     parse_nnodes,
     parse_nproc,
 )
+from elasticzero.options.resolve import with_source
 
 
 def _add_run(parser: Parser) -> None:
@@ -100,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
             return dry_run(args)
         return _run_agent(args)
     except ElasticZeroError as error:
-        shown = with_source(error, args)
+        shown = with_source(error, args.sources)
         if args.log_dir and args.job and args.node_name and not args.dry_run:
             from elasticzero.launcher.observability.event_log import EventLog
 
@@ -108,20 +109,6 @@ def _run(args: argparse.Namespace) -> int:
             with suppress(OSError), closing(EventLog(directory)) as log:
                 log.write("error", message=str(shown), details="", repeats_traceback=False)
         raise shown from None
-
-
-def with_source(error: ElasticZeroError, args: argparse.Namespace) -> ElasticZeroError:
-    """Returns the error, with the variable or the line of the file that gave the option which it
-    begins with.
-
-    A flag is seen on the command line, so then the error stays as it is.
-    """
-    flag = str(error).partition(" ")[0].rstrip(":")
-    name = flag.removeprefix("--").replace("-", "_")
-    source = args.sources.get(name)
-    if type(error) is not UserError or not flag.startswith("--") or source is None:
-        return error
-    return UserError(f"{error}{source.note}")
 
 
 def _run_agent(args: argparse.Namespace) -> int:
@@ -161,7 +148,7 @@ def _local(args: argparse.Namespace) -> int:
 
             return dry_run_local(args)
     except ElasticZeroError as error:
-        raise with_source(error, args) from None
+        raise with_source(error, args.sources) from None
     return int(run(args))
 
 

@@ -10,10 +10,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.errors import UserError
@@ -27,6 +25,7 @@ from elasticzero.launcher.store.etcd.access import (
     resolve_access,
 )
 from elasticzero.launcher.store.job_token import check_given
+from elasticzero.options.resolve import ParsedOptions, check_checkpoint_options, parse_options
 
 UNSAFE_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -196,39 +195,12 @@ def overflow_folder(snapshot_folder: Path) -> Path | None:
     return None if folder.resolve() == snapshot_folder.resolve() else folder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedOptions:
-    """Holds the values of the options that `run` and `local` share, by the field that each
-    fills."""
-
-    agent: Mapping[str, Any]
-    """Fields of `AgentOptions` itself."""
-    policy: Mapping[str, Any]
-    keep: RetentionPolicy
-
-
 def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
-    """Checks and converts the options that depend on the words alone; raises `UserError`."""
-    fields: dict[str, dict[str, Any]] = {"agent": {}, "policy": {}, "keep": {}}
-    for option in RUN_OPTIONS:
-        if not hasattr(args, option.name):  # an option that `local` does not take
-            continue
-        value = getattr(args, option.name)
-        if option.parse is not None:
-            value = option.parse(option.flags[0], value)
-        if option.field:
-            group, _, name = option.field.rpartition(".")
-            fields[group or "agent"][name] = value
-    keep = RetentionPolicy(**fields["keep"])
-    if args.checkpoint_dir is None:
-        idle = {
-            "--checkpoint-every": args.checkpoint_every > 0,
-            "--keep": keep.last is not None,
-            "--strict-checkpoint": args.strict_checkpoint,
-        }
-        for flag, given in idle.items():
-            if given:
-                raise UserError(
-                    f"{flag} needs --checkpoint-dir DIR: without it no checkpoint is written"
-                )
-    return ParsedOptions(agent=fields["agent"], policy=fields["policy"], keep=keep)
+    """Checks and converts the options that depend on the words alone; raises `UserError`.
+
+    `local` does not take all of them.
+    """
+    parsed = parse_options(RUN_OPTIONS, vars(args))
+    RetentionPolicy(**parsed.keep)  # which checks them
+    check_checkpoint_options(parsed)
+    return parsed

@@ -47,7 +47,7 @@ class Member:
 class FailureRecord(KnownError):
     """Records the first error of a generation that ended by one."""
 
-    FIELD_ORDER = ("generation", "node", "rank", "blame", "step", "message", "others")
+    FIELDS_FIRST = ("generation", "node", "rank", "blame", "step")
     rank: int
     blame: str
     step: int
@@ -179,10 +179,7 @@ class Failure(Failed):
     A document holds the end of the traceback only.
     """
 
-    FIELD_ORDER = (
-        *("rank", "blame", "message", "step", "final", "bad_step", "traceback", "odd"),
-        *("verified", "micro_batch", "left_out"),
-    )
+    FIELDS_FIRST = ("rank", "blame", "message", "step", "final", "bad_step", "traceback")
     rank: int
 
 

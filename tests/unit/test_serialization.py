@@ -56,7 +56,7 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Ordered(Base):
-    FIELD_ORDER = ("rank", "part", "size", "name")
+    FIELDS_FIRST = ("rank", "part", "size")
     rank: int
     part: Grown | None = None
 

@@ -18,7 +18,7 @@ from elasticzero.data.slices import slices_of_groups
 from elasticzero.data.streams.dealing import StreamOrder, check_groups, group_sums
 from elasticzero.data.streams.turn import Counts, ReadProgress
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import DataChange
+from elasticzero.options.settings import DataChange
 from elasticzero.spans import Span
 
 

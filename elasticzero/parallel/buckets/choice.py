@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elasticzero.ipc.assignment import BucketBytes
+from elasticzero.options.settings import BucketBytes
 from elasticzero.parallel.buckets.plan import DEFAULT_PLAN, BucketPlan, order_of
 from elasticzero.serialization import decode, encode
 

@@ -18,7 +18,7 @@ from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.streams.dealing import StreamOrder
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import DataChange, data_changes
+from elasticzero.options.settings import DataChange, data_changes
 from elasticzero.serialization import decode, encode
 
 BATCH: tuple[DataChange, ...] = ("batch",)

@@ -20,7 +20,7 @@ from elasticzero.data.sampling import (
     share_of,
 )
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import DataChange
+from elasticzero.options.settings import DataChange
 from elasticzero.serialization import decode, encode
 
 sizes = st.integers(1, 2000)

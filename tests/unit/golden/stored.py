@@ -28,7 +28,6 @@ from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.data.position import DataPosition
 from elasticzero.data.sampling import SampleOrder
 from elasticzero.data.streams.dealing import StreamOrder
-from elasticzero.ipc.assignment import SpikeLimit
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
@@ -43,6 +42,7 @@ from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.job_token import KEY as TOKEN
 from elasticzero.launcher.store.job_token import Record as TokenRecord
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD, reports_of
+from elasticzero.options.settings import SpikeLimit
 from elasticzero.parallel.buckets.choice import BucketChoice
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.serialization import encode

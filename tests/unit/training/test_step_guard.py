@@ -8,7 +8,7 @@ import math
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import SpikeLimit, spike_limit
+from elasticzero.options.settings import SpikeLimit, spike_limit
 from elasticzero.training.step_guard import (
     FIRST_SCALE,
     GROWTH_STEPS,

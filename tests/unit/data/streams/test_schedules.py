@@ -26,7 +26,7 @@ from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.reader import ReaderMark, open_readers
 from elasticzero.data.streams.source import Stream, stream_order
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import DataChange
+from elasticzero.options.settings import DataChange
 from elasticzero.serialization import decode, encode
 
 CPU = torch.device("cpu")

@@ -17,6 +17,7 @@ from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.options.settings import TrainingSettings
 
 A, B, C, D = (Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, 1) for name in "abcd")
 WORLD = World(
@@ -43,8 +44,7 @@ def options(tmp_path: Path) -> AgentOptions:
         ),
         log_dir=tmp_path,
         snapshot_dir=tmp_path,
-        checkpoint_dir=str(tmp_path),
-        checkpoint_every=50,
+        training=TrainingSettings(checkpoint_dir=str(tmp_path), checkpoint_every=50),
         flops_per_sample=1e9,
         peak_flops=1e12,
     )

@@ -28,6 +28,7 @@ from elasticzero.launcher.options.validation import (
 )
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.options.option import Option
+from elasticzero.options.settings import TrainingSettings
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])
@@ -267,17 +268,22 @@ def test_a_value_from_the_environment_needs_a_directory_too(
     parsed = parse_common_options(
         build_parser().parse_args(["run", "--keep-every", "9", "train.py"])
     )
-    assert (parsed.keep.last, parsed.keep.every) == (3, 9)
-    assert parsed.agent["snapshot_every"] is None
+    assert parsed.keep == {"last": 3, "every": 9}
+    assert parsed.training.snapshot_every is None
 
 
 def test_no_checkpoints_at_all_is_fine() -> None:
     words = ["run", "--checkpoint-every", "0", "--snapshot-every", "4", "train.py"]
-    assert parse_common_options(build_parser().parse_args(words)).agent["snapshot_every"] == 4
+    assert parse_common_options(build_parser().parse_args(words)).training.snapshot_every == 4
 
 
 def test_each_field_of_the_table_exists() -> None:
-    homes = {"": AgentOptions, "policy": JobPolicy, "keep": RetentionPolicy}
+    homes = {
+        "": AgentOptions,
+        "policy": JobPolicy,
+        "keep": RetentionPolicy,
+        "training": TrainingSettings,
+    }
     for option in RUN_OPTIONS:
         if option.field:
             home, _, name = option.field.rpartition(".")

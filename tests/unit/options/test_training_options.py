@@ -1,0 +1,219 @@
+"""Each row of the table of training options reaches everything that reads options.
+
+A new option is a row of `options/training.py`, a field of `TrainingSettings`, and the file that
+uses it. No other file knows it by name, and so these tests hold for it too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticzero.checkpoint.steps.retention import RetentionPolicy
+from elasticzero.errors import ExitCode, UserError
+from elasticzero.ipc.assignment import Assignment, Resume
+from elasticzero.launcher.agent.assignments import assignments
+from elasticzero.launcher.agent.config import agent_options
+from elasticzero.launcher.cli.main import main, parse
+from elasticzero.launcher.options.table import passed_on_arguments
+from elasticzero.launcher.options.validation import parse_common_options
+from elasticzero.launcher.protocol.documents import Member, World
+from elasticzero.launcher.secrets import Secret
+from elasticzero.options.option import Option
+from elasticzero.options.resolve import ParsedOptions
+from elasticzero.options.settings import TrainingSettings
+from elasticzero.options.training import TRAINING_OPTIONS
+from elasticzero.worker.single_process import read_settings
+
+NAMES = [option.name for option in TRAINING_OPTIONS]
+VALUES = {"N": "7", "K": "7", "S": "7", "SIZE": "8MiB", "F": "2e9", "WHAT": "batch"}
+"""A value that is not the default, by the word that the help shows for it."""
+SPIKES = "skip:3:10"
+NEEDED = {"keep_every": ("keep",)}
+"""Options without which another is refused."""
+
+
+def value_of(option: Option, folder: Path) -> str:
+    """Returns a valid text that is not the option's default."""
+    if option.is_switch:
+        return "yes"
+    if option.choices is not None:
+        return next(c for c in reversed(option.choices) if c not in (option.default, "rollback"))
+    if option.metavar == "DIR":
+        return str(folder / "held")
+    return SPIKES if option.metavar == "ACTION:K:N" else VALUES[option.metavar or ""]
+
+
+@pytest.fixture(params=TRAINING_OPTIONS, ids=NAMES)
+def option(request: pytest.FixtureRequest) -> Option:
+    row: Option = request.param
+    return row
+
+
+@pytest.fixture
+def given(option: Option, tmp_path: Path) -> dict[str, str]:
+    """The texts of an option and of those that it needs, by name."""
+    (tmp_path / "held").mkdir()
+    rows = {row.name: row for row in TRAINING_OPTIONS}
+    names = ["checkpoint_dir", *NEEDED.get(option.name, ()), option.name]
+    return {name: value_of(rows[name], tmp_path) for name in names}
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for row in TRAINING_OPTIONS:
+        monkeypatch.delenv(row.variable, raising=False)
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)
+
+
+def words_of(given: dict[str, str]) -> list[str]:
+    rows = {row.name: row for row in TRAINING_OPTIONS}
+    return [
+        word
+        for name, text in given.items()
+        for word in rows[name].words(True if rows[name].is_switch else text)
+    ]
+
+
+def parsed(*words: str) -> ParsedOptions:
+    return parse_common_options(parse(words))
+
+
+def check_not_default(option: Option, found: ParsedOptions) -> None:
+    """Checks that the option's value has reached its field."""
+    if not option.field:
+        return
+    group, _, name = option.field.rpartition(".")
+    home: Any = getattr(found, group or "agent")
+    value = home[name] if isinstance(home, dict) else getattr(home, name)
+    default = option.default
+    if option.parse is not None and default is not None:
+        default = option.parse(option.flags[0], default)
+    assert value != default, option.field
+
+
+def test_each_reaches_the_command_line_and_its_variable_and_the_file(
+    option: Option,
+    given: dict[str, str],
+    script: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_flag = parsed("run", *words_of(given), script)
+    check_not_default(option, by_flag)
+    lines = [
+        f"{name.replace('_', '-')} = {'true' if text == 'yes' else repr(text)}"
+        if not text.isdecimal()
+        else f"{name} = {text}"
+        for name, text in given.items()
+    ]
+    file = tmp_path / "job.toml"
+    file.write_text("\n".join(lines))
+    assert parsed("run", "--config", str(file), script) == by_flag
+    for row in TRAINING_OPTIONS:
+        if row.name in given:
+            monkeypatch.setenv(row.variable, given[row.name])
+    assert parsed("run", script) == by_flag
+
+
+def test_each_reaches_the_agents_of_a_local_cluster(given: dict[str, str], script: str) -> None:
+    words = passed_on_arguments(parse(["local", "--nodes", "2", *words_of(given), script]))
+    assert parsed("run", *words, script) == parsed("run", *words_of(given), script)
+
+
+def test_each_reaches_a_script_without_an_agent(given: dict[str, str], script: str) -> None:
+    by_flag = parsed("run", *words_of(given), script)
+    rows = {row.name: row for row in TRAINING_OPTIONS}
+    settings = read_settings({rows[name].variable: text for name, text in given.items()})
+    for field in fields(TrainingSettings):
+        assert getattr(settings, field.name) == getattr(by_flag.training, field.name)
+    assert settings.keep == RetentionPolicy(**by_flag.keep)
+    assert settings.strategy == by_flag.policy["strategy"]
+    assert settings.strict == by_flag.policy["strict_checkpoint"]
+
+
+def test_each_reaches_the_workers(given: dict[str, str], script: str, tmp_path: Path) -> None:
+    words = [*words_of(given), "--log-dir", str(tmp_path / "logs")]
+    options, _ = agent_options(parse(["run", *words, script]), (1, 1))
+    by_flag = parsed("run", *words_of(given), script)
+    world = World(
+        generation=1,
+        token="t",
+        members=(Member("a", "i", "127.0.0.1", 1, 2, options.nproc),),
+        strategy=options.policy.strategy,
+        resume=Resume(tier="fresh"),
+        reason="a test",
+    )
+    for assignment in assignments(options, world, 0, Secret("x")):
+        assert isinstance(assignment, Assignment)
+        for field in fields(TrainingSettings):
+            if field.name != "checkpoint_dir":  # which the agent resolves
+                assert getattr(assignment, field.name) == getattr(by_flag.training, field.name)
+        assert assignment.checkpoint_dir == given["checkpoint_dir"]
+
+
+def test_no_field_of_the_settings_is_without_an_option() -> None:
+    """Nor has any two."""
+    filled = [row.field for row in TRAINING_OPTIONS if row.field.startswith("training.")]
+    assert sorted(filled) == sorted(f"training.{field.name}" for field in fields(TrainingSettings))
+
+
+WRONG = {
+    "strategy": "zero9",
+    "shard": "rack",
+    "redundancy": "twice",
+    "deterministic": "perhaps",
+    "bucket_bytes": "0",
+    "verify_replicas": "often",
+    "on_nonfinite": "later",
+    "on_spike": "later",
+    "allow_data_change": "model",
+    "flops_per_sample": "-1",
+    "peak_flops": "many",
+    "checkpoint_every": "-3",
+    "save_timeout": "inf",
+    "keep": "some",
+    "keep_every": "-2",
+    "strict_checkpoint": "perhaps",
+    "snapshot_every": "-1",
+}
+"""A wrong value of each option whose value is no folder."""
+
+
+def test_each_option_but_folders_has_a_wrong_value_here() -> None:
+    assert WRONG.keys() == {o.name for o in TRAINING_OPTIONS if o.metavar != "DIR"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_variable_has_the_same_error_with_an_agent_and_without(
+    name: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variable = f"ELASTICZERO_{name.upper()}"
+    monkeypatch.setenv(variable, WRONG[name])
+    assert main(["run", script]) == ExitCode.USAGE
+    sentence = capsys.readouterr().err
+    assert variable in sentence
+    with pytest.raises(UserError) as refused:
+        read_settings({variable: WRONG[name]})
+    assert f"error: {refused.value}\n" == sentence
+
+
+def test_a_script_without_an_agent_exits_with_the_code_of_bad_input(tmp_path: Path) -> None:
+    code = "import elasticzero as ez\nez.run(lambda session: None)"
+    for variable, value in (("ELASTICZERO_CHECKPOINT_EVERY", "7"), ("ELASTICZERO_KEEP", "some")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={variable: value, "PATH": ""},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+        assert done.stderr.startswith("error: --") and done.stderr.count("\n") == 1
