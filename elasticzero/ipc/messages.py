@@ -284,12 +284,12 @@ class Finished:
 class Failed:
     """Worker to agent: an exception left the training function."""
 
-    step: int = 0
+    step: int
     """Last step that was finished before the error."""
     blame: Blame
     message: str
     """The error in one line, without traceback."""
-    traceback: str = ""
+    traceback: str
     final: bool = False
     """True if the same input would fail in the same way, so that a retry is useless."""
     bad_step: int | None = None

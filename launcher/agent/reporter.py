@@ -45,7 +45,7 @@ from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.group import Ended, Received, WorkerGroup
 from elasticzero.launcher.workers.log_tail import LogTail
 from elasticzero.launcher.workers.process import Worker
-from elasticzero.serialization import encode
+from elasticzero.serialization import encode, field_values
 
 DECISIONS: Mapping[type, EventName] = {
     DataChanged: "data_changed",
@@ -179,7 +179,7 @@ class AgentReporter:
             tier=resume.tier,
             reason=world.reason,
             bad_steps=list(world.bad_steps),
-            skipped=_plain(world.skipped) if world.skipped is not None else None,
+            skipped=field_values(world.skipped) if world.skipped is not None else None,
             time_spent=encode(world.time_spent),
         )
         logging_setup.context.generation = world.generation
@@ -227,7 +227,7 @@ class AgentReporter:
                     self._recovery.restored(message, now_s)
                     if local == 0:
                         self._time.restored(now_s, message.connect_s, message.restore_s)
-                        self.note("restored", generation=group.generation, **_plain(message))
+                        self.note("restored", generation=group.generation, **field_values(message))
                 case Stepped():
                     self._first_step(group.generation, message.at_s)
                     self.console.progress_resumed(worker.rank, message.at_s)
@@ -237,23 +237,23 @@ class AgentReporter:
                         at = {"time": time.time() - ago_s, "generation": group.generation}
                         rank, own_s = self._latest.compute.slowest()
                         slowest = {"slowest_local_rank": rank, "compute_s": own_s}
-                        self.note("step", **_plain(message) | at | slowest)
+                        self.note("step", **field_values(message) | at | slowest)
                 case Logged():
                     self.note("log", rank=worker.rank, step=message.step, **message.scalars)
                 case Captured():
                     if local == 0:
                         kind = stall_of(message.checkpoint or message.direct)
                         self._time.stalled(kind, message.seconds)
-                    self.note("captured", local_rank=local, **_plain(message))
+                    self.note("captured", local_rank=local, **field_values(message))
                 case DataChanged() | SnapshotInterval() | MemoryShort():
-                    self.note(DECISIONS[type(message)], **_plain(message))
+                    self.note(DECISIONS[type(message)], **field_values(message))
                     self.console.decided(message)
                 case Stopping():
-                    self.note("stopping", **_plain(message) | {"rank": worker.rank})
+                    self.note("stopping", **field_values(message) | {"rank": worker.rank})
                 case Failed():
                     if message.traceback and self._repeats(worker):
                         self.console.traced.append(message.message)
-                    self.note("failed", rank=worker.rank, **_plain(message))
+                    self.note("failed", rank=worker.rank, **field_values(message))
                 case Ended(code):
                     self.note("ended", rank=worker.rank, pid=worker.pid, code=code)
                     running = sum(w.running for w in group.workers)
@@ -262,7 +262,7 @@ class AgentReporter:
 
     def snapshot_held(self, held: SnapshotHeld) -> None:
         """Records that this node holds its part of a snapshot, or could not take it."""
-        self.note("kept", **_plain(held))
+        self.note("kept", **field_values(held))
         self._metrics.observe_snapshot(held.step, held=held.error is None)
         if held.error is None:
             self._latest.snapshot_held(held.step)
@@ -271,7 +271,7 @@ class AgentReporter:
 
     def saved(self, finished: SaveFinished) -> None:
         """Records that a save has ended here."""
-        self.note("saved", **_plain(finished))
+        self.note("saved", **field_values(finished))
         for text in finished.notes:
             self.console.log_line(text)
         if finished.error is not None:
@@ -287,18 +287,18 @@ class AgentReporter:
         if finished.committed:
             text = f"checkpoint of step {finished.step} written in {finished.seconds:.2f} s"
             self.console.log_line(text)
-            self.note("checkpoint", **_plain(finished))
+            self.note("checkpoint", **field_values(finished))
         if finished.tags:
             self.console.tagged(finished.step, finished.tags)
 
     def tagged(self, tagged: Tagged) -> None:
         """Records that tags name a step that was saved before, or why they do not."""
-        self.note("tagged", **_plain(tagged))
+        self.note("tagged", **field_values(tagged))
         self.console.tagged(tagged.step, tagged.tags, tagged.error)
 
     def save_failed(self, failed: SaveFailed) -> None:
         """Records that a save of the newest state failed; prints it if the error is another."""
-        self.note("save_failed", **_plain(failed))
+        self.note("save_failed", **field_values(failed))
         self._metrics.checkpoints_failed.inc()
         self.console.save_failed(failed)
 
@@ -322,7 +322,7 @@ class AgentReporter:
 
     def examined(self, group: WorkerGroup, found: Failure) -> None:
         """Records what was found about a worker that makes no step."""
-        self.note("looked", generation=group.generation, **_plain(found))
+        self.note("looked", generation=group.generation, **field_values(found))
         self.console.examined(group, found)
 
     def outlasted(self, group: WorkerGroup, now_s: float) -> None:
@@ -392,7 +392,3 @@ class AgentReporter:
             trace = failure.traceback if failure is not None else ""
             error_file.write_own(done.reason, trace, int(ExitCode.FAILED))
         self._events.close()
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in message.__dataclass_fields__}

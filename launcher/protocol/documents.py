@@ -181,6 +181,8 @@ class Failure(Failed):
 
     FIELDS_FIRST = ("rank", "blame", "message", "step", "final", "bad_step", "traceback")
     rank: int
+    step: int = 0
+    traceback: str = ""
 
 
 Phase = Literal["restored", "stalled", "alive", "stopped", "finished"]

@@ -37,12 +37,21 @@ def least(kind: type[T], mark: str = "", **chosen: Any) -> T:
     return kind(**required | chosen)
 
 
-def full_and_least(name: str, kind: type[Any], data_of: Callable[[Any], bytes]) -> dict[str, str]:
+def full_and_least(
+    name: str, kind: type[Any], data_of: Callable[[Any], bytes], **chosen: Any
+) -> dict[str, str]:
     """Returns the bytes of a record with all fields, and with those it must have where that makes a
-    difference, each as a line by its name."""
+    difference, each as a line by its name.
+
+    Args:
+        name: Begins the names of the lines.
+        kind: Class of the record.
+        data_of: Returns the bytes of a record.
+        chosen: Values of fields that the types alone do not tell.
+    """
     lines = {
-        f"{name} full": line(data_of(full(kind))),
-        f"{name} least": line(data_of(least(kind))),
+        f"{name} full": line(data_of(full(kind, **chosen))),
+        f"{name} least": line(data_of(least(kind, **chosen))),
     }
     return lines if len(set(lines.values())) > 1 else {name: lines[f"{name} full"]}
 

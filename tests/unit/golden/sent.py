@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from elasticzero.comm.node_agreement import NodeAgreement
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.ipc.assignment import Assignment, WorkerSettings, torchrun_environment
 from elasticzero.ipc.channel import Channel
-from elasticzero.ipc.messages import Logged, Message, Stepped
+from elasticzero.ipc.messages import Failed, Logged, Message, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.status import Latest, agent_status
 from elasticzero.launcher.goodput import TimeSpent
@@ -35,6 +36,7 @@ from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.ops.dashboard.history import JobHistory
 from elasticzero.ops.dashboard.service import job_document
 from elasticzero.ops.trackers.node_scalars import NodeScalars
+from elasticzero.options.settings import TrainingSettings
 from elasticzero.serialization import encode
 from tests.unit.golden.records import full, full_and_least, least, line
 
@@ -43,12 +45,16 @@ NOW_S = 1000.0
 """Time at which all clocks stand."""
 
 
+CHOSEN: Mapping[type[Any], Mapping[str, Any]] = {Failed: {"blame": "killed"}}
+"""Values that the types of the fields of a message do not tell: no worker sends all of `Blame`."""
+
+
 def messages() -> dict[str, str]:
     """Returns each message between agent and worker as its channel sends it, and the variables that
     a worker gets with its assignment."""
     made: dict[str, str] = {}
     for kind in MESSAGES:
-        made |= full_and_least(kind.__name__, kind, _on_the_wire)
+        made |= full_and_least(kind.__name__, kind, _on_the_wire, **CHOSEN.get(kind, {}))
     made |= full_and_least("launch", Launch, lambda launch: json.dumps(encode(launch)).encode())
     settings = full(WorkerSettings, devices=("4", "5"))
     for name, assignment in {
@@ -143,8 +149,7 @@ def agent_options(folder: Path) -> AgentOptions:
         launch=launch,
         log_dir=folder / "a",
         snapshot_dir=folder,
-        checkpoint_dir=str(folder),
-        checkpoint_every=50,
+        training=TrainingSettings(checkpoint_dir=str(folder), checkpoint_every=50),
         flops_per_sample=1e9,
         peak_flops=1e12,
     )

@@ -106,7 +106,7 @@ def _report(folder: Path, of_node: Metrics) -> None:
         full(SnapshotInterval),
         full(MemoryShort),
         full(Stopping),
-        full(Failed),
+        full(Failed, blame="killed"),
         Finished(step=5),
         Ended(-9),
     ):

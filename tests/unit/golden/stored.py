@@ -188,8 +188,11 @@ def _written(folder: Path) -> Path:
     return folder
 
 
+_FULL = full(DataPosition)
+FULL_POSITION = replace(_FULL, skipped=tuple(replace(batch, step=0) for batch in _FULL.skipped))
+"""A batch that is skipped already has no step to come."""
 POSITIONS = {
-    "full": full(DataPosition),
+    "full": FULL_POSITION,
     "least": DataPosition(),
 }
 
@@ -236,7 +239,7 @@ def _training_state(folder: Path) -> Path:
     tracked = encode_state({"mean": torch.zeros(2)}, f"{TRACKED}average", tensors)
     copy = BoundaryCopy(
         step=STEP,
-        position=full(DataPosition),
+        position=FULL_POSITION,
         buffers={"model/count": torch.tensor(3)},
         rng=RngState.capture(torch.device("cpu")),
         json={"tracked": {"average": tracked}, "groups": [], "aliases": {"model/a": "model/b"}},

@@ -119,7 +119,7 @@ def test_messages_are_read_as_what_they_were() -> None:
         name = kind.__name__ if kind.__name__ in lines else f"{kind.__name__} full"
         value = json.loads(data_in(lines[name]))
         assert value.pop("kind") == kind.__name__
-        assert decode(kind, value) == full(kind)
+        assert decode(kind, value) == full(kind, **sent.CHOSEN.get(kind, {}))
 
 
 def test_positions_are_read_as_what_they_were() -> None:
