@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from elasticzero.cli.main import COMMANDS, build_parser
-from elasticzero.launcher.cli.main import COMMANDS, build_parser
 from elasticzero.launcher.options.parser import Parser, shown_value
 from elasticzero.launcher.options.table import (
     COMMAND_OPTIONS,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from elasticzero.errors import ElasticZeroError, ExitCode
-from elasticzero.launcher.options.parser import Parser
+from elasticzero.launcher.options.parser import HELP_ALL, Parser
 from elasticzero.text import print_error
 from elasticzero.version import __version__
 
@@ -42,7 +42,7 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
     words: the command line; only the command that it names gets its options. None: all do.
     """
     named = next((word for word in words or () if word in COMMANDS), None)
-    wants_help = words is None or any(word in ("-h", "--help") for word in words)
+    wants_help = words is None or any(word in ("-h", "--help", HELP_ALL) for word in words)
     parser = Parser(prog="elasticzero", description="Elastic, fault-tolerant PyTorch training.")
     parser.add_argument(
         "--version",

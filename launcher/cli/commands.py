@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from elasticzero.errors import ElasticZeroError, UserError
+from elasticzero.errors import ElasticZeroError
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.table import (
     add_job_options,

@@ -10,7 +10,7 @@ import argparse
 import copy
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elasticzero.errors import ExitCode
@@ -30,12 +30,16 @@ NEARNESS = 0.75
 """Least similarity, from 0 to 1, of the option that an error suggests for one that is unknown."""
 MAX_IN_USAGE = 6
 """Number of options that a line of usage names; of more it says only that there are some."""
+HELP_ALL = "--help-all"
 EXAMPLES = "examples:\n"
 """Beginning of a text whose lines the help prints as they are."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
     """Lists each option with dashes only, though underscores are accepted too."""
+
+    unlisted: frozenset[str] = frozenset()
+    """Destinations of the options that are passed over."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
         shown = [_with_dashes(action) for action in actions]
@@ -48,6 +52,8 @@ class HelpFormatter(argparse.HelpFormatter):
         super().add_usage(usage, shown, groups if len(free) <= MAX_IN_USAGE else [], prefix)
 
     def add_argument(self, action: argparse.Action) -> None:
+        if action.dest in self.unlisted:
+            return
         super().add_argument(_with_dashes(action))
         if isinstance(action.choices, dict):  # commands stand further to the right than options
             widest = max(map(len, action.choices)) + self._current_indent + self._indent_increment
@@ -65,6 +71,16 @@ def _with_dashes(action: argparse.Action) -> argparse.Action:
     return shown
 
 
+class _HelpAll(argparse.Action):
+    """Prints the help with every option, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser.unlisted = frozenset()
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Prints errors in one line, and exits with the code of bad input.
 
@@ -73,6 +89,9 @@ class Parser(argparse.ArgumentParser):
     the innermost command that was named, and as its `sources` where each value comes from, by the
     option's name.
     """
+
+    unlisted: frozenset[str] = frozenset()
+    """Names of the options that `--help` passes over, and `--help-all` lists."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         defaults = {"formatter_class": HelpFormatter, "add_help": False}
@@ -88,6 +107,25 @@ class Parser(argparse.ArgumentParser):
         """Function that spells out abbreviations in this command's words; raises `UserError`."""
         self.commands: Mapping[str, Parser] = {}
         """Parsers of the commands below this one, by name."""
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        formatter = super()._get_formatter()
+        if isinstance(formatter, HelpFormatter):
+            formatter.unlisted = self.unlisted
+        return formatter
+
+    def list_only(self, names: Collection[str]) -> None:
+        """Lets `--help` list these options alone, and adds `--help-all`, which lists every one."""
+        rest = [option for option in self.options if option.name not in names]
+        self.unlisted = frozenset(option.name for option in rest)
+        more = sum(option.help != argparse.SUPPRESS for option in rest)
+        self.add_argument(
+            HELP_ALL,
+            action=_HelpAll,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help=f"All options are shown, {more} more than by --help.",
+        )
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\nsee: {self.prog} --help", file=sys.stderr)
@@ -134,9 +172,24 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
 
-def add_command(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
-    """Adds the options of a command that runs a script, and the script, to a parser."""
+def add_command(
+    parser: Parser,
+    options: Sequence[Option],
+    required: Sequence[str] = (),
+    listed: Collection[str] | None = None,
+) -> None:
+    """Adds the options of a command that runs a script, and the script, to a parser.
+
+    Args:
+        parser: the command's.
+        options: all that the command has.
+        required: names of the options that must have a value.
+        listed: names of the options that `--help` lists, where `--help-all` lists the others too;
+            None: it lists all.
+    """
     add_options(parser, options, required)
+    if listed is not None:
+        parser.list_only(listed)
     script = parser.add_argument("script", help="This training script runs in every worker.")
     arguments = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="The script gets these arguments."

@@ -61,7 +61,7 @@ def _split_word(word: str, known: dict[str, Option]) -> tuple[str, str | None]:
 
 def _complete_flag(flag: str, known: dict[str, Option]) -> str:
     """Returns the flag itself, or the only flag of torchrun that begins with it."""
-    if flag in known or flag == "--help":
+    if flag in known or flag in ("--help", "--help-all"):
         return flag
     fitting = {
         option.flags[0]

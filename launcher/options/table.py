@@ -312,6 +312,18 @@ TEE_STREAMS = Option(
 ALL_RUN_OPTIONS = (*COMMAND_OPTIONS, *RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS)
 """Every option of `run`, also those of torchrun."""
 
+LISTED = frozenset(
+    {
+        *("config", "dry_run", "nnodes", "nproc_per_node", "standalone", "etcd", "job", "restart"),
+        *("strategy", "shard", "deterministic", "on_nonfinite", "allow_data_change"),
+        *("checkpoint_dir", "checkpoint_every", "keep", "snapshot_every"),
+        *("max_restarts", "hang_timeout", "keep_workers", "grace"),
+        *("http_port", "log_dir", "log_to", "module"),
+    }
+)
+"""The 25 options that people use most, which `run --help` lists. One that is added takes the place
+of another; `--help-all` and the reference have every option."""
+
 LOCAL_OPTIONS = grouped(
     "the cluster on this machine",
     Option(("--nodes",), "The cluster starts with N nodes.", type=int, metavar="N", own=False),
@@ -340,7 +352,7 @@ def add_job_options(parser: Parser) -> None:
 
 def add_run_options(parser: Parser) -> None:
     """Adds the options of `run`, also those of torchrun, and the script."""
-    add_command(parser, ALL_RUN_OPTIONS)
+    add_command(parser, ALL_RUN_OPTIONS, listed=LISTED)
 
 
 def all_local_options() -> list[Option]:
@@ -352,7 +364,8 @@ def all_local_options() -> list[Option]:
 
 def add_local_options(parser: Parser) -> None:
     """Adds the options of `local`, and the script."""
-    add_command(parser, all_local_options(), required=("nodes",))
+    listed = LISTED.union(option.name for option in LOCAL_OPTIONS)
+    add_command(parser, all_local_options(), required=("nodes",), listed=listed)
 
 
 def passed_on_arguments(args: argparse.Namespace) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,14 @@ import pytest
 from elasticzero.cli.examples import EXAMPLES
 from elasticzero.cli.main import build_parser, main, parse
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.options.parser import Parser
-from elasticzero.launcher.options.table import ALL_RUN_OPTIONS, COMMAND_OPTIONS, all_local_options
+from elasticzero.launcher.options.parser import HELP_ALL, Parser
+from elasticzero.launcher.options.table import (
+    ALL_RUN_OPTIONS,
+    COMMAND_OPTIONS,
+    LISTED,
+    all_local_options,
+)
+from elasticzero.options.option import Option
 
 
 def every_parser(parser: Parser) -> Iterator[Parser]:
@@ -131,6 +138,40 @@ def test_help_of_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_option_of_a_job_stands_under_a_heading(options: list) -> None:  # type: ignore[type-arg]
     loose = [o.flags[0] for o in options if not o.group and o.help != argparse.SUPPRESS]
     assert loose == [option.flags[0] for option in COMMAND_OPTIONS]
+
+
+def listed_by(words: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """Returns the flags that begin a line of a command's help, but for those of help itself."""
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "\nexamples:\n  # " in text
+    flags = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE))
+    assert {"--help", HELP_ALL} <= flags
+    return flags - {"--help", HELP_ALL}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("run", ALL_RUN_OPTIONS), ("local", all_local_options())]
+)
+def test_help_lists_25_options_and_help_all_every_one(
+    command: str, options: Sequence[Option], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A new option takes the place of another, or is among those that `--help-all` lists."""
+    short = listed_by(f"{command} --help", capsys)
+    assert len(short) == 25
+    known = {o.name: o.flags for o in options if o.help != argparse.SUPPRESS}
+    listed = {name for name, flags in known.items() if short.intersection(flags)}
+    assert listed == LISTED.intersection(known).union({"nodes", "fault"} & known.keys())
+    every = listed_by(f"{command} --help-all", capsys)
+    assert all(every.intersection(flags) for flags in known.values())
+    assert listed_by(f"{command} --nnodes 2 {HELP_ALL} --etcd", capsys) == every
+
+
+def test_the_options_that_help_lists_exist() -> None:
+    assert {option.name for option in ALL_RUN_OPTIONS} >= LISTED
+    assert len(LISTED) == 25
 
 
 @pytest.mark.parametrize("prog", PARSERS)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
+from elasticzero.cli.main import main, parse
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.launcher.agent.assignments import assignments
 from elasticzero.launcher.agent.config import agent_options
-from elasticzero.launcher.cli.main import main, parse
 from elasticzero.launcher.options.table import passed_on_arguments
 from elasticzero.launcher.options.validation import parse_common_options
 from elasticzero.launcher.protocol.documents import Member, World
