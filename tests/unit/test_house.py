@@ -17,7 +17,6 @@ import elasticzero
 PRODUCT = ("elasticzero", "launcher", "checkpoint")
 FOLDERS = (*PRODUCT, "examples", "benchmarks", "tests", "tools")
 MAX_LINES = 600
-MAX_PRODUCT_LINES = 400
 MAX_MODULES = 14
 """In one package, without its `__init__` and `__main__`."""
 DEFINED_TWICE = {
@@ -37,13 +36,8 @@ def sources(root: Path, folders: tuple[str, ...] = FOLDERS) -> list[Path]:
 def test_no_file_is_longer_than_the_cap(root: Path) -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in sources(root)}
     assert len(lengths) > 20
-    product = set(sources(root, PRODUCT))
-    too_long = {
-        str(path.relative_to(root)): n
-        for path, n in lengths.items()
-        if n > (MAX_PRODUCT_LINES if path in product else MAX_LINES)
-    }
-    assert not too_long, f"files past {MAX_PRODUCT_LINES} or {MAX_LINES} lines: {too_long}"
+    too_long = {str(path.relative_to(root)): n for path, n in lengths.items() if n > MAX_LINES}
+    assert not too_long, f"files past {MAX_LINES} lines: {too_long}"
 
 
 def test_no_package_has_too_many_modules(root: Path) -> None:
