@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Literal, Never, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,6 +23,7 @@ from elasticzero.parallel.optimizers.groups import MadeOptimizers
 from elasticzero.state.auxiliary import Stateful
 from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
+from elasticzero.training.batch_work import BatchWork
 from elasticzero.training.evaluation import Result, evaluate, evaluating
 from elasticzero.training.precision import Compute
 from elasticzero.training.preparation import prepare_training
@@ -43,7 +43,13 @@ class Session:
         self._link = generation.link
         self._assignment = generation.link.assignment
         self._comparison = Comparison(generation.groups, self._assignment)
-        self._loops = Loops(generation.link, self._comparison)
+        self._work = BatchWork(
+            generation.link,
+            generation.groups,
+            generation.tracker,
+            on_gpu=generation.device.type == "cuda",
+        )
+        self._loops = Loops(generation.link, self._comparison, self._work)
         self._state: Callable[[], dict[str, Tensor]] = dict
         self.device = generation.device
         """The device of the batches and the model."""
@@ -81,12 +87,12 @@ class Session:
     @property
     def batch_indices(self) -> list[int]:
         """Returns the dataset indices of the whole current global batch, on all ranks together."""
-        return self._loops.progress.indices()
+        return self._work.indices()
 
     @property
     def micro_batch(self) -> MicroBatch:
         """Returns this rank's micro-batch: `weight` samples count, `last` ends the global batch."""
-        return self._loops.progress.current("micro_batch")[1]
+        return self._generation.tracker.now.current()
 
     @property
     def epoch(self) -> int:
@@ -157,7 +163,7 @@ class Session:
         place = generation.place(self._comparison, cpu_offload=bool(cpu_offload), load=load)
         name = strategy or self._assignment.strategy
         compute = Compute(precision=precision, compiled=compile)
-        laid = prepare_training(place, model, optimizer, name, compute, lambda: generation.training)
+        laid = prepare_training(place, model, optimizer, name, compute)
         generation.training, self._state = laid.training, laid.state_dict
         return laid.training.strategy.model, laid.training.strategy.optimizers.as_made
 
@@ -272,25 +278,7 @@ class Session:
         of the dict of them; no other parameters get a gradient. Raises `UserError` for a loss of
         another shape, and for a second call for one micro-batch, unless `step(only=…)` was called.
         """
-        training, progress = self._prepared("backward"), self._loops.progress
-        names = training.strategy.optimizers.named(only)
-        batch, part = progress.begin_backward(names)
-        if loss.numel() != 1:
-            raise UserError(f"the loss has shape {tuple(loss.shape)}; it must be one number")
-        self._link.check()
-        amount = float(part.weight if weight is None else weight)
-        if part.weight == 0 or amount == 0:
-            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
-            amount = 0.0
-        progress.add_weight(None if weight is None else amount)
-        training.begin_backward()
-        optimizers = training.strategy.optimizers
-        self._loops.require_equal_only(names, optimizers.by_name, self._generation.groups)
-        optimizers.only = names
-        training.gradients.show()
-        training.strategy.backward(loss, amount / len(batch) * training.guard.scale)
-        training.gradients.hide()
-        progress.backward = True
+        self._work.backward(self._prepared("backward"), loss, weight, only)
 
     def step(
         self, max_grad_norm: float | None = None, *, only: str | Collection[str] | None = None
@@ -302,18 +290,7 @@ class Session:
         gradient is NaN or infinite the step is not applied: all ranks get False with
         `--on-nonfinite skip` or a loss scale, and `NotFinite` without.
         """
-        training, progress = self._prepared("step"), self._loops.progress
-        batch, part = progress.check_step(training.strategy.optimizers.named(only))
-        self._loops.end_part(batch, part)
-        if not part.last:
-            return False
-        self._link.check()
-        training.gradients.show()
-        factor = self._loops.weight_factor(len(batch), self._generation.groups)
-        norm = training.strategy.finish(factor / training.guard.scale, max_grad_norm)
-        applied = training.apply(norm)
-        self._loops.end_step(training, batch)
-        return applied
+        return self._work.step(self._prepared("step"), max_grad_norm, only)
 
     def on_gradients(self, function: GradientFunction) -> GradientHook:
         """Calls `function(name, elements)` with each parameter's gradient, before it is stepped.
@@ -388,7 +365,7 @@ class Session:
                 yield
         finally:
             if not self._link.is_busy:
-                self._loops.progress.exclude_time_since(began_s)
+                self._work.clock.exclude_since(began_s)
 
     def _prepared(self, call: str) -> TrainingState:
         if (training := self._generation.training) is None:

@@ -53,6 +53,10 @@ class StepClock:
     """Measures this rank's own time in the micro-batches of one global batch at a time."""
 
     def __init__(self, *, on_gpu: bool) -> None:
+        self.began_s = 0.0
+        """Start of the global batch, later by what was excluded, by the monotonic clock."""
+        self.data_wait_s = 0.0
+        """Time in seconds for which the global batch waited for samples."""
         self._on_gpu = on_gpu
         self._own_s = 0.0
         self._began_s: float | None = None
@@ -69,8 +73,13 @@ class StepClock:
 
     def reset(self) -> None:
         """Begins another global batch."""
+        self.began_s, self.data_wait_s = time.monotonic(), 0.0
         self._own_s, self._began_s, self._known = 0.0, None, True
         self._spans, self._excluded = [], []
+
+    def waited(self, seconds: float) -> None:
+        """Adds a wait for samples."""
+        self.data_wait_s += seconds
 
     def start(self) -> None:
         """Notes that the script gets a micro-batch."""
@@ -93,6 +102,7 @@ class StepClock:
 
     def exclude_since(self, since_s: float) -> None:
         """Excludes the time since then, in which the script has done something else."""
+        self.began_s += time.monotonic() - max(since_s, self.began_s)
         if self._began_s is not None:
             self._began_s += time.monotonic() - max(since_s, self._began_s)
         self._known = self._known and not self._on_gpu

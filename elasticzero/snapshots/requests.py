@@ -57,10 +57,22 @@ class CheckpointRequests:
     """Holds what the script of one rank has asked for in one generation."""
 
     def __init__(
-        self, link: AgentClient, groups: ProcessGroups | None, stager: StateStager
+        self,
+        link: AgentClient,
+        groups: ProcessGroups | None,
+        stager: StateStager,
+        *,
+        same_release: bool = True,
     ) -> None:
-        self.same_release = True
-        """True if all ranks run the same release (J7)."""
+        """Holds no request at first.
+
+        Args:
+            link: The client of the agent.
+            groups: The process groups; None for one process alone.
+            stager: What captures the state.
+            same_release: Whether all ranks run the same release (J7).
+        """
+        self._same_release = same_release
         self._link = link
         self._groups = groups
         self._stager = stager
@@ -84,7 +96,7 @@ class CheckpointRequests:
                 "session.checkpoint() saves nothing, because rank 0's node has no "
                 "--checkpoint-dir: give all nodes the same"
             )
-        if self.same_release:
+        if self._same_release:
             self._new.add(tag or "")
         elif not self._told:
             self._told = True
@@ -114,7 +126,7 @@ class CheckpointRequests:
         ranks call this together (J2)."""
         groups = self._groups
         self.reach_boundary()
-        asked = self._stager.saves and self.same_release
+        asked = self._stager.saves and self._same_release
         if asked and groups is not None:
             with self._link.awaiting(place.left_at):
                 asked = bool(groups.barrier(place.call, int(self.waiting), place.where))
@@ -204,7 +216,7 @@ class CheckpointRequests:
     def resume(self, requests: TagRequests, step: int) -> None:
         """Takes over what was asked for before this generation, which goes on from the state of
         `step` (J5). All ranks call this together."""
-        enabled = self.same_release and self._stager.saves
+        enabled = self._same_release and self._stager.saves
         for request in requests:
             tags = ", ".join(request.tags)
             if not enabled:
@@ -252,3 +264,29 @@ def await_saves(link: AgentClient, groups: ProcessGroups | None, stager: StateSt
     if most == 2:
         stager.abandon_save()
     return most == 2
+
+
+def save_at_the_end(
+    link: AgentClient, groups: ProcessGroups | None, stager: StateStager, copy: BoundaryCopy | None
+) -> str:
+    """Saves the state at which training stops because of numbers that are not finite.
+
+    All ranks call this together, and wait until no save runs any more.
+
+    Args:
+        link: The client of the agent.
+        groups: The process groups; None for one process alone.
+        stager: What captures the state.
+        copy: The boundary's small state; None: the state is not finite.
+
+    Returns:
+        A description of the result.
+    """
+    lost = await_saves(link, groups, stager)
+    if copy is not None and stager.save_last(copy):
+        lost = await_saves(link, groups, stager)
+    text = stager.newest_checkpoint_text()
+    if lost and copy is not None:
+        why = stager.save_error or "it failed on another rank"
+        text = f"the state of step {copy.step} could not be saved ({why}); {text}"
+    return text

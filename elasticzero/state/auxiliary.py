@@ -3,7 +3,7 @@ optimizer, and random generators."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,18 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class NamedGroup(Protocol):
+    """Describes a group of parameters of an optimizer."""
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the parameters' names."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Returns the group as the optimizer has it."""
 
 
 class SharedByRankZero(Stateful, Protocol):
@@ -65,18 +77,33 @@ class BoundaryCopy:
 class AuxiliaryState:
     """Copies and restores buffers, tracked objects, optimizer options and random generators."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        groups: Sequence[NamedGroup] = (),
+        guard: Stateful | None = None,
+        buckets: SharedByRankZero | None = None,
+    ) -> None:
+        """Tracks no object at first.
+
+        Args:
+            device: The device of the rank.
+            buffers: The model's buffers, by name.
+            aliases: Further names of tensors of the model, each with the first one.
+            groups: The groups of parameters of the optimizers.
+            guard: What decides whether steps are applied; None: it keeps nothing.
+            buckets: The job's choice of gradient buckets, which is stored; None: there is none.
+        """
         self.device = device
         self.tracked: dict[str, Stateful] = {}
-        self.guard: Stateful | None = None
-        """What decides whether steps are applied; None: it keeps nothing."""
-        self.buckets: SharedByRankZero | None = None
-        """The job's choice of gradient buckets, which is stored; None: there is none."""
-        self.buffers: dict[str, Tensor] = {}
-        self.aliases: dict[str, str] = {}
-        self.groups: list[dict[str, Any]] = []
-        self.group_names: list[list[str]] = []
-        """The parameters of each optimizer group, by name."""
+        self.buffers = {} if buffers is None else buffers
+        self._aliases = {} if aliases is None else aliases
+        self._groups = groups
+        self._guard = guard
+        self._buckets = buckets
 
     def track(self, name: str, thing: Stateful) -> None:
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -90,12 +117,12 @@ class AuxiliaryState:
 
     def of_rank_zero(self) -> dict[str, Tensor]:
         """Returns what all ranks take from rank 0 at a boundary, to be filled in place."""
-        return {**self.buffers, **(self.buckets.shared() if self.buckets is not None else {})}
+        return {**self.buffers, **(self._buckets.shared() if self._buckets is not None else {})}
 
     def take_shared(self) -> None:
         """Takes over, after a step, what rank 0 has shared at the boundary before."""
-        if self.buckets is not None:
-            self.buckets.take_shared()
+        if self._buckets is not None:
+            self._buckets.take_shared()
 
     def capture(self, step: int, position: DataPosition) -> BoundaryCopy:
         tensors: dict[str, Tensor] = {}
@@ -105,16 +132,16 @@ class AuxiliaryState:
         }
         groups = [
             {
-                "names": names,
-                "options": encode_state(_options(group), f"{GROUPS}{i}", tensors),
+                "names": group.names,
+                "options": encode_state(_options(group.options), f"{GROUPS}{i}", tensors),
             }
-            for i, (names, group) in enumerate(zip(self.group_names, self.groups, strict=True))
+            for i, group in enumerate(self._groups)
         ]
-        json: dict[str, Any] = {"tracked": tracked, "groups": groups, "aliases": self.aliases}
-        if self.guard is not None:
-            json["guard"] = self.guard.state_dict()
-        if self.buckets is not None:
-            json["buckets"] = self.buckets.state_dict()
+        json: dict[str, Any] = {"tracked": tracked, "groups": groups, "aliases": self._aliases}
+        if self._guard is not None:
+            json["guard"] = self._guard.state_dict()
+        if self._buckets is not None:
+            json["buckets"] = self._buckets.state_dict()
         return BoundaryCopy(
             step=step,
             position=position,
@@ -145,18 +172,18 @@ class AuxiliaryState:
         stored = {
             name: group["options"] for group in json.get("groups", []) for name in group["names"]
         }
-        for names, group in zip(self.group_names, self.groups, strict=True):
-            options: Any = next((stored[name] for name in names if name in stored), {})
+        for group in self._groups:
+            options: Any = next((stored[name] for name in group.names if name in stored), {})
             for key, value in decode_state(options, tensors).items():
-                old = group.get(key)
+                old = group.options.get(key)
                 if isinstance(old, Tensor) and isinstance(value, Tensor):
                     old.copy_(value)
                 else:
-                    group[key] = value
-        if self.guard is not None:
-            self.guard.load_state_dict(json.get("guard", {}))
-        if self.buckets is not None:
-            self.buckets.load_state_dict(json.get("buckets", {}))
+                    group.options[key] = value
+        if self._guard is not None:
+            self._guard.load_state_dict(json.get("guard", {}))
+        if self._buckets is not None:
+            self._buckets.load_state_dict(json.get("buckets", {}))
         for name, thing in self.tracked.items():
             thing.load_state_dict(decode_state(json["tracked"][name], tensors))
 

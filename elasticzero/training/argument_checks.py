@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -86,23 +86,16 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class Applying(Protocol):
-    applying: bool
-    """True while the session lets the optimizer take its step."""
-
-
-def take_over_optimizer(
-    optimizer: torch.optim.Optimizer, at: Callable[[], Applying | None]
-) -> None:
+def take_over_optimizer(optimizer: torch.optim.Optimizer, applying: Callable[[], bool]) -> None:
     """Leaves it to the session alone to step the optimizer and to drop gradients.
 
     A script's own `zero_grad` does nothing, because the gradient of a global batch accumulates
     until its step is applied. A script's own `step` is refused, and so are further parameters.
+    applying: returns whether the session lets the optimizer take its step now.
     """
 
     def check() -> None:
-        boundary = at()
-        if boundary is not None and not boundary.applying:
+        if not applying():
             raise UserError(
                 "the script calls optimizer.step() itself: leave it out, for session.step() steps "
                 "the optimizer once the global batch is complete. A GradScaler steps it too: "

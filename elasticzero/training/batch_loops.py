@@ -18,30 +18,25 @@ Rules:
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from elasticzero.comm.barriers import Call
-from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.changes import change_text, needed_changes
 from elasticzero.data.loader import BatchReader, RankSchedule
-from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch, MicroBatch
-from elasticzero.data.step_progress import StepProgress
+from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
-from elasticzero.ipc.messages import DataChanged, LoopExited, Stepped
+from elasticzero.ipc.messages import DataChanged, LoopExited
 from elasticzero.ipc.thread_location import place_of
-from elasticzero.parallel import same_number
-from elasticzero.training.slices import SliceStates
+from elasticzero.training.batch_work import BatchWork, SliceStates
+from elasticzero.training.step_machine import Event
 from elasticzero.training.training_state import TrainingState
 
 AGAIN_NEW = (
@@ -89,22 +84,15 @@ def _reference(dataset: Any) -> Callable[[], Any]:
 class Loops:
     """Runs the loops of one generation on one rank."""
 
-    def __init__(self, link: AgentClient, comparison: Comparison) -> None:
-        """Takes the client of the agent, and the comparison of the ranks' scripts."""
+    def __init__(self, link: AgentClient, comparison: Comparison, work: BatchWork) -> None:
+        """Takes the client of the agent, the comparison of the ranks' scripts, and what carries out
+        the script's calls for each global batch."""
         self._comparison = comparison
-        self.progress = StepProgress()
+        self._work = work
+        self._tracker = work.tracker
         self._link = link
-        self._count = 0
         self._datasets = Datasets()
         self._epoch: int | None = None
-        self._open: object | None = None
-        """Identifies the loop that runs; None: no loop runs."""
-        self._names_optimizers = False
-        """A backward was for some of the script's optimizers."""
-        self._ended: Stepped | None = None
-        """The newest step, of which the agent does not know yet."""
-        self._slices: SliceStates | None = None
-        """The state of the slices of the loop that runs; None: it has none."""
 
     @property
     def epoch(self) -> int:
@@ -136,11 +124,10 @@ class Loops:
                 "--deterministic sums gradients slice by slice: give session.batches "
                 "virtual_batch=, the number of samples in a slice"
             )
-        self._check_batch_was_whole()
+        self._tracker.now.check_new_loop()
         training.finish_pending_step()
-        self._open = mine = object()
-        self.progress = StepProgress()
-        loop, self._count = self._count, self._count + 1
+        self._tracker.now = self._tracker.now.next_loop()
+        loop = self._tracker.now.loop
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
         renewed = self._datasets.looks_recreated(reader.dataset, tuple(order.inputs))
@@ -155,7 +142,7 @@ class Loops:
             training.agree_to_stop(Call.LOOP)
         if training.stopped is not None:
             return
-        training.left_at = ""
+        self._tracker.now = replace(self._tracker.now, left_at="")
         before, position = training.position, self._start(training, schedule, loop, dataset)
         position = replace(position, first_world=position.first_world or schedule.first_world)
         if schedule.micro_batch == "auto":
@@ -167,7 +154,7 @@ class Loops:
             training.end_epoch(EpochEnd(on_epoch_end, position))
         self._end_epoch_if_over(training, schedule, on_epoch_end)
         if training.stopped is None:
-            yield from self._batches(training, schedule, reader, on_epoch_end, mine)
+            yield from self._batches(training, schedule, reader, on_epoch_end, loop)
 
     def _start(
         self, training: TrainingState, schedule: RankSchedule, loop: int, dataset: int
@@ -207,18 +194,16 @@ class Loops:
         schedule: RankSchedule,
         reader: BatchReader | StreamReader,
         on_epoch_end: Callable[[], object] | None,
-        mine: object,
+        loop: int,
     ) -> Iterator[Any]:
-        on_gpu = reader.device.type == "cuda"
-        progress = self.progress = StepProgress(schedule.plan, on_gpu=on_gpu)
+        tracker, work = self._tracker, self._work
         schedule = self._without_left_out(schedule, training.position.dataset)
         data = reader.open(schedule, training.position)
+        plan, slices = schedule.plan, None
         if schedule.virtual_batch is not None:
-            seed, dataset = schedule.plan.order.seed, training.position.dataset
-            self._slices = SliceStates(seed, dataset, training.auxiliary.buffers)
-        else:
-            self._slices = None
-        plan, training.in_loop = schedule.plan, True
+            seed, dataset = plan.order.seed, training.position.dataset
+            slices = SliceStates(seed, dataset, training.auxiliary.buffers)
+        work.open_loop(plan, slices)
         try:
             # What a stream has left may be known only now, and be too little for a larger batch.
             self._end_epoch_if_over(training, schedule, on_epoch_end)
@@ -230,37 +215,32 @@ class Loops:
                 ends = (
                     EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
                 )
-                training.begin_step(batch, after, ends)
-                progress.begin(batch)
+                training.begin_step(after, ends)
+                work.begin(batch)
                 data.look_ahead(batch, after)
-                progress.data_wait_s = time.monotonic() - progress.began_s
+                work.clock.waited(time.monotonic() - work.clock.began_s)
                 if batch in schedule.left_out:
                     training.pass_over()
                     continue
                 for part in schedule.parts(batch):
                     began_s = time.monotonic()
                     samples = next(data)
-                    progress.present(part, time.monotonic() - began_s)
-                    training.strategy.expect(part)
-                    if self._slices is not None:
-                        self._slices.begin(batch, part, training.boundary_copy().buffers)
-                    training.halved_micro_batch = schedule.halved(part)
+                    waited_s = time.monotonic() - began_s
+                    work.give(training, part, halved=schedule.halved(part), waited_s=waited_s)
                     yield samples
-                    self._check_part(mine)
-                    training.halved_micro_batch = None
-                self._send_step(training)
+                    tracker.now = tracker.now.before_next(loop)
+                work.report(training)
             else:
                 training.at_boundary(last=True)
         except GeneratorExit:
-            if self._open is mine:
-                training.left_at = place_of(sys._getframe())
+            tracker.now = tracker.now.leave(loop, place_of(sys._getframe()))
             raise
         finally:
-            training.in_loop = False
+            tracker.record(Event.CLOSE)
             data.close()
-            self._send_step(training)
+            work.report(training)
             self._link.send(LoopExited())
-        self.progress = StepProgress()
+        tracker.now = tracker.now.end(loop)
 
     def _without_left_out(self, schedule: RankSchedule, dataset: int) -> RankSchedule:
         """Returns the schedule that leaves out the batches of this dataset that are to be."""
@@ -270,95 +250,6 @@ class Loops:
             if found.dataset == dataset
         ]
         return replace(schedule, left_out=frozenset(batches))
-
-    def _check_part(self, mine: object) -> None:
-        """Checks that the script is done with its micro-batch when it requests the next one."""
-        if self._open is not mine:
-            raise UserError(
-                "this loop over session.batches was followed by another, so it cannot be gone on "
-                "with: one loop runs at a time; session.evaluate goes over a second dataset inside "
-                "a loop"
-            )
-        if not self.progress.stepped:
-            raise UserError(
-                "session.step() was not called for this micro-batch; call "
-                "session.backward(loss) and session.step() for each, also for those "
-                "where step() returns False"
-            )
-
-    def end_part(self, batch: GlobalBatch, part: MicroBatch) -> None:
-        """Ends a micro-batch, of which the forward and the backward are over."""
-        self.progress.stepped = True
-        if self._slices is not None:
-            self._slices.end(batch, part)
-
-    def end_step(self, training: TrainingState, batch: GlobalBatch) -> None:
-        """Reports a global batch that was applied or skipped; where the script steps some of its
-        optimizers, and may step others, once it comes back for more."""
-        now_s, progress = time.monotonic(), self.progress
-        self._ended = Stepped(
-            step=training.step,
-            at_s=now_s,
-            step_s=now_s - progress.began_s,
-            data_wait_s=progress.data_wait_s,
-            samples=len(batch),
-            total=progress.total(training.step, training.next_position),
-            gradient_norm=training.gradient_norm,
-            compute_s=progress.clock.seconds,
-        )
-        if progress.only is None:
-            self._send_step(training)
-
-    def _send_step(self, training: TrainingState) -> None:
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            training.stager.stepped(ended.step_s)
-            self._link.send(ended)
-
-    def require_equal_only(
-        self, only: tuple[str, ...] | None, known: Iterable[str], groups: ProcessGroups | None
-    ) -> None:
-        """Raises `UserError` unless this backward is for the same optimizers on all ranks, which
-        call this together once one was for some of them.
-
-        known: the names of all optimizers.
-        """
-        self._names_optimizers = self._names_optimizers or only is not None
-        if groups is None or not self._names_optimizers:
-            return
-        bits = [1 << index for index, name in enumerate(known) if only is None or name in only]
-        number = sum(bits) % same_number.MODULUS
-        given = torch.tensor(same_number.with_square(number), dtype=torch.float64)
-        total, squares = groups.sum(given).tolist()
-        if not same_number.is_same(number, groups.rank_info.world_size, (total, squares)):
-            raise UserError(
-                "ranks gave session.backward different only= in one turn; rank "
-                f"{groups.rank_info.rank} gave {only!r}: let what decides on it be the same on all "
-                "ranks, such as the step or a loss that is summed over them"
-            )
-
-    def weight_factor(self, samples: int, groups: ProcessGroups | None) -> float:
-        """Returns the factor from a mean over samples to a mean over the script's weights."""
-        weights, part = self.progress.weights, self.progress.part
-        if weights is None or part is None:
-            return 1.0
-        table = torch.zeros(max(1, part.slices), dtype=torch.float64)
-        for index, weight in weights.items():
-            table[index] = weight
-        if groups is not None:
-            table = groups.sum(table)
-        total = math.fsum(table.tolist())
-        if total <= 0:
-            raise UserError(f"the weights of a global batch sum to {total:g}; it must be positive")
-        return samples / total
-
-    def _check_batch_was_whole(self) -> None:
-        """Raises `UserError` if a loop was left with the gradient of a part of a global batch."""
-        if self.progress.partial:
-            raise UserError(
-                "the loop over session.batches before this one was left in the middle of a global "
-                "batch, after session.backward: leave it where session.step() has returned True"
-            )
 
     def _print_once(self, text: str) -> None:
         if not self._datasets.note_printed:

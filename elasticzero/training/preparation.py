@@ -19,13 +19,14 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_model, of_optimizers
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.memory_estimate import AUTO
-from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
+from elasticzero.parallel import OptimizerFactory, Setting, create
 from elasticzero.parallel.buckets.choice import BucketChoice
 from elasticzero.parallel.buckets.measure import exchange_cost
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.materialize import Materializer
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.snapshots.mirrored_shards import MirroredShards
+from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.restore import open_source
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
@@ -36,7 +37,8 @@ from elasticzero.training.module_checks import batch_norm_note, check_modules
 from elasticzero.training.precision import Compute
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
-from elasticzero.training.training_state import TrainingState
+from elasticzero.training.step_machine import StepTracker
+from elasticzero.training.training_state import Captures, LaidModel, TrainingState
 
 if TYPE_CHECKING:
     from elasticzero.snapshots.pretrained import Pretrained
@@ -52,6 +54,7 @@ class Place:
     link: AgentClient
     groups: ProcessGroups | None
     comparison: Comparison
+    tracker: StepTracker
     device: torch.device
     cpu_offload: bool
     """True if zero3 keeps its part of the state in host memory."""
@@ -78,12 +81,18 @@ def prepare_training(
     optimizer: OptimizerFactory,
     strategy: str,
     compute: Compute,
-    training: Callable[[], TrainingState | None],
 ) -> Prepared:
     """Lays the model and its optimizers over the ranks; all ranks call this together.
 
-    training: returns what this has made, once the session has it. Raises `UserError` for a model or
-    an optimizer that cannot be trained so, and where ranks give different ones.
+    Args:
+        place: What the model is laid over.
+        model: The script's model.
+        optimizer: The script's function that makes the optimizer, or several.
+        strategy: The strategy's name, or auto.
+        compute: How the forward and the backward are computed.
+
+    Raises:
+        UserError: A model or an optimizer cannot be trained so, or ranks give different ones.
     """
     argument_checks.check_model(model)
     factory = argument_checks.check_factory(optimizer)
@@ -129,8 +138,8 @@ def prepare_training(
     place.comparison.require_equal(Call.PREPARE, of_optimizers(laid.optimizers))
     compute.apply(laid.model, place.device, strategy)
     argument_checks.redirect_deepcopy(model, laid.model, strategy)
-    for each in laid.optimizers.by_name.values():
-        argument_checks.take_over_optimizer(each, training)
+    for made in laid.optimizers.by_name.values():
+        argument_checks.take_over_optimizer(made, lambda: place.tracker.now.applying)
     stager = StateStager(
         place.link,
         strategy,
@@ -139,19 +148,37 @@ def prepare_training(
         saving=place.saving,
         save=place.save,
     )
-    auxiliary = _auxiliary_state(named, laid, place.device)
-    scales = compute.precision == "fp16"
-    guard = StepGuard(assignment.on_nonfinite, assignment.on_spike, scales=scales)
-    auxiliary.guard = guard if guard.keeps_state else None
-    auxiliary.buckets = buckets
-    mirrored = MirroredShards(assignment, strategy, place.device, laid.mirrored_states)
-    state = TrainingState(place.link, groups, laid, auxiliary, stager, mirrored)
-    state.requests.same_release = same_release
-    state.guard, state.source = guard, source
-    state.rows = rows
-    if strategy != "ddp":
-        state.gradients = HiddenGradients(laid.model.parameters())
-    return Prepared(training=state, state_dict=lambda: gather_state_dict(names, laid, groups))
+    guard = StepGuard(
+        assignment.on_nonfinite, assignment.on_spike, scales=compute.precision == "fp16"
+    )
+    auxiliary = AuxiliaryState(
+        place.device,
+        buffers=named.buffers,
+        aliases=named.aliases,
+        groups=laid.optimizers.groups,
+        guard=guard if guard.keeps_state else None,
+        buckets=buckets,
+    )
+    hidden = () if strategy == "ddp" else laid.model.parameters()
+    training = TrainingState(
+        place.link,
+        groups,
+        LaidModel(
+            strategy=laid,
+            auxiliary=auxiliary,
+            rows=rows,
+            guard=guard,
+            gradients=HiddenGradients(hidden),
+        ),
+        Captures(
+            stager=stager,
+            requests=CheckpointRequests(place.link, groups, stager, same_release=same_release),
+            mirrored=MirroredShards(assignment, strategy, place.device, laid.mirrored_states),
+            source=source,
+        ),
+        place.tracker,
+    )
+    return Prepared(training=training, state_dict=lambda: gather_state_dict(names, laid, groups))
 
 
 def _options_of(place: Place) -> dict[str, str]:
@@ -277,14 +304,6 @@ def _choose_buckets(
         if assignment.rank == 0:
             print(cost.sentence(best), file=sys.stderr, flush=True)
     return buckets
-
-
-def _auxiliary_state(named: NamedModel, laid: Strategy, device: torch.device) -> AuxiliaryState:
-    auxiliary = AuxiliaryState(device)
-    auxiliary.buffers, auxiliary.aliases = named.buffers, named.aliases
-    auxiliary.groups = [group.options for group in laid.optimizers.groups]
-    auxiliary.group_names = [group.names for group in laid.optimizers.groups]
-    return auxiliary
 
 
 def _print_note(model: nn.Module, place: Place) -> None:

@@ -6,7 +6,7 @@ At this boundary captures are taken, and the end of a generation is detected.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -16,23 +16,47 @@ from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import broadcast_from_rank_zero, verify_unless_no_collective
 from elasticzero.consistency.replicas import ReplicaVerifier
-from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch
+from elasticzero.data.position import DataPosition, EpochEnd
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack
 from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_REASONS, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
-from elasticzero.parallel.mesh import Mesh
 from elasticzero.snapshots.mirrored_shards import MirroredShards
-from elasticzero.snapshots.requests import CheckpointRequests, RankPlace
+from elasticzero.snapshots.requests import CheckpointRequests, RankPlace, save_at_the_end
 from elasticzero.snapshots.restore import open_source, restore_state
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy, put_back
-from elasticzero.training.last_save import save_at_the_end
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
+from elasticzero.training.step_machine import Event, Outcome, StepState, StepTracker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaidModel:
+    """Holds a model that is laid over the ranks, with what belongs to its training state."""
+
+    strategy: Strategy
+    auxiliary: AuxiliaryState
+    rows: Rows
+    """The rows of ranks that hold the whole state each."""
+    guard: StepGuard = field(default_factory=StepGuard)
+    """What decides whether steps are applied."""
+    gradients: HiddenGradients = field(default_factory=lambda: HiddenGradients(()))
+    """The gradients of parameters that are partitioned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captures:
+    """Holds what captures a training state, and where it is loaded from."""
+
+    stager: StateStager
+    requests: CheckpointRequests
+    mirrored: MirroredShards
+    source: Checkpoint | None = None
+    """The state that this generation starts from, if `session.prepare` has opened it."""
 
 
 class TrainingState:
@@ -42,21 +66,29 @@ class TrainingState:
         self,
         link: AgentClient,
         groups: ProcessGroups | None,
-        strategy: Strategy,
-        auxiliary: AuxiliaryState,
-        stager: StateStager,
-        mirrored: MirroredShards,
+        model: LaidModel,
+        captures: Captures,
+        tracker: StepTracker,
     ) -> None:
-        self.strategy = strategy
-        self.guard = StepGuard()
-        """What decides whether steps are applied."""
-        self.auxiliary = auxiliary
-        self.stager = stager
-        self.requests = CheckpointRequests(link, groups, stager)
-        self.source: Checkpoint | None = None
-        """The state that this generation starts from, if `session.prepare` has opened it."""
-        self._mirrored = mirrored
-        self._mirrors = bool(link.assignment.mirrors) and strategy.shards > 1
+        """Begins before the state is loaded.
+
+        Args:
+            link: The client of the agent.
+            groups: The process groups; None for one process alone.
+            model: The model as it is laid over the ranks.
+            captures: What captures and loads the state.
+            tracker: The state of the step that this rank works on.
+        """
+        self.strategy = model.strategy
+        self.guard = model.guard
+        self.auxiliary = model.auxiliary
+        self.rows = model.rows
+        self.gradients = model.gradients
+        self.stager = captures.stager
+        self.requests = captures.requests
+        self._source = captures.source
+        self._mirrored = captures.mirrored
+        self._mirrors = bool(link.assignment.mirrors) and model.strategy.shards > 1
         """Whether this rank keeps live copies of others' parts of the state."""
         self.step = 0
         """Number of global batches that are applied or skipped, by which a state is known."""
@@ -66,31 +98,13 @@ class TrainingState:
         """Position in the data after the current global batch."""
         self.copy: BoundaryCopy | None = None
         """Copy of the small state at the last boundary; None before the state is loaded."""
-        self.clean = False
-        """True if nothing has changed the state since the last boundary."""
         self.stop_reason: str | None = None
         """Reason for which this rank's script ends training for all; None: it does not."""
-        self.in_loop = False
-        """True while the script is in a loop over batches."""
-        self.left_at = ""
-        """The place where the script left its last loop early; empty: it did not."""
-        self.rows = Rows(Mesh.of_world(link.assignment.rank, link.assignment.world_size))
-        """The rows of ranks that hold the whole state each."""
-        self.halved_micro_batch: int | None = None
-        """Half of the present micro-batch, where that is to be tried if memory is short."""
-        self.gradients = HiddenGradients(())
-        """The gradients of parameters that are partitioned."""
-        self.applying = False
-        """True while the optimizer applies its step."""
-        self._applied = False
-        """True if a global batch was applied or skipped since the last boundary."""
-        self._changed = False
-        """True if something of the global batch was applied, of all optimizers or some."""
         self.gradient_norm: float | None = None
         """Norm of the gradient of the newest step that this generation has applied."""
         self._epoch_end: EpochEnd | None = None
         """The end of an epoch after the current global batch; None: no epoch ends there."""
-        self._batch: GlobalBatch | None = None
+        self._tracker = tracker
         self._link = link
         self._groups = groups
         self._exchange = ControlExchange(groups)
@@ -105,7 +119,7 @@ class TrainingState:
         """Loads the state that the assignment names; returns the bytes read."""
         assignment, bytes_read = self._link.assignment, 0
         if assignment.resume.tier != "fresh":
-            source = self.source or open_source(assignment)
+            source = self._source or open_source(assignment)
             self.position = restore_state(source, self.strategy, self.auxiliary, assignment.rank)
             self.step, bytes_read = source.manifest.step, source.bytes_read
             if assignment.generation == 1:  # a new run goes on where `session.stop` ended the last
@@ -114,13 +128,18 @@ class TrainingState:
         self.copy = self._copy_now()
         self.stager.begin(self.copy)
         self._verifier.begin(self.step)
-        self.clean = True
+        self._tracker.record(Event.LOADED)
         return bytes_read
+
+    @property
+    def at(self) -> StepState:
+        """Returns the state of the step that this rank works on."""
+        return self._tracker.now
 
     @property
     def step_count(self) -> int:
         """Returns the number of optimizer steps applied."""
-        position = self.next_position if self._applied else self.position
+        position = self.next_position if self.at.counted else self.position
         return self.step - len(position.skipped)
 
     @property
@@ -132,16 +151,15 @@ class TrainingState:
         """Begins a loop over batches."""
         self.position = position
 
-    def begin_step(self, batch: GlobalBatch, after: DataPosition, ends: EpochEnd | None) -> None:
+    def begin_step(self, after: DataPosition, ends: EpochEnd | None) -> None:
         """Begins a global batch.
 
         after: the position once its step is applied. ends: the work to do if it is an epoch's last.
         """
-        self._epoch_end, self._batch = ends, batch
+        self._epoch_end = ends
         if ends is not None and ends.run is None:
             after, self._epoch_end = ends.after, None
         self.next_position = replace(after, skipped=self.position.skipped)
-        self._changed = False
 
     def begin_backward(self) -> None:
         """Submits the control word for the boundary of a global batch, at its first backward."""
@@ -158,14 +176,14 @@ class TrainingState:
         """
         asks = self.stop_reason is not None
         if self._groups is not None:
-            with self._link.awaiting(self.left_at):
+            with self._link.awaiting(self.at.left_at):
                 asks = bool(self._groups.barrier(call, int(asks), self._where()))
         if asks:
             self._mark_stopped()
 
     def _where(self) -> str:
         """Returns this rank's place, for messages."""
-        left = f", having left its loop at {self.left_at}" if self.left_at else ""
+        left = f", having left its loop at {self.at.left_at}" if self.at.left_at else ""
         return f" after step {self.step}{left}"
 
     def _mark_stopped(self) -> None:
@@ -214,52 +232,51 @@ class TrainingState:
             self._skip(verdict.reason, own)
             return False
         self.gradient_norm = value
-        self._link.unless_shutting_down(self._mark_torn)
-        self.applying = True
+        self._record_unless_shutting_down(Event.CHANGE)
         self.strategy.apply()
-        self.applying = False
-        self._count_batch(self.position.skipped)
-        self._changed = True
+        self._count_batch(Event.APPLIED, self.position.skipped)
         return True
 
     def _skip(self, reason: str, own: str) -> None:
         """Leaves the global batch out; position, random generators and guard go on."""
         print_skipped(self._link.assignment.rank, self._step_under_way, reason, own)
-        self._link.unless_shutting_down(self._mark_torn)
+        self._record_unless_shutting_down(Event.TEAR)
         self.strategy.discard()
         put_back(self.auxiliary.buffers, self.boundary_copy())
-        self._count_batch(self._skipped_too())
+        self._count_batch(Event.SKIPPED, self._skipped_too())
 
     def pass_over(self) -> None:
         """Leaves the global batch out without a forward, on all ranks (Q6 in `step_guard`)."""
         self.begin_backward()
         self._save_if_words_ask()
         print_skipped(self._link.assignment.rank, self._step_under_way, "left out by a rollback")
-        self._link.unless_shutting_down(self._mark_torn)
+        self._record_unless_shutting_down(Event.TEAR)
         self.guard.passed_over()
-        self._count_batch(self._skipped_too())
+        self._count_batch(Event.SKIPPED, self._skipped_too())
 
     def _skipped_too(self) -> tuple[LeftOutBatch, ...]:
-        assert self._batch is not None
-        return self.position.skipped_with(self._batch)
+        assert self.at.batch is not None
+        return self.position.skipped_with(self.at.batch)
 
-    def _count_batch(self, skipped: tuple[LeftOutBatch, ...]) -> None:
+    def _count_batch(self, event: Event, skipped: tuple[LeftOutBatch, ...]) -> None:
         """Counts the global batch, once, however often optimizers are stepped by themselves.
 
-        skipped: what is left out so far, unless some optimizer has been stepped with the batch.
+        event: whether it is applied or skipped. skipped: what is left out so far, unless some
+        optimizer has been stepped with the batch before.
         """
-        if not self._changed:
+        if self.at.outcome is not Outcome.APPLIED:
             self.next_position = replace(self.next_position, skipped=skipped)
-        self.step, self._applied = self._step_under_way, True
+        self.step = self._step_under_way
+        self._tracker.record(event)
 
     @property
     def _step_under_way(self) -> int:
         """Returns the number that the global batch has."""
-        return self.step if self._applied else self.step + 1
+        return self.step if self.at.counted else self.step + 1
 
     def _rolled_back(self, reason: str, own: str) -> RolledBack:
         """Returns the error by which training goes back, once all ranks will raise it."""
-        self._link.unless_shutting_down(self._mark_torn)  # so that this state is not handed over
+        self._record_unless_shutting_down(Event.TEAR)  # so that this state is not handed over
         if self._groups is not None:
             self._groups.control_tree.allreduce_max(0)
         batch = self._skipped_too()[-1]
@@ -274,9 +291,10 @@ class TrainingState:
         text = f"step {step} was not applied: {reason}"
         if not reason:
             findings = all_findings(self.strategy, self._groups, self._link.assignment, step)
-            self.clean = self.clean and not findings.state
+            if findings.state:
+                self._tracker.record(Event.TEAR)
             text = findings.sentence()
-        copy = self.boundary_copy() if self.clean else None
+        copy = self.boundary_copy() if self.at.clean else None
         with self._link.busy(f"saving the state of step {self.step}"):
             saved = save_at_the_end(self._link, self._groups, self.stager, copy)
         return NotFinite(f"{text}; {saved}")
@@ -286,12 +304,13 @@ class TrainingState:
         if self._groups is not None:
             self._groups.verify_collectives()
 
-    def _mark_torn(self) -> None:
-        self.clean = False
+    def _record_unless_shutting_down(self, event: Event) -> None:
+        """Moves the state of the step, unless another thread hands over the boundary's state."""
+        self._link.unless_shutting_down(lambda: self._tracker.record(event))
 
     def finish_pending_step(self) -> None:
         """Takes the boundary of a loop that the script left by `break`."""
-        if self._applied:
+        if self.at.counted:
             self.at_boundary(last=True)
 
     def at_boundary(self, *, last: bool = False) -> None:
@@ -301,8 +320,8 @@ class TrainingState:
         the generation is over, and the error that tells of a peer's end; the state is clean then
         too. Where the script ends training, `stopped` says so from here on.
         """
-        applied, self._applied = self._applied, False
-        lost = None
+        applied, lost = self.at.counted, None
+        self._tracker.record(Event.REACH)
         if applied:
             if self.auxiliary.tracked or self.strategy.shards > 1:
                 lost = verify_unless_no_collective(self._groups)
@@ -311,7 +330,7 @@ class TrainingState:
             shared = self.auxiliary.of_rank_zero()
             lost = lost or broadcast_from_rank_zero(self._groups, shared, self._link)
         self.copy = self._copy_now()
-        self.clean = True
+        self._tracker.record(Event.BOUNDARY)
         self._link.check()
         self.stager.check()
         if lost is not None:
@@ -350,7 +369,7 @@ class TrainingState:
 
     def _save_if_words_ask(self) -> None:
         """Saves the last boundary's state if the words of this step ask for it."""
-        if not self._applied and self._exchange.asks():
+        if not self.at.counted and self._exchange.asks():
             self.copy = self.requests.exchange_and_save(self.boundary_copy(), self._verify)
             self._mirrored.release()
 
@@ -359,11 +378,11 @@ class TrainingState:
         self.requests.finish(self.boundary_copy(), self._place(Call.FINISH))
 
     def _place(self, call: Call) -> RankPlace:
-        return RankPlace(call=call, where=self._where(), left_at=self.left_at)
+        return RankPlace(call=call, where=self._where(), left_at=self.at.left_at)
 
     def _verify(self) -> None:
         """Raises if the ranks' states differ at this boundary; all ranks call this together."""
-        with self._link.awaiting(self.left_at):
+        with self._link.awaiting(self.at.left_at):
             self.strategy.settle()
             equal = self._verifier.compare_now(self.boundary_copy(), self._where())
             self._raise_unless_equal(equal)
@@ -372,14 +391,15 @@ class TrainingState:
         """Raises unless the ranks are equal; only the state of a majority is handed over."""
         if equal:
             return
-        self.clean = False
+        self._tracker.record(Event.TEAR)
         try:
             self._verifier.raise_difference()
         except PeerSetAside:
-            self.clean = self.stager.replicated
+            if self.stager.replicated:
+                self._tracker.record(Event.KEPT)
             raise
         except UserError:
-            self.clean = True
+            self._tracker.record(Event.KEPT)
             raise
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from elasticzero.consistency.configuration import Comparison
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
 from elasticzero.training.preparation import Place
+from elasticzero.training.step_machine import StepTracker
 from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
 from elasticzero.worker.join import agree_on_checkpointing, join_world
@@ -34,6 +35,8 @@ class Generation:
         self.device = torch.device("cpu")
         self.saving = True
         """True if checkpoints are written, which needs a directory for them."""
+        self.tracker = StepTracker()
+        """The state of the step that the script works on."""
         self.training: TrainingState | None = None
         """The training state; None before `session.prepare`."""
         self.began_s = self.entered_s = time.monotonic()
@@ -57,6 +60,7 @@ class Generation:
             link=self.link,
             groups=self.groups,
             comparison=comparison,
+            tracker=self.tracker,
             device=self.device,
             cpu_offload=cpu_offload,
             load=load,
@@ -126,13 +130,14 @@ class Generation:
         if training is None or training.copy is None:
             bad_step = resume.step if resume.tier == "storage" else None
             return StopState(bad_step=bad_step, shut=shut)
-        clean = training.clean and training.can_stop_with_state()
+        at = self.tracker.now
+        clean = at.clean and training.can_stop_with_state()
         return StopState(
             step=training.step,
             clean=clean,
             complete=training.strategy.shards == 1,
             results_suspect=self.groups is not None and self.groups.results_suspect,
-            halved=training.halved_micro_batch,
+            halved=at.halved,
             save=training.snapshot if clean else None,
             shut=shut,
         )

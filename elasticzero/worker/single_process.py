@@ -272,7 +272,7 @@ class LocalLink(AgentClient):
 
         def note(number: int, frame: FrameType | None) -> None:
             at, wish = boundary(), wishes[number]
-            in_loop = at is not None and at.in_loop and self._settings.checkpoint_dir is not None
+            in_loop = at is not None and at.at.in_loop and self._settings.checkpoint_dir is not None
             if os.getpid() != process or not in_loop or self.flags & wish:
                 signal.signal(number, usual[number])
                 os.kill(os.getpid(), number)

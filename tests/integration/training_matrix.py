@@ -52,10 +52,12 @@ def build(
             world_size=world_size,
         ),
     )
-    small = AuxiliaryState(torch.device("cpu"))
-    small.buffers, small.aliases = named.buffers, named.aliases
-    small.groups = [group.options for group in strategy.optimizers.groups]
-    small.group_names = [group.names for group in strategy.optimizers.groups]
+    small = AuxiliaryState(
+        torch.device("cpu"),
+        buffers=named.buffers,
+        aliases=named.aliases,
+        groups=strategy.optimizers.groups,
+    )
     return strategy, small
 
 

@@ -100,10 +100,12 @@ def main(told: dict[str, Any]) -> None:
             mirrored_by=(rank - 1) % world_size,
         ),
     )
-    small = AuxiliaryState(torch.device("cpu"))
-    small.buffers, small.aliases = named.buffers, named.aliases
-    small.groups = [group.options for group in strategy.optimizers.groups]
-    small.group_names = [group.names for group in strategy.optimizers.groups]
+    small = AuxiliaryState(
+        torch.device("cpu"),
+        buffers=named.buffers,
+        aliases=named.aliases,
+        groups=strategy.optimizers.groups,
+    )
     train(strategy, model, rank, world_size)
     strategy.settle()
 

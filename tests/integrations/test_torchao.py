@@ -167,11 +167,9 @@ def test_state_of_two_ranks_of_zero2_is_the_same_in_ddp_on_one(
                 world_size=1,
             ),
         )
-        small = AuxiliaryState(torch.device("cpu"))
+        small = AuxiliaryState(torch.device("cpu"), groups=strategy.optimizers.groups)
         scheduler = training_torchao.schedule_of(strategy.optimizers.as_made)
         small.track("scheduler", scheduler)
-        small.groups = [group.options for group in strategy.optimizers.groups]
-        small.group_names = [group.names for group in strategy.optimizers.groups]
         restore_state(open_step(DiskStorage(step)), strategy, small, 0)
         made = strategy.optimizers.as_made
         kept = made.state[strategy.model.get_parameter("first.weight")]["exp_avg"]

@@ -100,7 +100,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         collate_fn=padded if options.collate else None,
     ):
         x, y, numbers = columns(batch)
-        counts = session._loops.progress.current("backward")[1].weight
+        counts = session.micro_batch.weight
         used = numbers.tolist() if counts else []  # else it only fills up
         trace = {"generation": session.generation, "step": session.step_count + 1, "samples": used}
         # In one write, of which a kill leaves all or nothing.

@@ -92,10 +92,15 @@ def boundary(step: int) -> BoundaryCopy:
 
 
 def made(
-    directory: Path | None, groups: Ranks | None = None, stager: Stager | None = None
+    directory: Path | None,
+    groups: Ranks | None = None,
+    stager: Stager | None = None,
+    *,
+    same_release: bool = True,
 ) -> tuple[CheckpointRequests, Link, Any]:
     link, used = Link(directory), stager or Stager()
-    return CheckpointRequests(link, groups, used), link, used  # type: ignore[arg-type]
+    requests = CheckpointRequests(link, groups, used, same_release=same_release)  # type: ignore[arg-type]
+    return requests, link, used
 
 
 def nothing() -> None:
@@ -118,8 +123,7 @@ def test_ranks_of_two_releases_ask_for_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = Ranks("best")
-    requests, _, _ = made(tmp_path, ranks)
-    requests.same_release = False
+    requests, _, _ = made(tmp_path, ranks, same_release=False)
     for _ in range(2):
         requests.ask("best")
     requests.reach_boundary()
@@ -224,8 +228,7 @@ def test_a_checkpoint_that_is_lost_is_made_of_the_state_there_is(
 def test_a_start_with_nodes_of_another_release_says_what_is_not_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requests, link, _ = made(tmp_path, Ranks())
-    requests.same_release = False
+    requests, link, _ = made(tmp_path, Ranks(), same_release=False)
     requests.resume((TagRequest(5, ("best",)),), 8)
     assert requests.stamped(boundary(8)).position.tagging == () and not link.tagged
     assert "step 5 does not get the tag best" in capsys.readouterr().err

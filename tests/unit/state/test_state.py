@@ -63,10 +63,12 @@ def build(
     named = NamedModel(model)
     setting = Setting(model=model, named=named, factory=factory, device=CPU, rank=0, world_size=1)
     strategy = create(name, setting)
-    small = AuxiliaryState(CPU)
-    small.buffers, small.aliases = named.buffers, named.aliases
-    small.groups = [group.options for group in strategy.optimizers.groups]
-    small.group_names = [group.names for group in strategy.optimizers.groups]
+    small = AuxiliaryState(
+        CPU,
+        buffers=named.buffers,
+        aliases=named.aliases,
+        groups=strategy.optimizers.groups,
+    )
     return strategy, small
 
 

@@ -90,7 +90,7 @@ def test_an_optimizer_is_stepped_by_the_session_alone_and_in_parts() -> None:
     check does not."""
     optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True)
     session = SimpleNamespace(applying=False)
-    take_over_optimizer(optimizer, lambda: session)
+    take_over_optimizer(optimizer, lambda: session.applying)
     with pytest.raises(UserError, match="leave it out"):
         optimizer.step()
     session.applying = True
@@ -111,7 +111,7 @@ def test_a_hook_of_the_script_is_called_once_a_step(
     register: Callable[..., torch.utils.hooks.RemovableHandle],
 ) -> None:
     optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True)
-    take_over_optimizer(optimizer, lambda: None)
+    take_over_optimizer(optimizer, lambda: True)
     handle = register(optimizer, lambda *_: None)
     assert has_step_hooks(optimizer)
     handle.remove()

@@ -12,10 +12,14 @@ import torch.distributed as dist
 from elasticzero.comm.process_group import CLOSED
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.snapshots.mirrored_shards import MirroredShards
+from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
-from elasticzero.training.training_state import TrainingState
+from elasticzero.training.rows import Rows
+from elasticzero.training.step_machine import StepTracker
+from elasticzero.training.training_state import Captures, LaidModel, TrainingState
 
 GONE = dist.DistBackendError(CLOSED)
 CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -62,15 +66,20 @@ def test_a_peer_that_does_not_confirm(
     strategy: Any = SimpleNamespace(shards=shards, apply=lambda: None)
     stager = StateStager(link, "ddp", lambda: None, shards=shards, saving=False)  # type: ignore[arg-type, return-value]
     groups: Any = ranks
-    mirrored = MirroredShards(STANDALONE, "ddp", torch.device("cpu"), dict)
-    training = TrainingState(link, groups, strategy, auxiliary, stager, mirrored)
+    model = LaidModel(strategy=strategy, auxiliary=auxiliary, rows=Rows(Mesh.of_world(0, 1)))
+    captures = Captures(
+        stager=stager,
+        requests=CheckpointRequests(link, groups, stager),
+        mirrored=MirroredShards(STANDALONE, "ddp", torch.device("cpu"), dict),
+    )
+    training = TrainingState(link, groups, model, captures, StepTracker())
     if tracks:
         auxiliary.track("thing", Tracked())
     training.restore()
     training.apply(torch.tensor(1.0))
-    assert not training.clean
+    assert not training.at.clean
     ranks.no_collective_since_verified, ranks.error = untouched, error
     with pytest.raises(type(error)):
         training.at_boundary()
-    assert training.clean == clean
+    assert training.at.clean == clean
     assert training.boundary_copy().step == (1 if clean else 0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.training.step_machine import Condition
 from elasticzero.worker.generation import Generation
 
 
@@ -14,13 +16,13 @@ def test_half_a_micro_batch_is_known_without_a_state_to_save() -> None:
     generation = Generation(AgentClient(None, STANDALONE))
     training: Any = SimpleNamespace(
         copy=object(),
-        clean=True,
         can_stop_with_state=lambda: False,
-        halved_micro_batch=4,
         step=3,
         strategy=SimpleNamespace(shards=2),
         snapshot=lambda: None,
     )
     generation.training = training
+    at = generation.tracker.now
+    generation.tracker.now = replace(at, condition=Condition.CLEAN, halved=4)
     state = generation._stop_state()
     assert (state.clean, state.save, state.halved) == (False, None, 4)

@@ -1,0 +1,266 @@
+"""Carries out what a script does with a global batch: `session.backward` and `session.step`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.data.position import DataPosition, GlobalBatch, LoopPlan, MicroBatch
+from elasticzero.data.seeding import seed_generators
+from elasticzero.data.slices import Use, slice_seed
+from elasticzero.errors import UserError
+from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.ipc.messages import Stepped
+from elasticzero.parallel import same_number
+from elasticzero.parallel.optimizers.groups import Optimizers
+from elasticzero.state.model import MODEL
+from elasticzero.step_clock import StepClock
+from elasticzero.training.step_machine import Event, Phase, StepState, StepTracker
+from elasticzero.training.training_state import TrainingState
+
+
+class SliceStates:
+    """Sets the state in which a rank computes the slices of a loop with `virtual_batch=`.
+
+    Random generators are seeded for each slice. Each slice begins with the buffers of the boundary
+    before its global batch, and those that the first slice leaves are the next boundary's: rank 0
+    always computes that one, and its buffers are broadcast. Where that slice has no samples, the
+    buffers stay as they are.
+    """
+
+    def __init__(self, seed: int, dataset: int, buffers: Mapping[str, Tensor]) -> None:
+        """Takes the loop's seed, the number of its dataset object, and the model's buffers."""
+        self._seed = seed
+        self._dataset = dataset
+        self._buffers = buffers
+        self._kept: dict[str, Tensor] = {}
+        """The buffers after the first slice."""
+
+    def begin(self, batch: GlobalBatch, part: MicroBatch, boundary: Mapping[str, Tensor]) -> None:
+        """Prepares for a slice.
+
+        Args:
+            batch: The global batch.
+            part: The micro-batch that is the slice.
+            boundary: The copies of the buffers, by full name.
+        """
+        with torch.no_grad():
+            for name, buffer in self._buffers.items():
+                buffer.copy_(boundary[MODEL + name])
+        if part.slice == 0 and not part.weight:
+            self._keep()
+        self._seed_for(batch, part.positions.start, "compute")
+
+    def end(self, batch: GlobalBatch, part: MicroBatch) -> None:
+        """Takes the buffers of the first slice, and gives them back after the last one."""
+        if part.slice == 0 and part.weight:
+            self._keep()
+        if part.last:
+            with torch.no_grad():
+                for name, kept in self._kept.items():
+                    self._buffers[name].copy_(kept)
+            self._kept = {}
+            self._seed_for(batch, batch.start, "after")
+
+    def _keep(self) -> None:
+        self._kept = {name: b.detach().clone() for name, b in self._buffers.items()}
+
+    def _seed_for(self, batch: GlobalBatch, start: int, use: Use) -> None:
+        seed_generators(slice_seed(self._seed, self._dataset, batch.epoch, start, use))
+
+
+class BatchWork:
+    """Computes and applies the gradient of one global batch at a time, as the script calls."""
+
+    def __init__(
+        self,
+        link: AgentClient,
+        groups: ProcessGroups | None,
+        tracker: StepTracker,
+        *,
+        on_gpu: bool,
+    ) -> None:
+        """Starts outside of a loop.
+
+        Args:
+            link: The client of the agent.
+            groups: The process groups; None for one process alone.
+            tracker: The state of the step, which the calls move.
+            on_gpu: Whether batches are on a GPU.
+        """
+        self.tracker = tracker
+        self.clock = StepClock(on_gpu=on_gpu)
+        """Measures the times of the global batch."""
+        self._link = link
+        self._groups = groups
+        self._plan: LoopPlan | None = None
+        self._slices: SliceStates | None = None
+        """The state of the slices of the loop that runs; None: it has none."""
+        self._unsent: Stepped | None = None
+        """The newest step, which the agent has not been sent yet."""
+
+    def open_loop(self, plan: LoopPlan, slices: SliceStates | None) -> None:
+        """Begins with the global batches of a loop. slices: None where they are not cut so."""
+        self._plan, self._slices = plan, slices
+        self.tracker.record(Event.OPEN)
+
+    def begin(self, batch: GlobalBatch) -> None:
+        """Begins a global batch."""
+        self.tracker.now = self.tracker.now.begin(batch)
+        self.clock.reset()
+
+    def give(
+        self, training: TrainingState, part: MicroBatch, *, halved: int | None, waited_s: float
+    ) -> None:
+        """Prepares for the micro-batch that the script is given next.
+
+        Args:
+            training: The training state.
+            part: The micro-batch.
+            halved: Half of its samples, where that is to be tried if memory is short.
+            waited_s: Time in seconds for which training waited for its samples.
+        """
+        self.tracker.now = state = self.tracker.now.give(part, halved)
+        self.clock.waited(waited_s)
+        self.clock.start()
+        training.strategy.expect(part)
+        if self._slices is not None:
+            assert state.batch is not None
+            self._slices.begin(state.batch, part, training.boundary_copy().buffers)
+
+    def indices(self) -> list[int]:
+        """Returns the dataset indices of the whole global batch."""
+        batch = self.tracker.now.batch
+        if batch is None or self._plan is None:
+            raise UserError(
+                "session.batch_indices exists only inside the loop over session.batches"
+            )
+        return self._plan.indices(batch)
+
+    def backward(
+        self,
+        training: TrainingState,
+        loss: Tensor,
+        weight: float | Tensor | None,
+        only: str | Collection[str] | None,
+    ) -> None:
+        """Carries out `session.backward`, which describes the arguments."""
+        optimizers = training.strategy.optimizers
+        names = optimizers.named(only)
+        before, self.tracker.now = self.tracker.now, self.tracker.now.backward(names)
+        if before.phase is Phase.ENDED:  # another turn with the same micro-batch
+            self.clock.start()
+        batch, part = _work_of(self.tracker.now)
+        if loss.numel() != 1:
+            raise UserError(f"the loss has shape {tuple(loss.shape)}; it must be one number")
+        self._link.check()
+        amount = float(part.weight if weight is None else weight)
+        if part.weight == 0 or amount == 0:
+            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
+            amount = 0.0
+        self.tracker.now = self.tracker.now.weighing(None if weight is None else amount)
+        training.begin_backward()
+        self._require_equal_only(optimizers)
+        optimizers.only = names
+        training.gradients.show()
+        training.strategy.backward(loss, amount / len(batch) * training.guard.scale)
+        training.gradients.hide()
+        self.tracker.record(Event.BACKWARD_OVER)
+
+    def step(
+        self,
+        training: TrainingState,
+        max_norm: float | None,
+        only: str | Collection[str] | None,
+    ) -> bool:
+        """Carries out `session.step`, which describes the arguments and the result."""
+        names = training.strategy.optimizers.named(only)
+        self.tracker.now = state = self.tracker.now.step(names)
+        self.clock.stop()
+        batch, part = _work_of(state)
+        if self._slices is not None:
+            self._slices.end(batch, part)
+        if not part.last:
+            return False
+        self._link.check()
+        training.gradients.show()
+        factor = self._weight_factor(batch, part) / training.guard.scale
+        applied = training.apply(training.strategy.finish(factor, max_norm))
+        self._record_step(training, batch)
+        return applied
+
+    def _require_equal_only(self, optimizers: Optimizers) -> None:
+        """Raises `UserError` unless this backward is for the same optimizers on all ranks, which
+        call this together once one was for some of them."""
+        groups, state = self._groups, self.tracker.now
+        if groups is None or not state.names_optimizers:
+            return
+        only = state.only
+        bits = [1 << i for i, name in enumerate(optimizers.by_name) if only is None or name in only]
+        number = sum(bits) % same_number.MODULUS
+        pair = torch.tensor(same_number.with_square(number), dtype=torch.float64)
+        total, squares = groups.sum(pair).tolist()
+        if not same_number.is_same(number, groups.rank_info.world_size, (total, squares)):
+            raise UserError(
+                "ranks gave session.backward different only= in one turn; rank "
+                f"{groups.rank_info.rank} gave {only!r}: let what decides on it be the same on all "
+                "ranks, such as the step or a loss that is summed over them"
+            )
+
+    def _weight_factor(self, batch: GlobalBatch, part: MicroBatch) -> float:
+        """Returns the factor from a mean over samples to a mean over the script's weights."""
+        if (weights := self.tracker.now.weights) is None:
+            return 1.0
+        table = torch.zeros(max(1, part.slices), dtype=torch.float64)
+        for index, weight in weights.items():
+            table[index] = weight
+        if self._groups is not None:
+            table = self._groups.sum(table)
+        total = math.fsum(table.tolist())
+        if total <= 0:
+            raise UserError(f"the weights of a global batch sum to {total:g}; it must be positive")
+        return len(batch) / total
+
+    def _record_step(self, training: TrainingState, batch: GlobalBatch) -> None:
+        """Reports a global batch that was applied or skipped; where the script steps some of its
+        optimizers, and may step others, once it comes back for more."""
+        now_s, clock = time.monotonic(), self.clock
+        self._unsent = Stepped(
+            step=training.step,
+            at_s=now_s,
+            step_s=now_s - clock.began_s,
+            data_wait_s=clock.data_wait_s,
+            samples=len(batch),
+            total=self._steps_in_all(training.step, training.next_position),
+            gradient_norm=training.gradient_norm,
+            compute_s=clock.seconds,
+        )
+        if self.tracker.now.only is None:
+            self.report(training)
+
+    def _steps_in_all(self, step: int, after: DataPosition) -> int:
+        """Returns the steps of the whole run if this loop is its last, and 0 if that is unknown.
+
+        after: the position after `step`.
+        """
+        left = self._plan.steps_from(after) if self._plan is not None else None
+        return step + left if left is not None else 0
+
+    def report(self, training: TrainingState) -> None:
+        """Sends the agent the newest step, unless that is done."""
+        stepped, self._unsent = self._unsent, None
+        if stepped is not None:
+            training.stager.stepped(stepped.step_s)
+            self._link.send(stepped)
+
+
+def _work_of(state: StepState) -> tuple[GlobalBatch, MicroBatch]:
+    """Returns the global batch and the micro-batch that a call is about."""
+    assert state.batch is not None
+    assert state.part is not None
+    return state.batch, state.part

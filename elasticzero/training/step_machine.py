@@ -1,0 +1,446 @@
+"""Defines the state of a rank's work on a global batch, and every transition of it. Pure.
+
+The state has four parts, each an enum, and one table (`TRANSITIONS`) moves them:
+
+ Phase      how far the script has come with the micro-batch that it was given.
+ Outcome    what has become of the global batch since the last boundary.
+ Condition  whether parameters and optimizer state are those of the last boundary.
+ LoopPart   whether the script is inside of a loop over `session.batches`.
+
+Where the table has a `Refused` for an event, the script made a call out of turn: `StepState.after`
+raises `UserError` with that sentence, and the state stays as it is. An event that the table does
+not list for a part leaves that part as it is. Which event a call is depends on its arguments too:
+`session.backward(only=…)` after a step of other optimizers is another turn with the same global
+batch (`Event.TURN`), so that GANs train two optimizers in one step.
+
+Invariant: the optimizers change parameters only in a global batch whose last micro-batch has ended,
+and what is counted since the last boundary (`Outcome`) is never taken for that boundary's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+from elasticzero.data.position import GlobalBatch, MicroBatch
+from elasticzero.errors import UserError
+
+
+class Phase(Enum):
+    """Says how far the script has come with its micro-batch."""
+
+    BETWEEN = auto()
+    """It has none: between two global batches, or outside of a loop."""
+    FORWARD = auto()
+    """It was given one, and has not computed its gradient."""
+    BACKWARD = auto()
+    """The backward of it has begun; if it fails, it may be begun again."""
+    BACKWARD_DONE = auto()
+    """Its gradient is added to that of the global batch."""
+    ENDED = auto()
+    """`session.step` was called for it."""
+
+
+class Outcome(Enum):
+    """Says what has become of the global batch since the last boundary."""
+
+    OPEN = auto()
+    """No optimizer was stepped with it, and it is not left out."""
+    SKIPPED = auto()
+    """It counts, and no optimizer was stepped with it."""
+    APPLIED = auto()
+    """It counts, and an optimizer was stepped with it."""
+
+
+class Condition(Enum):
+    """Says whether parameters and optimizer state are those of the last boundary."""
+
+    UNLOADED = auto()
+    """The state that the generation starts from is not loaded."""
+    CLEAN = auto()
+    """They are those of the last boundary."""
+    CHANGING = auto()
+    """An optimizer takes its step."""
+    TORN = auto()
+    """They are those of no boundary, or of one that is not known to be right."""
+
+
+class LoopPart(Enum):
+    """Says where the script is."""
+
+    OUTSIDE = auto()
+    INSIDE = auto()
+
+
+class Event(Enum):
+    """Lists what happens to a step: calls of the script, and what the session does for them."""
+
+    BATCHES = auto()
+    """`session.batches` is iterated for the first time."""
+    BATCHES_MIDWAY = auto()
+    """The same, where a part of a global batch's gradient is computed and not applied."""
+    BEGIN = auto()
+    """A global batch begins."""
+    GIVE = auto()
+    """The loop gives a micro-batch."""
+    LOOK = auto()
+    """`session.micro_batch` is read."""
+    TURN = auto()
+    """`session.backward(only=…)` is called for other optimizers, or the same."""
+    TURN_OF_PARTS = auto()
+    """The same, in a global batch of several micro-batches, in this world or another."""
+    BACKWARD = auto()
+    """`session.backward` is called."""
+    BACKWARD_OF_OTHERS = auto()
+    """The same, for other optimizers than those of the micro-batch before."""
+    WEIGH = auto()
+    """The loss is valid, and its gradient is computed."""
+    WEIGH_UNLIKE = auto()
+    """The same, with a weight where a micro-batch before had none, or the other way round."""
+    BACKWARD_OVER = auto()
+    """The gradient is computed."""
+    STEP = auto()
+    """`session.step` is called."""
+    STEP_OF_OTHERS = auto()
+    """The same, for other optimizers than those of the backward."""
+    NEXT = auto()
+    """The script asks the loop for the next micro-batch."""
+    NEXT_TOO_LATE = auto()
+    """The same, of a loop that another has followed."""
+    CHANGE = auto()
+    """The optimizers begin to step."""
+    APPLIED = auto()
+    """The optimizers have stepped."""
+    TEAR = auto()
+    """The global batch is skipped or rolled back, or the ranks' states differ."""
+    SKIPPED = auto()
+    """The global batch is left out."""
+    LOADED = auto()
+    """The state that the generation starts from is in place."""
+    KEPT = auto()
+    """The state proves to be that of the boundary after all."""
+    REACH = auto()
+    """A boundary is reached."""
+    BOUNDARY = auto()
+    """The state of the boundary is whole."""
+    OPEN = auto()
+    """The loop begins to give micro-batches."""
+    CLOSE = auto()
+    """The loop has ended, or was left."""
+    FORGET = auto()
+    """The loop has ended by itself, so that the script has no global batch any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Refuses a call of the script, with the sentence for its user."""
+
+    sentence: str
+    """May name `{given}` and `{before}`, the values of `only=` of this call and of the last."""
+
+
+def _once(call: str) -> Refused:
+    return Refused(
+        f"session.{call} is called once for each micro-batch, inside the loop over session.batches"
+    )
+
+
+_NO_BACKWARD = Refused("session.backward(loss) was not called before session.step()")
+_NO_STEP = Refused(
+    "session.step() was not called for this micro-batch; call session.backward(loss) and "
+    "session.step() for each, also for those where step() returns False"
+)
+_NO_TURN = Refused(
+    "session.step(only=…) would change weights in the middle of a global batch that has several "
+    "micro-batches, and the result would depend on their size: call backward and step once for "
+    "each, for other optimizers in the next global batch, or leave out micro_batch= and "
+    "virtual_batch="
+)
+_OTHERS = Refused(
+    "session.backward was given only={given} for a micro-batch, and only={before} for one before "
+    "it of the same global batch: give all of them the same"
+)
+_WEIGHTS = Refused(
+    "session.backward was given weight=… for some micro-batches of a global batch and not for "
+    "others: give it for all of them"
+)
+_LEFT_MIDWAY = Refused(
+    "the loop over session.batches before this one was left in the middle of a global batch, after "
+    "session.backward: leave it where session.step() has returned True"
+)
+_FOLLOWED = Refused(
+    "this loop over session.batches was followed by another, so it cannot be gone on with: one "
+    "loop runs at a time; session.evaluate goes over a second dataset inside a loop"
+)
+
+Part = Phase | Outcome | Condition | LoopPart
+
+TRANSITIONS: Mapping[tuple[Part, Event], Part | Refused] = {
+    # The micro-batch in the script's hands.
+    **{(phase, Event.BATCHES): Phase.BETWEEN for phase in Phase},
+    **{(phase, Event.BATCHES_MIDWAY): _LEFT_MIDWAY for phase in Phase},
+    **{(phase, Event.REACH): Phase.BETWEEN for phase in Phase},
+    **{(phase, Event.FORGET): Phase.BETWEEN for phase in Phase},
+    **{(phase, Event.BEGIN): Phase.BETWEEN for phase in Phase},
+    **{(phase, Event.NEXT_TOO_LATE): _FOLLOWED for phase in Phase},
+    (Phase.BETWEEN, Event.GIVE): Phase.FORWARD,
+    (Phase.BETWEEN, Event.LOOK): _once("micro_batch"),
+    (Phase.BETWEEN, Event.BACKWARD): _once("backward"),
+    (Phase.BETWEEN, Event.STEP): _once("step"),
+    (Phase.FORWARD, Event.BACKWARD_OF_OTHERS): _OTHERS,
+    (Phase.FORWARD, Event.WEIGH): Phase.BACKWARD,
+    (Phase.FORWARD, Event.WEIGH_UNLIKE): _WEIGHTS,
+    (Phase.FORWARD, Event.STEP): _NO_BACKWARD,
+    (Phase.FORWARD, Event.NEXT): _NO_STEP,
+    (Phase.BACKWARD, Event.BACKWARD_OF_OTHERS): _OTHERS,
+    (Phase.BACKWARD, Event.WEIGH_UNLIKE): _WEIGHTS,
+    (Phase.BACKWARD, Event.BACKWARD_OVER): Phase.BACKWARD_DONE,
+    (Phase.BACKWARD, Event.STEP): _NO_BACKWARD,
+    (Phase.BACKWARD, Event.NEXT): _NO_STEP,
+    (Phase.BACKWARD_DONE, Event.BACKWARD): Refused(
+        "session.backward was called twice for one micro-batch; with only=…, call "
+        "session.step(only=…) after each"
+    ),
+    (Phase.BACKWARD_DONE, Event.STEP): Phase.ENDED,
+    (Phase.BACKWARD_DONE, Event.STEP_OF_OTHERS): Refused(
+        "session.step was given only={given}, and session.backward before it only={before}: give "
+        "both the same"
+    ),
+    (Phase.BACKWARD_DONE, Event.NEXT): _NO_STEP,
+    (Phase.ENDED, Event.GIVE): Phase.FORWARD,
+    (Phase.ENDED, Event.LOOK): _once("micro_batch"),
+    (Phase.ENDED, Event.TURN): Phase.FORWARD,
+    (Phase.ENDED, Event.TURN_OF_PARTS): _NO_TURN,
+    (Phase.ENDED, Event.BACKWARD): _once("backward"),
+    (Phase.ENDED, Event.STEP): _once("step"),
+    # The global batch since the last boundary.
+    (Outcome.OPEN, Event.SKIPPED): Outcome.SKIPPED,
+    (Outcome.OPEN, Event.APPLIED): Outcome.APPLIED,
+    (Outcome.SKIPPED, Event.APPLIED): Outcome.APPLIED,
+    (Outcome.SKIPPED, Event.REACH): Outcome.OPEN,
+    (Outcome.APPLIED, Event.REACH): Outcome.OPEN,
+    # Parameters and optimizer state.
+    (Condition.UNLOADED, Event.LOADED): Condition.CLEAN,
+    (Condition.CLEAN, Event.CHANGE): Condition.CHANGING,
+    (Condition.CLEAN, Event.TEAR): Condition.TORN,
+    (Condition.CHANGING, Event.APPLIED): Condition.TORN,
+    (Condition.CHANGING, Event.BOUNDARY): Condition.CLEAN,
+    (Condition.CHANGING, Event.TEAR): Condition.TORN,
+    (Condition.TORN, Event.CHANGE): Condition.CHANGING,
+    (Condition.TORN, Event.KEPT): Condition.CLEAN,
+    (Condition.TORN, Event.BOUNDARY): Condition.CLEAN,
+    # The loop.
+    (LoopPart.OUTSIDE, Event.OPEN): LoopPart.INSIDE,
+    (LoopPart.INSIDE, Event.CLOSE): LoopPart.OUTSIDE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """Holds the state of a rank's work on a global batch."""
+
+    phase: Phase = Phase.BETWEEN
+    outcome: Outcome = Outcome.OPEN
+    condition: Condition = Condition.UNLOADED
+    loop_part: LoopPart = LoopPart.OUTSIDE
+    loop: int = -1
+    """Number of the newest loop over `session.batches`; -1: there was none."""
+    left_at: str = ""
+    """The place where the script left its last loop early; empty: it did not."""
+    batch: GlobalBatch | None = None
+    """The global batch; None: none is begun, or its loop has ended by itself."""
+    part: MicroBatch | None = None
+    """The micro-batch in the script's hands; None: it has none."""
+    parts: int = 0
+    """Number of micro-batches of the global batch that the script was given."""
+    halved: int | None = None
+    """Half of the samples of the micro-batch, where that is to be tried if memory is short."""
+    only: tuple[str, ...] | None = None
+    """The optimizers that the newest backward was for; None: all."""
+    names_optimizers: bool = False
+    """True once a backward of this generation was for some of the script's optimizers."""
+    weights: Mapping[int, float] | None = None
+    """Sums of the script's weights for the global batch by slice, or all under 0; None: it gave
+    none."""
+
+    @property
+    def clean(self) -> bool:
+        """Returns whether nothing has changed the state since the last boundary."""
+        return self.condition is Condition.CLEAN
+
+    @property
+    def applying(self) -> bool:
+        """Returns whether the optimizers take their step now."""
+        return self.condition is Condition.CHANGING
+
+    @property
+    def counted(self) -> bool:
+        """Returns whether a global batch was applied or skipped since the last boundary."""
+        return self.outcome is not Outcome.OPEN
+
+    @property
+    def in_loop(self) -> bool:
+        """Returns whether the script is inside of a loop over batches."""
+        return self.loop_part is LoopPart.INSIDE
+
+    @property
+    def weighed(self) -> bool:
+        """Returns whether a micro-batch of the global batch has a weight, of the script or by
+        default."""
+        begun = self.phase in (Phase.BACKWARD, Phase.BACKWARD_DONE, Phase.ENDED)
+        return begun or self.parts > 1
+
+    @property
+    def partial(self) -> bool:
+        """Returns whether a part of the global batch's gradient is computed, and its step is not
+        applied."""
+        if self.part is None or (self.phase is Phase.ENDED and self.part.last):
+            return False
+        return self.weighed
+
+    def after(self, event: Event, *, given: tuple[str, ...] | None = None) -> StepState:
+        """Returns the state that `event` leads to.
+
+        Args:
+            event: What happens.
+            given: The `only=` of the call, for the sentence that refuses it.
+
+        Raises:
+            UserError: The script made a call out of turn.
+        """
+        parts = []
+        for part in (self.phase, self.outcome, self.condition, self.loop_part):
+            entry = TRANSITIONS.get((part, event), part)
+            if isinstance(entry, Refused):
+                listed = {"given": listed_text(given), "before": listed_text(self.only)}
+                raise UserError(entry.sentence.format(**listed))
+            parts.append(entry)
+        phase, outcome, condition, loop_part = parts
+        assert isinstance(phase, Phase)
+        assert isinstance(outcome, Outcome)
+        assert isinstance(condition, Condition)
+        assert isinstance(loop_part, LoopPart)
+        held = self.part if phase is not Phase.BETWEEN else None
+        return replace(
+            self, phase=phase, outcome=outcome, condition=condition, loop_part=loop_part, part=held
+        )
+
+    # Calls of the script.
+
+    def check_new_loop(self) -> None:
+        """Raises `UserError` where no loop may begin."""
+        self.after(Event.BATCHES_MIDWAY if self.partial else Event.BATCHES)
+
+    def next_loop(self) -> StepState:
+        """Returns the state once another loop over `session.batches` has begun."""
+        self.check_new_loop()
+        return replace(self.after(Event.BATCHES), loop=self.loop + 1, batch=None, **_NO_GRADIENT)
+
+    def before_next(self, loop: int) -> StepState:
+        """Returns the state once loop number `loop` is asked for its next micro-batch."""
+        event = Event.NEXT if loop == self.loop else Event.NEXT_TOO_LATE
+        return replace(self.after(event), halved=None)
+
+    def current(self) -> MicroBatch:
+        """Returns the micro-batch that the script works on."""
+        part = self.after(Event.LOOK).part
+        assert part is not None
+        return part
+
+    def backward(self, only: tuple[str, ...] | None) -> StepState:
+        """Returns the state once `session.backward` is called.
+
+        only: the optimizers that it is for. Another call, for other optimizers or the same, may
+        follow the step of those before, where the global batch is one micro-batch on each rank.
+        Raises `UserError` out of turn.
+        """
+        state = self
+        if self.phase is Phase.ENDED and None not in (only, self.only):
+            assert self.part is not None
+            whole = self.part.last and self.parts == 1 and not self.part.slices
+            state = self.after(Event.TURN if whole else Event.TURN_OF_PARTS)
+            state = replace(state, weights=None)
+        state = state.after(Event.BACKWARD)
+        if state.parts > 1 and only != state.only:
+            state = state.after(Event.BACKWARD_OF_OTHERS, given=only)
+        return replace(state, only=only)
+
+    def weighing(self, weight: float | None) -> StepState:
+        """Returns the state once the gradient is about to be computed.
+
+        weight: that of the script; None: it gave none. Raises `UserError` if a global batch has
+        micro-batches with and without a weight.
+        """
+        unlike = self.weighed and (weight is None) != (self.weights is None)
+        state = self.after(Event.WEIGH_UNLIKE if unlike else Event.WEIGH)
+        if weight is not None:
+            number = 0 if self.part is None else self.part.slice or 0
+            weights = dict(self.weights or {})
+            weights[number] = weights.get(number, 0.0) + weight
+            state = replace(state, weights=weights)
+        return replace(state, names_optimizers=self.names_optimizers or self.only is not None)
+
+    def step(self, only: tuple[str, ...] | None) -> StepState:
+        """Returns the state once `session.step` is called; raises `UserError` out of turn."""
+        state = self.after(Event.STEP)
+        if only != self.only:
+            state = self.after(Event.STEP_OF_OTHERS, given=only)
+        return state
+
+    # What the loop does.
+
+    def begin(self, batch: GlobalBatch) -> StepState:
+        """Returns the state once a global batch begins."""
+        return replace(self.after(Event.BEGIN), batch=batch, **_NO_GRADIENT)
+
+    def give(self, part: MicroBatch, halved: int | None) -> StepState:
+        """Returns the state once the script is given a micro-batch. halved: see the field."""
+        state = self.after(Event.GIVE)
+        return replace(state, part=part, parts=self.parts + 1, halved=halved)
+
+    def leave(self, loop: int, place: str) -> StepState:
+        """Returns the state once the script has left loop number `loop` early, at this place."""
+        return replace(self, left_at=place) if loop == self.loop else self
+
+    def end(self, loop: int) -> StepState:
+        """Returns the state once loop number `loop` has come to its end."""
+        if loop != self.loop:
+            return self
+        return replace(self.after(Event.FORGET), batch=None, **_NO_GRADIENT)
+
+    def check_invariants(self) -> None:
+        """Raises `AssertionError` for a state that cannot be."""
+        works = self.phase is not Phase.BETWEEN
+        assert works == (self.part is not None), "a phase belongs to a micro-batch"
+        assert not works or (self.batch is not None and self.parts > 0)
+        if self.counted:
+            assert self.condition in (Condition.TORN, Condition.CHANGING), (
+                "it is not the boundary's"
+            )
+        if self.applying:
+            assert self.phase is Phase.ENDED and self.part is not None and self.part.last
+        assert self.weights is None or self.weighed or not works
+        assert self.only is None or self.batch is not None
+        assert self.loop >= 0 or not (self.in_loop or self.batch)
+
+
+_NO_GRADIENT: Mapping[str, Any] = {"parts": 0, "only": None, "weights": None}
+"""The fields of a global batch of which no gradient is computed."""
+
+
+class StepTracker:
+    """Holds the present `StepState`; the session's thread alone moves it, and others read it."""
+
+    def __init__(self) -> None:
+        self.now = StepState()
+
+    def record(self, event: Event) -> None:
+        """Moves the state by an event without arguments."""
+        self.now = self.now.after(event)
+
+
+def listed_text(only: tuple[str, ...] | None) -> str:
+    """Returns the value of `only=` as a script writes it."""
+    return "None" if only is None else repr(only[0] if len(only) == 1 else list(only))
