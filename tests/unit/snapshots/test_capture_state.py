@@ -1,0 +1,143 @@
+"""What a rank captures, and what it tells the others of captures that failed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticzero.comm.control import ControlWord
+from elasticzero.ipc.agent_client import STANDALONE
+from elasticzero.ipc.assignment import Resume
+from elasticzero.snapshots.capture_state import CaptureState, NodeCaptures
+
+ASSIGNMENT = replace(
+    STANDALONE, world_size=4, checkpoint_dir="/checkpoints", snapshot_every=1, generation=3
+)
+NOTHING = NodeCaptures(held=-1, not_held=-1, saved=-1, unsaved=-1)
+
+
+def begun(step: int = 10, *, shards: int = 4) -> CaptureState:
+    state = CaptureState.of(ASSIGNMENT, shards=shards, saving=True, alone=False)
+    return state.begun(step, ASSIGNMENT).after_exchange(ControlWord(ready=True))
+
+
+def word(state: CaptureState, node: NodeCaptures = NOTHING) -> ControlWord:
+    return state.control_word(node, flags=0, ready=True, every=0, asks=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "shards", "alone", "snapshots", "saves", "replicated"),
+    [
+        ({}, 4, False, True, True, False),
+        ({}, 1, False, False, True, True),
+        ({}, 2, False, False, True, True),
+        ({}, 4, True, False, True, False),
+        ({"snapshot_every": 0}, 4, False, False, True, False),
+        ({"checkpoint_dir": None}, 4, False, True, False, False),
+        ({"on_nonfinite": "rollback"}, 1, False, True, True, True),
+    ],
+)
+def test_what_a_strategy_has_use_for(
+    change: dict[str, object],
+    shards: int,
+    alone: bool,
+    snapshots: bool,
+    saves: bool,
+    replicated: bool,
+) -> None:
+    state = CaptureState.of(
+        replace(ASSIGNMENT, **change),  # type: ignore[arg-type]
+        shards=shards,
+        saving=True,
+        alone=alone,
+    )
+    assert (state.takes_snapshots, state.saves, state.replicated) == (snapshots, saves, replicated)
+
+
+def test_a_state_from_storage_is_not_saved_again() -> None:
+    stored = replace(ASSIGNMENT, resume=Resume(tier="storage", step=10))
+    state = CaptureState.of(stored, shards=4, saving=True, alone=False).begun(10, stored)
+    assert state.has_captured(10) and not state.is_unsaved(10) and state.is_unsaved(11)
+    assert state.owing(10).overdue is None
+
+
+def test_a_checkpoint_that_falls_due_during_a_save_is_taken_after_it() -> None:
+    state = begun().owing(12)
+    assert state.due(12) == "checkpoint"
+    state = state.paid().captured(12, checkpoint=True, in_memory=True)
+    assert state.owing(14).due(14) == "nothing", "the save of step 12 runs"
+    state = state.owing(14).after_exchange(ControlWord(saved=12, held=12))
+    assert state.due(15) == "checkpoint"
+    assert state.paid().due(15) == "snapshot"
+
+
+def test_a_capture_that_failed_is_in_the_next_word() -> None:
+    state = begun().failed(12, checkpoint=False)
+    assert (word(state).not_held, word(state).unsaved) == (12, -1)
+    assert state.after_exchange(word(state)).schedule.taken is None, "it is abandoned"
+    state = begun().failed(12, checkpoint=True)
+    assert (word(state).not_held, word(state).unsaved, word(state).saved) == (12, 12, 12)
+    assert state.newest_save(NOTHING) == "lost"
+    assert state.tried_again().newest_save(NOTHING) == "none"
+
+
+def test_a_checkpoint_on_storage_leaves_no_snapshot() -> None:
+    state = begun().captured(12, checkpoint=True, in_memory=False)
+    assert (word(state).not_held, word(state).unsaved) == (12, -1)
+    assert state.newest_save(NOTHING) == "pending"
+    assert state.newest_save(replace(NOTHING, saved=12)) == "none"
+    assert state.newest_save(replace(NOTHING, saved=12, unsaved=12)) == "lost"
+
+
+def test_a_save_that_failed_elsewhere_is_abandoned_here() -> None:
+    state = begun().captured(12, checkpoint=True, in_memory=True)
+    assert state.lost_elsewhere(ControlWord(unsaved=11), NOTHING) is None
+    assert state.lost_elsewhere(ControlWord(unsaved=12), NOTHING) == 12
+    assert state.lost_elsewhere(ControlWord(unsaved=12), replace(NOTHING, unsaved=12)) is None
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_divided_state_replaces_no_snapshot_in_flight(shards: int) -> None:
+    state = begun(shards=shards).captured(12, checkpoint=False, in_memory=True)
+    assert state.can_stop == (shards == 2)
+    assert state.stop_agreed().can_stop
+    at_stop = state.states_to_keep(ASSIGNMENT, at_stop=True)
+    assert at_stop - state.states_to_keep(ASSIGNMENT, at_stop=False) == {(3, 12)}
+    agreed = state.stop_agreed().states_to_keep(ASSIGNMENT, at_stop=True)
+    assert (3, 12) not in agreed
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["captured", "direct", "failed", "exchange", "end"]), st.booleans()
+        ),
+        max_size=30,
+    )
+)
+def test_what_is_told_never_shrinks(events: list[tuple[str, bool]]) -> None:
+    """A word of an earlier boundary stays true: no step that was not held or not saved is unsaid,
+    but for the last save, which is tried again."""
+    state, step, before = begun(), 10, word(begun())
+    for kind, checkpoint in events:
+        step += 1
+        if kind in ("captured", "direct"):
+            held = kind == "captured"
+            state = state.captured(step, checkpoint=checkpoint, in_memory=held)
+        elif kind == "failed":
+            state = state.failed(step, checkpoint=checkpoint)
+        elif kind == "exchange":
+            state = state.after_exchange(word(state, replace(NOTHING, held=step, saved=step)))
+        else:
+            state = state.save_ended()
+        now = word(state)
+        assert now.not_held >= before.not_held and now.unsaved >= before.unsaved
+        assert now.saved >= now.unsaved, "a save that has failed is over"
+        assert state.saved_step is None or state.has_captured(state.saved_step)
+        assert {(3, state.schedule.held)} <= state.states_to_keep(ASSIGNMENT, at_stop=False) | {
+            (3, None)
+        }, "the newest snapshot that every node holds is never overwritten"
+        before = now
