@@ -36,7 +36,7 @@ from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import DataChanged, LoopExited
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.training.batch_work import BatchWork, SliceStates
-from elasticzero.training.step_machine import Event
+from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.training_state import TrainingState
 
 AGAIN_NEW = (
@@ -236,7 +236,7 @@ class Loops:
             tracker.now = tracker.now.leave(loop, place_of(sys._getframe()))
             raise
         finally:
-            tracker.record(Event.CLOSE)
+            tracker.record(StepEvent.CLOSE)
             data.close()
             work.report(training)
             self._link.send(LoopExited())

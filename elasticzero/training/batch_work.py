@@ -20,7 +20,7 @@ from elasticzero.parallel import same_number
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.model import MODEL
 from elasticzero.step_clock import StepClock
-from elasticzero.training.step_machine import Event, Phase, StepState, StepTracker
+from elasticzero.training.step_machine import StepEvent, StepPhase, StepState, StepTracker
 from elasticzero.training.training_state import TrainingState
 
 
@@ -107,7 +107,7 @@ class BatchWork:
     def open_loop(self, plan: LoopPlan, slices: SliceStates | None) -> None:
         """Begins with the global batches of a loop. slices: None where they are not cut so."""
         self._plan, self._slices = plan, slices
-        self.tracker.record(Event.OPEN)
+        self.tracker.record(StepEvent.OPEN)
 
     def begin(self, batch: GlobalBatch) -> None:
         """Begins a global batch."""
@@ -153,7 +153,7 @@ class BatchWork:
         optimizers = training.strategy.optimizers
         names = optimizers.named(only)
         before, self.tracker.now = self.tracker.now, self.tracker.now.backward(names)
-        if before.phase is Phase.ENDED:  # another turn with the same micro-batch
+        if before.phase is StepPhase.ENDED:  # another turn with the same micro-batch
             self.clock.start()
         batch, part = _work_of(self.tracker.now)
         if loss.numel() != 1:
@@ -170,7 +170,7 @@ class BatchWork:
         training.gradients.show()
         training.strategy.backward(loss, amount / len(batch) * training.guard.scale)
         training.gradients.hide()
-        self.tracker.record(Event.BACKWARD_OVER)
+        self.tracker.record(StepEvent.BACKWARD_OVER)
 
     def step(
         self,

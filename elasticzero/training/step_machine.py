@@ -2,19 +2,19 @@
 
 The state has four parts, each an enum, and one table (`TRANSITIONS`) moves them:
 
- Phase      how far the script has come with the micro-batch that it was given.
- Outcome    what has become of the global batch since the last boundary.
- Condition  whether parameters and optimizer state are those of the last boundary.
- LoopPart   whether the script is inside of a loop over `session.batches`.
+ StepPhase      how far the script has come with the micro-batch that it was given.
+ StepOutcome    what has become of the global batch since the last boundary.
+ StepCondition  whether parameters and optimizer state are those of the last boundary.
+ LoopPart       whether the script is inside of a loop over `session.batches`.
 
 Where the table has a `Refused` for an event, the script made a call out of turn: `StepState.after`
 raises `UserError` with that sentence, and the state stays as it is. An event that the table does
 not list for a part leaves that part as it is. Which event a call is depends on its arguments too:
 `session.backward(only=…)` after a step of other optimizers is another turn with the same global
-batch (`Event.TURN`), so that GANs train two optimizers in one step.
+batch (`StepEvent.TURN`), so that GANs train two optimizers in one step.
 
 Invariant: the optimizers change parameters only in a global batch whose last micro-batch has ended,
-and what is counted since the last boundary (`Outcome`) is never taken for that boundary's state.
+and what is counted since the last boundary (`StepOutcome`) is never taken for its state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elasticzero.data.position import GlobalBatch, MicroBatch
 from elasticzero.errors import UserError
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     """Says how far the script has come with its micro-batch."""
 
     BETWEEN = auto()
@@ -43,7 +43,7 @@ class Phase(Enum):
     """`session.step` was called for it."""
 
 
-class Outcome(Enum):
+class StepOutcome(Enum):
     """Says what has become of the global batch since the last boundary."""
 
     OPEN = auto()
@@ -54,7 +54,7 @@ class Outcome(Enum):
     """It counts, and an optimizer was stepped with it."""
 
 
-class Condition(Enum):
+class StepCondition(Enum):
     """Says whether parameters and optimizer state are those of the last boundary."""
 
     UNLOADED = auto()
@@ -74,7 +74,7 @@ class LoopPart(Enum):
     INSIDE = auto()
 
 
-class Event(Enum):
+class StepEvent(Enum):
     """Lists what happens to a step: calls of the script, and what the session does for them."""
 
     BATCHES = auto()
@@ -175,65 +175,65 @@ _FOLLOWED = Refused(
     "loop runs at a time; session.evaluate goes over a second dataset inside a loop"
 )
 
-Part = Phase | Outcome | Condition | LoopPart
+Part = StepPhase | StepOutcome | StepCondition | LoopPart
 
-TRANSITIONS: Mapping[tuple[Part, Event], Part | Refused] = {
+TRANSITIONS: Mapping[tuple[Part, StepEvent], Part | Refused] = {
     # The micro-batch in the script's hands.
-    **{(phase, Event.BATCHES): Phase.BETWEEN for phase in Phase},
-    **{(phase, Event.BATCHES_MIDWAY): _LEFT_MIDWAY for phase in Phase},
-    **{(phase, Event.REACH): Phase.BETWEEN for phase in Phase},
-    **{(phase, Event.FORGET): Phase.BETWEEN for phase in Phase},
-    **{(phase, Event.BEGIN): Phase.BETWEEN for phase in Phase},
-    **{(phase, Event.NEXT_TOO_LATE): _FOLLOWED for phase in Phase},
-    (Phase.BETWEEN, Event.GIVE): Phase.FORWARD,
-    (Phase.BETWEEN, Event.LOOK): _once("micro_batch"),
-    (Phase.BETWEEN, Event.BACKWARD): _once("backward"),
-    (Phase.BETWEEN, Event.STEP): _once("step"),
-    (Phase.FORWARD, Event.BACKWARD_OF_OTHERS): _OTHERS,
-    (Phase.FORWARD, Event.WEIGH): Phase.BACKWARD,
-    (Phase.FORWARD, Event.WEIGH_UNLIKE): _WEIGHTS,
-    (Phase.FORWARD, Event.STEP): _NO_BACKWARD,
-    (Phase.FORWARD, Event.NEXT): _NO_STEP,
-    (Phase.BACKWARD, Event.BACKWARD_OF_OTHERS): _OTHERS,
-    (Phase.BACKWARD, Event.WEIGH_UNLIKE): _WEIGHTS,
-    (Phase.BACKWARD, Event.BACKWARD_OVER): Phase.BACKWARD_DONE,
-    (Phase.BACKWARD, Event.STEP): _NO_BACKWARD,
-    (Phase.BACKWARD, Event.NEXT): _NO_STEP,
-    (Phase.BACKWARD_DONE, Event.BACKWARD): Refused(
+    **{(phase, StepEvent.BATCHES): StepPhase.BETWEEN for phase in StepPhase},
+    **{(phase, StepEvent.BATCHES_MIDWAY): _LEFT_MIDWAY for phase in StepPhase},
+    **{(phase, StepEvent.REACH): StepPhase.BETWEEN for phase in StepPhase},
+    **{(phase, StepEvent.FORGET): StepPhase.BETWEEN for phase in StepPhase},
+    **{(phase, StepEvent.BEGIN): StepPhase.BETWEEN for phase in StepPhase},
+    **{(phase, StepEvent.NEXT_TOO_LATE): _FOLLOWED for phase in StepPhase},
+    (StepPhase.BETWEEN, StepEvent.GIVE): StepPhase.FORWARD,
+    (StepPhase.BETWEEN, StepEvent.LOOK): _once("micro_batch"),
+    (StepPhase.BETWEEN, StepEvent.BACKWARD): _once("backward"),
+    (StepPhase.BETWEEN, StepEvent.STEP): _once("step"),
+    (StepPhase.FORWARD, StepEvent.BACKWARD_OF_OTHERS): _OTHERS,
+    (StepPhase.FORWARD, StepEvent.WEIGH): StepPhase.BACKWARD,
+    (StepPhase.FORWARD, StepEvent.WEIGH_UNLIKE): _WEIGHTS,
+    (StepPhase.FORWARD, StepEvent.STEP): _NO_BACKWARD,
+    (StepPhase.FORWARD, StepEvent.NEXT): _NO_STEP,
+    (StepPhase.BACKWARD, StepEvent.BACKWARD_OF_OTHERS): _OTHERS,
+    (StepPhase.BACKWARD, StepEvent.WEIGH_UNLIKE): _WEIGHTS,
+    (StepPhase.BACKWARD, StepEvent.BACKWARD_OVER): StepPhase.BACKWARD_DONE,
+    (StepPhase.BACKWARD, StepEvent.STEP): _NO_BACKWARD,
+    (StepPhase.BACKWARD, StepEvent.NEXT): _NO_STEP,
+    (StepPhase.BACKWARD_DONE, StepEvent.BACKWARD): Refused(
         "session.backward was called twice for one micro-batch; with only=…, call "
         "session.step(only=…) after each"
     ),
-    (Phase.BACKWARD_DONE, Event.STEP): Phase.ENDED,
-    (Phase.BACKWARD_DONE, Event.STEP_OF_OTHERS): Refused(
+    (StepPhase.BACKWARD_DONE, StepEvent.STEP): StepPhase.ENDED,
+    (StepPhase.BACKWARD_DONE, StepEvent.STEP_OF_OTHERS): Refused(
         "session.step was given only={given}, and session.backward before it only={before}: give "
         "both the same"
     ),
-    (Phase.BACKWARD_DONE, Event.NEXT): _NO_STEP,
-    (Phase.ENDED, Event.GIVE): Phase.FORWARD,
-    (Phase.ENDED, Event.LOOK): _once("micro_batch"),
-    (Phase.ENDED, Event.TURN): Phase.FORWARD,
-    (Phase.ENDED, Event.TURN_OF_PARTS): _NO_TURN,
-    (Phase.ENDED, Event.BACKWARD): _once("backward"),
-    (Phase.ENDED, Event.STEP): _once("step"),
+    (StepPhase.BACKWARD_DONE, StepEvent.NEXT): _NO_STEP,
+    (StepPhase.ENDED, StepEvent.GIVE): StepPhase.FORWARD,
+    (StepPhase.ENDED, StepEvent.LOOK): _once("micro_batch"),
+    (StepPhase.ENDED, StepEvent.TURN): StepPhase.FORWARD,
+    (StepPhase.ENDED, StepEvent.TURN_OF_PARTS): _NO_TURN,
+    (StepPhase.ENDED, StepEvent.BACKWARD): _once("backward"),
+    (StepPhase.ENDED, StepEvent.STEP): _once("step"),
     # The global batch since the last boundary.
-    (Outcome.OPEN, Event.SKIPPED): Outcome.SKIPPED,
-    (Outcome.OPEN, Event.APPLIED): Outcome.APPLIED,
-    (Outcome.SKIPPED, Event.APPLIED): Outcome.APPLIED,
-    (Outcome.SKIPPED, Event.REACH): Outcome.OPEN,
-    (Outcome.APPLIED, Event.REACH): Outcome.OPEN,
+    (StepOutcome.OPEN, StepEvent.SKIPPED): StepOutcome.SKIPPED,
+    (StepOutcome.OPEN, StepEvent.APPLIED): StepOutcome.APPLIED,
+    (StepOutcome.SKIPPED, StepEvent.APPLIED): StepOutcome.APPLIED,
+    (StepOutcome.SKIPPED, StepEvent.REACH): StepOutcome.OPEN,
+    (StepOutcome.APPLIED, StepEvent.REACH): StepOutcome.OPEN,
     # Parameters and optimizer state.
-    (Condition.UNLOADED, Event.LOADED): Condition.CLEAN,
-    (Condition.CLEAN, Event.CHANGE): Condition.CHANGING,
-    (Condition.CLEAN, Event.TEAR): Condition.TORN,
-    (Condition.CHANGING, Event.APPLIED): Condition.TORN,
-    (Condition.CHANGING, Event.BOUNDARY): Condition.CLEAN,
-    (Condition.CHANGING, Event.TEAR): Condition.TORN,
-    (Condition.TORN, Event.CHANGE): Condition.CHANGING,
-    (Condition.TORN, Event.KEPT): Condition.CLEAN,
-    (Condition.TORN, Event.BOUNDARY): Condition.CLEAN,
+    (StepCondition.UNLOADED, StepEvent.LOADED): StepCondition.CLEAN,
+    (StepCondition.CLEAN, StepEvent.CHANGE): StepCondition.CHANGING,
+    (StepCondition.CLEAN, StepEvent.TEAR): StepCondition.TORN,
+    (StepCondition.CHANGING, StepEvent.APPLIED): StepCondition.TORN,
+    (StepCondition.CHANGING, StepEvent.BOUNDARY): StepCondition.CLEAN,
+    (StepCondition.CHANGING, StepEvent.TEAR): StepCondition.TORN,
+    (StepCondition.TORN, StepEvent.CHANGE): StepCondition.CHANGING,
+    (StepCondition.TORN, StepEvent.KEPT): StepCondition.CLEAN,
+    (StepCondition.TORN, StepEvent.BOUNDARY): StepCondition.CLEAN,
     # The loop.
-    (LoopPart.OUTSIDE, Event.OPEN): LoopPart.INSIDE,
-    (LoopPart.INSIDE, Event.CLOSE): LoopPart.OUTSIDE,
+    (LoopPart.OUTSIDE, StepEvent.OPEN): LoopPart.INSIDE,
+    (LoopPart.INSIDE, StepEvent.CLOSE): LoopPart.OUTSIDE,
 }
 
 
@@ -241,9 +241,9 @@ TRANSITIONS: Mapping[tuple[Part, Event], Part | Refused] = {
 class StepState:
     """Holds the state of a rank's work on a global batch."""
 
-    phase: Phase = Phase.BETWEEN
-    outcome: Outcome = Outcome.OPEN
-    condition: Condition = Condition.UNLOADED
+    phase: StepPhase = StepPhase.BETWEEN
+    outcome: StepOutcome = StepOutcome.OPEN
+    condition: StepCondition = StepCondition.UNLOADED
     loop_part: LoopPart = LoopPart.OUTSIDE
     loop: int = -1
     """Number of the newest loop over `session.batches`; -1: there was none."""
@@ -268,17 +268,17 @@ class StepState:
     @property
     def clean(self) -> bool:
         """Returns whether nothing has changed the state since the last boundary."""
-        return self.condition is Condition.CLEAN
+        return self.condition is StepCondition.CLEAN
 
     @property
     def applying(self) -> bool:
         """Returns whether the optimizers take their step now."""
-        return self.condition is Condition.CHANGING
+        return self.condition is StepCondition.CHANGING
 
     @property
     def counted(self) -> bool:
         """Returns whether a global batch was applied or skipped since the last boundary."""
-        return self.outcome is not Outcome.OPEN
+        return self.outcome is not StepOutcome.OPEN
 
     @property
     def in_loop(self) -> bool:
@@ -289,18 +289,18 @@ class StepState:
     def weighed(self) -> bool:
         """Returns whether a micro-batch of the global batch has a weight, of the script or by
         default."""
-        begun = self.phase in (Phase.BACKWARD, Phase.BACKWARD_DONE, Phase.ENDED)
+        begun = self.phase in (StepPhase.BACKWARD, StepPhase.BACKWARD_DONE, StepPhase.ENDED)
         return begun or self.parts > 1
 
     @property
     def partial(self) -> bool:
         """Returns whether a part of the global batch's gradient is computed, and its step is not
         applied."""
-        if self.part is None or (self.phase is Phase.ENDED and self.part.last):
+        if self.part is None or (self.phase is StepPhase.ENDED and self.part.last):
             return False
         return self.weighed
 
-    def after(self, event: Event, *, given: tuple[str, ...] | None = None) -> StepState:
+    def after(self, event: StepEvent, *, given: tuple[str, ...] | None = None) -> StepState:
         """Returns the state that `event` leads to.
 
         Args:
@@ -318,11 +318,11 @@ class StepState:
                 raise UserError(entry.sentence.format(**listed))
             parts.append(entry)
         phase, outcome, condition, loop_part = parts
-        assert isinstance(phase, Phase)
-        assert isinstance(outcome, Outcome)
-        assert isinstance(condition, Condition)
+        assert isinstance(phase, StepPhase)
+        assert isinstance(outcome, StepOutcome)
+        assert isinstance(condition, StepCondition)
         assert isinstance(loop_part, LoopPart)
-        held = self.part if phase is not Phase.BETWEEN else None
+        held = self.part if phase is not StepPhase.BETWEEN else None
         return replace(
             self, phase=phase, outcome=outcome, condition=condition, loop_part=loop_part, part=held
         )
@@ -331,21 +331,23 @@ class StepState:
 
     def check_new_loop(self) -> None:
         """Raises `UserError` where no loop may begin."""
-        self.after(Event.BATCHES_MIDWAY if self.partial else Event.BATCHES)
+        self.after(StepEvent.BATCHES_MIDWAY if self.partial else StepEvent.BATCHES)
 
     def next_loop(self) -> StepState:
         """Returns the state once another loop over `session.batches` has begun."""
         self.check_new_loop()
-        return replace(self.after(Event.BATCHES), loop=self.loop + 1, batch=None, **_NO_GRADIENT)
+        return replace(
+            self.after(StepEvent.BATCHES), loop=self.loop + 1, batch=None, **_NO_GRADIENT
+        )
 
     def before_next(self, loop: int) -> StepState:
         """Returns the state once loop number `loop` is asked for its next micro-batch."""
-        event = Event.NEXT if loop == self.loop else Event.NEXT_TOO_LATE
+        event = StepEvent.NEXT if loop == self.loop else StepEvent.NEXT_TOO_LATE
         return replace(self.after(event), halved=None)
 
     def current(self) -> MicroBatch:
         """Returns the micro-batch that the script works on."""
-        part = self.after(Event.LOOK).part
+        part = self.after(StepEvent.LOOK).part
         assert part is not None
         return part
 
@@ -357,14 +359,14 @@ class StepState:
         Raises `UserError` out of turn.
         """
         state = self
-        if self.phase is Phase.ENDED and None not in (only, self.only):
+        if self.phase is StepPhase.ENDED and None not in (only, self.only):
             assert self.part is not None
             whole = self.part.last and self.parts == 1 and not self.part.slices
-            state = self.after(Event.TURN if whole else Event.TURN_OF_PARTS)
+            state = self.after(StepEvent.TURN if whole else StepEvent.TURN_OF_PARTS)
             state = replace(state, weights=None)
-        state = state.after(Event.BACKWARD)
+        state = state.after(StepEvent.BACKWARD)
         if state.parts > 1 and only != state.only:
-            state = state.after(Event.BACKWARD_OF_OTHERS, given=only)
+            state = state.after(StepEvent.BACKWARD_OF_OTHERS, given=only)
         return replace(state, only=only)
 
     def weighing(self, weight: float | None) -> StepState:
@@ -374,7 +376,7 @@ class StepState:
         micro-batches with and without a weight.
         """
         unlike = self.weighed and (weight is None) != (self.weights is None)
-        state = self.after(Event.WEIGH_UNLIKE if unlike else Event.WEIGH)
+        state = self.after(StepEvent.WEIGH_UNLIKE if unlike else StepEvent.WEIGH)
         if weight is not None:
             number = 0 if self.part is None else self.part.slice or 0
             weights = dict(self.weights or {})
@@ -384,20 +386,20 @@ class StepState:
 
     def step(self, only: tuple[str, ...] | None) -> StepState:
         """Returns the state once `session.step` is called; raises `UserError` out of turn."""
-        state = self.after(Event.STEP)
+        state = self.after(StepEvent.STEP)
         if only != self.only:
-            state = self.after(Event.STEP_OF_OTHERS, given=only)
+            state = self.after(StepEvent.STEP_OF_OTHERS, given=only)
         return state
 
     # What the loop does.
 
     def begin(self, batch: GlobalBatch) -> StepState:
         """Returns the state once a global batch begins."""
-        return replace(self.after(Event.BEGIN), batch=batch, **_NO_GRADIENT)
+        return replace(self.after(StepEvent.BEGIN), batch=batch, **_NO_GRADIENT)
 
     def give(self, part: MicroBatch, halved: int | None) -> StepState:
         """Returns the state once the script is given a micro-batch. halved: see the field."""
-        state = self.after(Event.GIVE)
+        state = self.after(StepEvent.GIVE)
         return replace(state, part=part, parts=self.parts + 1, halved=halved)
 
     def leave(self, loop: int, place: str) -> StepState:
@@ -408,19 +410,19 @@ class StepState:
         """Returns the state once loop number `loop` has come to its end."""
         if loop != self.loop:
             return self
-        return replace(self.after(Event.FORGET), batch=None, **_NO_GRADIENT)
+        return replace(self.after(StepEvent.FORGET), batch=None, **_NO_GRADIENT)
 
     def check_invariants(self) -> None:
         """Raises `AssertionError` for a state that cannot be."""
-        works = self.phase is not Phase.BETWEEN
+        works = self.phase is not StepPhase.BETWEEN
         assert works == (self.part is not None), "a phase belongs to a micro-batch"
         assert not works or (self.batch is not None and self.parts > 0)
         if self.counted:
-            assert self.condition in (Condition.TORN, Condition.CHANGING), (
+            assert self.condition in (StepCondition.TORN, StepCondition.CHANGING), (
                 "it is not the boundary's"
             )
         if self.applying:
-            assert self.phase is Phase.ENDED and self.part is not None and self.part.last
+            assert self.phase is StepPhase.ENDED and self.part is not None and self.part.last
         assert self.weights is None or self.weighed or not works
         assert self.only is None or self.batch is not None
         assert self.loop >= 0 or not (self.in_loop or self.batch)
@@ -436,7 +438,7 @@ class StepTracker:
     def __init__(self) -> None:
         self.now = StepState()
 
-    def record(self, event: Event) -> None:
+    def record(self, event: StepEvent) -> None:
         """Moves the state by an event without arguments."""
         self.now = self.now.after(event)
 

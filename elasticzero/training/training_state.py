@@ -31,7 +31,7 @@ from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy, put_back
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
-from elasticzero.training.step_machine import Event, Outcome, StepState, StepTracker
+from elasticzero.training.step_machine import StepEvent, StepOutcome, StepState, StepTracker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class TrainingState:
         self.copy = self._copy_now()
         self.stager.begin(self.copy)
         self._verifier.begin(self.step)
-        self._tracker.record(Event.LOADED)
+        self._tracker.record(StepEvent.LOADED)
         return bytes_read
 
     @property
@@ -232,39 +232,39 @@ class TrainingState:
             self._skip(verdict.reason, own)
             return False
         self.gradient_norm = value
-        self._record_unless_shutting_down(Event.CHANGE)
+        self._record_unless_shutting_down(StepEvent.CHANGE)
         self.strategy.apply()
-        self._count_batch(Event.APPLIED, self.position.skipped)
+        self._count_batch(StepEvent.APPLIED, self.position.skipped)
         return True
 
     def _skip(self, reason: str, own: str) -> None:
         """Leaves the global batch out; position, random generators and guard go on."""
         print_skipped(self._link.assignment.rank, self._step_under_way, reason, own)
-        self._record_unless_shutting_down(Event.TEAR)
+        self._record_unless_shutting_down(StepEvent.TEAR)
         self.strategy.discard()
         put_back(self.auxiliary.buffers, self.boundary_copy())
-        self._count_batch(Event.SKIPPED, self._skipped_too())
+        self._count_batch(StepEvent.SKIPPED, self._skipped_too())
 
     def pass_over(self) -> None:
         """Leaves the global batch out without a forward, on all ranks (Q6 in `step_guard`)."""
         self.begin_backward()
         self._save_if_words_ask()
         print_skipped(self._link.assignment.rank, self._step_under_way, "left out by a rollback")
-        self._record_unless_shutting_down(Event.TEAR)
+        self._record_unless_shutting_down(StepEvent.TEAR)
         self.guard.passed_over()
-        self._count_batch(Event.SKIPPED, self._skipped_too())
+        self._count_batch(StepEvent.SKIPPED, self._skipped_too())
 
     def _skipped_too(self) -> tuple[LeftOutBatch, ...]:
         assert self.at.batch is not None
         return self.position.skipped_with(self.at.batch)
 
-    def _count_batch(self, event: Event, skipped: tuple[LeftOutBatch, ...]) -> None:
+    def _count_batch(self, event: StepEvent, skipped: tuple[LeftOutBatch, ...]) -> None:
         """Counts the global batch, once, however often optimizers are stepped by themselves.
 
         event: whether it is applied or skipped. skipped: what is left out so far, unless some
         optimizer has been stepped with the batch before.
         """
-        if self.at.outcome is not Outcome.APPLIED:
+        if self.at.outcome is not StepOutcome.APPLIED:
             self.next_position = replace(self.next_position, skipped=skipped)
         self.step = self._step_under_way
         self._tracker.record(event)
@@ -276,7 +276,7 @@ class TrainingState:
 
     def _rolled_back(self, reason: str, own: str) -> RolledBack:
         """Returns the error by which training goes back, once all ranks will raise it."""
-        self._record_unless_shutting_down(Event.TEAR)  # so that this state is not handed over
+        self._record_unless_shutting_down(StepEvent.TEAR)  # so that this state is not handed over
         if self._groups is not None:
             self._groups.control_tree.allreduce_max(0)
         batch = self._skipped_too()[-1]
@@ -292,7 +292,7 @@ class TrainingState:
         if not reason:
             findings = all_findings(self.strategy, self._groups, self._link.assignment, step)
             if findings.state:
-                self._tracker.record(Event.TEAR)
+                self._tracker.record(StepEvent.TEAR)
             text = findings.sentence()
         copy = self.boundary_copy() if self.at.clean else None
         with self._link.busy(f"saving the state of step {self.step}"):
@@ -304,7 +304,7 @@ class TrainingState:
         if self._groups is not None:
             self._groups.verify_collectives()
 
-    def _record_unless_shutting_down(self, event: Event) -> None:
+    def _record_unless_shutting_down(self, event: StepEvent) -> None:
         """Moves the state of the step, unless another thread hands over the boundary's state."""
         self._link.unless_shutting_down(lambda: self._tracker.record(event))
 
@@ -321,7 +321,7 @@ class TrainingState:
         too. Where the script ends training, `stopped` says so from here on.
         """
         applied, lost = self.at.counted, None
-        self._tracker.record(Event.REACH)
+        self._tracker.record(StepEvent.REACH)
         if applied:
             if self.auxiliary.tracked or self.strategy.shards > 1:
                 lost = verify_unless_no_collective(self._groups)
@@ -330,7 +330,7 @@ class TrainingState:
             shared = self.auxiliary.of_rank_zero()
             lost = lost or broadcast_from_rank_zero(self._groups, shared, self._link)
         self.copy = self._copy_now()
-        self._tracker.record(Event.BOUNDARY)
+        self._tracker.record(StepEvent.BOUNDARY)
         self._link.check()
         self.stager.check()
         if lost is not None:
@@ -391,15 +391,15 @@ class TrainingState:
         """Raises unless the ranks are equal; only the state of a majority is handed over."""
         if equal:
             return
-        self._tracker.record(Event.TEAR)
+        self._tracker.record(StepEvent.TEAR)
         try:
             self._verifier.raise_difference()
         except PeerSetAside:
             if self.stager.replicated:
-                self._tracker.record(Event.KEPT)
+                self._tracker.record(StepEvent.KEPT)
             raise
         except UserError:
-            self._tracker.record(Event.KEPT)
+            self._tracker.record(StepEvent.KEPT)
             raise
 
     def close(self) -> None:

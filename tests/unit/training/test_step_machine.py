@@ -16,10 +16,10 @@ from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.errors import UserError
 from elasticzero.training.step_machine import (
     TRANSITIONS,
-    Event,
-    Outcome,
-    Phase,
     Refused,
+    StepEvent,
+    StepOutcome,
+    StepPhase,
     StepState,
 )
 
@@ -34,13 +34,13 @@ def parts(**given: Any) -> list[MicroBatch]:
 
 def at_first(**given: Any) -> StepState:
     """A script that was given the first micro-batch of its first global batch."""
-    state = StepState().after(Event.LOADED).next_loop().after(Event.OPEN).begin(BATCH)
+    state = StepState().after(StepEvent.LOADED).next_loop().after(StepEvent.OPEN).begin(BATCH)
     return state.give(parts(**given)[0], None)
 
 
 def work(state: StepState, only: Only) -> StepState:
     """What `session.backward` and `session.step` do."""
-    return state.backward(only).weighing(2.0).after(Event.BACKWARD_OVER).step(only)
+    return state.backward(only).weighing(2.0).after(StepEvent.BACKWARD_OVER).step(only)
 
 
 def test_optimizers_take_turns_in_a_global_batch_of_one_micro_batch() -> None:
@@ -66,14 +66,14 @@ def test_all_micro_batches_are_for_the_same_optimizers() -> None:
     state = state.before_next(0).give(parts(micro_batch=5)[1], None)
     with pytest.raises(UserError, match="was given only='b' for a micro-batch, and only='a' for"):
         state.backward(("b",))
-    assert work(state, ("a",)).phase is Phase.ENDED
+    assert work(state, ("a",)).phase is StepPhase.ENDED
 
 
 def test_a_step_is_of_the_optimizers_of_its_backward() -> None:
     state = at_first()
     with pytest.raises(UserError, match=r"session.backward\(loss\) was not called before"):
         state.step(None)
-    state = state.backward(("a", "b")).weighing(None).after(Event.BACKWARD_OVER)
+    state = state.backward(("a", "b")).weighing(None).after(StepEvent.BACKWARD_OVER)
     for only in (None, ("a",)):
         with pytest.raises(UserError, match=r"before it only=\['a', 'b'\]: give both the same"):
             state.step(only)
@@ -90,7 +90,7 @@ def test_a_loop_that_another_has_followed_gives_nothing_more() -> None:
 
 
 def test_every_event_has_an_entry_and_every_part_stays_of_its_kind() -> None:
-    without_entry = set(Event) - {event for _, event in TRANSITIONS}
+    without_entry = set(StepEvent) - {event for _, event in TRANSITIONS}
     assert not without_entry
     for (part, _), entry in TRANSITIONS.items():
         assert isinstance(entry, Refused) or type(entry) is type(part)
@@ -200,7 +200,7 @@ class Flags:
 
 
 def boundary(state: StepState) -> StepState:
-    return state.after(Event.REACH).after(Event.BOUNDARY)
+    return state.after(StepEvent.REACH).after(StepEvent.BOUNDARY)
 
 
 def batches(state: StepState) -> StepState:
@@ -245,14 +245,19 @@ def calls(place: str, flags: Flags, batch: list[MicroBatch]) -> Iterator[Call]:
             )
     elif doing == "gradient":
         yield "out of memory", lambda s: s, lambda f: "", back
-        yield "done", lambda s: s.after(Event.BACKWARD_OVER), Flags.end_backward, back
+        yield "done", lambda s: s.after(StepEvent.BACKWARD_OVER), Flags.end_backward, back
     elif doing == "step":
         if flags.part is None or not flags.part.last:
             yield "more follow", lambda s: s, lambda f: "", back
             return
         yield "a peer is gone", lambda s: s, lambda f: "", back
-        yield "apply", lambda s: s.after(Event.CHANGE).after(Event.APPLIED), Flags.apply, back
-        yield "skip", lambda s: s.after(Event.TEAR).after(Event.SKIPPED), Flags.skip, back
+        yield (
+            "apply",
+            lambda s: s.after(StepEvent.CHANGE).after(StepEvent.APPLIED),
+            Flags.apply,
+            back,
+        )
+        yield "skip", lambda s: s.after(StepEvent.TEAR).after(StepEvent.SKIPPED), Flags.skip, back
     else:
         for only in (None, ("a",), ("b",)):
             yield (
@@ -282,7 +287,7 @@ def test_all_sequences_of_calls_are_answered_as_flags_answer_them(
 ) -> None:
     """Every pair of a state and flags that any sequence leads to is visited once."""
     batch = parts(**given)
-    todo = deque([(StepState().after(Event.LOADED), Flags(), "outside")])
+    todo = deque([(StepState().after(StepEvent.LOADED), Flags(), "outside")])
     visited, refusals = set[str](), set[str]()
     while todo:
         state, flags, place = todo.popleft()
@@ -311,7 +316,10 @@ def compare(state: StepState, flags: Flags) -> None:
     state.check_invariants()
     assert (state.clean, state.counted) == (flags.clean, flags.applied), (state, flags)
     assert state.partial == flags.partial, (state, flags)
-    assert (state.outcome is Outcome.APPLIED) == (flags.applied and flags.changed), (state, flags)
-    if state.phase is not Phase.BETWEEN:
+    assert (state.outcome is StepOutcome.APPLIED) == (flags.applied and flags.changed), (
+        state,
+        flags,
+    )
+    if state.phase is not StepPhase.BETWEEN:
         assert (state.part, state.only, state.parts) == (flags.part, flags.only, flags.parts)
         assert (state.weights is not None) == flags.has_weights, (state, flags)

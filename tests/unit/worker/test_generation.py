@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
-from elasticzero.training.step_machine import Condition
+from elasticzero.training.step_machine import StepCondition
 from elasticzero.worker.generation import Generation
 
 
@@ -23,6 +23,6 @@ def test_half_a_micro_batch_is_known_without_a_state_to_save() -> None:
     )
     generation.training = training
     at = generation.tracker.now
-    generation.tracker.now = replace(at, condition=Condition.CLEAN, halved=4)
+    generation.tracker.now = replace(at, condition=StepCondition.CLEAN, halved=4)
     state = generation._stop_state()
     assert (state.clean, state.save, state.halved) == (False, None, 4)
