@@ -1,4 +1,5 @@
-"""Writes the pages of docs/reference from the code: `python -m tools.reference [--check]`.
+"""Writes the pages of docs/reference from the code, and the pictures of states in other pages:
+`python -m tools.reference [--check]`.
 
 With --check nothing is written: the exit code is 1 if a page differs from what the code says.
 """
@@ -21,6 +22,7 @@ from tools import prose, source
 from tools.configuration import configuration
 from tools.markdown import code, first_sentence, marked, sentence, table
 from tools.source import ROOT
+from tools.state_pictures import with_pictures
 
 FOLDER = ROOT / "docs" / "reference"
 
@@ -235,9 +237,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/reference from the code.")
     parser.add_argument("--check", action="store_true", help="report stale pages, write none")
     check = parser.parse_args().check
+    pages = {FOLDER / name: f"{prose.GENERATED}\n\n{page()}\n" for name, page in PAGES.items()}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        if path not in pages and (drawn := with_pictures(path.read_text())) != path.read_text():
+            pages[path] = drawn
     stale = []
-    for name, page in PAGES.items():
-        path, text = FOLDER / name, f"{prose.GENERATED}\n\n{page()}\n"
+    for path, text in pages.items():
         if path.exists() and path.read_text() == text:
             continue
         stale.append(str(path.relative_to(ROOT)))
