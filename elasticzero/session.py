@@ -50,7 +50,6 @@ class Session:
             on_gpu=generation.device.type == "cuda",
         )
         self._loops = Loops(generation.link, self._comparison, self._work)
-        self._state: Callable[[], dict[str, Tensor]] = dict
         self.device = generation.device
         """The device of the batches and the model."""
 
@@ -119,7 +118,7 @@ class Session:
 
         reason: the text that the job ends with. Raises `UserError` for anything but a text.
         """
-        self._prepared("stop").stop_reason = argument_checks.stop_reason(reason)
+        self._prepared("stop").ask_to_stop(argument_checks.stop_reason(reason))
 
     def checkpoint(self, tag: str | None = None) -> None:
         """Has the state of the next boundary between steps saved as a checkpoint.
@@ -163,9 +162,10 @@ class Session:
         place = generation.place(self._comparison, cpu_offload=bool(cpu_offload), load=load)
         name = strategy or self._assignment.strategy
         compute = Compute(precision=precision, compiled=compile)
-        laid = prepare_training(place, model, optimizer, name, compute)
-        generation.training, self._state = laid.training, laid.state_dict
-        return laid.training.strategy.model, laid.training.strategy.optimizers.as_made
+        prepared = prepare_training(place, model, optimizer, name, compute)
+        generation.begin_training(prepared)
+        laid = prepared.training.strategy
+        return laid.model, laid.optimizers.as_made
 
     def track(self, name: str, thing: S) -> S:
         """Makes an object part of the state that is saved and restored, and returns it.
@@ -340,7 +340,7 @@ class Session:
         training, groups = self._prepared("state_dict"), self._generation.groups
         if groups is not None:
             groups.barrier(Call.STATE_DICT, where=f" after step {training.step}")
-        return self._state()
+        return self._generation.whole_state()
 
     def log(self, **scalars: float | Tensor) -> None:
         """Writes numbers to the agent's event log and its metrics, for the current step.

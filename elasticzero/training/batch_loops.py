@@ -126,8 +126,7 @@ class Loops:
             )
         self._tracker.now.check_new_loop()
         training.finish_pending_step()
-        self._tracker.now = self._tracker.now.next_loop()
-        loop = self._tracker.now.loop
+        loop = self._tracker.move_to(self._tracker.now.next_loop()).loop
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
         renewed = self._datasets.looks_recreated(reader.dataset, tuple(order.inputs))
@@ -142,7 +141,7 @@ class Loops:
             training.agree_to_stop(Call.LOOP)
         if training.stopped is not None:
             return
-        self._tracker.now = replace(self._tracker.now, left_at="")
+        self._tracker.move_to(replace(self._tracker.now, left_at=""))
         before, position = training.position, self._start(training, schedule, loop, dataset)
         position = replace(position, first_world=position.first_world or schedule.first_world)
         if schedule.micro_batch == "auto":
@@ -228,19 +227,19 @@ class Loops:
                     waited_s = time.monotonic() - began_s
                     work.give(training, part, halved=schedule.halved(part), waited_s=waited_s)
                     yield samples
-                    tracker.now = tracker.now.before_next(loop)
+                    tracker.move_to(tracker.now.before_next(loop))
                 work.report(training)
             else:
                 training.at_boundary(last=True)
         except GeneratorExit:
-            tracker.now = tracker.now.leave(loop, place_of(sys._getframe()))
+            tracker.move_to(tracker.now.leave(loop, place_of(sys._getframe())))
             raise
         finally:
             tracker.record(StepEvent.CLOSE)
             data.close()
             work.report(training)
             self._link.send(LoopExited())
-        tracker.now = tracker.now.end(loop)
+        tracker.move_to(tracker.now.end(loop))
 
     def _without_left_out(self, schedule: RankSchedule, dataset: int) -> RankSchedule:
         """Returns the schedule that leaves out the batches of this dataset that are to be."""

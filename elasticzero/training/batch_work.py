@@ -111,7 +111,7 @@ class BatchWork:
 
     def begin(self, batch: GlobalBatch) -> None:
         """Begins a global batch."""
-        self.tracker.now = self.tracker.now.begin(batch)
+        self.tracker.move_to(self.tracker.now.begin(batch))
         self.clock.reset()
 
     def give(
@@ -125,7 +125,7 @@ class BatchWork:
             halved: Half of its samples, where that is to be tried if memory is short.
             waited_s: Time in seconds for which training waited for its samples.
         """
-        self.tracker.now = state = self.tracker.now.give(part, halved)
+        state = self.tracker.move_to(self.tracker.now.give(part, halved))
         self.clock.waited(waited_s)
         self.clock.start()
         training.strategy.expect(part)
@@ -152,10 +152,11 @@ class BatchWork:
         """Carries out `session.backward`, which describes the arguments."""
         optimizers = training.strategy.optimizers
         names = optimizers.named(only)
-        before, self.tracker.now = self.tracker.now, self.tracker.now.backward(names)
+        before = self.tracker.now
+        state = self.tracker.move_to(before.backward(names))
         if before.phase is StepPhase.ENDED:  # another turn with the same micro-batch
             self.clock.start()
-        batch, part = _work_of(self.tracker.now)
+        batch, part = _work_of(state)
         if loss.numel() != 1:
             raise UserError(f"the loss has shape {tuple(loss.shape)}; it must be one number")
         self._link.check()
@@ -163,7 +164,7 @@ class BatchWork:
         if part.weight == 0 or amount == 0:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
-        self.tracker.now = self.tracker.now.weighing(None if weight is None else amount)
+        self.tracker.move_to(state.weighing(None if weight is None else amount))
         training.begin_backward()
         self._require_equal_only(optimizers)
         optimizers.only = names
@@ -180,7 +181,7 @@ class BatchWork:
     ) -> bool:
         """Carries out `session.step`, which describes the arguments and the result."""
         names = training.strategy.optimizers.named(only)
-        self.tracker.now = state = self.tracker.now.step(names)
+        state = self.tracker.move_to(self.tracker.now.step(names))
         self.clock.stop()
         batch, part = _work_of(state)
         if self._slices is not None:

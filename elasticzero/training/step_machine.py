@@ -438,9 +438,14 @@ class StepTracker:
     def __init__(self) -> None:
         self.now = StepState()
 
+    def move_to(self, state: StepState) -> StepState:
+        """Makes this the present state, and returns it."""
+        self.now = state
+        return state
+
     def record(self, event: StepEvent) -> None:
         """Moves the state by an event without arguments."""
-        self.now = self.now.after(event)
+        self.move_to(self.now.after(event))
 
 
 def listed_text(only: tuple[str, ...] | None) -> str:

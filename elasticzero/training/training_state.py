@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.barriers import Call
-from elasticzero.comm.control import ControlExchange
+from elasticzero.comm.control import ControlExchange, ControlWord
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import broadcast_from_rank_zero, verify_unless_no_collective
 from elasticzero.consistency.replicas import ReplicaVerifier
@@ -98,7 +98,7 @@ class TrainingState:
         """Position in the data after the current global batch."""
         self.copy: BoundaryCopy | None = None
         """Copy of the small state at the last boundary; None before the state is loaded."""
-        self.stop_reason: str | None = None
+        self._stop_reason: str | None = None
         """Reason for which this rank's script ends training for all; None: it does not."""
         self.gradient_norm: float | None = None
         """Norm of the gradient of the newest step that this generation has applied."""
@@ -167,14 +167,18 @@ class TrainingState:
         self._exchange.submit(self._verifier.with_digest(word))
 
     def _flags(self) -> int:
-        return self._link.flags | (FLAG_FINISH if self.stop_reason is not None else 0)
+        return self._link.flags | (FLAG_FINISH if self._stop_reason is not None else 0)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Has all ranks end training, with this reason, at the next point where they agree."""
+        self._stop_reason = reason
 
     def agree_to_stop(self, call: Call) -> None:
         """Marks training as stopped if any rank's script ends it. All ranks call this together.
 
         Raises `UserError` if this rank makes another call than the rest.
         """
-        asks = self.stop_reason is not None
+        asks = self._stop_reason is not None
         if self._groups is not None:
             with self._link.awaiting(self.at.left_at):
                 asks = bool(self._groups.barrier(call, int(asks), self._where()))
@@ -191,7 +195,9 @@ class TrainingState:
         if self.stopped is not None:
             return
         groups = self._groups
-        reason = (self.stop_reason or "") if groups is None else groups.share_text(self.stop_reason)
+        reason = (
+            (self._stop_reason or "") if groups is None else groups.share_text(self._stop_reason)
+        )
         self.position = replace(self.position, stopped=reason)
         self.copy = self._copy_now()
 
@@ -320,15 +326,9 @@ class TrainingState:
         the generation is over, and the error that tells of a peer's end; the state is clean then
         too. Where the script ends training, `stopped` says so from here on.
         """
-        applied, lost = self.at.counted, None
+        applied = self.at.counted
         self._tracker.record(StepEvent.REACH)
-        if applied:
-            if self.auxiliary.tracked or self.strategy.shards > 1:
-                lost = verify_unless_no_collective(self._groups)
-            self.position = self.next_position
-            self.auxiliary.take_shared()
-            shared = self.auxiliary.of_rank_zero()
-            lost = lost or broadcast_from_rank_zero(self._groups, shared, self._link)
+        lost = self._complete_step() if applied else None
         self.copy = self._copy_now()
         self._tracker.record(StepEvent.BOUNDARY)
         self._link.check()
@@ -337,35 +337,63 @@ class TrainingState:
             raise lost
         word = self._exchange.collect(self.stager.control_word(self._flags()))
         if word is not None:
-            self._raise_unless_equal(self._verifier.equal_at_exchange(word))
-            self.stager.after_exchange(word)
-            self.requests.after_exchange(word)
-            if word.flags & FLAG_FINISH:
-                self._mark_stopped()
-            if word.flags & ~FLAG_FINISH:
-                self.copy = self.requests.agree(self.copy, self._place(Call.CHECKPOINT))[1]
-                self._verify()
-                if self._groups is not None:
-                    self._groups.drain_sends()
-                self.stager.stop_agreed()
-                self._mirrors = False  # each rank hands over its own part
-                reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
-                raise GenerationEnded(" and ".join(reasons))
+            self._follow_word(word)
         ends = self._epoch_end
         if applied and ends is not None:
             self._epoch_end = None
             self.end_epoch(ends)
+        self._capture_due(applied=applied, last=last, tell=ends is not None)
+
+    def _complete_step(self) -> RuntimeError | None:
+        """Takes what rank 0 shares once a step is applied; returns the error of a lost peer."""
+        lost = None
+        if self.auxiliary.tracked or self.strategy.shards > 1:
+            lost = verify_unless_no_collective(self._groups)
+        self.position = self.next_position
+        self.auxiliary.take_shared()
+        shared = self.auxiliary.of_rank_zero()
+        return lost or broadcast_from_rank_zero(self._groups, shared, self._link)
+
+    def _follow_word(self, word: ControlWord) -> None:
+        """Does what the word that all ranks have exchanged says; raises `GenerationEnded` where it
+        ends the generation."""
+        self._raise_unless_equal(self._verifier.equal_at_exchange(word))
+        self.stager.after_exchange(word)
+        self.requests.after_exchange(word)
+        if word.flags & FLAG_FINISH:
+            self._mark_stopped()
+        if not word.flags & ~FLAG_FINISH:
+            return
+        self.copy = self.requests.agree(self.boundary_copy(), self._place(Call.CHECKPOINT))[1]
+        self._verify()
+        if self._groups is not None:
+            self._groups.drain_sends()
+        self.stager.stop_agreed()
+        self._mirrors = False  # each rank hands over its own part
+        reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
+        raise GenerationEnded(" and ".join(reasons))
+
+    def _capture_due(self, *, applied: bool, last: bool, tell: bool) -> None:
+        """Captures what is due at this boundary, or was asked for.
+
+        Args:
+            applied: Whether a global batch was applied or skipped since the last boundary.
+            last: Whether no boundary of this loop follows.
+            tell: Whether the ranks tell each other here what scripts have asked for.
+        """
         every = self._link.assignment.checkpoint_every
-        due = last or self.stopped is not None or (applied and every > 0 and self.step % every == 0)
-        if last or self.stopped is not None:
+        ends = last or self.stopped is not None
+        due = ends or (applied and every > 0 and self.step % every == 0)
+        if ends:
             self._verify()
-        taken = self.stager.due(self.copy, checkpoint=due)
-        told = last or ends is not None or taken != "nothing" or self._exchange.alone
-        place = self._place(Call.CHECKPOINT) if told else None
-        taken, self.copy = self.requests.capture(self.copy, taken, place, self._verify)
-        if taken != "nothing":
+        copy = self.boundary_copy()
+        kind = self.stager.due(copy, checkpoint=due)
+        tell = tell or last or kind != "nothing" or self._exchange.alone
+        place = self._place(Call.CHECKPOINT) if tell else None
+        kind, self.copy = self.requests.capture(copy, kind, place, self._verify)
+        if kind != "nothing":
             self._mirrored.release()
-        self._verifier.digest_if_due(self.copy, captured=taken == "snapshot")
+        self._verifier.digest_if_due(self.copy, captured=kind == "snapshot")
 
     def _save_if_words_ask(self) -> None:
         """Saves the last boundary's state if the words of this step ask for it."""

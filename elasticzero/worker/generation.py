@@ -7,13 +7,14 @@ import traceback
 from os import PathLike
 
 import torch
+from torch import Tensor
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
-from elasticzero.training.preparation import Place
+from elasticzero.training.preparation import Place, Prepared
 from elasticzero.training.step_machine import StepTracker
 from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
@@ -37,11 +38,24 @@ class Generation:
         """True if checkpoints are written, which needs a directory for them."""
         self.tracker = StepTracker()
         """The state of the step that the script works on."""
-        self.training: TrainingState | None = None
-        """The training state; None before `session.prepare`."""
+        self._prepared: Prepared | None = None
         self.began_s = self.entered_s = time.monotonic()
         self.groups: ProcessGroups | None = None
         """The process groups; None without an agent."""
+
+    @property
+    def training(self) -> TrainingState | None:
+        """Returns the training state; None before `session.prepare`."""
+        return None if self._prepared is None else self._prepared.training
+
+    def begin_training(self, prepared: Prepared) -> None:
+        """Takes over what `session.prepare` has made."""
+        self._prepared = prepared
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """Returns the whole model's state on rank 0; all ranks call this together."""
+        assert self._prepared is not None
+        return self._prepared.state_dict()
 
     def enter(self) -> None:
         """Joins the other ranks of the generation."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.training.preparation import Prepared
 from elasticzero.training.step_machine import StepCondition
 from elasticzero.worker.generation import Generation
 
@@ -21,8 +22,8 @@ def test_half_a_micro_batch_is_known_without_a_state_to_save() -> None:
         strategy=SimpleNamespace(shards=2),
         snapshot=lambda: None,
     )
-    generation.training = training
+    generation.begin_training(Prepared(training=training, state_dict=dict))
     at = generation.tracker.now
-    generation.tracker.now = replace(at, condition=StepCondition.CLEAN, halved=4)
+    generation.tracker.move_to(replace(at, condition=StepCondition.CLEAN, halved=4))
     state = generation._stop_state()
     assert (state.clean, state.save, state.halved) == (False, None, 4)
