@@ -1,5 +1,6 @@
 """Writes k8s/ by `elasticzero k8s render`: `python -m tools.manifests [--check]`.
 
+The base and the examples are what the command prints; an overlay is the difference to the base.
 With --check nothing is written: the exit code is 1 if a file differs from what the command prints.
 """
 
@@ -8,39 +9,48 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from elasticzero import __version__
 from elasticzero.cli.main import parse
 from elasticzero.ops.cli.k8s.commands import render_options, yaml_text
+from elasticzero.ops.kubernetes.naming import Manifest
 from elasticzero.ops.kubernetes.options import RenderOptions
 from elasticzero.ops.kubernetes.render import render_manifests
+from tools.kustomize import difference
 from tools.source import ROOT
 
 FOLDER = ROOT / "k8s"
-IMAGE = f"registry.example.com/elasticzero:{__version__}"
+BASE = "base"
+NAME = "--name elasticzero"
+IMAGE = f"--image registry.example.com/elasticzero:{__version__}"
 SCRIPT = "/app/examples/gpt.py --global-batch=48 --steps=2000"
-GPUS = f"--image {IMAGE} --nnodes 2:8 --gpus 8 --strategy zero2"
+CPUS = f"{NAME} {IMAGE} --nnodes 2:4"
+GPUS = "--nnodes 2:8 --gpus 8 --strategy zero2"
 OVERLAYS = {
-    "base": f"--name elasticzero --image {IMAGE} --nnodes 2:4 --checkpoints shared-files",
-    "overlays/quick-look": f"--name quick-look --image elasticzero:{__version__} --nnodes 1:3 "
+    "overlays/quick-look": f"{NAME} --image elasticzero:{__version__} --nnodes 1:3 "
     "--checkpoints none --etcd-members 1 --etcd-storage emptyDir --cpus 500m --memory 2Gi "
     "--shared-memory 512Mi",
-    "overlays/gke-spot": f"--name train {GPUS} --cloud gke --spot --checkpoints standard-rwx "
+    "overlays/gke-spot": f"{NAME} {IMAGE} {GPUS} --cloud gke --spot --checkpoints standard-rwx "
     "--checkpoint-size 1Ti",
-    "overlays/eks-spot": f"--name train {GPUS} --cloud eks --spot "
+    "overlays/eks-spot": f"{NAME} {IMAGE} {GPUS} --cloud eks --spot "
     "--checkpoints s3://example-bucket/elasticzero --service-account trainer",
-    "overlays/aks-spot": f"--name train {GPUS} --cloud aks --spot --checkpoints azurefile-csi",
-    "overlays/on-prem": f"--name train {GPUS} --grace-period 60 --checkpoints nfs --etcd-backup",
-    "overlays/tls": f"--name train --image {IMAGE} --nnodes 2:4 --checkpoints shared-files "
-    "--etcd-tls --etcd-backup --token-secret train-token",
-    "overlays/kueue": f"--name train {GPUS} --checkpoints shared-files --queue training "
+    "overlays/aks-spot": f"{NAME} {IMAGE} {GPUS} --cloud aks --spot --checkpoints azurefile-csi",
+    "overlays/on-prem": f"{NAME} {IMAGE} {GPUS} --grace-period 60 --checkpoints nfs --etcd-backup",
+    "overlays/tls": f"{CPUS} --checkpoints shared-files --etcd-tls --etcd-backup "
+    "--token-secret elasticzero-token",
+    "overlays/kueue": f"{NAME} {IMAGE} {GPUS} --checkpoints shared-files --queue training "
     "--make-queue",
-    "overlays/jobset": f"--name train {GPUS} --checkpoints shared-files --kind jobset",
-    "overlays/trainjob": f"--name train {GPUS} --checkpoints shared-files --kind trainjob",
 }
-"""Options of the command that renders each folder of k8s/; all run the same script."""
+EXAMPLES = {
+    "examples/jobset.yaml": f"--name train {IMAGE} {GPUS} --checkpoints shared-files --kind jobset",
+    "examples/trainjob.yaml": f"--name train {IMAGE} {GPUS} --checkpoints shared-files "
+    "--kind trainjob",
+}
+RENDERS = {BASE: f"{CPUS} --checkpoints shared-files", **OVERLAYS, **EXAMPLES}
+"""Options of the command for each folder, and for each file that is one whole render; all run the
+same script."""
 
 JOB = "spec/template/spec/containers/env/value"
 ENVIRONMENTS = (
@@ -63,56 +73,97 @@ nameReference:
 """
 
 
-def command_of(folder: str) -> list[str]:
-    """The command that prints the manifests of a folder of k8s/."""
-    return ["k8s", "render", *shlex.split(OVERLAYS[folder]), *shlex.split(SCRIPT)]
+ORDER = """\
+# An entry that has nothing but its name stays as it is; it is named to keep its place.
+"""
+WRITTEN = (BASE, "overlays", "examples")
+"""Folders of which every YAML file is made here."""
 
 
-def options_of(folder: str) -> RenderOptions:
-    return render_options(parse(command_of(folder)))
+def command_of(place: str) -> list[str]:
+    """The command that prints the manifests of a place of k8s/."""
+    return ["k8s", "render", *shlex.split(RENDERS[place]), *shlex.split(SCRIPT)]
 
 
-def files_of(folder: str) -> Mapping[str, str]:
-    """The text of each file of a folder of k8s/, by its name."""
-    command = f"elasticzero {shlex.join(command_of(folder))}"
-    head = f"# `make manifests` writes this file; do not edit it:\n# {command}\n"
-    found = render_manifests(options_of(folder))
-    files = {name: head + yaml_text(manifests) for name, manifests in found.items()}
-    resources = "".join(f"  - {name}\n" for name in files)
-    files["kustomization.yaml"] = (
-        f"{head}apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
-        f"resources:\n{resources}configurations:\n  - names.yaml\n"
-    )
-    files["names.yaml"] = NAMES + "".join(
+def options_of(place: str) -> RenderOptions:
+    return render_options(parse(command_of(place)))
+
+
+def rendered(place: str) -> list[Manifest]:
+    """The manifests that the command prints."""
+    return [m for manifests in render_manifests(options_of(place)).values() for m in manifests]
+
+
+def head_of(place: str) -> str:
+    command = f"elasticzero {shlex.join(command_of(place))}"
+    return f"# `make manifests` writes this file; do not edit it:\n# {command}\n"
+
+
+def kustomization(resources: Iterable[str], rest: str) -> str:
+    """The text of a kustomization.yaml."""
+    listed = "".join(f"  - {name}\n" for name in resources)
+    kind = "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+    return f"{kind}resources:\n{listed}{rest}"
+
+
+def base_files() -> Mapping[str, str]:
+    """The text of each file of the base, by its name."""
+    files = render_manifests(options_of(BASE))
+    names = NAMES + "".join(
         f"  - kind: {referred}\n    fieldSpecs:\n"
         + "".join(f"      - kind: {kind}\n        path: {path}\n" for kind, path in places)
         for referred, places in REFERENCES.items()
     )
-    return files
+    texts = {name: head_of(BASE) + yaml_text(manifests) for name, manifests in files.items()}
+    configured = kustomization(files, "configurations:\n  - names.yaml\n")
+    return texts | {"kustomization.yaml": head_of(BASE) + configured, "names.yaml": names}
+
+
+def overlay_files(place: str) -> Mapping[str, str]:
+    """The text of each file of an overlay, by its name."""
+    head, found = head_of(place), difference(rendered(BASE), rendered(place))
+    deletions = "".join(
+        "  - patch: |\n" + "".join(f"      {row}\n" for row in yaml_text([patch]).splitlines())
+        for patch in found.deletions
+    )
+    added = {"added.yaml": head + yaml_text(found.added)} if found.added else {}
+    patches = f"patches:\n  - path: patches.yaml\n{deletions}"
+    return {
+        "kustomization.yaml": head + kustomization(["../../base", *added], patches),
+        "patches.yaml": head + ORDER + yaml_text(found.patches),
+        **added,
+    }
+
+
+def all_files() -> Mapping[Path, str]:
+    """The text of each file of k8s/ that the command makes, by its place below that folder."""
+    folders = {BASE: base_files(), **{place: overlay_files(place) for place in OVERLAYS}}
+    texts = {Path(f, name): text for f, texts in folders.items() for name, text in texts.items()}
+    return texts | {Path(p): head_of(p) + yaml_text(rendered(p)) for p in EXAMPLES}
 
 
 def stale_files(*, write: bool) -> list[str]:
     """The files of k8s/ that are not as the command prints them; they are written, or removed."""
     stale = []
-    for folder in OVERLAYS:
-        texts = files_of(folder)
-        place = FOLDER / folder
-        for name, text in texts.items():
-            path = place / name
-            if not path.exists() or path.read_text() != text:
-                stale.append(str(path.relative_to(ROOT)))
-                if write:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(text)
-        for path in _others(place, texts):
+    texts = all_files()
+    for name, text in texts.items():
+        path = FOLDER / name
+        if not path.exists() or path.read_text() != text:
             stale.append(str(path.relative_to(ROOT)))
             if write:
-                path.unlink()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+    for path in _others(texts):
+        stale.append(str(path.relative_to(ROOT)))
+        if write:
+            path.unlink()
     return stale
 
 
-def _others(place: Path, texts: Mapping[str, str]) -> list[Path]:
-    return [path for path in sorted(place.glob("*.yaml")) if path.name not in texts]
+def _others(texts: Mapping[Path, str]) -> list[Path]:
+    """The YAML files of these folders, and of overlays that there are no more, that none makes."""
+    found = [path for kind in WRITTEN for path in sorted((FOLDER / kind).rglob("*.yaml"))]
+    return [path for path in found if path.relative_to(FOLDER) not in texts]
 
 
 def main() -> int:

@@ -1,13 +1,18 @@
-"""The manifests in k8s/ are what the command renders, are valid, and say what the code says."""
+"""The manifests in k8s/, and other renders, are valid and say what the code says; what kustomize
+makes of k8s/ is what the command renders."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import jsonschema
@@ -35,8 +40,27 @@ from tests.unit.manifests import (
 from tools import manifests as tool
 
 VERSIONS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
-FOLDERS = tuple(tool.OVERLAYS)
-OLDEST_KUBECTL = 24
+FOLDERS = (tool.BASE, *tool.OVERLAYS)
+"""Folders that kustomize renders."""
+OTHER_RENDERS = {
+    "gke-spot jobset": f"{tool.CPUS} --cloud gke --spot --kind jobset --checkpoints gs://bucket/it",
+    "eks-spot trainjob": f"{tool.NAME} {tool.IMAGE} {tool.GPUS} --cloud eks --spot "
+    "--kind trainjob --checkpoints efs-sc --env-from credentials",
+    "aks-spot tls": f"{tool.NAME} {tool.IMAGE} {tool.GPUS} --cloud aks --spot --etcd-tls "
+    "--etcd-backup --checkpoints azurefile-csi",
+    "queue that exists": f"{tool.CPUS} --queue elsewhere --run two --restart --checkpoints nfs "
+    "--env ELASTICZERO_SNAPSHOT_EVERY=10",
+}
+"""Options of renders that nobody keeps."""
+PLACES = (*FOLDERS, *tool.EXAMPLES, *OTHER_RENDERS)
+CASES = [*((place, "plain") for place in PLACES), *((folder, "prefixed") for folder in FOLDERS)]
+VALIDATIONS = [
+    (place, version)
+    for place in PLACES
+    for version in (VERSIONS if place not in OTHER_RENDERS else (VERSIONS[0], VERSIONS[-1]))
+]
+Render = Callable[[str], list[Manifest]]
+OLDEST_KUBECTL = 27
 """Minor version of the oldest kubectl whose kustomize knows what the manifests use."""
 PREFIX = "ELASTICZERO_"
 SCHEMAS = {
@@ -45,9 +69,9 @@ SCHEMAS = {
     "trainer.kubeflow.org": "trainer",
 }
 MADE_BY_HAND = {
-    ("Secret", "train-token"),
-    ("Secret", "train-etcd-tls"),
-    ("Secret", "train-etcd-client-tls"),
+    ("Secret", "elasticzero-token"),
+    ("Secret", "elasticzero-etcd-tls"),
+    ("Secret", "elasticzero-etcd-client-tls"),
     ("ServiceAccount", "trainer"),
 }
 """What the manifests refer to and do not hold; k8s/README.md says how each is made."""
@@ -66,7 +90,7 @@ def kustomized(folder: Path, program: Callable[[str], str]) -> list[Manifest]:
     command = [kubectl, "kustomize", str(folder)]
     rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert rendered.returncode == 0, rendered.stderr
-    assert "deprecated" not in rendered.stderr
+    assert not rendered.stderr
     return list(yaml.safe_load_all(rendered.stdout))
 
 
@@ -82,30 +106,58 @@ def prefixed(folder: str, root: Path, place: Path, program: Callable[[str], str]
     return kustomized(place, program)
 
 
-@pytest.fixture(scope="module", params=FOLDERS)
-def folder(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def printed(words: list[str]) -> str:
+    """What a command of `elasticzero` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert cli.main(words) == 0
+    return text.getvalue()
+
+
+def words_of(place: str) -> list[str]:
+    """The command line that renders a place."""
+    if place in OTHER_RENDERS:
+        return ["k8s", "render", *shlex.split(OTHER_RENDERS[place]), *shlex.split(tool.SCRIPT)]
+    return tool.command_of(place)
 
 
 @pytest.fixture(scope="module")
-def plain(folder: str, root: Path, program: Callable[[str], str]) -> list[Manifest]:
-    return kustomized(root / "k8s" / folder, program)
+def render(
+    root: Path, program: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Render:
+    """Reads a place of k8s/ as kubectl does, or renders it; each once."""
+
+    @cache
+    def made(place: str) -> list[Manifest]:
+        if place in FOLDERS:
+            return kustomized(root / "k8s" / place, program)
+        path = root / "k8s" / place
+        if place in OTHER_RENDERS:
+            path = tmp_path_factory.mktemp("render") / "manifests.yaml"
+            path.write_text(printed(words_of(place)))
+        return list(yaml.safe_load_all(path.read_text()))
+
+    return made
 
 
-@pytest.fixture(scope="module", params=["plain", "prefixed"])
+@pytest.fixture(scope="module", params=CASES, ids=" ".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    place, how = request.param
+    return place, how
+
+
+@pytest.fixture(scope="module")
 def manifests(
-    request: pytest.FixtureRequest,
-    folder: str,
-    plain: list[Manifest],
+    case: tuple[str, str],
+    render: Render,
     root: Path,
     program: Callable[[str], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Manifest]:
-    if request.param == "plain":
-        return plain
-    if folder in ("overlays/jobset", "overlays/trainjob"):
-        pytest.skip("kustomize knows no names within these kinds; k8s/README.md says so")
-    return prefixed(folder, root, tmp_path_factory.mktemp("overlay"), program)
+    """A place as it is, or in an overlay with a prefix."""
+    place, how = case
+    if how == "plain":
+        return render(place)
+    return prefixed(place, root, tmp_path_factory.mktemp("overlay"), program)
 
 
 @pytest.fixture
@@ -131,18 +183,41 @@ def test_every_file_is_what_the_command_renders() -> None:
 def test_a_changed_file_is_stale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tool, "FOLDER", tmp_path)
     monkeypatch.setattr(tool, "ROOT", tmp_path)
-    assert len(tool.stale_files(write=True)) > 40
+    assert len(tool.stale_files(write=True)) == 25
     assert tool.stale_files(write=False) == []
     (tmp_path / "base" / "agents.yaml").write_text("kind: Job\n")
-    (tmp_path / "overlays" / "tls" / "old.yaml").write_text("")
-    assert tool.stale_files(write=False) == ["base/agents.yaml", "overlays/tls/old.yaml"]
+    for folder in ("tls", "gone"):
+        (tmp_path / "overlays" / folder).mkdir(exist_ok=True)
+        (tmp_path / "overlays" / folder / "old.yaml").write_text("")
+    stale = ["base/agents.yaml", "overlays/gone/old.yaml", "overlays/tls/old.yaml"]
+    assert tool.stale_files(write=False) == stale
     tool.stale_files(write=True)
     assert tool.stale_files(write=False) == []
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_strictly_valid(plain: list[Manifest], version: str) -> None:
-    for manifest in plain:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_kustomize_makes_what_the_command_prints(folder: str, render: Render) -> None:
+    made, rendered = (
+        {(m["apiVersion"], m["kind"], m["metadata"]["name"]): m for m in manifests}
+        for manifests in (
+            render(folder),
+            yaml.safe_load_all(printed(tool.command_of(folder))),
+        )
+    )
+    assert len(rendered) >= 9
+    assert made == rendered
+
+
+def test_overlays_are_small(root: Path) -> None:
+    """A person is to read what differs from the base."""
+    for folder in tool.OVERLAYS:
+        patches = (root / "k8s" / folder / "patches.yaml").read_text()
+        assert 20 < len(patches.splitlines()) < 150, folder
+
+
+@pytest.mark.parametrize(("place", "version"), VALIDATIONS)
+def test_strictly_valid(place: str, version: str, render: Render) -> None:
+    for manifest in render(place):
         if manifest["apiVersion"].partition("/")[0] not in SCHEMAS:
             kubernetes_validate.validate(manifest, version, strict=True)
         if (embedded := job_template(manifest)) is not None:
@@ -154,8 +229,9 @@ def test_strictly_valid(plain: list[Manifest], version: str) -> None:
             kubernetes_validate.validate(pod, version, strict=True)
 
 
-def test_custom_resources_fit_their_schemas(plain: list[Manifest], root: Path) -> None:
-    for manifest in plain:
+@pytest.mark.parametrize("place", PLACES)
+def test_custom_resources_fit_their_schemas(place: str, render: Render, root: Path) -> None:
+    for manifest in render(place):
         group = manifest["apiVersion"].partition("/")[0]
         if group in SCHEMAS:
             jsonschema.validate(manifest, schema(root, SCHEMAS[group]))
@@ -270,10 +346,10 @@ def test_the_agent_has_left_before_its_pod_is_killed(job: Manifest, agent: Manif
     ("folder", "period_s"), [("gke-spot", 15), ("eks-spot", 110), ("aks-spot", 30), ("on-prem", 60)]
 )
 def test_the_grace_is_what_the_machines_give(
-    root: Path, program: Callable[[str], str], folder: str, period_s: int
+    root: Path, render: Render, folder: str, period_s: int
 ) -> None:
     """docs/preemption.md has the same numbers."""
-    job = agents_of(kustomized(root / "k8s" / "overlays" / folder, program))
+    job = agents_of(render(f"overlays/{folder}"))
     assert pod_of(job)["terminationGracePeriodSeconds"] == period_s
     grace = environment(agent_of(job))[f"{PREFIX}GRACE"]
     if folder != "on-prem":
@@ -491,10 +567,8 @@ def test_every_pod_is_secured(manifests: list[Manifest], root: Path) -> None:
 
 
 @pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
-def test_spot_nodes_run_agents_and_no_etcd(
-    root: Path, program: Callable[[str], str], cloud: str
-) -> None:
-    manifests = kustomized(root / "k8s" / "overlays" / f"{cloud}-spot", program)
+def test_spot_nodes_run_agents_and_no_etcd(render: Render, cloud: str) -> None:
+    manifests = render(f"overlays/{cloud}-spot")
     job, etcd = agents_of(manifests), only(manifests, "StatefulSet")
     agents, members = (required_terms(pod_of(m)) for m in (job, etcd))
     labels = CLOUDS[cloud].spot_labels
@@ -514,8 +588,9 @@ def required_terms(pod: Manifest) -> list[list[tuple[str, str, tuple[str, ...]]]
     ]
 
 
-def test_gpus_are_asked_for_and_used(folder: str, job: Manifest, agent: Manifest) -> None:
-    gpus = tool.options_of(folder).pod.gpus
+def test_gpus_are_asked_for_and_used(case: tuple[str, str], job: Manifest, agent: Manifest) -> None:
+    words = words_of(case[0])
+    gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 0
     resources = agent["resources"]
     assert resources["limits"].get(GPU) == resources["requests"].get(GPU)
     assert resources["limits"].get(GPU, "0") == str(gpus)
@@ -525,8 +600,8 @@ def test_gpus_are_asked_for_and_used(folder: str, job: Manifest, agent: Manifest
     assert (GPU in tolerated) == bool(gpus)
 
 
-def test_tls_on_both_sides(root: Path, program: Callable[[str], str]) -> None:
-    manifests = kustomized(root / "k8s" / "overlays" / "tls", program)
+def test_tls_on_both_sides(render: Render) -> None:
+    manifests = render("overlays/tls")
     job, etcd = agents_of(manifests), only(manifests, "StatefulSet")
     flags = flags_of(agent_of(etcd))
     for side in ("", "peer-"):
@@ -541,7 +616,7 @@ def test_tls_on_both_sides(root: Path, program: Callable[[str], str]) -> None:
     for name in ("CACERT", "CERT", "KEY"):
         path = variables[f"{PREFIX}ETCD_{name}"]
         assert [m for m in mounts if path.startswith(m["mountPath"]) and m["readOnly"]]
-    assert {"secretKeyRef": {"name": "train-token", "key": "token"}} in [
+    assert {"secretKeyRef": {"name": "elasticzero-token", "key": "token"}} in [
         entry.get("valueFrom") for entry in agent_of(job)["env"]
     ]
 
@@ -549,8 +624,8 @@ def test_tls_on_both_sides(root: Path, program: Callable[[str], str]) -> None:
 def test_the_pages_name_every_folder(root: Path) -> None:
     readme = (root / "k8s" / "README.md").read_text()
     page = (root / "docs" / "kubernetes.md").read_text()
-    for folder in FOLDERS:
-        name = folder.rpartition("/")[2]
+    for place in (*FOLDERS, *tool.EXAMPLES):
+        name = place.rpartition("/")[2]
         assert f"`{name}`" in readme
     for command in ("render", "scale", "drain", "replace-etcd-member"):
         assert f"elasticzero k8s {command}" in page
