@@ -14,7 +14,7 @@ import yaml
 from elasticzero.launcher.observability.compute_time import STRAGGLER_RATIO
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
 from tests.support.promql import mistakes, panel_queries, rules, selectors, series
-from tests.unit.test_k8s import kustomized
+from tests.unit.renders import kustomized
 from tools import monitoring
 
 TESTS = Path(__file__).parent / "alerts.test.yaml"
