@@ -27,7 +27,6 @@ from elasticzero.launcher.agent.etcd_hosting import (
     wait_for_lower_ranks,
     wait_for_others,
 )
-from elasticzero.launcher.agent.interfaces import interface_of
 from elasticzero.launcher.agent.node_claim import serve_on_free_port
 from elasticzero.launcher.http.server import AgentServer
 from elasticzero.launcher.observability import logging_setup
@@ -55,12 +54,11 @@ from elasticzero.launcher.store.membership import (
     reachable_address,
 )
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.gloo_interface import with_gloo_host
 from elasticzero.ops.dashboard.service import JobDashboard
 from elasticzero.serialization import decode
 from elasticzero.text import list_text
 
-GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 STORE_RETRY = RetryPolicy(first_pause_s=2.0, max_pause_s=8.0, growth=1.5)
 """Pauses between tries to reach the store; a thousand nodes may wait for the same store."""
 RESTART_REST_S = 0.5
@@ -149,7 +147,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             host = network.host or own_address(coordination.hosted)
         else:
             host = network.host or reachable_address(endpoints[0])
-        options = replace(options, launch=_with_gloo_host(options.launch, host))
+        options = replace(options, launch=with_gloo_host(options.launch, host))
         agent = None
         serve = partial(
             AgentServer,
@@ -206,18 +204,6 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         how = "" if options.open_status else " (elasticzero status --url prints it with the token)"
         log_line(f"the status page of the job is at {page_address(me)}{how}")
         return agent.run()
-
-
-def _with_gloo_host(launch: Launch, host: str) -> Launch:
-    """Returns the launch of workers whose gloo groups listen where other nodes reach this one.
-
-    Gloo would take the address that the machine's own name resolves to, often 127.0.0.1.
-    """
-    interface = interface_of(host)
-    if interface is None or GLOO_INTERFACE_VARIABLE in launch.environment:
-        return launch
-    environment = {**launch.environment, GLOO_INTERFACE_VARIABLE: interface}
-    return replace(launch, environment=environment)
 
 
 class _Snapshots:

@@ -20,7 +20,6 @@ from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.ipc.assignment import Resume, torchrun_environment
 from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE
 from elasticzero.launcher.agent.assignments import assignments
-from elasticzero.launcher.agent.main import GLOO_INTERFACE_VARIABLE
 from elasticzero.launcher.cli.masking import masked_text, masked_variable, masked_words
 from elasticzero.launcher.cli.resolved_run import ResolvedRun, resolve_run
 from elasticzero.launcher.local.cluster import cluster_environment
@@ -38,6 +37,7 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.options.option import Option, split_default
 from elasticzero.options.sources import Origin
+from elasticzero.launcher.workers.gloo_interface import GLOO_INTERFACE_VARIABLE
 from elasticzero.text import count_text, print_result, table_text
 
 LOCAL_ETCD = "127.0.0.1:2379"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.agent.interfaces import interface_of
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.launcher.workers.gloo_interface import interface_of
 from tests.chaos.networks import Networks, NoNetworks
 from tests.integration.clusters import REGRESSION, elasticzero
 

@@ -1,4 +1,7 @@
-"""Finds the network interface of this machine (Linux) that has the address of a host."""
+"""Has workers' gloo groups listen where other nodes reach this one.
+
+The interface is the one of this machine (Linux) that has the address of its host.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,27 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from elasticzero.launcher.workers.fork_server import Launch
+
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 SIOCGIFCONF = 0x8912
 IFREQ_BYTES = 40
 MAX_ADDRESSES = 1024
+
+
+def with_gloo_host(launch: Launch, host: str) -> Launch:
+    """Returns the launch of workers whose gloo groups listen where other nodes reach this one.
+
+    Gloo would take the address that the machine's own name resolves to, often 127.0.0.1.
+    """
+    interface = interface_of(host)
+    if interface is None or GLOO_INTERFACE_VARIABLE in launch.environment:
+        return launch
+    environment = {**launch.environment, GLOO_INTERFACE_VARIABLE: interface}
+    return replace(launch, environment=environment)
 
 
 def interface_of(host: str) -> str | None:
