@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.http.server import AgentServer, listen
 from elasticzero.launcher.observability.job_status import Job, collect_status
-from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Control, Member, World
 from elasticzero.launcher.secrets import Secret
 from elasticzero.ops.dashboard.history import JobHistory
-from elasticzero.ops.dashboard.service import job_document
+from elasticzero.ops.dashboard.service import job_document, job_routes, page_routes
 
 TOKEN = "a-token-of-no-job"
 BEGAN_S = 1_790_000_000.0
@@ -184,14 +183,10 @@ def document(nodes: Sequence[str] = NODES[-1], *, waiting: Sequence[str] = ()) -
 def served_page(found: dict[str, Any]) -> Iterator[str]:
     """The address of a status page that shows this job, with its token."""
     with AgentServer(
-        "127.0.0.1",
-        0,
-        metrics=Metrics(),
-        status=dict,
-        job=lambda *, pass_on: found,
-        healthy=lambda: (True, "ok"),
+        listen("127.0.0.1", 0),
+        routes={**page_routes(), **job_routes(lambda *, pass_on: found)},
         snapshots=None,  # type: ignore[arg-type]
         events=None,  # type: ignore[arg-type]
-        token=Secret(TOKEN),
+        token=lambda: Secret(TOKEN),
     ) as server:
         yield f"http://127.0.0.1:{server.port}/#token={TOKEN}"

@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -33,13 +33,17 @@ from elasticzero.launcher.agent.assignments import assignments, snapshot_role
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.agent.core import AgentCore, StoreSide
+from elasticzero.launcher.agent.extensions import AgentContext, ExtensionFactory, Extensions
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
+from elasticzero.launcher.agent.status import agent_routes
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.compute_poll import ComputePoll
 from elasticzero.launcher.http.refusals import RefusalProbe
+from elasticzero.launcher.http.routes import Route
 from elasticzero.launcher.observability.event_log import EventLog
+from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.observability.recovery.spans import open_spans
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
@@ -49,7 +53,6 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
-from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
@@ -59,9 +62,6 @@ from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.preload import preloaded_modules
 from elasticzero.launcher.workers.process import Worker, kill_all
-from elasticzero.ops.dashboard.memory import JobMemory
-from elasticzero.ops.trackers.feed import TrackerFeed
-from elasticzero.ops.trackers.node_scalars import NodeScalars
 
 REST_S = 0.25
 """Seconds between two turns of the loop, in which it also receives steps, while nothing happens."""
@@ -83,31 +83,38 @@ class Agent:
         membership: Membership,
         metrics: Metrics,
         agreed: Agreed,
+        extensions: Sequence[ExtensionFactory],
     ) -> None:
         """Creates an agent that is not registered yet.
 
-        agreed: the agreement on the job's token, the password of what agents serve."""
+        Args:
+            options: options of the node.
+            store: the job's part of etcd.
+            membership: the node's registration.
+            metrics: metrics of the node.
+            agreed: the agreement on the job's token, the password of what agents serve.
+            extensions: make what else watches the agent, and is served by it.
+        """
         self.options = options
         self._agreed = agreed
-        self.adopted: Callable[[Secret], None] = lambda token: None
-        """Called with the job's token when it becomes another one."""
+        self._metrics = metrics
         self._store = store
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._observer = WatchCache(store, self.wake)
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
-        self.memory = JobMemory(options.node)
-        log_line = partial(log_for_node, options.node)
-        self._spans = open_spans(options.job, options.node, log_line)
-        listeners = [self.memory.history.take, *([self._spans.take] if self._spans else [])]
+        self._extensions = Extensions(
+            extensions, AgentContext(options=options, status=self.status, note=self._note)
+        )
+        self._spans = open_spans(options.job, options.node, partial(log_for_node, options.node))
+        listeners = [self._extensions.recorded, *([self._spans.take] if self._spans else [])]
         self.events = EventLog(options.log_dir, listeners)
-        self.reporter = AgentReporter(options, self.events, metrics)
+        self._compute = ComputePoll()
+        self.reporter = AgentReporter(options, self.events, metrics, self._compute.times)
         self._server = ForkServer(preloaded_modules(options.training.checkpoint_dir))
         self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}
         """Processes of a retired group that are ready for the next one, by local rank."""
-        self.claim: OwnedDirectory | None = None
-        """Claim of this node's memory and name on this machine; released when the agent ends."""
         subscriptions = Subscriptions(store, self._observer, membership)
         self._cluster = ClusterObserver(
             store,
@@ -118,17 +125,14 @@ class Agent:
             CheckpointProbe(options.training.checkpoint_dir, self.wake),
             RefusalProbe(self.wake),
         )
-        self._writer = StoreWriter(store, self._observer, membership, self._cluster)
-        self._writer.launch_id = options.launch_id or ""
-        self._writer.token_digest = agreed.digest
-        side = StoreSide(
-            cache=self._observer,
-            membership=membership,
-            subscriptions=subscriptions,
-            observer=self._cluster,
-            writer=self._writer,
+        self._writer = StoreWriter(
+            store,
+            self._observer,
+            membership,
+            self._cluster,
+            launch_id=options.launch_id or "",
+            token_digest=agreed.digest,
         )
-        self._core = AgentCore(options.policy, self, self, side, self.reporter, time.monotonic)
         self._recovery = StoreRecovery(
             store,
             self._observer,
@@ -137,13 +141,18 @@ class Agent:
             agreed,
             self.reporter.store_recovery,
         )
-        self._core.recovery = self._recovery
+        side = StoreSide(
+            cache=self._observer,
+            membership=membership,
+            subscriptions=subscriptions,
+            observer=self._cluster,
+            writer=self._writer,
+            recovery=self._recovery,
+        )
+        self._core = AgentCore(options.policy, self, self, side, self.reporter, time.monotonic)
         self.saver = CheckpointSaver(
             self.snapshots, options.training.checkpoint_dir, options.keep, self.wake
         )
-        self._compute = ComputePoll()
-        self.scalars = NodeScalars()
-        self._trackers = TrackerFeed(options, self.scalars, log_line, self.reporter.note)
         self.view: View | None = None
 
     def prepare(self) -> None:
@@ -184,10 +193,9 @@ class Agent:
         try:
             while self._core.exit_code is None:
                 self.view, decision = self._core.cycle()
-                self.memory.turn(self.view, self.status, self.token)
-                self._trackers.turn(self.view, self.token)
+                self._extensions.turn(self.view, self.token)
                 self._log_present_nodes(self.view)
-                self.reporter.compute_times = self._compute.turn(self.view, self.token)
+                self._compute.turn(self.view, self.token)
                 if self._core.exit_code is None:
                     self._sleep(self.view, decision)
             return self._core.exit_code
@@ -241,7 +249,7 @@ class Agent:
             heard = group.poll_messages(now_s, ended)
             self.reporter.received(group, heard, now_s)
             for worker, message in heard:
-                self.scalars.received(worker.rank, message)
+                self._extensions.received(worker.rank, message)
                 match message:
                     case Captured():
                         self.saver.captured(message)
@@ -323,7 +331,7 @@ class Agent:
         self._group = group
         kill_all(worker for local_rank, worker in reusable.items() if local_rank >= len(given))
         self.reporter.starting(world, index, now_s)
-        self.scalars.begin(world.generation, world.resume.step, world.ranks(index))
+        self._extensions.started(world, world.ranks(index))
         store = self._membership.take_store_socket() if first == 0 else None
         try:
             group.start(given, options.launch, options.log_dir, store, reusable)
@@ -342,9 +350,8 @@ class Agent:
         """
         agreed = agree_on_token(self._store, self._configured_token())
         self._agreed = agreed
-        self._writer.token_digest = agreed.digest
+        self._writer.adopt(agreed.digest)
         self._recovery.adopt(agreed)
-        self.adopted(agreed.secret)
 
     def _configured_token(self) -> Secret | None:
         return self._agreed.secret if self._agreed.record.token is None else None
@@ -372,6 +379,9 @@ class Agent:
         self._group = None
         return group.take_waiting()
 
+    def _note(self, event: EventName, **fields: Any) -> None:
+        self.reporter.note(event, **fields)
+
     def status(self) -> dict[str, Any]:
         """Returns plain values for `/status`, without secrets."""
         return self.reporter.status(self.view, self.notice is not None)
@@ -379,6 +389,11 @@ class Agent:
     def job_metrics(self) -> bytes:
         """Returns the metrics of the whole job; nothing where this agent does not lead."""
         return self.reporter.job_metrics(self.view)
+
+    def routes(self) -> dict[str, Route]:
+        """Returns what this agent serves besides events and snapshots, by path."""
+        own = agent_routes(self._metrics, self.status, self.job_metrics)
+        return {**own, **self._extensions.routes()}
 
     def close(self, code: ExitCode | None = None) -> None:
         """Stops the workers, releases the node's name and frees the shared memory."""
@@ -389,12 +404,9 @@ class Agent:
             self._retire_group()
         self._server.close()
         done = self.view.done if self.view is not None else None
-        self._trackers.close(done.outcome if done is not None else None)
-        self.memory.close()
+        self._extensions.close(done.outcome if done is not None else None)
         self.saver.close()
         self._membership.close()
         self.reporter.close(code)
         if self._spans is not None:
             self._spans.close()
-        if self.claim is not None:
-            self.claim.release()

@@ -52,7 +52,6 @@ from elasticzero.launcher.protocol.drain import merge_notices
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
 from elasticzero.launcher.store.membership import Membership
-from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import WatchCache
 
 BACKOFF_S = 0.2
@@ -134,6 +133,12 @@ class Listener(Protocol):
     def exits(self, reason: str) -> None: ...
 
 
+class DataRecovery(Protocol):
+    """Writes into the store what it has lost of the job: see `StoreRecovery`."""
+
+    def poll(self, now_s: float) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSide:
     """Groups the parts of one agent that work with the store."""
@@ -143,6 +148,8 @@ class StoreSide:
     subscriptions: Subscriptions
     observer: ClusterObserver
     writer: StoreWriter
+    recovery: DataRecovery | None = None
+    """None: nothing restores what the store has lost."""
 
 
 class AgentCore:
@@ -158,8 +165,6 @@ class AgentCore:
         clock: Callable[[], float],
     ) -> None:
         self.policy = policy
-        self.recovery: StoreRecovery | None = None
-        """Restores what the store has lost; set once the job's token is agreed on."""
         self.exit_code: ExitCode | None = None
         """Set when the agent is to end."""
         self._node = node
@@ -220,8 +225,8 @@ class AgentCore:
 
     def _maintain(self, now_s: float) -> None:
         """Maintains what belongs in the store whatever is decided."""
-        if self.recovery is not None:
-            self.recovery.poll(now_s)
+        if self._store.recovery is not None:
+            self._store.recovery.poll(now_s)
         self._store.writer.keep_registered(now_s, leaving=bool(self._notices))
 
     def _observe(self, now_s: float, *, saving: bool) -> View:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from elasticzero.errors import (
     AccessRefused,
@@ -27,11 +27,11 @@ from elasticzero.launcher.agent.etcd_hosting import (
     wait_for_lower_ranks,
     wait_for_others,
 )
-from elasticzero.launcher.agent.node_claim import serve_on_free_port
-from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.agent.extensions import ExtensionFactory
+from elasticzero.launcher.agent.node_claim import listen_on_free_port
+from elasticzero.launcher.http.server import AgentServer, listen
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
-from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.job_status import page_address
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.options.rendezvous import HostedEtcd
@@ -55,7 +55,6 @@ from elasticzero.launcher.store.membership import (
 )
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from elasticzero.launcher.workers.gloo_interface import with_gloo_host
-from elasticzero.ops.dashboard.service import JobDashboard
 from elasticzero.serialization import decode
 from elasticzero.text import list_text
 
@@ -96,28 +95,41 @@ class Coordination:
     once."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launching:
+    """Says with what an agent's process begins."""
+
+    claim: OwnedDirectory
+    """Claim of the node's name and memory on this machine, which is released when the agent has
+    ended."""
+    signals: Sequence[signal.Signals] = ()
+    """Signals at which this node leaves, besides SIGTERM."""
+    lines: Sequence[str] = ()
+    """Lines to print first."""
+    extensions: Sequence[ExtensionFactory] = ()
+    """Make what else watches the agent, and is served by it."""
+
+
 def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one order
-    options: AgentOptions,
-    coordination: Coordination,
-    network: Network,
-    claim: OwnedDirectory,
-    signals: Sequence[signal.Signals] = (),
-    lines: Sequence[str] = (),
+    options: AgentOptions, coordination: Coordination, network: Network, launching: Launching
 ) -> ExitCode:
     """Runs this node's agent until the job is done or the node has left.
 
-    claim: the claim of its name. signals: those at which this node leaves, besides SIGTERM. lines:
-    lines to print first.
+    Args:
+        options: options of the node.
+        coordination: where and how it finds the other nodes.
+        network: where it listens.
+        launching: with what its process begins.
     """
     endpoints = coordination.endpoints
     metrics = Metrics()
     policy = options.policy
     metrics.identify(options.job, options.node, policy.strategy, policy.shard, policy.redundancy)
-    for number in (signal.SIGTERM, *signals):
+    for number in (signal.SIGTERM, *launching.signals):
         signal.signal(number, _leave_early)
     log_line = partial(log_for_node, options.node)
     logging_setup.context.node = options.node
-    for line in lines:
+    for line in launching.lines:
         log_line(line)
     with ExitStack() as stack:
         hosts = False
@@ -148,39 +160,35 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         else:
             host = network.host or reachable_address(endpoints[0])
         options = replace(options, launch=with_gloo_host(options.launch, host))
-        agent = None
-        serve = partial(
-            AgentServer,
-            network.http_host,
-            metrics=metrics,
-            status=lambda: agent.status() if agent is not None else {},
-            job_metrics=lambda: agent.job_metrics() if agent is not None else b"",
-            job=JobDashboard(options.job, options.node, lambda: agent).document,
-            healthy=lambda: (True, "ok"),
-            snapshots=_Snapshots(lambda: agent),
-            events=lambda most_bytes: _newest_events(agent, most_bytes),
-            scalars=lambda after: agent.scalars.answer(after) if agent else {},
-            token=agreed.secret,
-            open_status=options.open_status,
+        listening = listen_on_free_port(
+            network.http_port, partial(listen, network.http_host), log_line
         )
-        server = serve_on_free_port(network.http_port, serve, log_line)
-        stack.enter_context(server)
+        stack.enter_context(listening)
         store_socket = bound_socket()
         me = Member(
             node=options.node,
             incarnation=new_incarnation(),
             host=host,
-            http_port=server.port,
+            http_port=listening.getsockname()[1],
             store_port=store_socket.getsockname()[1],
             nproc=options.nproc,
             zone=options.zone or "",
         )
         membership = Membership(store, me, int(options.policy.lease_ttl_s), store_socket)
-        agent = Agent(options, store, membership, metrics, agreed)
-        agent.claim = claim
-        agent.adopted = server.use_token
-        agent.reporter.note("serving", port=server.port, host=host)
-        for number in (signal.SIGTERM, *signals):
+        agent = Agent(options, store, membership, metrics, agreed, launching.extensions)
+        stack.enter_context(
+            AgentServer(
+                listening,
+                routes=agent.routes(),
+                snapshots=agent.snapshots,
+                events=agent.events.newest,
+                token=lambda: agent.token,
+                open_status=options.open_status,
+            )
+        )
+        stack.callback(launching.claim.release)
+        agent.reporter.note("serving", port=me.http_port, host=host)
+        for number in (signal.SIGTERM, *launching.signals):
             signal.signal(number, partial(_terminate, agent))
         try:
             stack.enter_context(PreemptionWatcher(options.preemption, agent.leave, log_line))
@@ -204,26 +212,6 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         how = "" if options.open_status else " (elasticzero status --url prints it with the token)"
         log_line(f"the status page of the job is at {page_address(me)}{how}")
         return agent.run()
-
-
-class _Snapshots:
-    """Serves the agent's snapshots, once there is an agent."""
-
-    def __init__(self, agent: Any) -> None:
-        self._agent = agent
-
-    def open_file(self, generation: int, step: int, name: str) -> Any:
-        agent = self._agent()
-        if agent is None:
-            raise FileNotFoundError(name)
-        return agent.snapshots.open_file(generation, step, name)
-
-
-def _newest_events(agent: Agent | None, most_bytes: int) -> LogPart:
-    """Returns the newest part of the agent's event log, once there is an agent."""
-    if agent is None:
-        raise FileNotFoundError("events")
-    return agent.events.newest(most_bytes)
 
 
 def _retry_store(

@@ -7,6 +7,7 @@ an agent that is started again, after its predecessor has died, takes its own na
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from dataclasses import replace
 from elasticzero.errors import OperatorError
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import log_for_node
-from elasticzero.launcher.http.server import AgentServer, PortTaken
+from elasticzero.launcher.http.server import PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
 from elasticzero.launcher.snapshots.shared_memory import (
     NameTaken,
@@ -79,26 +80,32 @@ def _claimed(options: AgentOptions, *, named: bool) -> tuple[OwnedDirectory, Age
     raise AssertionError("unreachable")
 
 
-def serve_on_free_port(
-    port: int | None, serve: Callable[[int], AgentServer], log_line: Callable[[str], None]
-) -> AgentServer:
-    """Returns an HTTP server at the given port, or at the first free one from the default on.
+def listen_on_free_port(
+    port: int | None, listen: Callable[[int], socket.socket], log_line: Callable[[str], None]
+) -> socket.socket:
+    """Returns a socket that listens at the given port, or at the first free one from the default
+    on.
 
-    say: receives a line where the port is not the default. Raises `OperatorError` where it cannot
-    listen.
+    Args:
+        port: the port that was given, if any.
+        listen: returns a socket that listens at a port; raises `PortTaken`.
+        log_line: receives a line where the port is not the default.
+
+    Raises:
+        OperatorError: no port can be listened at.
     """
     if port is not None:
-        return serve(port)
+        return listen(port)
     for tried in range(DEFAULT_HTTP_PORT, DEFAULT_HTTP_PORT + MOST_AGENTS):
         try:
-            server = serve(tried)
+            listening = listen(tried)
         except PortTaken:
             continue
         if tried != DEFAULT_HTTP_PORT:
             log_line(
                 f"port {DEFAULT_HTTP_PORT} is in use: /metrics is at port {tried} (--http-port)"
             )
-        return server
+        return listening
     raise OperatorError(
         f"no port from {DEFAULT_HTTP_PORT} to {tried} is free for /metrics: give --http-port PORT, "
         "or 0 for any"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -67,8 +67,24 @@ def _repeat(text: str) -> None:
 class AgentReporter:
     """Records what the agent receives and decides."""
 
-    def __init__(self, options: AgentOptions, events: EventLog, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        options: AgentOptions,
+        events: EventLog,
+        metrics: Metrics,
+        compute_times: Callable[[], WorkerTimes] = dict,
+    ) -> None:
+        """Records nothing yet.
+
+        Args:
+            options: options of the node.
+            events: the agent's event log.
+            metrics: metrics of the node.
+            compute_times: returns the own times of the workers of all nodes, where this agent
+                leads.
+        """
         self._options = options
+        self._compute_times = compute_times
         self._events = events
         self._metrics = metrics
         self._tail = LogTail(_repeat)
@@ -91,8 +107,6 @@ class AgentReporter:
         )
         self._decided_s = time.monotonic()
         """Time of the last turn of the agent's loop."""
-        self.compute_times: WorkerTimes = {}
-        """Own times of the workers of all nodes, where this agent leads."""
 
     def note(self, event: EventName, **fields: Any) -> None:
         self._events.write(event, **fields)
@@ -370,7 +384,7 @@ class AgentReporter:
 
     def job_metrics(self, view: View | None) -> bytes:
         """Returns what `/metrics/job` serves: nothing where this agent does not lead."""
-        return job_exposition(job_state(self._options, view, self._latest, self.compute_times))
+        return job_exposition(job_state(self._options, view, self._latest, self._compute_times()))
 
     def close(self, code: ExitCode | None) -> None:
         """Records the end of the agent; if the job failed, prints the error that caused it,

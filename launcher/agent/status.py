@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from elasticzero.ipc.messages import Logged, Message, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.goodput import goodput
+from elasticzero.launcher.http.agent_client import STATUS
+from elasticzero.launcher.http.routes import Answer, Route, json_answer
 from elasticzero.launcher.observability.compute_time import (
     ComputeTimes,
     WorkerTimes,
@@ -17,6 +19,7 @@ from elasticzero.launcher.observability.compute_time import (
 )
 from elasticzero.launcher.observability.job_counts import JobCounts
 from elasticzero.launcher.observability.job_metrics import JobState, model_flops_utilization
+from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
 from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.documents import Control, World
 from elasticzero.launcher.protocol.failure_policy import quarantined
@@ -83,6 +86,32 @@ class Latest:
     def saved(self, step: int) -> None:
         """Notes that a checkpoint is committed."""
         self.checkpoint_step, self.checkpoint_time = step, time.time()
+
+
+def agent_routes(
+    metrics: Metrics, status: Callable[[], Mapping[str, Any]], job_metrics: Callable[[], bytes]
+) -> dict[str, Route]:
+    """Returns what every agent serves, by path.
+
+    Args:
+        metrics: metrics of the node.
+        status: returns what is served at `/status`.
+        job_metrics: returns the metrics of the whole job.
+    """
+    return {
+        "/metrics": Route(
+            answer=lambda query: Answer(content=metrics.text(), kind=CONTENT_TYPE),
+            served_to="everyone",
+        ),
+        "/metrics/job": Route(
+            answer=lambda query: Answer(content=job_metrics(), kind=CONTENT_TYPE),
+            served_to="everyone",
+        ),
+        "/healthz": Route(answer=lambda query: Answer(content=b"ok\n"), served_to="everyone"),
+        STATUS: Route(
+            answer=lambda query: json_answer(status(), indent=2), served_to="status readers"
+        ),
+    }
 
 
 def agent_status(

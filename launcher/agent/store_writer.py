@@ -57,15 +57,30 @@ class StoreWriter:
         observer: WatchCache,
         membership: Membership,
         cluster: ClusterObserver,
+        *,
+        launch_id: str = "",
+        token_digest: str = "",
     ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            store: the job's part of the store.
+            observer: what was seen of the store.
+            membership: this node's registration.
+            cluster: makes the agent's view.
+            launch_id: --launch-id of this node; it is part of the end of the job.
+            token_digest: digest of the job's token; it is part of each world that is written.
+        """
         self._store = store
         self._observer = observer
         self._membership = membership
         self._cluster = cluster
-        self.token_digest = ""
-        """Digest of the job's token; it is part of each world that is written."""
-        self.launch_id = ""
-        """--launch-id of this node; it is part of the end of the job."""
+        self._launch_id = launch_id
+        self._token_digest = token_digest
+
+    def adopt(self, token_digest: str) -> None:
+        """Replaces the job's token by another one from now on."""
+        self._token_digest = token_digest
 
     def keep_registered(self, now_s: float, *, leaving: bool) -> None:
         """Renews the registration where it has lapsed; a node that leaves does not come back."""
@@ -113,7 +128,7 @@ class StoreWriter:
         stands: `world` before `view` was made; the write is refused if it has changed since.
         """
         if isinstance(action, WriteDone):
-            done = {DONE: to_bytes(replace(action.done, launch_id=self.launch_id))}
+            done = {DONE: to_bytes(replace(action.done, launch_id=self._launch_id))}
             self._store.write(done, conditions=self._conditions(basis))
             self._observer.put(DONE, self._store.read(DONE))
             return
@@ -122,7 +137,7 @@ class StoreWriter:
         check_invariants(world, action.world)
         old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
         conditions = self._conditions(basis)
-        following = replace(action.world, token_digest=self.token_digest)
+        following = replace(action.world, token_digest=self._token_digest)
         key_value = {WORLD: to_bytes(following)}
         deletes = [f"{MEMBERS}{node}" for node in action.gone]
         deletes += old if generation > 1 else []

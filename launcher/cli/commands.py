@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from elasticzero.errors import ElasticZeroError
 from elasticzero.launcher.options.parser import Parser
@@ -26,10 +28,17 @@ from elasticzero.launcher.options.validation import (
 )
 from elasticzero.options.resolve import with_source
 
+if TYPE_CHECKING:
+    from elasticzero.launcher.agent.extensions import ExtensionFactory
 
-def _add_run(parser: Parser) -> None:
+Extensions: TypeAlias = "Callable[[], Sequence[ExtensionFactory]]"
+"""Returns the extensions of an agent; only `run` imports what they need."""
+
+
+def add_run(parser: Parser, extensions: Extensions) -> None:
+    """Adds the options of `run`, and sets its `run_command`. extensions: those of the agent."""
     add_run_options(parser)
-    parser.set_defaults(run_command=_run)
+    parser.set_defaults(run_command=partial(_run, extensions=extensions))
 
 
 def _add_local(parser: Parser) -> None:
@@ -82,7 +91,6 @@ def _add_control_options(parser: Parser) -> None:
 
 
 CORE_COMMANDS: dict[str, Callable[[Parser], None]] = {
-    "run": _add_run,
     "local": _add_local,
     "status": _add_status,
     "drain": _add_drain,
@@ -90,16 +98,16 @@ CORE_COMMANDS: dict[str, Callable[[Parser], None]] = {
     "stop": _add_control_options,
 }
 """Functions that give a command's parser its options and its `run_command`, which takes the parsed
-arguments and returns the exit code."""
+arguments and returns the exit code. `run` is missing: see `add_run`."""
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, extensions: Extensions) -> int:
     try:
         if args.dry_run:
             from elasticzero.launcher.cli.dry_run import dry_run
 
             return dry_run(args)
-        return _run_agent(args)
+        return _run_agent(args, extensions)
     except ElasticZeroError as error:
         shown = with_source(error, args.sources)
         if args.log_dir and args.job and args.node_name and not args.dry_run:
@@ -111,8 +119,8 @@ def _run(args: argparse.Namespace) -> int:
         raise shown from None
 
 
-def _run_agent(args: argparse.Namespace) -> int:
-    from elasticzero.launcher.agent.main import Coordination, Network, run_agent
+def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
+    from elasticzero.launcher.agent.main import Coordination, Launching, Network, run_agent
     from elasticzero.launcher.agent.node_claim import node_claim
     from elasticzero.launcher.cli.resolved_run import resolve_run
     from elasticzero.launcher.observability import logging_setup
@@ -132,9 +140,13 @@ def _run_agent(args: argparse.Namespace) -> int:
     )
     network = Network(args.host, args.http_host, args.http_port)
     with node_claim(options, named=args.node_name is not None) as (claim, options):
-        return int(
-            run_agent(options, coordination, network, claim, resolved.signals, resolved.lines)
+        launching = Launching(
+            claim=claim,
+            signals=resolved.signals,
+            lines=resolved.lines,
+            extensions=extensions(),
         )
+        return int(run_agent(options, coordination, network, launching))
 
 
 def _local(args: argparse.Namespace) -> int:

@@ -35,9 +35,9 @@ from elasticzero.launcher.options.table import (
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.gloo_interface import GLOO_INTERFACE_VARIABLE
 from elasticzero.options.option import Option, split_default
 from elasticzero.options.sources import Origin
-from elasticzero.launcher.workers.gloo_interface import GLOO_INTERFACE_VARIABLE
 from elasticzero.text import count_text, print_result, table_text
 
 LOCAL_ETCD = "127.0.0.1:2379"

@@ -1,4 +1,4 @@
-"""Reads what agents serve: the status of each, and that of the whole job."""
+"""Reads what agents serve: the status of each, and other objects."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from elasticzero.launcher.secrets import Secret
 
 QUERY_TIMEOUT_S = 2.0
 """Seconds within which an agent must answer; it is shown as silent otherwise."""
-LEADER_TIMEOUT_S = 3.0
-"""Seconds within which the leading agent must answer, which may wait for others itself."""
 MAX_PARALLEL_QUERIES = 64
 MAX_BYTES = 4 << 20
 """Maximum bytes of an answer; a longer one counts as none."""
-JOB, OWN_JOB, STATUS = "/job", "/job/own", "/status"
-"""Paths of the status of the job from the agent that leads, of that from the agent that is asked,
-and of the agent's own status."""
-SCALARS = "/scalars"
-"""Path of what a node's workers have logged; `?after=` names the last entry that is known."""
+STATUS = "/status"
+"""Path of the agent's own status."""
 
 
 def query_agents(
@@ -61,23 +56,6 @@ def query_agents(
     for thread in started:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     return dict(answers)
-
-
-def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] | None:
-    """Returns the status of the job from the first of these agents that says it leads the job.
-
-    None: none of them does within `LEADER_TIMEOUT_S`. members: the agents in the order in which
-    they would lead.
-    """
-    deadline_s = time.monotonic() + LEADER_TIMEOUT_S
-    for member in members:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            break
-        found = query_agent(member, token, OWN_JOB, left_s)
-        if found is not None and found.get("leads"):
-            return found
-    return None
 
 
 def query_agent(

@@ -34,14 +34,15 @@ class ComputePoll:
         self._polling = False
         self._next_s = 0.0
 
-    def turn(self, view: View, token: Secret) -> WorkerTimes:
-        """Returns the times that are known of the world's workers, by node and local rank.
+    def times(self) -> WorkerTimes:
+        """Returns the times that are known of the world's workers, by node and local rank."""
+        return self._times
 
-        Where this agent leads and they train, it asks for newer ones when that is due.
-        """
+    def turn(self, view: View, token: Secret) -> None:
+        """Asks for newer times when that is due, where this agent leads and the workers train."""
         world, now_s = view.world, time.monotonic()
         if world is None or view.round_s is not None or not is_leader(view):
-            return self._times
+            return
         with self._lock:
             if world.generation != self._generation:
                 self._generation, self._times = world.generation, {}
@@ -52,7 +53,6 @@ class ComputePoll:
                 threading.Thread(
                     target=self._ask, args=(world, token), name="elasticzero-compute", daemon=True
                 ).start()
-            return self._times
 
     def _ask(self, world: World, token: Secret) -> None:
         try:

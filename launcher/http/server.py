@@ -1,10 +1,11 @@
-"""Serves an agent's metrics, health, status, status page and events, and the bytes of snapshots.
+"""Serves an agent's metrics, health, status and events, what extensions add to them, and the bytes
+of snapshots.
 
-Metrics, health and the page, which holds nothing of the job, are open: scrapes, probes and browsers
-expect that. All else needs the job's token, except the status where `open_status` is set. Only GET
-and HEAD are allowed. A client without the token gets a short time for each request. Its connection
-is the first to be closed when there are too many, and the log has one line a minute for all such
-clients.
+What is served at a path, and to whom, is a `Route`. Metrics, health and the status page, which
+holds nothing of the job, are open: scrapes, probes and browsers expect that. All else needs the
+job's token, except the status where `open_status` is set. Only GET and HEAD are allowed. A client
+without the token gets a short time for each request. Its connection is the first to be closed when
+there are too many, and the log has one line a minute for all such clients.
 """
 
 from __future__ import annotations
@@ -12,25 +13,23 @@ from __future__ import annotations
 import errno
 import hmac
 import io
-import json
 import logging
 import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol
 
 from elasticzero.errors import OperatorError
-from elasticzero.launcher.http.agent_client import JOB, OWN_JOB, SCALARS, STATUS
 from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
 from elasticzero.launcher.http.requests import RequestRefused, byte_range, snapshot_file
+from elasticzero.launcher.http.routes import TEXT, Route
 from elasticzero.launcher.observability.event_log import LogPart
-from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
 from elasticzero.launcher.secrets import Secret
-from elasticzero.ops.dashboard.page import SAFE_HEADERS, status_page
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,17 @@ EVENTS_BYTES = 16 << 20
 """Bytes of events that are sent if a request does not say how many."""
 LEFT_OUT_HEADER = "ElasticZero-Left-Out-Bytes"
 """Header of `/events`: bytes of older events that are not sent."""
+SAFE_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers of every response of an agent: no other page can frame or embed what it serves, and no
+cache keeps it."""
+CONNECTIONS_QUEUED = 128
 _MOST = re.compile(r"\?most=(\d{1,12})\Z")
-_AFTER = re.compile(r"\?after=(\d{1,12})\Z")
 
 
 class SnapshotSource(Protocol):
@@ -52,60 +60,71 @@ class SnapshotSource(Protocol):
         """Opens a real file for reading; raises `FileNotFoundError` if there is none."""
 
 
-class JobStatus(Protocol):
-    """Returns the status of the whole job, for the paths `JOB` and `OWN_JOB`."""
-
-    def __call__(self, *, pass_on: bool) -> Mapping[str, Any]: ...
-
-
 class PortTaken(OperatorError):
     """Reports that another process listens at the port."""
 
 
-class AgentServer:
-    """Serves HTTP from daemon threads until it is closed; `port` is the port that it got."""
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens for an agent's server.
 
-    def __init__(  # noqa: PLR0913 - one keyword for each thing that is served
+    Args:
+        host: a name or an address of this machine; empty: every address, also of IPv6.
+        port: 0: any free one.
+
+    Raises:
+        PortTaken: another process listens there.
+        OperatorError: the address cannot be listened at for another reason.
+    """
+    try:
+        family, address = _listen_address(host, port)
+        with ExitStack() as stack:
+            listening = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(CONNECTIONS_QUEUED)
+            stack.pop_all()
+            return listening
+    except OSError as error:
+        kind = PortTaken if error.errno == errno.EADDRINUSE else OperatorError
+        raise kind(
+            f"the agent cannot serve HTTP at {host or '*'}:{port}: {error.strerror or error}; "
+            "give another --http-port (0: any free one) or --http-host"
+        ) from None
+
+
+class AgentServer:
+    """Serves HTTP from daemon threads until it is closed."""
+
+    def __init__(
         self,
-        host: str,
-        port: int,
+        listening: socket.socket,
         *,
-        metrics: Metrics,
-        status: Callable[[], dict[str, Any]],
-        job: JobStatus,
-        healthy: Callable[[], tuple[bool, str]],
+        routes: Mapping[str, Route],
         snapshots: SnapshotSource,
         events: Callable[[int], LogPart],
-        token: Secret,
-        job_metrics: Callable[[], bytes] = bytes,
-        scalars: Callable[[int], Mapping[str, Any]] = lambda after: {},
+        token: Callable[[], Secret],
         open_status: bool = False,
     ) -> None:
         """Begins to serve.
 
-        events: returns a log's newest part of at most so many bytes; raises `FileNotFoundError` if
-        there is no log. scalars: returns what workers have logged after an entry. open_status:
-        the status needs no token.
+        Args:
+            listening: what `listen` has returned; the server closes it.
+            routes: what is served besides events and snapshots, by path.
+            snapshots: opens the files of snapshots.
+            events: returns a log's newest part of at most so many bytes; raises
+                `FileNotFoundError` if there is no log.
+            token: returns the job's token.
+            open_status: True: the status needs no token.
         """
-        self.metrics = metrics
-        self.job_metrics = job_metrics
-        self.status = status
-        self.job = job
-        self.healthy = healthy
+        self.routes = routes
         self.snapshots = snapshots
         self.events = events
-        self.scalars = scalars
         self.token = token
         self.open_status = open_status
         self.refusals = RefusalLog()
-        try:
-            self._server = _Server(host, port, self)
-        except OSError as error:
-            kind = PortTaken if error.errno == errno.EADDRINUSE else OperatorError
-            raise kind(
-                f"the agent cannot serve HTTP at {host or '*'}:{port}: {error.strerror or error}; "
-                "give another --http-port (0: any free one) or --http-host"
-            ) from None
+        self._server = _Server(listening, self)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever,
@@ -114,10 +133,6 @@ class AgentServer:
             daemon=True,
         )
         self._thread.start()
-
-    def use_token(self, token: Secret) -> None:
-        """Requires this token from now on."""
-        self.token = token
 
     def close(self) -> None:
         """Stops listening and ends all connections."""
@@ -136,22 +151,15 @@ class AgentServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 128
 
-    def __init__(self, host: str, port: int, agent: AgentServer) -> None:
-        family, address = _listen_address(host, port)
-        self.address_family = family
+    def __init__(self, listening: socket.socket, agent: AgentServer) -> None:
         self.agent = agent
         self.connections = Connections()
-        super().__init__(cast("tuple[str, int]", address), _Handler)
-
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        if self.allow_reuse_address:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        address = listening.getsockname()
+        super().__init__(address, _Handler, bind_and_activate=False)
+        self.socket.close()  # the base class has made one of its own
+        self.socket = listening
+        self.server_address = address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         closed = self.connections.add(request)
@@ -226,29 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         try:
             self._refuse_body()
-            if path == "/metrics":
-                self._send(HTTPStatus.OK, agent.metrics.text(), CONTENT_TYPE, body=body)
-            elif path == "/metrics/job":
-                self._send(HTTPStatus.OK, agent.job_metrics(), CONTENT_TYPE, body=body)
-            elif path == "/healthz":
-                well, why = agent.healthy()
-                status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
-                self._send(status, f"{why}\n".encode(), body=body)
-            elif path == "/":
-                page, headers = status_page()
-                kind = "text/html; charset=utf-8"
-                self._send(HTTPStatus.OK, page, kind, headers=headers, body=body)
-            elif path in (STATUS, JOB, OWN_JOB):
-                if not agent.open_status:
-                    self._check_token()
-                found = agent.status() if path == STATUS else agent.job(pass_on=path == JOB)
-                text = json.dumps(found, indent=2 if path == STATUS else None).encode() + b"\n"
-                self._send(HTTPStatus.OK, text, "application/json", body=body)
-            elif path == SCALARS:
-                self._check_token()
-                asked = _AFTER.search(self.path)
-                found = agent.scalars(int(asked[1]) if asked else 0)
-                self._send(HTTPStatus.OK, json.dumps(found).encode(), "application/json", body=body)
+            if (route := agent.routes.get(path)) is not None:
+                self._send_answer(route, body=body)
             elif path == "/events":
                 self._check_token()
                 self._send_events(body=body)
@@ -269,6 +256,13 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception:
             log.exception("%s %s could not be answered", self.command, path)
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "see the agent's log")
+
+    def _send_answer(self, route: Route, *, body: bool) -> None:
+        may_read_status = route.served_to == "status readers" and self.server.agent.open_status
+        if route.served_to != "everyone" and not may_read_status:
+            self._check_token()
+        answer = route.answer(self.path.partition("?")[2])
+        self._send(answer.status, answer.content, answer.kind, headers=answer.headers, body=body)
 
     def end_headers(self) -> None:
         for name, value in SAFE_HEADERS.items():
@@ -295,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_token(self) -> None:
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        wanted = self.server.agent.token.reveal.encode()
+        wanted = self.server.agent.token().reveal.encode()
         matches = hmac.compare_digest(given.strip().encode("latin-1", "replace"), wanted)
         if scheme.lower() != "bearer" or not matches:
             raise RequestRefused(
@@ -358,9 +352,9 @@ class _Handler(BaseHTTPRequestHandler):
         self,
         status: HTTPStatus,
         content: bytes,
-        kind: str = "text/plain; charset=utf-8",
+        kind: str = TEXT,
         *,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
         body: bool,
     ) -> None:
         self.send_response(status)

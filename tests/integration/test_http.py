@@ -12,18 +12,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
 from elasticzero.errors import OperatorError
+from elasticzero.launcher.agent.status import agent_routes
 from elasticzero.launcher.http import limits as http_guard
+from elasticzero.launcher.http import routes
 from elasticzero.launcher.http import server as agent_http
-from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.http.server import AgentServer, listen
 from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
+from elasticzero.ops.dashboard.service import job_routes, page_routes
 
 TOKEN = "the-job's-own-password"
 CONTENT = os.urandom(3_000_000)
@@ -71,18 +75,26 @@ class Agent:
         return LogPart(HEAD, file, max(0, len(EVENTS) - most_bytes), len(EVENTS))
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> AgentServer:
+        health = routes.Route(answer=self.health, served_to="everyone")
+        served = {
+            **agent_routes(self.metrics, self.status, bytes),
+            "/healthz": health,
+            **page_routes(),
+            **job_routes(self.job),
+        }
         return AgentServer(
-            host,
-            port,
-            metrics=self.metrics,
-            status=self.status,
-            job=self.job,
-            healthy=lambda: self.well,
+            listen(host, port),
+            routes=served,
             snapshots=self.folder,
             events=self.events,
-            token=Secret(TOKEN),
+            token=lambda: Secret(TOKEN),
             open_status=self.open_status,
         )
+
+    def health(self, query: str) -> routes.Answer:
+        well, why = self.well
+        status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
+        return routes.Answer(content=f"{why}\n".encode(), status=status)
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.ipc.messages import Captured, SnapshotHeld
-from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.http.server import AgentServer, listen
 from elasticzero.launcher.observability.event_log import EventLog
-from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.replicator import SnapshotReplicator
 from elasticzero.launcher.snapshots.roles import CapturedStep, ReplicaSource, SnapshotRole
@@ -38,15 +37,11 @@ def buddy(tmp_path: Path) -> Iterator[tuple[str, SnapshotStore]]:
     """Another node: the address of its server, and its snapshots."""
     store = SnapshotStore(tmp_path / "buddy")
     with AgentServer(
-        "127.0.0.1",
-        0,
-        metrics=Metrics(),
-        status=dict,
-        job=lambda *, pass_on: {},
-        healthy=lambda: (True, ""),
+        listen("127.0.0.1", 0),
+        routes={},
         snapshots=store,
         events=EventLog(tmp_path).newest,
-        token=Secret(TOKEN),
+        token=lambda: Secret(TOKEN),
     ) as server:
         yield f"127.0.0.1:{server.port}", store
 

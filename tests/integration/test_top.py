@@ -22,15 +22,15 @@ from typing import Any
 import pytest
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.http.server import AgentServer
+from elasticzero.launcher.http.server import AgentServer, listen
 from elasticzero.launcher.observability.event_log import LogPart
-from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import Member, World, to_bytes
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.job_token import Record
+from elasticzero.ops.dashboard.service import job_routes
 from tests.integration.clusters import elasticzero
 from tools.sample_job import document
 
@@ -111,15 +111,11 @@ def agent() -> Iterator[tuple[AgentServer, dict[str, Any]]]:
     """An agent that leads a job, and what it says of it; a test may change that."""
     found = document()
     with AgentServer(
-        "127.0.0.1",
-        0,
-        metrics=Metrics(),
-        status=dict,
-        job=lambda *, pass_on: found,
-        healthy=lambda: (True, "ok"),
+        listen("127.0.0.1", 0),
+        routes=job_routes(lambda *, pass_on: found),
         events=lambda most_bytes: LogPart(b"", io.BytesIO(), 0, 0),
         snapshots=None,  # type: ignore[arg-type]
-        token=Secret(TOKEN),
+        token=lambda: Secret(TOKEN),
     ) as server:
         yield server, found
 

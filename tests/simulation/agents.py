@@ -69,6 +69,18 @@ class Refusals:
         return [key for key, a in addresses.items() if hosts[a.partition(":")[0]].refuses]
 
 
+class LateRecovery:
+    """The recovery of the store, from when the node is registered, in the store's history of
+    then."""
+
+    def __init__(self) -> None:
+        self.actual: StoreRecovery | None = None
+
+    def poll(self, now_s: float) -> None:
+        if self.actual is not None:
+            self.actual.poll(now_s)
+
+
 class Host:
     """A machine: its clock, its memory, and at most one agent at a time."""
 
@@ -183,12 +195,14 @@ class Agent:
             Refusals(cluster),
             cluster.draw,
         )
+        self._recovery = LateRecovery()
         side = StoreSide(
             cache=self.observer,
             membership=self.membership,
             subscriptions=subscriptions,
             observer=self.cluster_observer,
             writer=StoreWriter(self.store, self.observer, self.membership, self.cluster_observer),
+            recovery=self._recovery,
         )
         self.core = AgentCore(cluster.plan.policy, self, self, side, self, host.clock)
         self._task = cluster.timeline.task(self._run)
@@ -240,7 +254,7 @@ class Agent:
     def _run(self) -> None:
         agreed = self._agree() if self.plan.loses_data else None
         self._join()
-        self.core.recovery = StoreRecovery(
+        self._recovery.actual = StoreRecovery(
             self.store,
             self.observer,
             self.membership,

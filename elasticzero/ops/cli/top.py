@@ -32,12 +32,12 @@ from elasticzero.errors import (
 )
 from elasticzero.launcher.cli.control import open_job_store
 from elasticzero.launcher.cli.status import read_stored_job
-from elasticzero.launcher.http.agent_client import query_leader
 from elasticzero.launcher.observability.job_status import Job, collect_status
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW
+from elasticzero.ops.dashboard.leader_client import query_leader
 from elasticzero.ops.dashboard.screen import job_screen
 from elasticzero.text import duration_text
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elasticzero.launcher.http.agent_client import query_leader
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.ops.dashboard.history import JobHistory
+from elasticzero.ops.dashboard.leader_client import query_leader
 
 GOODPUT_EVERY_S = 1.0
 """Least seconds between two values of the goodput in the history."""

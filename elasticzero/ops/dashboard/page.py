@@ -1,4 +1,4 @@
-"""Holds the status page that every agent serves, and the headers that confine it.
+"""Holds the status page that every agent serves, and the policy that confines it.
 
 The page is one file without other assets. Its policy allows the very script and style that are in
 it, by their digests, and requests to the agent that serves it; nothing else.
@@ -12,15 +12,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-SAFE_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-"""Headers of every response of an agent: no other page can frame or embed what it serves, and no
-cache keeps it."""
 _FILE = Path(__file__).with_name("page.html")
 _PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from elasticzero.launcher.http.agent_client import query_agents, query_leader
+from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension
+from elasticzero.launcher.http.agent_client import query_agents
+from elasticzero.launcher.http.routes import Answer, Route, json_answer
 from elasticzero.launcher.observability.job_status import (
     collect_status,
     job_in_view,
@@ -25,7 +27,9 @@ from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
+from elasticzero.ops.dashboard.leader_client import JOB, OWN_JOB, query_leader
 from elasticzero.ops.dashboard.memory import JobMemory
+from elasticzero.ops.dashboard.page import status_page
 
 REFRESH_S = 0.5
 """Least seconds between two answers that are made anew."""
@@ -51,14 +55,20 @@ class DashboardAgent(Protocol):
     @property
     def memory(self) -> JobMemory: ...
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> Mapping[str, Any]: ...
 
 
 class JobDashboard:
     """Makes an agent's answers about its whole job, in the threads of its HTTP server."""
 
-    def __init__(self, name: str, node: str, agent: Callable[[], DashboardAgent | None]) -> None:
-        """name: the job's. node: this agent's. agent: returns the agent once there is one."""
+    def __init__(self, name: str, node: str, agent: DashboardAgent) -> None:
+        """Answers for one agent.
+
+        Args:
+            name: the job's name.
+            node: name of the agent's node.
+            agent: what the agent has seen.
+        """
         self._name = name
         self._node = node
         self._agent = agent
@@ -68,35 +78,91 @@ class JobDashboard:
 
     def document(self, *, pass_on: bool) -> Mapping[str, Any]:
         """Returns the status of the job; pass_on: that of the leader, where another agent leads."""
-        agent = self._agent()
-        view = agent.view if agent is not None else None
-        if agent is not None and view is not None and pass_on and not is_leader(view):
-            found = query_leader(_candidates(view), agent.token)
+        view = self._agent.view
+        if view is not None and pass_on and not is_leader(view):
+            found = query_leader(_candidates(view), self._agent.token)
             if found is not None:
                 return found
         with self._lock:
             if time.monotonic() >= self._until_s:
-                self._latest = self._made(agent, view)
+                self._latest = self._made(view)
                 waits_s = REFRESH_S + REFRESH_A_NODE_S * len(self._latest["nodes"])
                 self._until_s = time.monotonic() + waits_s
             return self._latest
 
-    def _made(self, agent: DashboardAgent | None, view: View | None) -> Mapping[str, Any]:
+    def _made(self, view: View | None) -> Mapping[str, Any]:
+        agent = self._agent
         job = job_in_view(self._name, view)
         statuses: dict[str, Mapping[str, Any]] = {}
         leads = view is not None and is_leader(view)
-        history: Mapping[str, Any] = {}
-        if agent is not None:
-            if leads:
-                others = [m for m in job.members.values() if m.node != self._node]
-                statuses |= query_agents(others, agent.token, timeout_s=PATIENCE_S)
-            statuses[self._node] = agent.status()
-            history = agent.memory.history.values()
+        if leads:
+            others = [m for m in job.members.values() if m.node != self._node]
+            statuses |= query_agents(others, agent.token, timeout_s=PATIENCE_S)
+        statuses[self._node] = agent.status()
+        history = agent.memory.history.values()
         found = collect_status(job, phases_in_view(view), statuses)
         doing = statuses.get(self._node, {}).get("reason", "")
         return job_document(
             found, history, at=time.time(), node=self._node, leads=leads, doing=doing
         )
+
+
+class DashboardExtension(AgentExtension):
+    """Serves the status page, and the status of the whole job with its history."""
+
+    def __init__(self, context: AgentContext) -> None:
+        options = context.options
+        self.view: View | None = None
+        self.memory = JobMemory(options.node)
+        self.status = context.status
+        self._token: Secret | None = None
+        self._dashboard = JobDashboard(options.job, options.node, self)
+
+    @property
+    def token(self) -> Secret:
+        """Returns the job's token; it is known once there is a view."""
+        assert self._token is not None
+        return self._token
+
+    def recorded(self, event: Mapping[str, Any]) -> None:
+        self.memory.history.take(event)
+
+    def turn(self, view: View, token: Secret) -> None:
+        self._token, self.view = token, view
+        self.memory.turn(view, self.status, token)
+
+    def routes(self) -> dict[str, Route]:
+        """Returns the page, and the status of the job from the leader and from this agent."""
+        return {**page_routes(), **job_routes(self._dashboard.document)}
+
+    def close(self, outcome: str | None) -> None:
+        self.memory.close()
+
+
+def page_routes() -> dict[str, Route]:
+    """Returns what serves the status page."""
+
+    def answer(query: str) -> Answer:
+        page, headers = status_page()
+        return Answer(content=page, kind="text/html; charset=utf-8", headers=headers)
+
+    return {"/": Route(answer=answer, served_to="everyone")}
+
+
+def job_routes(document: Callable[..., Mapping[str, Any]]) -> dict[str, Route]:
+    """Returns what serves the status of the job.
+
+    Args:
+        document: returns it; its keyword `pass_on` asks for the leader's.
+    """
+    return {
+        JOB: Route(
+            answer=lambda query: json_answer(document(pass_on=True)), served_to="status readers"
+        ),
+        OWN_JOB: Route(
+            answer=lambda query: json_answer(document(pass_on=False)), served_to="status readers"
+        ),
+    }
 
 
 def job_document(

@@ -11,24 +11,31 @@ LINGER_S at most.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elasticzero.concurrency import run_parallel
-from elasticzero.launcher.http.agent_client import SCALARS, query_agent
-from elasticzero.launcher.options.trackers import TrackerTarget
+from elasticzero.ipc.messages import Message
+from elasticzero.launcher.agent.console import log_for_node
+from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension
+from elasticzero.launcher.http.agent_client import query_agent
+from elasticzero.launcher.http.routes import Answer, Route, json_answer
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.workers.group import Ended
 from elasticzero.ops.trackers.averages import Row, StepAverages, least
 from elasticzero.ops.trackers.node_scalars import NodeScalars
 from elasticzero.ops.trackers.process import TrackerProcess
 
+SCALARS = "/scalars"
+"""Path of what a node's workers have logged; `?after=` names the last entry that is known."""
+_AFTER = re.compile(r"after=(\d{1,12})\Z")
 POLL_S = 2.0
 """Least seconds from one round of questions to the next."""
 POLL_A_NODE_S = 0.05
@@ -45,20 +52,6 @@ ASKED_S = 15.0
 """Seconds for which an agent that was asked expects to be asked again."""
 UNKNOWN = -1
 """In place of the last complete step of a node: it has not answered yet in this generation."""
-
-
-class FeedOptions(Protocol):
-    """Holds the options that matter here."""
-
-    @property
-    def job(self) -> str: ...
-
-    @property
-    def log_to(self) -> Sequence[TrackerTarget]: ...
-
-    @property
-    def log_dir(self) -> Path:
-        """Returns the directory for what the trackers' processes print."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +84,14 @@ def begins_run(world: World, me: Member) -> bool:
     return world.generation == 1 and world.resume.tier == "fresh" and world.members[0] == me
 
 
-class TrackerFeed:
-    """Feeds the trackers of `--log-to` in a thread, while this agent leads."""
+class TrackerFeed(AgentExtension):
+    """Feeds the trackers of `--log-to` in a thread, while this agent leads; serves what this node's
+    workers log to the agent that leads."""
 
-    def __init__(
-        self,
-        options: FeedOptions,
-        scalars: NodeScalars,
-        log_line: Callable[[str], object],
-        note: Callable[..., object],
-    ) -> None:
-        """scalars: what this node's workers log. log_line: receives what people should know. note:
-        writes an event, in the agent's thread."""
-        self._options = options
-        self._scalars = scalars
-        self._log_line = log_line
-        self._note = note
+    def __init__(self, context: AgentContext) -> None:
+        self._options = context.options
+        self._note = context.note
+        self._scalars = NodeScalars()
         self._unwritten: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         """Printed lines that are not in the event log yet, which the agent's thread writes; with
         True for a failure."""
@@ -123,6 +108,20 @@ class TrackerFeed:
         self._processes: list[TrackerProcess] = []
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
+
+    def started(self, world: World, ranks: tuple[int, ...]) -> None:
+        self._scalars.begin(world.generation, world.resume.step, ranks)
+
+    def received(self, rank: int, message: Message | Ended) -> None:
+        self._scalars.received(rank, message)
+
+    def routes(self) -> dict[str, Route]:
+        """Returns what this node's workers have logged, for the agent that leads."""
+        return {SCALARS: Route(answer=self._logged, served_to="token holders")}
+
+    def _logged(self, query: str) -> Answer:
+        after = _AFTER.match(query)
+        return json_answer(self._scalars.answer(int(after[1]) if after else 0), end="")
 
     def turn(self, view: View, token: Secret) -> None:
         """Notes which world this agent leads; called in each turn of the agent's loop."""
@@ -175,7 +174,7 @@ class TrackerFeed:
 
     def _tell(self, text: str, failed: bool) -> None:
         """Tells people; called from any thread."""
-        self._log_line(text)
+        log_for_node(self._options.node, text)
         self._unwritten.put((text, failed))
 
     def _write_events(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.node_claim import node_claim, serve_on_free_port
+from elasticzero.launcher.agent.node_claim import listen_on_free_port, node_claim
 from elasticzero.launcher.http.server import PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -57,24 +57,26 @@ def test_a_name_that_was_given_is_never_changed(options: AgentOptions) -> None:
         pass
 
 
-def serving(*taken: int) -> Any:
-    def serve(port: int) -> Any:
+def listening(*taken: int) -> Any:
+    def listen(port: int) -> Any:
         if port in taken:
             raise PortTaken(f"{port} is taken")
         return SimpleNamespace(port=port)
 
-    return serve
+    return listen
 
 
 def test_the_next_free_port_is_taken_and_said() -> None:
     said: list[str] = []
     first = DEFAULT_HTTP_PORT
-    assert serve_on_free_port(None, serving(), said.append).port == first
+    found: Any = listen_on_free_port(None, listening(), said.append)
+    assert found.port == first
     assert not said
-    assert serve_on_free_port(None, serving(first, first + 1), said.append).port == first + 2
+    found = listen_on_free_port(None, listening(first, first + 1), said.append)
+    assert found.port == first + 2
     assert str(first + 2) in said[0] and "--http-port" in said[0]
 
 
 def test_a_port_that_was_given_is_never_changed() -> None:
     with pytest.raises(PortTaken):
-        serve_on_free_port(7000, serving(7000), lambda text: None)
+        listen_on_free_port(7000, listening(7000), lambda text: None)

@@ -1,0 +1,34 @@
+"""Reads the status of a whole job from the agent that leads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elasticzero.launcher.http.agent_client import query_agent
+from elasticzero.launcher.protocol.documents import Member
+from elasticzero.launcher.secrets import Secret
+
+LEADER_TIMEOUT_S = 3.0
+"""Seconds within which the leading agent must answer, which may wait for others itself."""
+JOB, OWN_JOB = "/job", "/job/own"
+"""Paths of the status of the job from the agent that leads, and of that from the agent that is
+asked."""
+
+
+def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] | None:
+    """Returns the status of the job from the first of these agents that says it leads the job.
+
+    None: none of them does within `LEADER_TIMEOUT_S`. members: the agents in the order in which
+    they would lead.
+    """
+    deadline_s = time.monotonic() + LEADER_TIMEOUT_S
+    for member in members:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            break
+        found = query_agent(member, token, OWN_JOB, left_s)
+        if found is not None and found.get("leads"):
+            return found
+    return None

@@ -1,0 +1,130 @@
+"""Lets others see what an agent does, and serve it, without a part in what the agent decides.
+
+The agent imports no extension: the command line hands it functions that make them. An extension
+that fails is left out from then on, and training goes on. None can be waited for in safety, so each
+method returns at once; what takes longer belongs in a thread of the extension's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elasticzero.ipc.messages import Message
+from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.http.routes import Route
+from elasticzero.launcher.observability.events import EventName
+from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.workers.group import Ended
+
+log = logging.getLogger(__name__)
+
+
+class Note(Protocol):
+    """Writes an event into the agent's log; called in the agent's thread only."""
+
+    def __call__(self, event: EventName, **fields: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentContext:
+    """Holds what an extension may ask of its agent."""
+
+    options: AgentOptions
+    status: Callable[[], Mapping[str, Any]]
+    """Returns what the agent serves at `/status`; callable from any thread."""
+    note: Note
+
+
+class AgentExtension:
+    """Receives what an agent sees; each method does nothing unless an extension overrides it.
+
+    All but `routes` are called in the agent's thread.
+    """
+
+    def started(self, world: World, ranks: tuple[int, ...]) -> None:
+        """Notes that this node's workers of a generation start, with these ranks."""
+
+    def received(self, rank: int, message: Message | Ended) -> None:
+        """Notes a message of a worker of the present generation, or its end."""
+
+    def recorded(self, event: Mapping[str, Any]) -> None:
+        """Notes an event that was written into the agent's log."""
+
+    def turn(self, view: View, token: Secret) -> None:
+        """Notes what the agent sees in a turn of its loop. token: the job's."""
+
+    def routes(self) -> Mapping[str, Route]:
+        """Returns what the agent serves of this extension, by path."""
+        return {}
+
+    def close(self, outcome: str | None) -> None:
+        """Ends what the extension has begun, as the agent ends.
+
+        outcome: of the job; None: it goes on without this node, or later.
+        """
+
+
+ExtensionFactory = Callable[[AgentContext], AgentExtension]
+"""Makes an extension for one agent, before that runs."""
+
+
+class Extensions:
+    """Passes what an agent sees on to its extensions; a failure of one stops neither the agent nor
+    another one."""
+
+    def __init__(self, factories: Sequence[ExtensionFactory], context: AgentContext) -> None:
+        self._extensions = [create(context) for create in factories]
+        self._failed: set[int] = set()
+        """Places of those that are called no more, but to close them."""
+
+    def started(self, world: World, ranks: tuple[int, ...]) -> None:
+        """Passes on that this node's workers of a generation start, with these ranks."""
+        self._call(lambda extension: extension.started(world, ranks))
+
+    def received(self, rank: int, message: Message | Ended) -> None:
+        """Passes on a message of a worker, or its end."""
+        self._call(lambda extension: extension.received(rank, message))
+
+    def recorded(self, event: Mapping[str, Any]) -> None:
+        """Passes on an event of the agent's log."""
+        self._call(lambda extension: extension.recorded(event))
+
+    def turn(self, view: View, token: Secret) -> None:
+        """Passes on what the agent sees in a turn of its loop."""
+        self._call(lambda extension: extension.turn(view, token))
+
+    def routes(self) -> dict[str, Route]:
+        """Returns what all extensions serve, by path."""
+        return {
+            path: route
+            for extension in self._extensions
+            for path, route in extension.routes().items()
+        }
+
+    def close(self, outcome: str | None) -> None:
+        """Ends all extensions, the last one first."""
+        for place, extension in reversed(list(enumerate(self._extensions))):
+            with self._contained(place, extension):
+                extension.close(outcome)
+
+    def _call(self, deliver: Callable[[AgentExtension], None]) -> None:
+        for place, extension in enumerate(self._extensions):
+            if place not in self._failed:
+                with self._contained(place, extension):
+                    deliver(extension)
+
+    @contextmanager
+    def _contained(self, place: int, extension: AgentExtension) -> Iterator[None]:
+        """Keeps an error of an extension from the agent, and leaves the extension out from then
+        on."""
+        try:
+            yield
+        except Exception:
+            self._failed.add(place)
+            log.exception("%s failed; the agent goes on without it", type(extension).__name__)

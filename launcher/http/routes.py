@@ -1,0 +1,45 @@
+"""Says what an agent serves at a path: what answers a request, and who may ask.
+
+The server itself serves only what it streams from files, events and snapshots.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Literal
+
+ServedTo = Literal["everyone", "status readers", "token holders"]
+"""Says who gets an answer: `status readers` need the job's token too, unless `--open-status` is
+given."""
+TEXT = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Holds the response to one request."""
+
+    content: bytes
+    kind: str = TEXT
+    """Content-Type."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers besides those of every response."""
+    status: HTTPStatus = HTTPStatus.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Says what is served at one path."""
+
+    answer: Callable[[str], Answer]
+    """Makes the response, in a thread of the server. Its argument is the query of the request:
+    what follows the `?` of its path."""
+    served_to: ServedTo
+
+
+def json_answer(value: Any, *, indent: int | None = None, end: str = "\n") -> Answer:
+    """Returns a value as JSON."""
+    text = json.dumps(value, indent=indent) + end
+    return Answer(content=text.encode(), kind="application/json")
