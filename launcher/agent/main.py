@@ -186,12 +186,12 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
                 open_status=options.open_status,
             )
         )
-        stack.callback(launching.claim.release)
         agent.reporter.note("serving", port=me.http_port, host=host)
         for number in (signal.SIGTERM, *launching.signals):
             signal.signal(number, partial(_terminate, agent))
         try:
             stack.enter_context(PreemptionWatcher(options.preemption, agent.leave, log_line))
+            stack.callback(launching.claim.release)
             agent.prepare()
             if coordination.node_rank:
                 wait_for_lower_ranks(store, coordination.node_rank, options.policy.join_timeout_s)
