@@ -19,7 +19,7 @@ RANGE_TESTS := $(addprefix tests/unit/, comm consistency parallel snapshots stat
   tests/contract/test_store.py tests/integration/test_unused_parameters.py
 # What makes a site of the pages, likewise.
 DOCS := .venv-docs
-PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results k8s/README.md
+PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results
 # Tests run at a time, on two cores: those of clusters wait for a third of their time.
 JOBS ?= 3
 GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker_process.py \

@@ -63,7 +63,7 @@ MADE_BY_HAND = {
     ("Secret", "elasticzero-etcd-client-tls"),
     ("ServiceAccount", "trainer"),
 }
-"""What the manifests refer to and do not hold; k8s/README.md says how each is made."""
+"""What the manifests refer to and do not hold; docs/kubernetes.md says how each is made."""
 
 
 @pytest.fixture(scope="module")
@@ -431,12 +431,12 @@ def references(manifest: Manifest) -> Iterator[tuple[str, str]]:
 def test_what_pods_need_is_there(manifests: list[Manifest], root: Path) -> None:
     have = {(m["kind"], m["metadata"]["name"]) for m in manifests}
     assert len(have) == len(manifests), "two objects of one name"
-    readme = (root / "k8s" / "README.md").read_text()
+    page = (root / "docs" / "kubernetes.md").read_text()
     for workload in workloads(manifests):
         for needed in references(workload):
             if needed not in have:
                 assert needed in MADE_BY_HAND
-                assert f"`{needed[1]}`" in readme
+                assert f"`{needed[1]}`" in page
     for manifest in manifests:
         if manifest["kind"] == "TrainJob":
             ref = manifest["spec"]["runtimeRef"]
@@ -567,11 +567,10 @@ def test_tls_on_both_sides(render: Render) -> None:
     ]
 
 
-def test_the_pages_name_every_folder(root: Path) -> None:
-    readme = (root / "k8s" / "README.md").read_text()
+def test_the_page_names_every_folder(root: Path) -> None:
     page = (root / "docs" / "kubernetes.md").read_text()
     for place in (*FOLDERS, *tool.EXAMPLES):
         name = place.rpartition("/")[2]
-        assert f"`{name}`" in readme
+        assert f"`{name}`" in page
     for command in ("render", "scale", "drain", "replace-etcd-member"):
         assert f"elasticzero k8s {command}" in page
