@@ -5,6 +5,8 @@ repository has none. The files that `elasticzero show` prints have their places 
 elasticzero/share, and no copy in the repository.
 """
 
+from shutil import rmtree
+
 from setuptools import find_packages, setup
 
 MAPPED = {"elasticzero.launcher": "launcher", "elasticzero.checkpoint": "checkpoint"}
@@ -15,4 +17,5 @@ SHARED = {
 }
 own = [p for p in find_packages(include=["elasticzero*"]) if not p.startswith(tuple(MAPPED))]
 mapped = ["elasticzero." + p for p in find_packages(include=["launcher*", "checkpoint*"])]
+rmtree("build/lib", ignore_errors=True)  # what an earlier build left there would be packed again
 setup(packages=[*own, *mapped, *SHARED], package_dir=MAPPED | SHARED)
