@@ -116,7 +116,8 @@ def _default(option: Option) -> str:
 def _meaning(option: Option) -> str:
     text = option.help
     several = " The option may be given several times." if option.is_list else ""
-    return marked(sentence(split_default(text)[0]) + several)
+    numbers = f" ({option.range.text})" if option.range is not None else ""
+    return marked(sentence(split_default(text)[0]) + several + numbers)
 
 
 def _steering(parser: Parser) -> list[str]:

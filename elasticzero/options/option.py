@@ -19,6 +19,24 @@ InLocal = Literal["passed on", "taken", "absent"]
 same value, takes it and uses it itself, or does not take it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberRange:
+    """Says which numbers an option takes, and of what; its row's `parse` and type refuse others."""
+
+    unit: str
+    """Unit in the plural, such as steps."""
+    least: int
+    includes_least: bool = True
+    words: tuple[str, ...] = ()
+    """Words that it takes in place of a number."""
+
+    @property
+    def text(self) -> str:
+        """Returns the range for people, such as "steps: 0 or more, or auto"."""
+        numbers = f"{self.least} or more" if self.includes_least else f"more than {self.least}"
+        return f"{self.unit}: {', or '.join((numbers, *self.words))}"
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """Describes an option for the parser, the checks, `local` and the reference."""
@@ -41,6 +59,8 @@ class Option:
 
     also_from: str = ""
     """One more variable that gives its value."""
+    range: NumberRange | None = None
+    """The numbers that it takes; None: it takes no number, or its help says which."""
     parse: Parse | None = None
     """Checks and converts the value once all options have one; None: it is used as it is."""
     field: str = ""

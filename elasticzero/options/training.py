@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import get_args
 
 from elasticzero.memory_estimate import AUTO
-from elasticzero.options.option import Option, grouped
+from elasticzero.options.option import NumberRange, Option, grouped
 from elasticzero.options.settings import OnNonFinite, data_changes, spike_limit
 from elasticzero.options.values import (
     at_least_zero,
@@ -62,6 +62,7 @@ _STRATEGY = grouped(
         "in a job with which size they take the least time. (default: 25MiB for ddp, 16MiB for "
         "zero1 and zero2)",
         metavar="SIZE",
+        range=NumberRange(unit="bytes", least=1, words=("auto",)),
         parse=bytes_or_auto,
         field="training.bucket_bytes",
     ),
@@ -72,6 +73,7 @@ _STRATEGY = grouped(
         "training time allows.",
         "auto",
         metavar="N",
+        range=NumberRange(unit="steps", least=0, words=("auto",)),
         parse=steps_or_auto,
         field="training.verify_every",
     ),
@@ -108,6 +110,7 @@ _STRATEGY = grouped(
         "The model needs F floating-point operations for the forward and the backward of one "
         "sample. With --peak-flops the metrics have the model FLOPs utilization.",
         metavar="F",
+        range=NumberRange(unit="operations", least=0, includes_least=False),
         parse=positive_number("a number of operations, such as 4.2e12, is expected"),
         field="flops_per_sample",
     ),
@@ -116,6 +119,7 @@ _STRATEGY = grouped(
         "The device of one worker can do F floating-point operations a second, in the format in "
         "which the model computes.",
         metavar="F",
+        range=NumberRange(unit="operations a second", least=0, includes_least=False),
         parse=positive_number("operations a second, such as 989e12, are expected"),
         field="peak_flops",
     ),
@@ -135,6 +139,7 @@ _CHECKPOINTS = grouped(
         0,
         int,
         metavar="N",
+        range=NumberRange(unit="steps", least=0),
         parse=at_least_zero("0 or more steps are expected"),
         field="training.checkpoint_every",
     ),
@@ -144,6 +149,7 @@ _CHECKPOINTS = grouped(
         600.0,
         float,
         metavar="S",
+        range=NumberRange(unit="seconds", least=0),
         parse=at_least_zero("0 or more seconds are expected", finite=True),
         field="policy.save_timeout_s",
     ),
@@ -151,6 +157,7 @@ _CHECKPOINTS = grouped(
         ("--keep",),
         "Only the newest N good checkpoints are kept. (default: all)",
         metavar="N",
+        range=NumberRange(unit="checkpoints", least=1),
         parse=whole_number("a whole number, 1 or more, is expected"),
         field="keep.last",
     ),
@@ -158,6 +165,7 @@ _CHECKPOINTS = grouped(
         ("--keep-every",),
         "With --keep, checkpoints whose step is a multiple of K are never removed.",
         metavar="K",
+        range=NumberRange(unit="steps", least=1),
         parse=whole_number("a whole number, 1 or more, is expected"),
         field="keep.every",
     ),
@@ -179,6 +187,7 @@ _SNAPSHOTS = grouped(
         "them as often as half a percent of the training time allows.",
         "auto",
         metavar="N",
+        range=NumberRange(unit="steps", least=0, words=("auto",)),
         parse=steps_or_auto,
         field="training.snapshot_every",
     ),

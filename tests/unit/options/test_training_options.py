@@ -6,8 +6,6 @@ uses it. No other file knows it by name, and so these tests hold for it too.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -205,15 +203,28 @@ def test_a_wrong_variable_has_the_same_error_with_an_agent_and_without(
     assert f"error: {refused.value}\n" == sentence
 
 
-def test_a_script_without_an_agent_exits_with_the_code_of_bad_input(tmp_path: Path) -> None:
-    code = "import elasticzero as ez\nez.run(lambda session: None)"
-    for variable, value in (("ELASTICZERO_CHECKPOINT_EVERY", "7"), ("ELASTICZERO_KEEP", "some")):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={variable: value, "PATH": ""},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
-        assert done.stderr.startswith("error: --") and done.stderr.count("\n") == 1
+@pytest.mark.parametrize("row", [o for o in TRAINING_OPTIONS if o.range], ids=lambda o: o.name)
+def test_an_option_takes_the_numbers_of_its_range(row: Option, tmp_path: Path) -> None:
+    rows = {other.name: other for other in TRAINING_OPTIONS}
+    names = ("checkpoint_dir", *NEEDED.get(row.name, ()))
+    others = {rows[name].variable: value_of(rows[name], tmp_path) for name in names}
+    assert row.range is not None
+    least = row.range.least if row.range.includes_least else row.range.least + 1
+    for taken in (str(least), str(least + 8), *row.range.words):
+        read_settings({**others, row.variable: taken})
+    with pytest.raises(UserError, match=row.flags[0]):
+        read_settings({**others, row.variable: str(least - 1)})
+
+
+def test_each_option_with_a_number_has_a_range() -> None:
+    """It names the unit, too."""
+    numbers = {o.name for o in TRAINING_OPTIONS if o.metavar in ("N", "K", "S", "SIZE", "F")}
+    assert numbers == {o.name for o in TRAINING_OPTIONS if o.range is not None}
+
+
+def test_checkpoints_need_a_directory_without_an_agent_too() -> None:
+    with pytest.raises(
+        UserError, match=r"--checkpoint-dir DIR.* .from ELASTICZERO_CHECKPOINT_EVERY."
+    ):
+        read_settings({"ELASTICZERO_CHECKPOINT_EVERY": "7"})
+    assert read_settings({"ELASTICZERO_CHECKPOINT_EVERY": "0"}).checkpoint_every == 0
