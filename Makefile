@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Thousands of agents and workers start in the tests; without it each compiles the whole package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow check reference manifests bench chaos gpu integrations versions docs pictures tools links clean
+.PHONY: help demo test slow check reference manifests changelog bench chaos gpu integrations versions docs pictures tools links clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
@@ -72,6 +72,9 @@ reference: $(READY) ## write docs/reference, and generated files of monitoring, 
 
 manifests: $(READY) ## write k8s/ by elasticzero k8s render
 	$(RUN) -m tools.manifests
+
+changelog: $(READY) ## put the files of changes/ into CHANGELOG.md: make changelog VERSION=0.3.0
+	$(RUN) -m tools.changes $(VERSION)
 
 bench: $(READY) ## recovery beside torchrun's, checkpoints beside torch DCP's, steps beside DDP's (over an hour)
 	$(RUN) benchmarks/recovery.py
