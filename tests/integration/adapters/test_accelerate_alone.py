@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from elasticzero.errors import UserError
 from elasticzero.integrations.accelerate import Accelerator
+from elasticzero.integrations.accelerate.prepared import LoopSize
 from tests.integration.scripts import regression
 
 
@@ -160,6 +161,7 @@ def test_what_cannot_be_done_is_refused(
 
 MISTAKE = """
 from elasticzero.integrations.accelerate import Accelerator
+from elasticzero.integrations.accelerate.prepared import LoopSize
 Accelerator(cpu=True).load_state("here")
 """
 
@@ -188,3 +190,11 @@ def test_an_error_of_the_script_is_shown_as_python_does(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+def test_the_stored_size_of_a_step_has_its_key() -> None:
+    """Checkpoints of other releases hold it."""
+    assert LoopSize(None, 8).state_dict() == {"global_batch": 8}
+    size = LoopSize(None, 4)
+    size.load_state_dict({"global_batch": 8})
+    assert size.global_batch == 8

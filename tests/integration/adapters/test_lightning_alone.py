@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from elasticzero.integrations.lightning import Elastic
+from elasticzero.integrations.lightning.progress import NAME, FitProgress
 from tests.integration.scripts import regression
 from tests.integration.scripts.lightning_trainer import Regression
 
@@ -168,3 +169,13 @@ def test_a_trained_module_is_validated_and_saved_by_lightning(tmp_path: Path) ->
     again = Regression.load_from_checkpoint(tmp_path / "a.ckpt")
     for p, q in zip(module.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_the_stored_progress_has_its_keys(tmp_path: Path) -> None:
+    """Checkpoints of other releases hold it, under this name."""
+    trainer, _ = trained(Elastic(), tmp_path, max_steps=1)
+    stored = FitProgress(trainer, 8, None).state_dict()
+    assert NAME == "lightning"
+    assert list(stored) == ["global_batch", "loops", "schedulers", "callbacks"]
+    assert stored["global_batch"] == 8
+    assert stored["loops"] == trainer.fit_loop.state_dict()

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset, SequentialSampler, Subset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from elasticzero.integrations.transformers import Trainer
+from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.transformers.refusals import ARGUMENTS
 from tests.integration.scripts.transformers_trainer import Texts, gpt2, loss_of, right
 
@@ -244,3 +246,13 @@ def test_a_second_training_and_a_folder_to_resume_from_are_refused(
     with pytest.raises(SystemExit):
         trainer.train()
     assert "train() was called twice" in capsys.readouterr().err
+
+
+def test_the_stored_progress_has_its_keys() -> None:
+    """Checkpoints of other releases hold it."""
+    progress = TrainerProgress()
+    stored = '{"global_batch": null, "loss": [0.0, 0], "trainer": "", "scheduler": null}'
+    assert json.dumps(progress.state_dict()) == stored
+    progress.load_state_dict(json.loads(stored) | {"global_batch": 8, "loss": [1.5, 3]})
+    changed = '{"global_batch": 8, "loss": [1.5, 3], "trainer": "", "scheduler": null}'
+    assert json.dumps(progress.state_dict()) == changed
