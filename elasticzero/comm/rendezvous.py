@@ -7,8 +7,8 @@ kept from the generation before. The ranks that have come wait for the rest for
 
 from __future__ import annotations
 
+import logging
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -20,6 +20,8 @@ from elasticzero.errors import RetryError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.text import list_text
 from elasticzero.torch_internals import PrefixStore, TCPStore
+
+log = logging.getLogger(__name__)
 
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
 POLL_MAX_S = 0.2
@@ -79,14 +81,14 @@ def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
     allow(info.connect_timeout_s)
     store = _store(info)
     allow(max(0.0, deadline_s - time.monotonic()) + info.connect_timeout_s)
-    here = PrefixStore(f"{info.token}/here", store)
-    here.set(str(info.rank), "1")
-    if here.add("count", 1) == info.world_size:
-        here.set("all", "1")
+    arrivals = PrefixStore(f"{info.token}/here", store)
+    arrivals.set(str(info.rank), "1")
+    if arrivals.add("count", 1) == info.world_size:
+        arrivals.set("all", "1")
     elif info.rank == 0:
-        _poll_for_all(info, here, deadline_s)
+        _poll_for_all(info, arrivals, deadline_s)
     else:
-        _wait_for_all(info, here, deadline_s)
+        _wait_for_all(info, arrivals, deadline_s)
     allow(info.connect_timeout_s)
     return store
 
@@ -130,7 +132,7 @@ def _wait_for_host(info: RankInfo, deadline_s: float) -> None:
             raise RetryError(f"rank 0 at {host}:{port} was not reached in time: {problem}")
         if waited_s >= REPORT_AFTER_S and not reported:
             reported = True
-            _print_line(
+            log.info(
                 f"rank 0 at {host}:{port} was not reached for {waited_s:.0f} s ({problem}); its "
                 f"script may still be starting; if {host} is not its node, give that one --host"
             )
@@ -149,41 +151,35 @@ def _probe(host: str, port: int, limit_s: float) -> OSError | None:
     return None
 
 
-def _wait_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
+def _wait_for_all(info: RankInfo, arrivals: PrefixStore, deadline_s: float) -> None:
     """Waits for the other ranks with one call, because torch prints a warning for each wait that
     times out."""
     try:
         left_s = max(0.01, deadline_s - time.monotonic())
-        here.wait(["all"], timedelta(seconds=left_s))
+        arrivals.wait(["all"], timedelta(seconds=left_s))
     except DistStoreError:
         raise RetryError(
-            f"only {here.add('count', 0)} of {info.world_size} ranks called elasticzero.run() "
+            f"only {arrivals.add('count', 0)} of {info.world_size} ranks called elasticzero.run() "
             f"within {info.start_timeout_s:g} s; the log of rank 0 names the others"
         ) from None
 
 
-def _poll_for_all(info: RankInfo, here: PrefixStore, deadline_s: float) -> None:
+def _poll_for_all(info: RankInfo, arrivals: PrefixStore, deadline_s: float) -> None:
     """Waits for the other ranks on rank 0, which polls its own store and names the missing
     ranks."""
     began_s = time.monotonic()
     report_after_s, reported = REPORT_AFTER_S, ""
-    while not here.check(["all"]):
+    while not arrivals.check(["all"]):
         now_s = time.monotonic()
         waited_s = now_s - began_s
         if now_s >= deadline_s or waited_s >= report_after_s:
             report_after_s *= 2
-            missing = [r for r in range(info.world_size) if not here.check([str(r)])]
+            missing = [r for r in range(info.world_size) if not arrivals.check([str(r)])]
             names = list_text(missing, RANKS_SHOWN)
             if now_s >= deadline_s:
                 limit = f"{info.start_timeout_s:g} s"
                 raise RetryError(f"rank {names} did not call elasticzero.run() within {limit}")
             if missing and names != reported:
                 reported = names
-                _print_line(
-                    f"waiting for rank {names} to call elasticzero.run() ({waited_s:.0f} s)"
-                )
+                log.info("waiting for rank %s to call elasticzero.run() (%.0f s)", names, waited_s)
         time.sleep(max(0.001, min(POLL_MAX_S, waited_s / 20)))
-
-
-def _print_line(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
