@@ -61,13 +61,13 @@ def marks(call: Call, rank: int) -> tuple[int, int]:
     return mark, -mark
 
 
-def check(found: Sequence[int], call: Call, rank: int, where: str) -> None:
+def check(maxima: Sequence[int], call: Call, rank: int, where: str) -> None:
     """Raises if the ranks make different calls: `UserError` on the one at fault, `RetryError` on
     the others.
 
-    found: the greatest of all ranks' two numbers. where: the place of this rank, for the message.
+    maxima: the greatest of all ranks' two numbers. where: the place of this rank, for the message.
     """
-    highest, lowest = found[0], -found[1]
+    highest, lowest = maxima[0], -maxima[1]
     if highest < 0 or highest >> _SHIFT == lowest >> _SHIFT:
         return  # no rank gave a mark, or all make the same call
     low, low_rank = Call(lowest >> _SHIFT), lowest & ((1 << _SHIFT) - 1)

@@ -77,7 +77,7 @@ class ControlExchange:
         """Returns whether there is no other rank to exchange words with."""
         return self._tree is None
 
-    def submit(self, own: ControlWord) -> None:
+    def submit(self, word: ControlWord) -> None:
         """Submits this rank's word for the step that it works on; later calls in a step do nothing.
 
         The session does so as the step's first backward begins. A rank that leaves its loop before
@@ -85,7 +85,7 @@ class ControlExchange:
         difference.
         """
         if self._tree is not None and not self._submitted:
-            self._tree.submit(encode_word(own, self._rank))
+            self._tree.submit(encode_word(word, self._rank))
             self._submitted = True
 
     def asks(self) -> bool:
@@ -104,14 +104,14 @@ class ControlExchange:
             return False
         return decode_word(self._early).asks
 
-    def collect(self, own: ControlWord) -> ControlWord | None:
+    def collect(self, word: ControlWord) -> ControlWord | None:
         """Returns the result of all ranks' words of this step, or None if no word was submitted.
 
         A single rank gets its own current word. Raises `RetryError` if another rank has left its
         loop.
         """
         if self._tree is None:
-            return own
+            return word
         if not self._submitted:
             return None
         self._submitted = False

@@ -75,11 +75,11 @@ class MaxTree:
     def submit(self, numbers: Sequence[int]) -> None:
         """Submits this rank's numbers, up to `WIDTH` of 64 bits each; does not wait for other
         ranks."""
-        own = (*numbers, *[LEAST] * (WIDTH - len(numbers)))
-        message = _MESSAGE.pack(*own)
+        padded = (*numbers, *[LEAST] * (WIDTH - len(numbers)))
+        message = _MESSAGE.pack(*padded)
         self._outstanding += 1
         if self._thread is not None or self._up is None:
-            self._submitted.put(own)
+            self._submitted.put(padded)
             return
         try:
             _send(self._up, message)
@@ -109,11 +109,11 @@ class MaxTree:
     def _next(self) -> _Numbers:
         self._outstanding -= 1
         if self._thread is not None:
-            found = self._received.get()
-            if isinstance(found, OSError):
-                self._received.put(found)  # the error is permanent
-                raise _broken(found)
-            return found
+            maxima = self._received.get()
+            if isinstance(maxima, OSError):
+                self._received.put(maxima)  # the error is permanent
+                raise _broken(maxima)
+            return maxima
         if self._up is None:
             return self._submitted.get() or ()
         try:
@@ -142,10 +142,10 @@ class MaxTree:
         try:
             while True:
                 below = list(self._from_below())
-                own = self._submitted.get()
-                if own is None:
+                numbers = self._submitted.get()
+                if numbers is None:
                     raise ConnectionAbortedError("closed")
-                most: _Numbers = tuple(map(max, own, *below))
+                most: _Numbers = tuple(map(max, numbers, *below))
                 if self._up is not None:
                     _send(self._up, _MESSAGE.pack(*most))
                     most = _receive(self._up)
@@ -181,10 +181,10 @@ def _send(connection: socket.socket, message: bytes) -> None:
 def _receive(connection: socket.socket) -> _Numbers:
     data = b""
     while len(data) < _MESSAGE.size:
-        more = connection.recv(_MESSAGE.size - len(data))
-        if not more:
+        part = connection.recv(_MESSAGE.size - len(data))
+        if not part:
             raise ConnectionResetError("the other end was closed")
-        data += more
+        data += part
     return _MESSAGE.unpack(data)
 
 
@@ -304,13 +304,13 @@ class _Handshake:
     def _hello(self, connection: socket.socket, data: bytearray) -> int | None:
         """Returns the rank in a hello, UNAUTHENTICATED, or None if the hello is incomplete."""
         try:
-            more = connection.recv(_HELLO.size - len(data))
+            part = connection.recv(_HELLO.size - len(data))
         except BlockingIOError:
             return None
         except OSError:
             return UNAUTHENTICATED
-        data += more
-        if not more:
+        data += part
+        if not part:
             return UNAUTHENTICATED
         if len(data) < _HELLO.size:
             return None

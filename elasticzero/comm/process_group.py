@@ -172,9 +172,9 @@ class ProcessGroups:
         """
         self._number += 1
         number = mix64(self._number) >> 32
-        given = torch.full((1,), number, dtype=torch.int64, device=self._device)
-        dist.all_reduce(given)
-        if int(given.item()) != number * self.rank_info.world_size or self._shut.is_set():
+        total = torch.full((1,), number, dtype=torch.int64, device=self._device)
+        dist.all_reduce(total)
+        if int(total.item()) != number * self.rank_info.world_size or self._shut.is_set():
             raise dist.DistBackendError(CLOSED)
 
     def drain_sends(self) -> None:
@@ -195,9 +195,9 @@ class ProcessGroups:
             return number
         rank = self.rank_info.rank
         fill = [LEAST] * (WIDTH - 3)
-        found = self.control_tree.allreduce_maxima([number, *fill, *barriers.marks(call, rank)])
-        barriers.check(found[-2:], call, rank, where)
-        return found[0]
+        maxima = self.control_tree.allreduce_maxima([number, *fill, *barriers.marks(call, rank)])
+        barriers.check(maxima[-2:], call, rank, where)
+        return maxima[0]
 
     def all_equal(self, call: Call, number: int, where: str = "") -> bool:
         """Returns whether all ranks give the same number, of 63 bits; raises as `barrier` does."""
@@ -206,9 +206,9 @@ class ProcessGroups:
         rank = self.rank_info.rank
         fill = [LEAST] * (WIDTH - 4)
         numbers = [number, ~number, *fill, *barriers.marks(call, rank)]
-        found = self.control_tree.allreduce_maxima(numbers)
-        barriers.check(found[-2:], call, rank, where)
-        return found[0] == ~found[1]
+        maxima = self.control_tree.allreduce_maxima(numbers)
+        barriers.check(maxima[-2:], call, rank, where)
+        return maxima[0] == ~maxima[1]
 
     def share_text(self, text: str | None) -> str:
         """Returns one rank's text on every rank: that of the highest rank that gives one.
@@ -222,8 +222,8 @@ class ProcessGroups:
         if text is not None and source == self.rank_info.rank:
             data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
             table[: len(data)] = torch.tensor(list(data), dtype=torch.int64)
-        found = bytes(self.sum(table).tolist()).rstrip(bytes(1))
-        return found.decode(errors="ignore")
+        text_bytes = bytes(self.sum(table).tolist()).rstrip(bytes(1))
+        return text_bytes.decode(errors="ignore")
 
     def sum(self, table: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the ranks' tensors, on the CPU; all ranks call this together."""
@@ -241,26 +241,26 @@ class ProcessGroups:
         dist.all_reduce(summed, group=self._rows[0])
         return summed.cpu()
 
-    def exchange(self, own: bytes) -> list[bytes]:
+    def exchange(self, message: bytes) -> list[bytes]:
         """Returns the value of each rank, by rank; all ranks call this together.
 
         When it returns every rank has all values: a broken connection cannot take them away.
         """
-        found = self._gather(own)
+        messages = self._gather(message)
         with suppress(dist.DistError):
             self.control_tree.allreduce_max(0)
-        return found
+        return messages
 
-    def _gather(self, own: bytes) -> list[bytes]:
+    def _gather(self, message: bytes) -> list[bytes]:
         if self.rank_info.world_size == 1:
-            return [own]
-        longest = self.control_tree.allreduce_max(len(own))
-        padded = len(own).to_bytes(8, "little") + own.ljust(longest, b"\0")
-        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self._device)
-        found = [torch.empty_like(mine) for _ in range(self.rank_info.world_size)]
-        dist.all_gather(found, mine)
+            return [message]
+        longest = self.control_tree.allreduce_max(len(message))
+        padded = len(message).to_bytes(8, "little") + message.ljust(longest, b"\0")
+        padded_bytes = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self._device)
+        gathered = [torch.empty_like(padded_bytes) for _ in range(self.rank_info.world_size)]
+        dist.all_gather(gathered, padded_bytes)
         self.verify_collectives()
-        texts = [bytes(tensor.cpu().numpy()) for tensor in found]
+        texts = [bytes(tensor.cpu().numpy()) for tensor in gathered]
         return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:

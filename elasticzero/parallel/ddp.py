@@ -93,15 +93,17 @@ class Replicated:
         optimized = self.optimizers.parameters()
         if not self._may_be_sparse:
             _make_dense(optimized.values())
-        given = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
-        self.optimizers.check_used(given)
-        gradients = list(given.values())
+        gradient_of = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
+        self.optimizers.check_used(gradient_of)
+        gradients = list(gradient_of.values())
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         if (hook := self.gradient_hook) is not None:
-            hook.sums = hook.call({name: (0, gradient) for name, gradient in given.items()})
+            hook.sums = hook.call({name: (0, gradient) for name, gradient in gradient_of.items()})
         if self._fixed_order:
-            norm = fixed_order_sum(squares_of(given, self.optimizers.group_of, self._device)).sqrt()
+            norm = fixed_order_sum(
+                squares_of(gradient_of, self.optimizers.group_of, self._device)
+            ).sqrt()
         else:
             norm = squared_norm(gradients, self._device).sqrt()
         if max_norm is not None and gradients:
@@ -163,8 +165,8 @@ class Replicated:
         return {}
 
     def replicas(self) -> dict[str, Tensor]:
-        found = {name: held.tensor for name, held in self.rank_state().held.items()}
-        return found if self._norm is None else {**found, GRADIENT_NORM: self._norm}
+        tensors = {name: held.tensor for name, held in self.rank_state().held.items()}
+        return tensors if self._norm is None else {**tensors, GRADIENT_NORM: self._norm}
 
     @contextmanager
     def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:

@@ -29,8 +29,8 @@ class LossCheck:
 
     def add(self, loss: Tensor, fraction: float) -> None:
         """Counts a loss, with its fraction of the global batch. Nothing waits for its value."""
-        own = loss.detach().reshape(()).to(torch.float32)
-        part, check = own * fraction, own * 0
+        value = loss.detach().reshape(()).to(torch.float32)
+        part, check = value * fraction, value * 0
         self.mean = part if self.mean is None else self.mean + part
         self._sum = check if self._sum is None else self._sum + check
 
@@ -68,13 +68,13 @@ def squares_of(
 
     A gradient that is missing has 0.
     """
-    found: dict[str, float] = {}
+    norm_of: dict[str, float] = {}
     if gradients:
         flat = [gradient.reshape(-1) for gradient in gradients.values()]
-        norms = [torch.linalg.vector_norm(each, dtype=_wide(each)) for each in flat]
+        norms = [torch.linalg.vector_norm(vector, dtype=_wide(vector)) for vector in flat]
         values = torch.stack([norm.double().to(device) for norm in norms]).tolist()
-        found = dict(zip(gradients, values, strict=True))
-    norms_N = [found.get(name, 0.0) for name in names]
+        norm_of = dict(zip(gradients, values, strict=True))
+    norms_N = [norm_of.get(name, 0.0) for name in names]
     return torch.tensor(norms_N, dtype=torch.float64, device=device).square()
 
 

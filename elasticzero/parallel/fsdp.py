@@ -82,20 +82,20 @@ class FullyPartitioned(PiecedStrategy):
                 and _local(parameter).numel()
             }
         )
-        mirrors = [self._mirror(rank, own) for rank, own in copies.items()]
+        mirrors = [self._mirror(rank, optimizers) for rank, optimizers in copies.items()]
         self._mirrors = Mirrors(setting, mirrors)
 
     def _piece(self, name: str, parameter: nn.Parameter) -> ParameterPiece:
         shape = self._specs[name].shape
         rows = _local(parameter).view(-1)
-        own = rows.to(self._device, working_dtype(rows.dtype))
+        elements = rows.to(self._device, working_dtype(rows.dtype))
         return ParameterPiece(
             name,
             self._first(name),
-            nn.Parameter(own),
+            nn.Parameter(elements),
             shape,
             counts=bool(shape) or self._mesh.shard == 0,
-            values=None if own is rows else rows,
+            values=None if elements is rows else rows,
         )
 
     def _spans(self, rank: int) -> dict[str, Span]:
@@ -156,8 +156,8 @@ class FullyPartitioned(PiecedStrategy):
             if gradient is None:
                 piece.parameter.grad = torch.zeros_like(piece.parameter)
             else:
-                own = piece.parameter
-                own.grad = _local(gradient).reshape(-1).to(own.device, own.dtype)
+                stepped = piece.parameter
+                stepped.grad = _local(gradient).reshape(-1).to(stepped.device, stepped.dtype)
         norm = self._pieced.complete(
             self._uses.names,
             factor,
@@ -225,13 +225,13 @@ class FullyPartitioned(PiecedStrategy):
         return self._state(held, self._pieced)
 
     def mirrored_states(self) -> dict[int, RankState]:
-        found = {}
+        states = {}
         for mirror in self._mirrors.kept:
             if mirror.live:
                 spans = self._spans(mirror.rank)
                 held = {n: LocalTensor(t, spans[n].start) for n, t in mirror.rows.items()}
-                found[mirror.rank] = self._state(held, mirror.pieced)
-        return found
+                states[mirror.rank] = self._state(held, mirror.pieced)
+        return states
 
     def _state(self, held: Mapping[str, LocalTensor], pieced: PartitionedOptimizer) -> RankState:
         """Returns the state of the rank that has these elements of parameters, and pieces."""
@@ -274,8 +274,8 @@ class FullyPartitioned(PiecedStrategy):
             local = _local(parameter)
             span = Span(self._first(name), self._first(name) + local.numel())
             slots.append(LoadTarget(MODEL + name, span, local))
-        with self._pieced.filling(stored) as more, self._mirrors.filling(stored) as copies:
-            yield [*slots, *more, *copies]
+        with self._pieced.filling(stored) as piece_targets, self._mirrors.filling(stored) as copies:
+            yield [*slots, *piece_targets, *copies]
 
     def _reshard(self) -> None:
         for module in self.model.modules():
@@ -364,8 +364,8 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def _by_name(model: nn.Module, names: Mapping[str, Spec]) -> dict[str, nn.Parameter]:
     """Returns the parameters as FSDP2 has made them; it keeps their names."""
-    found = dict(model.named_parameters())
-    return {name: found[name] for name in names}
+    parameters = dict(model.named_parameters())
+    return {name: parameters[name] for name in names}
 
 
 def _local(tensor: Tensor) -> Tensor:

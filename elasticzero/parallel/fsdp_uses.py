@@ -87,7 +87,7 @@ class Uses:
         if counts:
             self.names |= {name for name, p in self._whole.items() if p.grad is not None}
         for name, of in self._divided.items():
-            if (own := _leaf(of)) is not None and own.grad is not None:
+            if (local := _leaf(of)) is not None and local.grad is not None:
                 raise UserError(
                     f"parameter {name!r} got a gradient after zero3 had summed those of its block "
                     "over the ranks: call the module that has it inside the forward of its block"
@@ -96,12 +96,12 @@ class Uses:
     def leaves(self, only: Collection[str] | None = None) -> list[Tensor]:
         """Returns the tensors to which autograd gives gradients, those of some parameters or all; a
         parameter that was never gathered has none."""
-        found: list[Tensor] = []
+        unique: list[Tensor] = []
         for name in (*self._whole, *self._divided) if only is None else only:
             leaf = self._whole[name] if name in self._whole else _leaf(self._divided[name])
             if leaf is not None:
-                found.append(leaf)
-        return found
+                unique.append(leaf)
+        return unique
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         """Runs the group's own `post_backward`, with zeros for what this rank has not used."""

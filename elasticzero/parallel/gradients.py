@@ -48,15 +48,15 @@ class GradientHook:
         elements, and those of the script itself are not disturbed.
         """
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        found: dict[str, Tensor | float | None] = {}
+        returned: dict[str, Tensor | float | None] = {}
         with torch.random.fork_rng(devices=gpus), torch.no_grad():
             for name, (start, gradient) in gradients.items():
                 torch.manual_seed(zlib.crc32(f"{name}/{start}".encode()) << 31 | self.step())
                 elements = gradient.reshape(-1)
-                found[name] = self.function(name, elements)
+                returned[name] = self.function(name, elements)
                 if not gradient.is_contiguous():  # `elements` is a copy then
                     gradient.copy_(elements.view(gradient.shape))
-        return {name: 0.0 if value is None else float(value) for name, value in found.items()}
+        return {name: 0.0 if value is None else float(value) for name, value in returned.items()}
 
 
 class Refusing(Tensor):

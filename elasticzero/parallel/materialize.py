@@ -47,8 +47,11 @@ class Materializer:
         self._begun = frozenset(id(t) for m in model.modules() for t in _own(m) if t.is_meta)
         self._waiting = set(self._begun)
         for name, module in model.named_modules() if self._waiting else ():
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            made = [of for of, t in own if self.gives(t) and not self._is_stored(t)]
+            tensors = (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            )
+            made = [of for of, t in tensors if self.gives(t) and not self._is_stored(t)]
             if made and _reset(module) is None:
                 where = f"module {name!r}" if name else "the model itself"
                 raise UserError(

@@ -110,9 +110,9 @@ class Mirror:
     def step(self, owners: Optimizers) -> None:
         """Steps the pieces that have a gradient. owners: those of the owner, whose options may have
         changed since the last step."""
-        for mine, theirs in zip(self.pieced.optimizers.groups, owners.groups, strict=True):
+        for group, theirs in zip(self.pieced.optimizers.groups, owners.groups, strict=True):
             changed = {key: value for key, value in theirs.options.items() if key != "params"}
-            mine.options.update(changed)
+            group.options.update(changed)
         self.pieced.optimizers.only = owners.only
         self.pieced.step([list(self.pieced.pieces)])
 
@@ -168,4 +168,4 @@ class Mirrors:
         """Yields where the stored state of the mirrors goes."""
         with ExitStack() as stack:
             slots = [stack.enter_context(mirror.filling(stored)) for mirror in self.kept]
-            yield [slot for each in slots for slot in each]
+            yield [slot for targets in slots for slot in targets]

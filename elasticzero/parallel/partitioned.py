@@ -88,8 +88,8 @@ class PartitionedOptimizer:
             for name, whole in zip(group.names, group.options["params"], strict=True):
                 made = state.pop(whole, None)
                 if made and name in pieces:
-                    own, schema = pieces[name], group.schema(name)
-                    state[own.parameter] = cut_state(made, schema, own.start, own.parameter)
+                    held, schema = pieces[name], group.schema(name)
+                    state[held.parameter] = cut_state(made, schema, held.start, held.parameter)
             group.options["params"] = [pieces[n].parameter for n in group.names if n in pieces]
 
     def complete(
@@ -119,26 +119,26 @@ class PartitionedOptimizer:
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         uses = [float(name in used) for name in self.optimizers.group_of]
-        said = torch.tensor(
+        totals = torch.tensor(
             [0, *same_number.with_square(blocks), *uses], dtype=torch.float64, device=device
         )
         if self.losses.mean is not None:
-            said[0] = self.losses.mean
+            totals[0] = self.losses.mean
         if self.gradient_hook is None:
             works = exchange()
-            said = torch.cat([self._square(gradients, device), said])
-            said = self._sum_over_ranks(said, works)
-            self._drop_unused(said[1:].tolist(), blocks)
+            totals = torch.cat([self._square(gradients, device), totals])
+            totals = self._sum_over_ranks(totals, works)
+            self._drop_unused(totals[1:].tolist(), blocks)
         else:
-            self._drop_unused(self._sum_over_ranks(said).tolist(), blocks)
+            self._drop_unused(self._sum_over_ranks(totals).tolist(), blocks)
             results = self._call_hook(self.gradient_hook).to(device)
             works = exchange()
             square = self._square(self._gradients(), device)
-            said = self._sum_over_ranks(torch.cat([square, results]), works)
-            sums = zip(self.optimizers.group_of, said[1:].tolist(), strict=True)
+            totals = self._sum_over_ranks(torch.cat([square, results]), works)
+            sums = zip(self.optimizers.group_of, totals[1:].tolist(), strict=True)
             self.gradient_hook.sums = {name: value for name, value in sums if name in self.used}
         self.loss *= factor
-        self._norm = said[0].sqrt() if not self._differ else said[0] * math.nan
+        self._norm = totals[0].sqrt() if not self._differ else totals[0] * math.nan
         left = list(self._gradients().values())
         if max_norm is not None and left:
             torch._foreach_mul_(left, clipping(self._norm, max_norm).to(left[0]))
@@ -159,10 +159,10 @@ class PartitionedOptimizer:
         try:
             dist.all_reduce(numbers)
         except RuntimeError as error:
-            found = agreement.learn() if agreement is not None and is_peer_error(error) else None
-            if found is None:
+            learnt = agreement.learn() if agreement is not None and is_peer_error(error) else None
+            if learnt is None:
                 raise
-            return found
+            return learnt
         if agreement is not None:
             agreement.offer(numbers)
         return numbers
@@ -181,12 +181,12 @@ class PartitionedOptimizer:
             square = square + self.losses.value
         return square.reshape(1)
 
-    def _drop_unused(self, said: Sequence[float], blocks: int) -> None:
+    def _drop_unused(self, totals: Sequence[float], blocks: int) -> None:
         """Drops the gradients of parameters that no rank has used.
 
-        said: the sums over ranks of the loss, `blocks`, its square, and the uses of each parameter.
+        totals: sums over ranks of the loss, `blocks`, its square, and the uses of each parameter.
         """
-        self.loss, total, squares, *uses = said
+        self.loss, total, squares, *uses = totals
         self._differ = not same_number.is_same(blocks, self._ranks, (total, squares))
         self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
         self.optimizers.check_used(self.used)
@@ -197,9 +197,9 @@ class PartitionedOptimizer:
     def _call_hook(self, hook: GradientHook) -> Tensor:
         """Returns what the script's function has found in this rank's pieces, by parameter."""
         gradients = {n: (self.pieces[n].start, g) for n, g in self._gradients().items()}
-        found = {n: v for n, v in hook.call(gradients).items() if self.pieces[n].counts}
+        results = {n: v for n, v in hook.call(gradients).items() if self.pieces[n].counts}
         return torch.tensor(
-            [found.get(name, 0.0) for name in self.optimizers.group_of], dtype=torch.float64
+            [results.get(name, 0.0) for name in self.optimizers.group_of], dtype=torch.float64
         )
 
     def suspects(self) -> Suspects:
@@ -233,8 +233,8 @@ class PartitionedOptimizer:
         divisible = {}
         stepped_now = self.optimizers.stepped
         for name, optimizer in stepped_now.items():
-            own = type(optimizer).__module__.partition(".")[0] == "torch"
-            divisible[name] = own and not has_step_hooks(optimizer)
+            is_of_torch = type(optimizer).__module__.partition(".")[0] == "torch"
+            divisible[name] = is_of_torch and not has_step_hooks(optimizer)
             if not divisible[name]:
                 optimizer.step()
         groups = [g for g in self.optimizers.groups if divisible.get(g.optimizer_name)]
@@ -248,8 +248,10 @@ class PartitionedOptimizer:
                     own_pieces = [pieces[n].parameter for n in group.names if n in pieces]
                     group.options["params"] = own_pieces
                 for optimizer in stepping:
-                    here = any(group["params"] for group in optimizer.param_groups)
-                    if here or index == len(parts) - 1:  # a scheduler expects one call a step
+                    has_parameters = any(group["params"] for group in optimizer.param_groups)
+                    if (
+                        has_parameters or index == len(parts) - 1
+                    ):  # a scheduler expects one call a step
                         optimizer.step()
                 values = [p.values for p in pieces.values() if p.values is not None]
                 masters = [p.parameter.detach() for p in pieces.values() if p.values is not None]

@@ -56,8 +56,8 @@ class FlatBuckets(PiecedStrategy):
         }
         size_bytes = setting.bucket_plan.size_bytes
         self._buckets = [
-            FlatBucket(dealt, [trained[n] for n in dealt.names], mesh.shard, mesh.shards)
-            for dealt in deal(trained, self.optimizers.group_of, mesh.shards, size_bytes)
+            FlatBucket(contents, [trained[n] for n in contents.names], mesh.shard, mesh.shards)
+            for contents in deal(trained, self.optimizers.group_of, mesh.shards, size_bytes)
         ]
         self._forward_order = list(reversed(self._buckets))
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
@@ -67,8 +67,8 @@ class FlatBuckets(PiecedStrategy):
         self._queue = BucketQueue(self._scatter)
         self._gather = ParameterGather(setting.model, self._buckets, mesh)
         mirrors = [
-            Mirror(rank, [self._mirrored(b, rank) for b in self._buckets], own, specs, mesh)
-            for rank, own in copies.items()
+            Mirror(rank, [self._mirrored(b, rank) for b in self._buckets], optimizers, specs, mesh)
+            for rank, optimizers in copies.items()
         ]
         self._mirrors = Mirrors(setting, mirrors)
         self._part: MicroBatch | None = None
@@ -150,14 +150,14 @@ class FlatBuckets(PiecedStrategy):
         return self._state(self._pieced)
 
     def mirrored_states(self) -> dict[int, RankState]:
-        found = {}
+        states = {}
         for mirror in self._mirrors.kept:
             mirror.renew()
-            found[mirror.rank] = self._state(mirror.pieced)
+            states[mirror.rank] = self._state(mirror.pieced)
             for piece in mirror.pieced.pieces.values():
                 values = piece.parameter.detach() if piece.values is None else piece.values
-                found[mirror.rank].held[MODEL + piece.name] = LocalTensor(values, piece.start)
-        return found
+                states[mirror.rank].held[MODEL + piece.name] = LocalTensor(values, piece.start)
+        return states
 
     def _state(self, pieced: PartitionedOptimizer) -> RankState:
         """Returns the state of the rank that these pieces are of."""
@@ -187,5 +187,5 @@ class FlatBuckets(PiecedStrategy):
         slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
-        with self._pieced.filling(stored) as more, self._mirrors.filling(stored) as copies:
-            yield [*slots, *more, *copies]
+        with self._pieced.filling(stored) as piece_targets, self._mirrors.filling(stored) as copies:
+            yield [*slots, *piece_targets, *copies]

@@ -33,9 +33,9 @@ class BucketChoice:
         self._shared: Tensor | None = None
         """The order that rank 0 has shared at the boundary before; None: it has shared none."""
 
-    def used(self, given: BucketBytes) -> BucketPlan:
-        """Returns the plan of this generation's layout. given: the value of `--bucket-bytes`."""
-        return self.plan if given == "auto" else replace(self.plan, size_bytes=given)
+    def used(self, size: BucketBytes) -> BucketPlan:
+        """Returns the plan of this generation's layout. size: the value of `--bucket-bytes`."""
+        return self.plan if size == "auto" else replace(self.plan, size_bytes=size)
 
     def take_size(self, size_bytes: int) -> None:
         """Takes the size that rank 0 has measured."""
@@ -77,8 +77,8 @@ class BucketChoice:
             return
         order = tuple(shared.tolist())
         if sorted(order) == list(range(len(order))):
-            found = order_of([self._names[number] for number in order], self._names)
-            self.plan, self._shares = replace(self.plan, order=found), False
+            recorded = order_of([self._names[number] for number in order], self._names)
+            self.plan, self._shares = replace(self.plan, order=recorded), False
             for hook in self._hooks:
                 hook.remove()
 

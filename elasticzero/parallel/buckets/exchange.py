@@ -37,15 +37,15 @@ def begin_reduce_scatter(
     other ranks, which the caller adds to its own after the wait; None: this rank's chunk of
     `flat_E` becomes the sum.
     """
-    ranks, own, group = mesh.shards, mesh.shard, mesh.shard_group
+    ranks, shard, group = mesh.shards, mesh.shard, mesh.shard_group
     if received is None:
         if _are_equal(chunks):
-            return [_reduce_scatter(chunks[own], flat_E, group=group, async_op=True)]
-        return [dist.reduce_scatter(chunks[own], list(chunks), group=group, async_op=True)]
+            return [_reduce_scatter(chunks[shard], flat_E, group=group, async_op=True)]
+        return [dist.reduce_scatter(chunks[shard], list(chunks), group=group, async_op=True)]
     works: list[Any] = []
     for distance in range(1, ranks):
-        source, target = (own - distance) % ranks, (own + distance) % ranks
-        if chunks[own].numel():
+        source, target = (shard - distance) % ranks, (shard + distance) % ranks
+        if chunks[shard].numel():
             works.append(dist.irecv(received[distance - 1], mesh.rank_of(source), group, TAG))
         if chunks[target].numel():
             works.append(dist.isend(chunks[target], mesh.rank_of(target), group, TAG))
@@ -54,18 +54,18 @@ def begin_reduce_scatter(
 
 def begin_all_gather(flat_E: Tensor, chunks: Sequence[Tensor], mesh: Mesh) -> list[Any]:
     """Begins to fill in the chunks of the other ranks; returns what must be waited for."""
-    ranks, own, group = mesh.shards, mesh.shard, mesh.shard_group
+    ranks, shard, group = mesh.shards, mesh.shard, mesh.shard_group
     if not is_direct(flat_E):
         if _are_equal(chunks):
-            return [_all_gather(flat_E, chunks[own], group=group, async_op=True)]
-        return [dist.all_gather(list(chunks), chunks[own], group=group, async_op=True)]
+            return [_all_gather(flat_E, chunks[shard], group=group, async_op=True)]
+        return [dist.all_gather(list(chunks), chunks[shard], group=group, async_op=True)]
     works: list[Any] = []
     for distance in range(1, ranks):
-        source, target = (own - distance) % ranks, (own + distance) % ranks
+        source, target = (shard - distance) % ranks, (shard + distance) % ranks
         if chunks[source].numel():
             works.append(dist.irecv(chunks[source], mesh.rank_of(source), group, TAG))
-        if chunks[own].numel():
-            works.append(dist.isend(chunks[own], mesh.rank_of(target), group, TAG))
+        if chunks[shard].numel():
+            works.append(dist.isend(chunks[shard], mesh.rank_of(target), group, TAG))
     return works
 
 

@@ -81,8 +81,8 @@ class ParameterGather:
         if not buckets or buckets[0].world_size == 1:
             return
         for module in model.modules():
-            own = module.parameters(recurse=False)
-            needed = {b: None for p in own if (b := bucket_of.get(id(p))) is not None}
+            parameters = module.parameters(recurse=False)
+            needed = {b: None for p in parameters if (b := bucket_of.get(id(p))) is not None}
             if needed:
                 module.register_forward_pre_hook(self._hook(list(needed)), prepend=True)
 

@@ -38,7 +38,7 @@ class DealtNames:
 class FlatBucket:
     """Parameters laid end to end; from here on they are views of `flat_E`."""
 
-    dealt: DealtNames
+    contents: DealtNames
     parameters: list[nn.Parameter]
     rank: int
     """This rank's place in its row of the mesh."""
@@ -69,21 +69,21 @@ class FlatBucket:
             view.copy_(parameter.data)
             parameter.data = view
         if working_dtype(first.dtype) != first.dtype:
-            self.master_C = self.mine(self.flat_E).to(working_dtype(first.dtype))
+            self.master_C = self.own_part(self.flat_E).to(working_dtype(first.dtype))
 
     def _bounds(self) -> list[int]:
         ranks = range(self.world_size + 1)
-        if self.dealt.owners is None:
+        if self.contents.owners is None:
             chunk = -(-self.numel // self.world_size)
             return [chunk * rank for rank in ranks]
         sizes = [0] * self.world_size
-        for owner, shape in zip(self.dealt.owners, self.shapes, strict=True):
+        for owner, shape in zip(self.contents.owners, self.shapes, strict=True):
             sizes[owner] += math.prod(shape)
         return [sum(sizes[:rank]) for rank in ranks]
 
     @property
     def names(self) -> list[str]:
-        return self.dealt.names
+        return self.contents.names
 
     @property
     def chunk(self) -> int:
@@ -105,31 +105,31 @@ class FlatBucket:
         """Returns the chunk of one rank."""
         return flat_E[self.bounds[rank] : self.bounds[rank + 1]]
 
-    def mine(self, flat_E: Tensor) -> Tensor:
+    def own_part(self, flat_E: Tensor) -> Tensor:
         """Returns this rank's chunk."""
         return self.part(flat_E, self.rank)
 
     def pieces(self) -> Iterator[ParameterPiece]:
         """Yields this rank's pieces, which share memory with its chunk or its masters."""
-        yield from self.pieces_of(self.rank, self.mine(self.flat_E), self.master_C)
+        yield from self.pieces_of(self.rank, self.own_part(self.flat_E), self.master_C)
 
     def pieces_of(
         self, rank: int, own_C: Tensor, master_C: Tensor | None
     ) -> Iterator[ParameterPiece]:
         """Yields the pieces of one rank, which share memory with its chunk or its masters."""
-        mine = Span(self.bounds[rank], self.bounds[rank + 1])
+        chunk = Span(self.bounds[rank], self.bounds[rank + 1])
         for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
-            part = intersect(mine, Span(offset, offset + math.prod(shape)))
+            part = intersect(chunk, Span(offset, offset + math.prod(shape)))
             if part:
-                inside = slice(part.start - mine.start, part.stop - mine.start)
-                seen = (len(part),) if self.dealt.owners is None else shape
-                own = own_C[inside].view(seen)
+                inside = slice(part.start - chunk.start, part.stop - chunk.start)
+                seen = (len(part),) if self.contents.owners is None else shape
+                elements = own_C[inside].view(seen)
                 yield ParameterPiece(
                     name,
                     part.start - offset,
-                    nn.Parameter(own if master_C is None else master_C[inside].view(seen)),
+                    nn.Parameter(elements if master_C is None else master_C[inside].view(seen)),
                     shape,
-                    values=None if master_C is None else own,
+                    values=None if master_C is None else elements,
                 )
 
     def place(self, piece: ParameterPiece, rank: int) -> int:
@@ -138,8 +138,8 @@ class FlatBucket:
 
     def group(self) -> PartitionedGroup:
         """Returns how the optimizer's state of these parameters is dealt."""
-        if self.dealt.owners is not None:
-            owners = tuple(self.dealt.owners)
+        if self.contents.owners is not None:
+            owners = tuple(self.contents.owners)
             return PartitionedGroup(rule="whole", names=tuple(self.names), owners=owners)
         owners = tuple(offset // self.chunk for offset in self.offsets)
         return PartitionedGroup(rule="even", names=tuple(self.names), owners=owners)

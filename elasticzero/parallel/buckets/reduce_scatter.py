@@ -79,7 +79,7 @@ class ScatteredBucket(GradientBucket):
         self.bucket = bucket
         """The parameters of these gradients."""
         if not keeps:
-            self.reduced_C = torch.zeros_like(bucket.mine(bucket.flat_E))
+            self.reduced_C = torch.zeros_like(bucket.own_part(bucket.flat_E))
         self.pool = pool
         self.flat_E: Tensor | None = None
         """The gradients; None: it has no memory now."""
@@ -124,7 +124,7 @@ class ReduceScatter:
         flat_bucket = bucket.bucket
         if self.keeps:
             bucket.flat_E = torch.zeros_like(flat_bucket.flat_E)
-            bucket.reduced_C = flat_bucket.mine(bucket.flat_E)
+            bucket.reduced_C = flat_bucket.own_part(bucket.flat_E)
         else:
             bucket.flat_E = self._borrow(bucket, flat_bucket.flat_E.numel())
         bucket.views_N = flat_bucket.views(bucket.flat_E)
@@ -183,7 +183,7 @@ class ReduceScatter:
         """Waits for an exchange; afterwards this rank's chunk holds the sum."""
         wait_for(bucket.works)
         assert bucket.flat_E is not None
-        chunk_C = bucket.bucket.mine(bucket.flat_E)
+        chunk_C = bucket.bucket.own_part(bucket.flat_E)
         if bucket.received is not None:
             for part_C in bucket.received:
                 chunk_C.add_(part_C)

@@ -70,12 +70,12 @@ class GradientTree:
             (loss * fraction).backward(inputs=inputs)
         gradient: Gradient = {}
         for name, parameter in self._parameters.items():
-            given, parameter.grad = parameter.grad, None
-            if given is None:
+            computed, parameter.grad = parameter.grad, None
+            if computed is None:
                 gradient[name] = torch.zeros_like(parameter.data)
                 continue
             self.used.add(name)
-            gradient[name] = given if given.layout is torch.strided else given.to_dense()
+            gradient[name] = computed if computed.layout is torch.strided else computed.to_dense()
         self._sums.put(Span(part.slice, part.slice + 1), gradient)
 
     def reduce(self) -> dict[OwnedParameters, Tensor]:
@@ -85,10 +85,10 @@ class GradientTree:
         """
         sums, self._sums = self._sums, None
         assert sums is not None
-        found: dict[OwnedParameters, Tensor] = {}
+        sum_of: dict[OwnedParameters, Tensor] = {}
         for messages in self.rounds:
-            found |= self._exchange(messages, sums)
-        return found
+            sum_of |= self._exchange(messages, sums)
+        return sum_of
 
     def clear(self) -> None:
         """Begins a new global batch."""
@@ -103,17 +103,17 @@ class GradientTree:
         owned: OwnedParameters | None = None
         nodes: list[tuple[Span, Tensor]] = []
         for message in messages:
-            mine = [
+            packed = [
                 (node, message.pack([gradient.pop(name) for name in message.names]))
                 for node, gradient in sums.nodes
             ]
             for owner in mesh.replicas_of(message.owner):
                 if owner != rank:
-                    operations += [_operation(dist.isend, sum_, owner) for _, sum_ in mine]
+                    operations += [_operation(dist.isend, sum_, owner) for _, sum_ in packed]
             if message.owner != mesh.shard:
                 continue
             owned = message
-            nodes += mine
+            nodes += packed
             for source in (r for r in range(mesh.world_size) if r != rank):
                 its_nodes = largest_nodes(self._runs[source], sums.slices)
                 theirs = [(node, message.empty()) for node in its_nodes]
@@ -189,19 +189,19 @@ class FixedOrderReducer:
         """Sums the gradients over the ranks, which call this together after the last slice."""
         owned = self._tree.reduce()
         names = [n for messages in self._tree.rounds for m in messages for n in m.names]
-        said = torch.tensor([float(n in self._tree.used) for n in names] + [0.0])
+        totals = torch.tensor([float(n in self._tree.used) for n in names] + [0.0])
         if self._losses.mean is not None:
-            said[-1] = math.nan if self._losses.bad else float(self._losses.mean)
+            totals[-1] = math.nan if self._losses.bad else float(self._losses.mean)
         flats = {m: owned.get(m) for messages in self._tree.rounds for m in messages}
-        every = {m: flat if flat is not None else m.empty() for m, flat in flats.items()}
+        flat_of = {m: flat if flat is not None else m.empty() for m, flat in flats.items()}
         if self._mesh.world_size > 1:
-            said = said.to(next(iter(every.values())).device)
-            dist.all_reduce(said)
-            spread(every, self._mesh)
-        *uses, check = said.tolist()
+            totals = totals.to(next(iter(flat_of.values())).device)
+            dist.all_reduce(totals)
+            spread(flat_of, self._mesh)
+        *uses, check = totals.tolist()
         self.loss = check
         used = {name for name, count in zip(names, uses, strict=True) if count}
-        for message, flat in every.items():
+        for message, flat in flat_of.items():
             places = zip(message.names, message.parameters, message.unpack(flat), strict=True)
             for name, parameter, place in places:
                 parameter.grad = place if name in used else None

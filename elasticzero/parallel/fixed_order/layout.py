@@ -96,5 +96,5 @@ def deal_whole(
             message = open_messages[kind] = OwnedParameters(owners[name])
             messages[owners[name]].append(message)
         message.add(name, parameter)
-    most = max((len(each) for each in messages), default=0)
-    return [[each[i] for each in messages if i < len(each)] for i in range(most)]
+    most = max((len(queue) for queue in messages), default=0)
+    return [[queue[i] for queue in messages if i < len(queue)] for i in range(most)]

@@ -101,11 +101,11 @@ class WholeParameters(PiecedStrategy):
 
     def _spread(self, messages: list[OwnedParameters]) -> None:
         """Gives all ranks the parameters of these messages, as their owners have stepped them."""
-        own = self._mesh.shard
-        flats = {m: m.pack(m.parameters) if m.owner == own else m.empty() for m in messages}
+        shard = self._mesh.shard
+        flats = {m: m.pack(m.parameters) if m.owner == shard else m.empty() for m in messages}
         spread(flats, self._mesh)
         for message, flat in flats.items():
-            if message.owner != own:
+            if message.owner != shard:
                 data = [parameter.data for parameter in message.parameters]
                 torch._foreach_copy_(data, message.unpack(flat))
 
@@ -140,8 +140,8 @@ class WholeParameters(PiecedStrategy):
         slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
-        with self._pieced.filling(stored) as more:
-            yield [*slots, *more]
+        with self._pieced.filling(stored) as targets:
+            yield [*slots, *targets]
 
 
 def _pieces(message: OwnedParameters, optimizers: Optimizers) -> Iterator[ParameterPiece]:

@@ -79,17 +79,17 @@ class Optimizers:
                 f"only={only!r} names optimizers of a dict, and the function that session.prepare "
                 "was given made one optimizer, without a name: let it return a dict of them"
             )
-        known = ", ".join(map(repr, self.by_name))
+        defined = ", ".join(map(repr, self.by_name))
         if not names or (unknown := [name for name in names if name not in self.by_name]):
             which = repr(unknown[0]) if names else "no optimizer"
-            raise UserError(f"only= names {which}; the script's optimizers are {known}")
+            raise UserError(f"only= names {which}; the script's optimizers are {defined}")
         return names
 
     @property
     def stepped(self) -> Mapping[str, torch.optim.Optimizer]:
         """Returns those that the present global batch has gradients for, by name."""
         only = self.only
-        return {n: each for n, each in self.by_name.items() if only is None or n in only}
+        return {n: optimizer for n, optimizer in self.by_name.items() if only is None or n in only}
 
     def has_gradients(self, name: str) -> bool:
         """Tells whether the present global batch is for the optimizer of this parameter."""
@@ -102,8 +102,8 @@ class Optimizers:
         """
         if self.only is None:
             return None
-        own = [parameters[name] for name in self.group_of if self.has_gradients(name)]
-        if not (trained := [parameter for parameter in own if parameter.requires_grad]):
+        optimized = [parameters[name] for name in self.group_of if self.has_gradients(name)]
+        if not (trained := [parameter for parameter in optimized if parameter.requires_grad]):
             raise UserError(
                 f"no parameter of the optimizer {' or '.join(map(repr, self.only))} needs a "
                 "gradient, so session.backward(…, only=…) computes nothing: leave out the call"
@@ -153,7 +153,7 @@ class Optimizers:
     def copies(self) -> Optimizers:
         """Returns optimizers of the same kinds, options and groups, with the state that these have
         made at once and no other; call it before the parameters are dealt."""
-        clones = {name: copy_without_state(each) for name, each in self.by_name.items()}
+        clones = {name: copy_without_state(optimizer) for name, optimizer in self.by_name.items()}
         groups = []
         for group in self.groups:
             clone = clones[group.optimizer_name]
@@ -173,18 +173,18 @@ class Optimizers:
         """
         group = self.group_of[name]
         state = group.optimizer.state.get(parameter, {})
-        found, schema = stored_state(state), group.schema(name)
+        kept, schema = stored_state(state), group.schema(name)
         packs = group.nature.packs or any(map(is_packed, state.values()))
-        unknown = found.keys() - schema.keys()
-        if unknown or (packs and found and found.keys() != schema.keys()):
+        unknown = kept.keys() - schema.keys()
+        if unknown or (packs and kept and kept.keys() != schema.keys()):
             before = ", ".join(sorted(schema)) or "nothing"
             raise UserError(
-                f"{type(group.optimizer).__name__} keeps {', '.join(sorted(found))} for parameter "
+                f"{type(group.optimizer).__name__} keeps {', '.join(sorted(kept))} for parameter "
                 f"{name!r}, and kept {before} for the dummy by which "
                 "session.prepare found out what it keeps: use torch.optim.AdamW, or an optimizer "
                 "of torchao"
             )
-        return found
+        return kept
 
     def put_state(self, name: str, parameter: nn.Parameter, stored: Mapping[str, Tensor]) -> None:
         """Replaces what is kept for a parameter.
@@ -198,7 +198,7 @@ class Optimizers:
 
 
 def open_optimizers(
-    made: MadeOptimizers, named: NamedModel, dealt: Dealt, device: torch.device | None = None
+    made: MadeOptimizers, named: NamedModel, divided: Dealt, device: torch.device | None = None
 ) -> Optimizers:
     """Finds out what the optimizers that were just made work on.
 
@@ -208,10 +208,10 @@ def open_optimizers(
     """
     by_name = {"": made} if isinstance(made, torch.optim.Optimizer) else dict(made)
     name_of, owner_of = named.name_of(), dict[str, str]()
-    found: list[OptimizerGroup] = []
-    known: dict[Any, GroupNature] = {}
+    groups: list[OptimizerGroup] = []
+    natures: dict[Any, GroupNature] = {}
     for optimizer_name, optimizer in by_name.items():
-        _check_package(optimizer, dealt)
+        _check_package(optimizer, divided)
         for options in optimizer.param_groups:
             names = [_name(parameter, name_of) for parameter in options["params"]]
             for name in names:
@@ -221,12 +221,12 @@ def open_optimizers(
                         f"{optimizer_name!r}: give each parameter to one of them"
                     )
             specs = {name: spec_of(named.parameters[name]) for name in names}
-            whole = dealt == "nothing"
-            nature = probe(optimizer, options, known, whole_model=whole, device=device)
-            if dealt != "nothing":
-                _check(nature, type(optimizer).__name__, dealt)
-            found.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, specs))
-    return Optimizers(by_name, found)
+            whole = divided == "nothing"
+            nature = probe(optimizer, options, natures, whole_model=whole, device=device)
+            if divided != "nothing":
+                _check(nature, type(optimizer).__name__, divided)
+            groups.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, specs))
+    return Optimizers(by_name, groups)
 
 
 def _name(parameter: nn.Parameter, name_of: Mapping[int, str]) -> str:
@@ -238,8 +238,8 @@ def _name(parameter: nn.Parameter, name_of: Mapping[int, str]) -> str:
     return name_of[id(parameter)]
 
 
-def _check_package(optimizer: torch.optim.Optimizer, dealt: Dealt) -> None:
-    if dealt != "nothing" and UNDEALT in packages_of(optimizer):
+def _check_package(optimizer: torch.optim.Optimizer, divided: Dealt) -> None:
+    if divided != "nothing" and UNDEALT in packages_of(optimizer):
         raise UserError(
             f"{type(optimizer).__name__} of {UNDEALT} keeps packed state, with a scale for each "
             "block of it, which cannot be divided or stored by parameter: use torch.optim.AdamW, "
@@ -247,9 +247,9 @@ def _check_package(optimizer: torch.optim.Optimizer, dealt: Dealt) -> None:
         )
 
 
-def _check(nature: GroupNature, kind: str, dealt: Dealt) -> None:
+def _check(nature: GroupNature, kind: str, divided: Dealt) -> None:
     """Raises `UserError` where an optimizer cannot work on what is dealt."""
-    if nature.works_on == "elements" or (nature.works_on == "parameters" and dealt == "elements"):
+    if nature.works_on == "elements" or (nature.works_on == "parameters" and divided == "elements"):
         return
     if nature.packs and nature.works_on == "parameters":
         raise UserError(

@@ -64,14 +64,14 @@ class GroupNature:
 def probe(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
-    known: dict[Any, GroupNature],
+    natures: dict[Any, GroupNature],
     *,
     whole_model: bool,
     device: torch.device | None = None,
 ) -> GroupNature:
     """Returns what the optimizer works on in a group, by stepping dummies.
 
-    known: what was found for like groups, to which this is added. whole_model: the strategy leaves
+    natures: those of like groups, to which this is added. whole_model: the strategy leaves
     all to each rank, so that it matters only what is kept. device: that of the dummies; None: that
     of the parameters.
     """
@@ -80,12 +80,12 @@ def probe(
         return GroupNature(works_on="elements", schemas={}, makes_state_at_once=False)
     dimensions = sorted({max(1, p.dim()) for p in group["params"] if p.requires_grad})
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    said = repr(sorted((k, v) for k, v in options.items() if "lr" not in k))
-    key = (id(optimizer), like.dtype, like.device, said, tuple(dimensions))
+    settings = repr(sorted((k, v) for k, v in options.items() if "lr" not in k))
+    key = (id(optimizer), like.dtype, like.device, settings, tuple(dimensions))
     trial = _Trial(optimizer, options, like, whole_model=whole_model, device=device or like.device)
-    if key not in known:
-        known[key] = trial.schemas_only(dimensions) if whole_model else trial.nature(dimensions)
-    nature = known[key]
+    if key not in natures:
+        natures[key] = trial.schemas_only(dimensions) if whole_model else trial.nature(dimensions)
+    nature = natures[key]
     return replace(nature, packed=trial.packed(group["params"])) if nature.packs else nature
 
 
@@ -113,19 +113,19 @@ class _Trial:
         self._packs = PACKING in packages_of(optimizer) or any(map(is_packed, self._state.values()))
 
     def schemas_only(self, dimensions: Sequence[int]) -> GroupNature:
-        found: dict[int, Schema] = {}
+        schema_of: dict[int, Schema] = {}
         for count in dimensions:
             try:
-                found[count] = self._schema(SHAPES[:count])
+                schema_of[count] = self._schema(SHAPES[:count])
             except FAILURES:
-                found[count] = {}
-        return self._nature("model", found)
+                schema_of[count] = {}
+        return self._nature("model", schema_of)
 
     def packed(self, parameters: Sequence[nn.Parameter]) -> dict[Spec, Schema]:
         """Follows X4; raises `UserError` where the optimizer cannot step such a dummy."""
-        found: dict[Spec, Schema] = {}
+        schema_of: dict[Spec, Schema] = {}
         for parameter in parameters:
-            if (of := spec_of(parameter)) in found:
+            if (of := spec_of(parameter)) in schema_of:
                 continue
             values = torch.empty(of.shape, dtype=self._dtype_of(parameter), device="meta")
             try:
@@ -137,8 +137,8 @@ class _Trial:
                     f"{list(of.shape)} on the meta device, by which its state is found out "
                     f"({error}): use torch.optim.AdamW, or an optimizer of torchao"
                 ) from error
-            found[of] = self._entries(state, dummy)
-        return found
+            schema_of[of] = self._entries(state, dummy)
+        return schema_of
 
     def nature(self, dimensions: Sequence[int]) -> GroupNature:
         why_not_cut = ""
@@ -197,7 +197,8 @@ class _Trial:
         gradients = [self._gradients(shape, 0), [3 * g for g in self._gradients(shape, 7)]]
         together, _ = self._step(both, gradients)
         alone = [
-            self._step([value], [given])[0][0] for value, given in zip(both, gradients, strict=True)
+            self._step([value], [gradient])[0][0]
+            for value, gradient in zip(both, gradients, strict=True)
         ]
         return all(_close(a, b) for a, b in zip(together, alone, strict=True))
 
@@ -207,18 +208,18 @@ class _Trial:
         return self._entries(state, dummy)
 
     def _entries(self, state: Mapping[str, Any], dummy: Tensor) -> Schema:
-        found = {}
+        entry_of = {}
         for key, value in state.items():
             for full, inner in inner_entries(key, value):
                 if inner is not None:
                     entry = _entry(inner, dummy) if inner is value else _inner_entry(inner)
                     on_meta = entry.device.type == "meta"
-                    found[full] = replace(
+                    entry_of[full] = replace(
                         entry,
                         device=self._device if on_meta else entry.device,
                         packed=None if inner is value else PackedEntry(key, value),
                     )
-        return found
+        return entry_of
 
     def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the dtype of what the optimizer gets of a parameter."""
@@ -249,8 +250,8 @@ class _Trial:
                 clone.state[dummy] = {k: self._first(v, dummy) for k, v in self._state.items()}
         with torch.compiler.set_stance("force_eager"):
             for step in range(STEPS):
-                for dummy, given in zip(dummies, gradients, strict=True):
-                    dummy.grad = given[step].clone()
+                for dummy, gradients_of_one in zip(dummies, gradients, strict=True):
+                    dummy.grad = gradients_of_one[step].clone()
                 clone.step()
         return [dummy.detach() for dummy in dummies], [dict(clone.state[d]) for d in dummies]
 
@@ -280,7 +281,7 @@ def copy_without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     step the optimizer itself.
     """
     clone = object.__new__(type(optimizer))
-    clone.__dict__ = {key: each for key, each in optimizer.__dict__.items() if key != "step"}
+    clone.__dict__ = {key: value for key, value in optimizer.__dict__.items() if key != "step"}
     clone.state = defaultdict(dict)
     clone.param_groups = []
     drop_step_hooks(clone)

@@ -66,12 +66,12 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 def stored_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns what an optimizer keeps for a parameter, as it is stored: packed entries by their
     inner tensors, numbers as 0-dim tensors."""
-    found = {}
+    stored = {}
     for key, value in state.items():
         for full, inner in inner_entries(key, value):
             if (tensor := _as_tensor(inner)) is not None:
-                found[full] = tensor
-    return found
+                stored[full] = tensor
+    return stored
 
 
 def _as_tensor(value: Any) -> Tensor | None:
@@ -111,7 +111,7 @@ def cut_state(
 
     start: the first of the parameter's elements in the piece.
     """
-    found: dict[str, Any] = {}
+    cut: dict[str, Any] = {}
     for key, value in state.items():
         if key in schema and schema[key].kind == "elementwise":
             part = value.detach().reshape(-1)[start : start + piece.numel()].view(piece.shape)
@@ -121,19 +121,19 @@ def cut_state(
             value = value.detach().to(schema[key].device, copy=True)
         else:
             value = copy.deepcopy(value)
-        found[key] = value
-    return found
+        cut[key] = value
+    return cut
 
 
 def _put_together(entries: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
     """Returns the entries with those that the optimizer packs put together."""
-    found: dict[str, Any] = {}
+    together: dict[str, Any] = {}
     for key, value in entries.items():
         if (packed := schema[key].packed if key in schema else None) is None:
-            found[key] = value
-        elif packed.key not in found:
-            found[packed.key] = packed.put_together(entries)
-    return found
+            together[key] = value
+        elif packed.key not in together:
+            together[packed.key] = packed.put_together(entries)
+    return together
 
 
 def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
@@ -152,12 +152,12 @@ def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
 
 def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
     """Returns the optimizer's stored tensors, by parameter and key."""
-    found: dict[str, dict[str, Spec]] = {}
+    specs_of: dict[str, dict[str, Spec]] = {}
     for full, spec in stored.items():
         if full.startswith(OPTIMIZER):
             name, _, key = full[len(OPTIMIZER) :].rpartition("/")
-            found.setdefault(name, {})[key] = spec
-    return found
+            specs_of.setdefault(name, {})[key] = spec
+    return specs_of
 
 
 def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
