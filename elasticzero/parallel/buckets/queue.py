@@ -229,6 +229,8 @@ class BucketQueue(Generic[B]):
         return [b for b in self._exchange.buckets if any(id(p) in ids for p in b.parameters)]
 
     def _hook(self, bucket: B, index: int) -> Callable[[Tensor], None]:
+        keeps = self._exchange.keeps
+
         def added(parameter: Tensor) -> None:
             gradient, running = parameter.grad, self._running
             if gradient is None:
@@ -239,7 +241,7 @@ class BucketQueue(Generic[B]):
                 parameter.grad = gradient.to_dense()
             if running is None or running.counts:
                 bucket.used_N[index] = True
-            if running is None and not self._exchange.keeps:
+            if running is None and not keeps:
                 return  # autograd adds the next backward's to it
             bucket.parts_N[index] += 1
             if bucket.intake is Intake.AGAIN:
@@ -288,12 +290,21 @@ class BucketQueue(Generic[B]):
 
     def _begin(self, bucket: B, running: Backward) -> None:
         """Begins to exchange the gradients that lie in a bucket, zeros for the others."""
-        for index, parameter in enumerate(bucket.parameters):
-            self._lay(bucket, index)
-            if parameter.grad is None and self._exchange.keeps:  # it has none, or has lost it
-                bucket.filled_N[index] = bucket.used_N[index] = False
-            if not bucket.filled_N[index]:
-                bucket.views_N[index].zero_()
+        if not bucket.views_N:
+            self._exchange.lend(bucket)
+        keeps, filled_N = self._exchange.keeps, bucket.filled_N
+        places = zip(bucket.parameters, bucket.views_N, strict=True)
+        for index, (parameter, view) in enumerate(places):
+            gradient = parameter.grad
+            if gradient is None:
+                if keeps:  # it has none, or has lost it
+                    filled_N[index] = bucket.used_N[index] = False
+            elif gradient is view:
+                filled_N[index] = True
+            else:
+                self._lay(bucket, index)
+            if not filled_N[index]:
+                view.zero_()
         bucket.intake = running.after
         self._exchange.begin(bucket, complete=running.complete)
 
