@@ -83,9 +83,9 @@ class Option:
     @property
     def variables(self) -> tuple[str, ...]:
         """Returns the environment variables that give the option, the strongest first."""
-        own = (self.variable,) if self.own else ()
+        ours = (self.variable,) if self.own else ()
         pet = (f"PET_{self.name.upper()}",) if self.pet else ()
-        return (*own, *pet, *filter(None, [self.also_from]))
+        return (*ours, *pet, *filter(None, [self.also_from]))
 
     def words(self, value: Any) -> list[str]:
         """Returns the words of a command line that give the option this value."""
@@ -102,20 +102,20 @@ class Option:
         An empty variable counts as unset. Raises `UserError` for an invalid value.
         """
         for variable in self.variables:
-            if given := environment.get(variable):
-                return variable, self.value(f"{variable}={given}", given)
+            if text := environment.get(variable):
+                return variable, self.value(f"{variable}={text}", text)
         return None
 
-    def value(self, where: str, given: str) -> Any:
+    def value(self, where: str, text: str) -> Any:
         """Returns the value of the given text; raises `UserError`, which begins with `where`."""
         taken = _YES + _NO if self.is_switch else self.choices
-        value = given.lower() if self.is_switch else given
+        value = text.lower() if self.is_switch else text
         if taken is not None and value not in taken:
             raise UserError(f"{where}: one of {', '.join(taken)} is expected")
         if self.is_switch:
             return value in _YES
         try:
-            return self.type(given)
+            return self.type(text)
         except ValueError:
             expected = "a whole number" if self.type is int else "a number"
             raise UserError(f"{where}: {expected} is expected") from None
@@ -133,7 +133,7 @@ def spellings(flag: str) -> list[str]:
 
 def split_default(text: str) -> tuple[str, str]:
     """Returns a help text without the default that it names, and that default."""
-    found = re.search(r"\s*\(default: ([^)]*)\)|(?:^|; )default: (.*)$", text)
-    if found is None:
+    match = re.search(r"\s*\(default: ([^)]*)\)|(?:^|; )default: (.*)$", text)
+    if match is None:
         return text, ""
-    return text[: found.start()] + text[found.end() :], found[1] or found[2]
+    return text[: match.start()] + text[match.end() :], match[1] or match[2]

@@ -116,30 +116,32 @@ def agree_on_checkpointing(link: AgentClient, groups: ProcessGroups) -> bool:
     Returns whether checkpoints are written, which is so if rank 0's node has a directory. Raises
     `UserError` on a rank that has none if rank 0 has one: a node that joins must not end the saves.
     """
-    given = link.assignment
-    every = groups.control_tree.allreduce_max(given.checkpoint_every if given.rank == 0 else 0)
-    chosen = -1 if given.snapshot_every is None else given.snapshot_every
-    snapshots = groups.control_tree.allreduce_max(chosen if given.rank == 0 else -1)
-    chosen = -1 if given.verify_every is None else given.verify_every
-    verify = groups.control_tree.allreduce_max(chosen if given.rank == 0 else -1)
+    assignment = link.assignment
+    every = groups.control_tree.allreduce_max(
+        assignment.checkpoint_every if assignment.rank == 0 else 0
+    )
+    chosen = -1 if assignment.snapshot_every is None else assignment.snapshot_every
+    snapshots = groups.control_tree.allreduce_max(chosen if assignment.rank == 0 else -1)
+    chosen = -1 if assignment.verify_every is None else assignment.verify_every
+    verify = groups.control_tree.allreduce_max(chosen if assignment.rank == 0 else -1)
     link.assignment = replace(
-        given,
+        assignment,
         checkpoint_every=every,
         snapshot_every=None if snapshots < 0 else snapshots,
         verify_every=None if verify < 0 else verify,
     )
-    wanted = groups.control_tree.allreduce_max(
-        int(given.rank == 0 and given.checkpoint_dir is not None)
+    saves = groups.control_tree.allreduce_max(
+        int(assignment.rank == 0 and assignment.checkpoint_dir is not None)
     )
-    if wanted and given.checkpoint_dir is None:
+    if saves and assignment.checkpoint_dir is None:
         raise UserError(
-            f"{given.node} has no --checkpoint-dir, and rank 0's node has one; give the same "
+            f"{assignment.node} has no --checkpoint-dir, and rank 0's node has one; give the same "
             "directory on all nodes"
         )
-    saving = not groups.control_tree.allreduce_max(int(given.checkpoint_dir is None))
+    saving = not groups.control_tree.allreduce_max(int(assignment.checkpoint_dir is None))
     if saving:
-        _check_shared(given, groups.control_tree.allreduce_max)
-    elif given.checkpoint_dir is not None:
+        _check_shared(assignment, groups.control_tree.allreduce_max)
+    elif assignment.checkpoint_dir is not None:
         print("no checkpoints: rank 0's node has no --checkpoint-dir", file=sys.stderr)
     return saving
 

@@ -175,9 +175,9 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
     if isinstance(error, ElasticZeroError):
         print(f"error: {error}", file=sys.stderr)
         return 1, True
-    known = [k for k in link.assignment.known_errors if same_error(k.message, message.message)]
-    if known:
-        where = f"generation {known[-1].generation} on {known[-1].node}"
+    earlier = [k for k in link.assignment.known_errors if same_error(k.message, message.message)]
+    if earlier:
+        where = f"generation {earlier[-1].generation} on {earlier[-1].node}"
         print(f"error: {message.message}; the same as in {where}", file=sys.stderr)
     else:
         print(message.traceback, end="", file=sys.stderr)
@@ -210,9 +210,9 @@ def _hand_over(link: AgentClient, reason: str, state: StopState) -> bool:
         )
     )
     try:
-        wanted = link.saves.get(timeout=SAVE_WAIT_S).write
+        write = link.saves.get(timeout=SAVE_WAIT_S).write
     except queue.Empty:
         return False
-    if wanted and clean and state.save is not None:
+    if write and clean and state.save is not None:
         link.send(state.save())
     return True

@@ -317,7 +317,7 @@ class Agent:
         options = self.options
         token = self._agreed.secret
         reusable, self._spare = self._spare, {}
-        given = assignments(options, world, index, token)
+        assigned = assignments(options, world, index, token)
         first = world.first_rank(index)
         self.saver.begin(snapshot_role(world, index, token))
         group = WorkerGroup(
@@ -329,12 +329,12 @@ class Agent:
             console=options.console,
         )
         self._group = group
-        kill_all(worker for local_rank, worker in reusable.items() if local_rank >= len(given))
+        kill_all(worker for local_rank, worker in reusable.items() if local_rank >= len(assigned))
         self.reporter.starting(world, index, now_s)
         self._extensions.started(world, world.ranks(index))
         store = self._membership.take_store_socket() if first == 0 else None
         try:
-            group.start(given, options.launch, options.log_dir, store, reusable)
+            group.start(assigned, options.launch, options.log_dir, store, reusable)
         except (ChannelClosed, OSError):
             self._replace_server()
         finally:
@@ -392,8 +392,8 @@ class Agent:
 
     def routes(self) -> dict[str, Route]:
         """Returns what this agent serves besides events and snapshots, by path."""
-        own = agent_routes(self._metrics, self.status, self.job_metrics)
-        return {**own, **self._extensions.routes()}
+        routes = agent_routes(self._metrics, self.status, self.job_metrics)
+        return {**routes, **self._extensions.routes()}
 
     def close(self, code: ExitCode | None = None) -> None:
         """Stops the workers, releases the node's name and frees the shared memory."""

@@ -28,7 +28,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
     first = world.first_rank(index)
     connect_s, start_s = timeouts_s(world.fruitless)
     keepers = mirroring_ranks(world)
-    known = tuple(
+    script_errors = tuple(
         KnownError(message=s.message, node=s.node, generation=s.generation)
         for s in world.setbacks
         if s.blame == "user"
@@ -62,7 +62,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             start_timeout_s=start_s,
             save_timeout_s=options.policy.save_timeout_s,
             keep=options.keep_workers,
-            known_errors=known,
+            known_errors=script_errors,
             nodes=len(world.members),
             error_file=str(error_file(options.log_dir, local_rank)),
             settings=options.workers,

@@ -72,10 +72,10 @@ class AgentConsole:
     def world(self, world: World, *, session: bool) -> None:
         """Prints a new generation."""
         for name in ("strategy", "shard", "redundancy"):
-            mine, its = getattr(self._options.policy, name), getattr(world, name)
-            if mine != its:
+            chosen, its = getattr(self._options.policy, name), getattr(world, name)
+            if chosen != its:
                 self.log_line(
-                    f"this job trains with --{name} {its}; {mine}, given here, is ignored"
+                    f"this job trains with --{name} {its}; {chosen}, given here, is ignored"
                 )
         resume = world.resume
         origin = {
@@ -110,9 +110,9 @@ class AgentConsole:
 
     def control(self, view: View, before: Control) -> None:
         """Prints what operators ask of the whole job, when it changes."""
-        given = view.control.nnodes
-        if given != before.nnodes and given is not None:
-            text = f"an operator scaled the job to {given[0]}:{given[1]} nodes"
+        nnodes = view.control.nnodes
+        if nnodes != before.nnodes and nnodes is not None:
+            text = f"an operator scaled the job to {nnodes[0]}:{nnodes[1]} nodes"
             self.log_line(text)
         if view.control.stop and not before.stop:
             self.log_line("an operator stops the job")
@@ -128,12 +128,12 @@ class AgentConsole:
         if now_s - self._waiting_since_s < WAITING_LINE_EVERY_S:
             return
         self._waiting_since_s = now_s
-        here = sorted(present())
+        names = sorted(present())
         least = with_operator_overrides(self._options.policy, control).min_nodes
-        if len(here) < least:
+        if len(names) < least:
             self.log_line(
-                f"waiting for nodes: {len(here)} of at least {least} are here ({', '.join(here)}); "
-                f"{least - len(here)} missing",
+                f"waiting for nodes: {len(names)} of at least {least} are here "
+                f"({', '.join(names)}); {least - len(names)} missing",
             )
 
     def not_waiting(self) -> None:
@@ -194,16 +194,16 @@ class AgentConsole:
             level=logging.WARNING,
         )
 
-    def examined(self, group: WorkerGroup, found: Failure) -> None:
+    def examined(self, group: WorkerGroup, failure: Failure) -> None:
         """Prints what was found about a worker that makes no step."""
-        self._stalled_since_s.setdefault(found.rank, time.monotonic())
-        if found.blame != "hung":
-            self.log_line(f"rank {found.rank}: {found.message}", rank=found.rank)
+        self._stalled_since_s.setdefault(failure.rank, time.monotonic())
+        if failure.blame != "hung":
+            self.log_line(f"rank {failure.rank}: {failure.message}", rank=failure.rank)
             return
         logs = {worker.rank: worker.log for worker in group.workers}
         self.log_line(
-            f"rank {found.rank}: {found.message}; its stack is in {logs[found.rank]}",
-            rank=found.rank,
+            f"rank {failure.rank}: {failure.message}; its stack is in {logs[failure.rank]}",
+            rank=failure.rank,
             level=logging.WARNING,
         )
 

@@ -119,8 +119,8 @@ def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         with suppress(StoreUnavailable):
-            here = len(store.read(MEMBERS).entries)
-            if here >= node_rank or WORLD in store.read(WORLD).entries:
+            count = len(store.read(MEMBERS).entries)
+            if count >= node_rank or WORLD in store.read(WORLD).entries:
                 return
         time.sleep(LOOK_EVERY_S)
     raise OperatorError(

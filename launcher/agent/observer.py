@@ -134,11 +134,11 @@ class ClusterObserver:
         """
         prefix = reports_of(generation)
         key = f"{prefix}{self._membership.me.node}"
-        found = self._observer.get(prefix) or self._subscriptions.own_report(key)
-        if found is None or (found.history, found.revision) < self._put_at:
+        reports = self._observer.get(prefix) or self._subscriptions.own_report(key)
+        if reports is None or (reports.history, reports.revision) < self._put_at:
             return
-        entry = found.entries.get(key)
-        if entry is None or (found.history, entry.mod_revision) != self._put_at:
+        entry = reports.entries.get(key)
+        if entry is None or (reports.history, entry.mod_revision) != self._put_at:
             self._my_reports = {}
 
     def saved(self, step: int) -> None:
@@ -158,12 +158,12 @@ class ClusterObserver:
             self._my_reports = {}  # the store was away for long; it may hold less than it did
         index = world.find(me.node, me.incarnation) if world is not None else None
         generation = world.generation if world is not None else 0
-        mine = workers.generation == generation
+        current = workers.generation == generation
         stopped = not workers.running and not workers.sealing
         alarm = observer.alarm(generation)
         if generation in self._my_reports:
             self._note_lost_report(generation)
-        opened = index is not None and mine and (alarm is not None or workers.at_boundary)
+        opened = index is not None and current and (alarm is not None or workers.at_boundary)
         told_of = opened or (index is not None and leaving and not self._store.reachable)
         outside = world is not None and index is None
         members = observer.members()
@@ -225,12 +225,13 @@ class ClusterObserver:
         """Returns the reports of this very world, not of another one of the same number."""
         if world is None:
             return self._observer.reports(0)
-        found = self._observer.reports(world.generation)
-        if self._reports_of_world[0][0] is not found or self._reports_of_world[0][1] != world.token:
-            own = found
-            if found is not None and any(r.world not in ("", world.token) for r in found.values()):
-                own = {n: r for n, r in found.items() if r.world in ("", world.token)}
-            self._reports_of_world = ((found, world.token), own)
+        reports = self._observer.reports(world.generation)
+        (last, token), _ = self._reports_of_world
+        if last is not reports or token != world.token:
+            about_world, tokens = reports, ("", world.token)
+            if reports is not None and any(r.world not in tokens for r in reports.values()):
+                about_world = {n: r for n, r in reports.items() if r.world in tokens}
+            self._reports_of_world = ((reports, world.token), about_world)
         result: Mapping[str, Report] | None = self._reports_of_world[1]
         return result
 
@@ -254,10 +255,10 @@ class ClusterObserver:
         """Notes which nodes have come; returns the members of the world without a registration."""
         same = members is self._noted
         if not same:
-            known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
-            if known - self._joined:
+            registered = frozenset((m.node, m.incarnation) for m in (members or {}).values())
+            if registered - self._joined:
                 self._last_join_s = now_s
-            self._noted, self._joined = members, known
+            self._noted, self._joined = members, registered
         if not same or self._unseen[0] is not world:
             missing: tuple[str, ...] = ()
             if world is not None and members is not None:
@@ -297,5 +298,5 @@ class ClusterObserver:
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:
     """Returns whether this very registration exists: a new one of the same name is another node."""
-    found = members.get(member.node)
-    return found is not None and found.incarnation == member.incarnation
+    registration = members.get(member.node)
+    return registration is not None and registration.incarnation == member.incarnation

@@ -318,11 +318,11 @@ class AgentReporter:
 
     def _first_step(self, generation: int, at_s: float) -> None:
         """Records a recovery as a whole, at the first step after it."""
-        found = self._recovery.stepped(at_s)
-        if found is not None:
-            self._metrics.steps_lost.inc(found["steps_lost"])
-            self._latest.counts.recovered(found)
-            self.note("recovery", generation=generation, **found)
+        recovery = self._recovery.stepped(at_s)
+        if recovery is not None:
+            self._metrics.steps_lost.inc(recovery["steps_lost"])
+            self._latest.counts.recovered(recovery)
+            self.note("recovery", generation=generation, **recovery)
 
     def _repeats(self, worker: Worker) -> bool:
         """Returns whether this worker's output is repeated on the terminal."""
@@ -334,10 +334,10 @@ class AgentReporter:
                 worker, self._options.console.repeated_streams(worker.local_rank), last=last
             )
 
-    def examined(self, group: WorkerGroup, found: Failure) -> None:
+    def examined(self, group: WorkerGroup, failure: Failure) -> None:
         """Records what was found about a worker that makes no step."""
-        self.note("looked", generation=group.generation, **field_values(found))
-        self.console.examined(group, found)
+        self.note("looked", generation=group.generation, **field_values(failure))
+        self.console.examined(group, failure)
 
     def outlasted(self, group: WorkerGroup, now_s: float) -> None:
         """Records once a generation that workers have finished and others of its world run on."""

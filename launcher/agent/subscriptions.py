@@ -173,8 +173,8 @@ class Subscriptions:
             return
         room = _room(view, policy)
         case = (room, self._membership.revision)
-        known = self._surplus is not None and self._surplus[0] == case
-        if not known and now_s >= self._find_room_after_s:
+        counted = self._surplus is not None and self._surplus[0] == case
+        if not counted and now_s >= self._find_room_after_s:
             self._find_room_after_s = now_s + SEARCH_AGAIN_S
             useless = {drain.node for drain in view.control.drain}  # they take nobody's place
             useless |= {s.node for s in (view.world.strikes if view.world is not None else ())}
@@ -205,8 +205,8 @@ class Subscriptions:
         snapshot = self._observer.get(self._prefix_of_oldest(node))
         if snapshot is None:
             return False
-        found = snapshot.entries.get(self._oldest.key)
-        return found is None or found.create_revision != self._oldest.create_revision
+        registration = snapshot.entries.get(self._oldest.key)
+        return registration is None or registration.create_revision != self._oldest.create_revision
 
 
 def leads(view: View) -> bool:

@@ -55,38 +55,38 @@ def parse_config(
     path: str, text: str, table: Mapping[str, Any], options: Iterable[Option], command: str
 ) -> dict[str, FileValue]:
     """Returns what a parsed file gives. text: its whole text. Raises `UserError`."""
-    known = {
+    by_key = {
         flag.removeprefix("--"): option
         for option in options
         if option.in_file
         for flag in option.flags
         if flag.startswith("--")
     }
-    found: dict[str, FileValue] = {}
+    values: dict[str, FileValue] = {}
     for key, value in table.items():
         line = line_of(text, key)
         where = path if line is None else f"{path}:{line}"
         dashed = key.replace("_", "-")
         if dashed in (SCRIPT_KEY, ARGUMENTS_KEY):
             name, value = dashed, _words(dashed, value, where)
-        elif dashed in known:
-            name, value = _typed(known[dashed], dashed, value, where)
+        elif dashed in by_key:
+            name, value = _typed(by_key[dashed], dashed, value, where)
         else:
-            near = difflib.get_close_matches(dashed, [*known, SCRIPT_KEY, ARGUMENTS_KEY], n=1)
+            near = difflib.get_close_matches(dashed, [*by_key, SCRIPT_KEY, ARGUMENTS_KEY], n=1)
             then = f"did you mean {near[0]}?" if near else f"see: {command} --help"
             raise UserError(f"{where}: {command} has no option {key!r} for a file; {then}")
-        if name in found:
-            raise UserError(f"{where}: {dashed} is given twice; {found[name].where} has it too")
-        found[name] = FileValue(value=value, where=where)
-    return found
+        if name in values:
+            raise UserError(f"{where}: {dashed} is given twice; {values[name].where} has it too")
+        values[name] = FileValue(value=value, where=where)
+    return values
 
 
 def line_of(text: str, key: str) -> int | None:
     """Returns the line of a key of the file's first level; None if not exactly one line may be
     it."""
     quoted = rf"""(?P<quote>["']?){re.escape(key)}(?P=quote)"""
-    found = list(re.finditer(rf"^[ \t]*(?:\[+[ \t]*)?{quoted}[ \t]*[=.\]]", text, re.MULTILINE))
-    return text.count("\n", 0, found[0].start()) + 1 if len(found) == 1 else None
+    places = list(re.finditer(rf"^[ \t]*(?:\[+[ \t]*)?{quoted}[ \t]*[=.\]]", text, re.MULTILINE))
+    return text.count("\n", 0, places[0].start()) + 1 if len(places) == 1 else None
 
 
 def _typed(option: Option, key: str, value: Any, where: str) -> tuple[str, Any]:
@@ -119,9 +119,9 @@ def _words(key: str, value: Any, where: str) -> Any:
         if not isinstance(value, str) or not value:
             raise UserError(f"{where}: {key}: a string is expected, such as 'train.py'")
         return value
-    words = value if isinstance(value, list) else [None]
-    if not all(isinstance(w, (str, int, float)) and not isinstance(w, bool) for w in words):
+    parts = value if isinstance(value, list) else [None]
+    if not all(isinstance(w, (str, int, float)) and not isinstance(w, bool) for w in parts):
         raise UserError(
             f"{where}: {key}: a list of strings and numbers is expected, such as ['--lr', 0.1]"
         )
-    return [str(word) for word in words]
+    return [str(word) for word in parts]

@@ -118,13 +118,13 @@ class Parser(argparse.ArgumentParser):
         """Lets `--help` list these options alone, and adds `--help-all`, which lists every one."""
         rest = [option for option in self.options if option.name not in names]
         self.unlisted = frozenset(option.name for option in rest)
-        more = sum(option.help != argparse.SUPPRESS for option in rest)
+        unlisted = sum(option.help != argparse.SUPPRESS for option in rest)
         self.add_argument(
             HELP_ALL,
             action=_HelpAll,
             nargs=0,
             default=argparse.SUPPRESS,
-            help=f"All options are shown, {more} more than by --help.",
+            help=f"All options are shown, {unlisted} more than by --help.",
         )
 
     def error(self, message: str) -> NoReturn:
@@ -148,10 +148,10 @@ class Parser(argparse.ArgumentParser):
 
     def named(self, prog: str) -> Parser:
         """Returns the parser of the command that these words name, this parser's own first."""
-        found = self
+        command = self
         for name in prog.removeprefix(self.prog).split():
-            found = found.commands[name]
-        return found
+            command = command.commands[name]
+        return command
 
     def refuse_unknown(self, word: str) -> NoReturn:
         """Ends with the error about an option that this command does not have."""
@@ -164,12 +164,12 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = None if args is None else self.prepare(args)
-        found, unknown = super().parse_known_args(words, namespace)
-        if not hasattr(found, "prog"):
-            found.prog = self.prog
+        values, unknown = super().parse_known_args(words, namespace)
+        if not hasattr(values, "prog"):
+            values.prog = self.prog
         if self.complete is not None and not unknown:
-            self.complete(found)
-        return found, unknown
+            self.complete(values)
+        return values, unknown
 
 
 def add_command(
@@ -229,7 +229,7 @@ def add_options(parser: Parser, options: Sequence[Option], required: Sequence[st
                 metavar=option.metavar,
                 help=text,
             )
-    parser.complete = lambda found: _complete(parser, found)
+    parser.complete = lambda values: _complete(parser, values)
 
 
 def shown_value(value: Any) -> str:
@@ -237,38 +237,38 @@ def shown_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _complete(parser: Parser, found: argparse.Namespace) -> None:
+def _complete(parser: Parser, values: argparse.Namespace) -> None:
     """Sets what no flag has set, and `sources`; raises `UserError` for an invalid value."""
-    found.sources = {o.name: FLAG for o in parser.options if hasattr(found, o.name)}
-    file = _read_file(parser, found)
-    if hasattr(found, "script"):
-        _complete_script(parser, found, file)
+    values.sources = {o.name: FLAG for o in parser.options if hasattr(values, o.name)}
+    file = _read_file(parser, values)
+    if hasattr(values, "script"):
+        _complete_script(parser, values, file)
     for option in parser.options:
-        if option.name in found.sources:
+        if option.name in values.sources:
             continue
         value, source = option.default, DEFAULT
-        if (given := option.given_in(os.environ)) is not None:
-            value, source = given[1], ValueSource(Origin.ENVIRONMENT, given[0])
+        if (setting := option.given_in(os.environ)) is not None:
+            value, source = setting[1], ValueSource(Origin.ENVIRONMENT, setting[0])
         elif (held := file.get(option.name)) is not None:
             value, source = held.value, ValueSource(Origin.FILE, held.where)
-        setattr(found, option.name, value)
-        found.sources[option.name] = source
+        setattr(values, option.name, value)
+        values.sources[option.name] = source
     absent = [
         option
         for option in parser.options
-        if option.name in parser.required and getattr(found, option.name) in (None, "")
+        if option.name in parser.required and getattr(values, option.name) in (None, "")
     ]
     if absent:
         missing_words = " and ".join(_required_word(option) for option in absent)
         parser.error(f"{missing_words} must be given")
 
 
-def _read_file(parser: Parser, found: argparse.Namespace) -> dict[str, FileValue]:
+def _read_file(parser: Parser, values: argparse.Namespace) -> dict[str, FileValue]:
     """Returns what the file of `--config` gives; nothing where no file is named."""
     for option in parser.options:
         if option.flags[0] == "--config":
-            given = option.given_in(os.environ)
-            path = getattr(found, option.name, given[1] if given else None)
+            setting = option.given_in(os.environ)
+            path = getattr(values, option.name, setting[1] if setting else None)
             if not path:
                 break
             from elasticzero.launcher.options.config_file import read_config
@@ -277,16 +277,18 @@ def _read_file(parser: Parser, found: argparse.Namespace) -> dict[str, FileValue
     return {}
 
 
-def _complete_script(parser: Parser, found: argparse.Namespace, file: dict[str, FileValue]) -> None:
+def _complete_script(
+    parser: Parser, values: argparse.Namespace, file: dict[str, FileValue]
+) -> None:
     """Sets the script and its arguments, each from the file unless the command line gives it."""
     for name, key in (("script", SCRIPT_KEY), ("arguments", ARGUMENTS_KEY)):
-        found.sources[name] = ValueSource(Origin.COMMAND_LINE, "command line")
-        if getattr(found, name):
+        values.sources[name] = ValueSource(Origin.COMMAND_LINE, "command line")
+        if getattr(values, name):
             continue
         held = file.get(key)
-        setattr(found, name, held.value if held is not None else [])
-        found.sources[name] = ValueSource(Origin.FILE, held.where) if held is not None else DEFAULT
-    if not found.script:
+        setattr(values, name, held.value if held is not None else [])
+        values.sources[name] = ValueSource(Origin.FILE, held.where) if held is not None else DEFAULT
+    if not values.script:
         parser.error(f"a training script must be given, as in: {parser.prog} train.py")
 
 

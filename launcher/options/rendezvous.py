@@ -76,56 +76,56 @@ class Rendezvous:
     """Lines that are printed for the user."""
 
 
-def resolve_rendezvous(given: Mapping[str, Any], most_nodes: int) -> Rendezvous:
+def resolve_rendezvous(options: Mapping[str, Any], most_nodes: int) -> Rendezvous:
     """Returns where the nodes meet; raises `UserError` for options that contradict each other.
 
-    given: the options of `run` by name.
+    options: the options of `run` by name.
     """
-    conf = parse_conf(given["rdzv_conf"])
+    conf = parse_conf(options["rdzv_conf"])
     settings, idle = _settings(conf)
     lines = [f"--rdzv-conf {name} has no effect here" for name in idle]
-    job = given["job"]
-    if job is None and given["rdzv_id"] not in (None, ""):
-        job = job_of(given["rdzv_id"])
-        if job != given["rdzv_id"]:
-            lines.append(f"--rdzv-id {given['rdzv_id']} is the job {job} here")
-    backend, endpoint = given["rdzv_backend"], given["rdzv_endpoint"] or None
+    job = options["job"]
+    if job is None and options["rdzv_id"] not in (None, ""):
+        job = job_of(options["rdzv_id"])
+        if job != options["rdzv_id"]:
+            lines.append(f"--rdzv-id {options['rdzv_id']} is the job {job} here")
+    backend, endpoint = options["rdzv_backend"], options["rdzv_endpoint"] or None
     if backend not in (None, "c10d", "static", *ETCD_BACKENDS):
         raise UserError(
             f"--rdzv-backend {backend}: c10d, static, etcd, etcd-v2 or elasticzero is expected"
         )
-    if given["standalone"]:
-        for flag, value in (("--etcd", given["etcd"]), ("--rdzv-endpoint", endpoint)):
+    if options["standalone"]:
+        for flag, value in (("--etcd", options["etcd"]), ("--rdzv-endpoint", endpoint)):
             if value is not None:
                 lines.append(f"--standalone: {flag} {value} is ignored")
         return Rendezvous(job=job, settings=settings, lines=tuple(lines))
-    if given["etcd"]:
-        if endpoint not in (None, given["etcd"]):
-            lines.append(f"--etcd {given['etcd']} is used, --rdzv-endpoint {endpoint} is ignored")
-        return Rendezvous(etcd=given["etcd"], job=job, settings=settings, lines=tuple(lines))
+    if options["etcd"]:
+        if endpoint not in (None, options["etcd"]):
+            lines.append(f"--etcd {options['etcd']} is used, --rdzv-endpoint {endpoint} is ignored")
+        return Rendezvous(etcd=options["etcd"], job=job, settings=settings, lines=tuple(lines))
     if endpoint is not None and (backend is None or backend in ETCD_BACKENDS):
         if conf.get("protocol") == "https" and "://" not in endpoint:
             endpoint = ",".join(f"https://{part.strip()}" for part in endpoint.split(","))
         return Rendezvous(etcd=endpoint, job=job, settings=settings, lines=tuple(lines))
     if backend in ETCD_BACKENDS:
         raise UserError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT of an etcd")
-    hosted = _hosted(given, backend, endpoint, most_nodes, conf)
+    hosted = _hosted(options, backend, endpoint, most_nodes, conf)
     if hosted is None:
-        if most_nodes == 1 and given["master_port"] is not None:
+        if most_nodes == 1 and options["master_port"] is not None:
             lines.append("--master-port has no effect on one node: free ports are taken")
         return Rendezvous(job=job, settings=settings, lines=tuple(lines))
     return Rendezvous(
         etcd=hosted.endpoint,
         hosted=hosted,
         job=job or f"job-{hosted.port}",
-        node_rank=given["node_rank"] if backend != "c10d" else None,
+        node_rank=options["node_rank"] if backend != "c10d" else None,
         settings=settings,
         lines=tuple(lines),
     )
 
 
 def _hosted(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     backend: str | None,
     endpoint: str | None,
     most_nodes: int,
@@ -138,20 +138,20 @@ def _hosted(
         if port == 0 or (endpoint is None and most_nodes == 1):
             if most_nodes > 1:
                 raise UserError(
-                    f"--rdzv-endpoint {endpoint}: with --nnodes {given['nnodes']} the port must be "
-                    "one that all nodes know, such as 29400"
+                    f"--rdzv-endpoint {endpoint}: with --nnodes {options['nnodes']} the port must "
+                    "be one that all nodes know, such as 29400"
                 )
             return None
         return HostedEtcd(host=host, port=port, here=is_host)
-    if most_nodes == 1 or (backend is None and given["master_addr"] is None):
+    if most_nodes == 1 or (backend is None and options["master_addr"] is None):
         return None
     if endpoint is not None:
         host, port = split_endpoint(endpoint, STATIC_PORT)
     else:
-        host, port = given["master_addr"] or "127.0.0.1", given["master_port"] or STATIC_PORT
-    rank = given["node_rank"]
-    here = is_host if is_host is not None or rank is None else rank == 0
-    return HostedEtcd(host=host.strip("[]"), port=port, here=here)
+        host, port = options["master_addr"] or "127.0.0.1", options["master_port"] or STATIC_PORT
+    rank = options["node_rank"]
+    is_first = is_host if is_host is not None or rank is None else rank == 0
+    return HostedEtcd(host=host.strip("[]"), port=port, here=is_first)
 
 
 def split_endpoint(text: str, default_port: int) -> tuple[str, int]:
@@ -214,26 +214,26 @@ def check_rendezvous(args: argparse.Namespace, most_nodes: int) -> Rendezvous:
     `UserError`.
     """
     _prefer_stronger(args)
-    found = resolve_rendezvous(vars(args), most_nodes)
+    place = resolve_rendezvous(vars(args), most_nodes)
     if args.standalone and most_nodes > 1:
         raise UserError(f"--standalone is one node, but --nnodes is {args.nnodes}")
-    if found.etcd is None and most_nodes > 1:
+    if place.etcd is None and most_nodes > 1:
         raise UserError(
             f"--nnodes {args.nnodes} needs --etcd HOST:PORT, where the nodes find each other (or "
             "torchrun's --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or --master-addr HOST); "
             "for several nodes on this machine use: elasticzero local --nodes N"
         )
-    if found.etcd is not None and not found.job:
+    if place.etcd is not None and not place.job:
         raise UserError("--etcd needs --job ID, the same on every node: it names the training run")
-    _take_over(args, "etcd", found.etcd, _ETCD_FROM)
-    _take_over(args, "job", found.job, ("rdzv_id", *_ETCD_FROM))
+    _take_over(args, "etcd", place.etcd, _ETCD_FROM)
+    _take_over(args, "job", place.job, ("rdzv_id", *_ETCD_FROM))
     _take_over(args, "host", args.host or args.local_addr, ("local_addr",))
     conf = args.sources["rdzv_conf"]
-    for name, value in found.settings.items():
+    for name, value in place.settings.items():
         if args.sources[name].origin < min(conf.origin, Origin.ENVIRONMENT):
             setattr(args, name, value)
             args.sources[name] = ValueSource(conf.origin, f"--rdzv-conf, {conf.text}")
-    return found
+    return place
 
 
 def _take_over(args: argparse.Namespace, name: str, value: Any, others: Sequence[str]) -> None:
@@ -248,6 +248,6 @@ def _take_over(args: argparse.Namespace, name: str, value: Any, others: Sequence
 
 def _prefer_stronger(args: argparse.Namespace) -> None:
     """Leaves out an option of this project where torchrun's is from a stronger source."""
-    for own, torchruns in (("etcd", "rdzv_endpoint"), ("job", "rdzv_id"), ("host", "local_addr")):
-        if args.sources[torchruns].origin > args.sources[own].origin:
-            setattr(args, own, None)
+    for name, torchruns in (("etcd", "rdzv_endpoint"), ("job", "rdzv_id"), ("host", "local_addr")):
+        if args.sources[torchruns].origin > args.sources[name].origin:
+            setattr(args, name, None)

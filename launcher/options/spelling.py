@@ -24,14 +24,14 @@ def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
 
     Raises `UserError` for a prefix that fits several options of torchrun.
     """
-    known = {flag: option for option in options for flag in option.flags}
-    known |= {flag: known[long] for flag, long in _SHORT.items() if long in known}
+    by_flag = {flag: option for option in options for flag in option.flags}
+    by_flag |= {flag: by_flag[long] for flag, long in _SHORT.items() if long in by_flag}
     taken: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
-        flag, value = _split_word(word, known)
-        option = known.get(flag)
+        flag, value = _split_word(word, by_flag)
+        option = by_flag.get(flag)
         if option is None:
             taken.append(word)
             continue
@@ -49,23 +49,23 @@ def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
     return taken + rest
 
 
-def _split_word(word: str, known: dict[str, Option]) -> tuple[str, str | None]:
+def _split_word(word: str, by_flag: dict[str, Option]) -> tuple[str, str | None]:
     """Returns the flag that a word means, as `known` has it, and the value within the word."""
     if not word.startswith("--"):
         flag, value = word[:2], word[2:]
-        return (flag, value.removeprefix("=") or None) if flag in known else (word, None)
+        return (flag, value.removeprefix("=") or None) if flag in by_flag else (word, None)
     text, equals, value = word.partition("=")
     flag = "--" + text[2:].replace("_", "-")
-    return _complete_flag(flag, known), value if equals else None
+    return _complete_flag(flag, by_flag), value if equals else None
 
 
-def _complete_flag(flag: str, known: dict[str, Option]) -> str:
+def _complete_flag(flag: str, by_flag: dict[str, Option]) -> str:
     """Returns the flag itself, or the only flag of torchrun that begins with it."""
-    if flag in known or flag in ("--help", "--help-all"):
+    if flag in by_flag or flag in ("--help", "--help-all"):
         return flag
     fitting = {
         option.flags[0]
-        for name, option in known.items()
+        for name, option in by_flag.items()
         if name.startswith(flag) and name.startswith("--") and (option.pet or not option.own)
     }
     if len(fitting) > 1:

@@ -148,12 +148,12 @@ IDLE = tuple(
 TORCHRUN_OPTIONS = MAPPED + IDLE
 
 
-def without_effect(given: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each option that was given and has no effect. given: values by name."""
+def without_effect(values: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each option that was given and has no effect. values: values by name."""
     return [
         f"{option.flags[0]} has no effect: {_IDLE[option.flags[0]]}"
         for option in IDLE
-        if given.get(option.name) is not None and option.flags[0] not in SILENT
+        if values.get(option.name) is not None and option.flags[0] not in SILENT
     ]
 
 
@@ -162,7 +162,7 @@ def check_signals(text: str | None) -> tuple[signal.Signals, ...]:
 
     SIGINT always interrupts the node. Raises `UserError` for names that are no such signals.
     """
-    found = []
+    signals = []
     for name in filter(None, (part.strip() for part in (text or "").split(","))):
         if name not in signal.Signals.__members__ or name in _NEVER:
             raise UserError(
@@ -170,5 +170,5 @@ def check_signals(text: str | None) -> tuple[signal.Signals, ...]:
                 "expected, such as SIGTERM,SIGUSR1"
             )
         if name not in ("SIGTERM", "SIGINT"):
-            found.append(signal.Signals[name])
-    return tuple(found)
+            signals.append(signal.Signals[name])
+    return tuple(signals)

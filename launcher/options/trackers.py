@@ -28,18 +28,18 @@ class TrackerTarget:
 
 def tracker_targets(flag: str, text: str | None) -> tuple[TrackerTarget, ...]:
     """Parses a list such as tensorboard:DIR,mlflow; raises `UserError` for an unknown tracker."""
-    found: dict[str, TrackerTarget] = {}
+    targets: dict[str, TrackerTarget] = {}
     for part in (text or "").split(","):
         kind, _, place = part.strip().partition(":")
         if not part.strip():
             continue
         if kind not in PLACES:
-            known = ", ".join(PLACES)
+            names = ", ".join(PLACES)
             raise UserError(
-                f"{flag} {text}: {kind!r} is no tracker; a list of {known} is expected, each with "
+                f"{flag} {text}: {kind!r} is no tracker; a list of {names} is expected, each with "
                 "its place after a colon, as in tensorboard:runs,mlflow"
             )
-        if kind in found:
+        if kind in targets:
             raise UserError(f"{flag} {text}: {kind} is given twice; give it once")
-        found[kind] = TrackerTarget(kind, place or PLACES[kind])
-    return tuple(found.values())
+        targets[kind] = TrackerTarget(kind, place or PLACES[kind])
+    return tuple(targets.values())

@@ -120,12 +120,12 @@ def check_script(script: str, *, is_module: bool, is_program: bool = False) -> s
     if is_program and is_module:
         raise UserError("--no-python and -m exclude each other: a module is run by Python")
     if is_program:
-        found = shutil.which(script)
-        if found is None:
+        program = shutil.which(script)
+        if program is None:
             raise UserError(
                 f"--no-python {script}: there is no such program, or it is not executable"
             )
-        return os.path.abspath(found)
+        return os.path.abspath(program)
     if is_module:
         top = script.partition(".")[0]
         spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
@@ -138,20 +138,20 @@ def check_script(script: str, *, is_module: bool, is_program: bool = False) -> s
     return str(path)
 
 
-def make_log_directory(given: str | None, job: str) -> Path:
+def make_log_directory(log_dir: str | None, job: str) -> Path:
     """Creates DIR/JOB for logs; raises `UserError` if logs cannot be written there.
 
-    given: --log-dir; None: a new temporary directory.
+    log_dir: --log-dir; None: a new temporary directory.
     """
-    what = f"--log-dir {given}" if given else "the directory for logs"
+    what = f"--log-dir {log_dir}" if log_dir else "the directory for logs"
     try:
-        root = Path(given or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
+        root = Path(log_dir or tempfile.mkdtemp(prefix="elasticzero-logs-")).absolute()
         directory = root / job
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        where = f": {error.filename}" if error.filename and not given else ""
+        where = f": {error.filename}" if error.filename and not log_dir else ""
         raise UserError(
             f"{what}: logs cannot be written there ({error.strerror}{where}); give another "
             "--log-dir DIR"

@@ -171,12 +171,12 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
         dump = DumpStacks(step_limit_s(workers, policy))
         return Decision((dump,), f"{late}: the workers are examined")
     nobody_waits = world.resume.tier != "ram"
-    said = view.my_report.phase if view.my_report is not None else None
+    phase = view.my_report.phase if view.my_report is not None else None
     if late is not None and workers.stalled is not None:
         stalled = _report(view, "stalled", f"{late}: the workers here wait for others")
         if stalled.actions:
             return stalled
-    elif (workers.restored or (workers.plain and nobody_waits)) and said in (None, "stalled"):
+    elif (workers.restored or (workers.plain and nobody_waits)) and phase in (None, "stalled"):
         return _report(view, "restored", f"training, generation {world.generation}")
     if is_leader(view):
         decision = lead(view, world, now_s, policy)
@@ -221,8 +221,8 @@ def _report(view: View, phase: Phase, reason: str) -> Decision:
 
 def _has_run(view: View, phase: Phase) -> bool:
     """Returns whether a plain script has been seen to run here in this generation."""
-    known = view.my_report is not None and view.my_report.ran
-    return view.workers.plain and (known or phase == "restored")
+    reported = view.my_report is not None and view.my_report.ran
+    return view.workers.plain and (reported or phase == "restored")
 
 
 def _round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:

@@ -302,19 +302,19 @@ def outranks(world: World, other: World | None) -> bool:
     """
     if other is None or world.token == other.token:
         return other is None
-    mine, its = ((w.generation, w.resume.step) for w in (world, other))
-    return mine > its if mine != its else world.token < other.token
+    order, other_order = ((w.generation, w.resume.step) for w in (world, other))
+    return order > other_order if order != other_order else world.token < other.token
 
 
-def merged(known: Control, found: Control) -> Control:
+def merged(before: Control, stored: Control) -> Control:
     """Returns what operators ask where the store has lost its data: what was known, and what the
     store has now.
 
     No request is ever withdrawn; of two sizes the one that was known counts.
     """
-    more = tuple(drain for drain in found.drain if drain not in known.drain)
+    drains = tuple(drain for drain in stored.drain if drain not in before.drain)
     return Control(
-        drain=(*known.drain, *more),
-        nnodes=known.nnodes if known.nnodes is not None else found.nnodes,
-        stop=known.stop or found.stop,
+        drain=(*before.drain, *drains),
+        nnodes=before.nnodes if before.nnodes is not None else stored.nnodes,
+        stop=before.stop or stored.stop,
     )

@@ -156,8 +156,8 @@ def _saves_from_s(view: View, by_s: float, policy: JobPolicy) -> float:
     world, begins_s = view.world, boundary_deadline_s(view.notice, policy)
     before = 0
     if world is not None:
-        here = [m.node for m in world.members if m.node not in view.missing_since_s]
-        before = here.index(view.me.node) if view.me.node in here else 0
+        present = [m.node for m in world.members if m.node not in view.missing_since_s]
+        before = present.index(view.me.node) if view.me.node in present else 0
     return begins_s + (by_s - begins_s) * before / (before + 1)
 
 

@@ -136,11 +136,11 @@ def progress_floor(world: World, resume_step: int, count: int) -> int:
     return max(resume_step, world.resume.step, world.furthest)
 
 
-def _in_want(world: World, failure: Failure, here: Collection[str]) -> bool:
+def _in_want(world: World, failure: Failure, present: Collection[str]) -> bool:
     """Returns whether it failed because a part of the state to start from is lost with its
     holders."""
     sources = world.resume.sources if failure.blame == "environment" else ()
-    there = {source.rank for source in sources if source.node in here}
+    there = {source.rank for source in sources if source.node in present}
     return any(source.rank not in there for source in sources)
 
 
@@ -180,10 +180,10 @@ def _setback(
 
 
 def _fails_alike(report: Report, failure: Failure) -> bool:
-    mine = report.failure
-    if mine is None or (mine.blame, mine.step) != (failure.blame, failure.step):
+    other = report.failure
+    if other is None or (other.blame, other.step) != (failure.blame, failure.step):
         return False
-    return same_error(mine.message, failure.message)
+    return same_error(other.message, failure.message)
 
 
 def is_the_scripts(row: tuple[FailureRecord, ...]) -> bool:
@@ -241,8 +241,8 @@ def own_failures(world: World, reports: Mapping[str, Report]) -> dict[str, Failu
 def trained(world: World, reports: Mapping[str, Report], staying: Collection[str]) -> int:
     """Returns how many of the members that stay have made steps; all, if this generation made any
     (B6)."""
-    known = world.members if _has_trained(reports) else world.members[: world.trained]
-    return sum(member.node in staying for member in known)
+    members = world.members if _has_trained(reports) else world.members[: world.trained]
+    return sum(member.node in staying for member in members)
 
 
 def _has_trained(reports: Mapping[str, Report]) -> bool:
@@ -256,32 +256,32 @@ def _has_trained(reports: Mapping[str, Report]) -> bool:
 
 
 def outliers(
-    world: World, reports: Mapping[str, Report], here: Collection[str], least: int
+    world: World, reports: Mapping[str, Report], present: Collection[str], least: int
 ) -> dict[str, Failure]:
     """Returns the nodes that are set aside at once, each with the failure that speaks against it
     (B6).
 
-    reports: of the nodes whose workers have stopped. here: the nodes that the next world could
+    reports: of the nodes whose workers have stopped. present: the nodes that the next world could
     have.
     """
-    own = own_failures(world, reports)
+    failures = own_failures(world, reports)
     newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []
     young = () if _has_trained(reports) else newcomers
-    found = {n: f for n, f in own.items() if f.final or f.odd or n in young}
-    if not found and young and _only_lose_each_other(world, reports):
+    apart = {n: f for n, f in failures.items() if f.final or f.odd or n in young}
+    if not apart and young and _only_lose_each_other(world, reports):
         lost = next(r.failure for r in reports.values() if r.failure is not None)
-        found = {node: reports[node].failure or lost for node in young}
-    good = [node for node in here if node not in found]
-    return found if len(good) >= max(1, least) else {}
+        apart = {node: reports[node].failure or lost for node in young}
+    good = [node for node in present if node not in apart]
+    return apart if len(good) >= max(1, least) else {}
 
 
 def _only_lose_each_other(world: World, reports: Mapping[str, Report]) -> bool:
     """Returns whether all nodes are present, none leaves, and some have failed, but only by their
     peers."""
-    said = [reports.get(member.node) for member in world.members]
-    if any(report is None or report.leaving for report in said):
+    answers = [reports.get(member.node) for member in world.members]
+    if any(report is None or report.leaving for report in answers):
         return False
-    failures = [report.failure for report in said if report is not None]
+    failures = [report.failure for report in answers if report is not None]
     blamed = {failure.blame for failure in failures if failure is not None}
     return blamed == {"peer"}
 
@@ -298,18 +298,18 @@ def strikes(
     """
     present = {member.node for member in world.members}
     away = tuple(struck for struck in world.strikes if struck.node not in present)
-    here = tuple(struck for struck in world.strikes if struck.node in present)
-    own = own_failures(world, reports)
-    before = () if lasted_s >= FORGIVEN_S else here
+    struck_here = tuple(struck for struck in world.strikes if struck.node in present)
+    failures = own_failures(world, reports)
+    before = () if lasted_s >= FORGIVEN_S else struck_here
     if odd:
         others = tuple(struck for struck in before if struck.node not in odd)
         new = [_struck(node, failure, before, QUARANTINE_STRIKES) for node, failure in odd.items()]
         return (*away, *others, *new)[-KEPT_STRIKES:]
-    if not own:
+    if not failures:
         return (*away, *before)
-    if len(own) > 1 or len(present) < 2:
+    if len(failures) > 1 or len(present) < 2:
         return away
-    ((node, failure),) = own.items()
+    ((node, failure),) = failures.items()
     last = _setback(world, (node, failure))
     again = [setback for setback in world.setbacks if setback.node == node]
     twice = failure.blame == "user" and any(_same(setback, last) for setback in again)
@@ -321,9 +321,9 @@ def _struck(
     node: str, failure: Failure, before: Collection[NodeStrikes], least: int
 ) -> NodeStrikes:
     """Returns a node's strikes with one more; they are `least` at least."""
-    known = sum(struck.count for struck in before if struck.node == node)
+    earlier = sum(struck.count for struck in before if struck.node == node)
     why = f"rank {failure.rank} failed where others did not ({failure.message[:MAX_MESSAGE]})"
-    count = max(known + 1, least)
+    count = max(earlier + 1, least)
     return NodeStrikes(node=node, count=count, why=why if least > 1 else AGAIN)
 
 
@@ -359,17 +359,17 @@ def quarantine_s(count: int) -> float:
 
 
 def still_quarantined(
-    aside: Mapping[str, float], row: tuple[NodeStrikes, ...], here: Collection[str], least: int
+    aside: Mapping[str, float], row: tuple[NodeStrikes, ...], present: Collection[str], least: int
 ) -> set[str]:
     """Returns the set-aside nodes that a new world does without (B5).
 
-    aside: by node, for how much longer it waits. row: the strikes. here: the nodes that could be in
-    that world.
+    aside: by node, for how much longer it waits. row: the strikes. present: the nodes that could be
+    in that world.
     """
     counts = {struck.node: struck.count for struck in row}
-    struck = [node for node in here if node in aside]
+    struck = [node for node in present if node in aside]
     struck.sort(key=lambda node: (counts[node], aside[node], node))
-    wanting = max(0, least - (len(here) - len(struck)))
+    wanting = max(0, least - (len(present) - len(struck)))
     return set(aside) - set(struck[:wanting])
 
 

@@ -52,10 +52,10 @@ RANKS_SHOWN = 4
 
 def step_limit_s(workers: WorkerGroupState, policy: JobPolicy) -> float | None:
     """Returns the seconds without a step that are too many in the loop; None: there is no limit."""
-    given = policy.hang_timeout_s
-    if given == 0:
+    limit_s = policy.hang_timeout_s
+    if limit_s == 0:
         return None
-    return given if given is not None else max(FLOOR_S, STEPS_LONG * workers.longest_step_s)
+    return limit_s if limit_s is not None else max(FLOOR_S, STEPS_LONG * workers.longest_step_s)
 
 
 def due_s(limit_s: float | None, *, in_loop: bool) -> float:
@@ -105,26 +105,26 @@ class StalledWorker:
 def blame(worker: StalledWorker) -> Failure:
     """Chooses the worker that is to blame, by H5."""
     after = f"after step {worker.step}" if worker.step else "before its first step"
-    said, guilty = worker.located, worker.overdue
+    located, guilty = worker.located, worker.overdue
     if worker.state == SUSPENDED:
-        guilty, found = True, "it is stopped by a signal (SIGSTOP)"
-    elif said is None:
+        guilty, state = True, "it is stopped by a signal (SIGSTOP)"
+    elif located is None:
         kernel = f" in {worker.wait}" if worker.wait else ""
-        found = (
+        state = (
             f"it does not answer: something holds Python's lock, or the kernel does not let it run "
             f"(state {worker.state or '?'}{kernel})"
         )
-    elif said.waits:
+    elif located.waits:
         guilty = False
-        found = f"it seems to wait for other ranks, at {said.place}"
+        state = f"it seems to wait for other ranks, at {located.place}"
     else:
-        found = f"it is at {said.place}"
+        state = f"it is at {located.place}"
     return Failure(
         rank=worker.rank,
         blame="hung" if guilty else "peer",
-        message=f"no step for {worker.silent_s:.1f} s {after}; {found}",
+        message=f"no step for {worker.silent_s:.1f} s {after}; {state}",
         step=worker.step,
-        final=not guilty and said is not None and said.left,
+        final=not guilty and located is not None and located.left,
     )
 
 
@@ -157,6 +157,6 @@ def left_alone(world: World, alarm: Alarm | None) -> tuple[str, Failure] | None:
         return None
     for index, member in enumerate(world.members):
         if alarm.left in world.ranks(index):
-            own = Failure(rank=alarm.left, blame="user", message=alarm.reason, final=True)
-            return member.node, own
+            failure = Failure(rank=alarm.left, blame="user", message=alarm.reason, final=True)
+            return member.node, failure
     return None

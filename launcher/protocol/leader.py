@@ -127,8 +127,8 @@ def unlike(odd: Member, member: Member) -> str:
 
 def joiners_of(view: View, world: World) -> list[Member]:
     """Returns the nodes that wait for a place and that the world may take: L11."""
-    found = alike(candidates_of(view), world.shard, world.members[0].nproc)
-    return [member for member in found if not world.names(member)]
+    candidates = alike(candidates_of(view), world.shard, world.members[0].nproc)
+    return [member for member in candidates if not world.names(member)]
 
 
 def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
@@ -149,14 +149,14 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
         return wait(REMNANTS)
     registered = candidates_of(view)
     candidates = alike(registered, policy.shard)
-    here = len(candidates)
-    if here < policy.min_nodes:
+    ready = len(candidates)
+    if ready < policy.min_nodes:
         odd = [member for member in registered if member not in candidates]
         why = f"; {unlike(odd[0], candidates[0])}" if odd else ""
-        return wait(f"{here} of at least {policy.min_nodes} nodes are here{why}")
+        return wait(f"{ready} of at least {policy.min_nodes} nodes are here{why}")
     settling_s = view.last_join_s + policy.settle_s - now_s
-    if here < policy.max_nodes and settling_s > 0:
-        return wait(f"{here} nodes are here; waiting {policy.settle_s:g} s for more")
+    if ready < policy.max_nodes and settling_s > 0:
+        return wait(f"{ready} nodes are here; waiting {policy.settle_s:g} s for more")
     if view.storage_pending is not None:
         return wait(view.storage_pending)
     members = order_members(None, candidates, (), policy.max_nodes)
@@ -207,8 +207,8 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
     waiting = still_quarantined(
         aside, world.strikes, {m.node for m in candidates}, policy.min_nodes
     )
-    here = [member for member in candidates if member.node not in waiting]
-    members = order_members(None, here, (), policy.max_nodes)
+    ready = [member for member in candidates if member.node not in waiting]
+    members = order_members(None, ready, (), policy.max_nodes)
     if len(members) < policy.min_nodes:
         return wait(f"{len(members)} of at least {policy.min_nodes} nodes are here")
     if view.storage_pending is not None:

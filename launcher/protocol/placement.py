@@ -51,8 +51,8 @@ def alike(members: Sequence[Member], shard: ShardOver, workers: int | None = Non
     its workers, those with `workers` workers; None: with as many as the first has."""
     if shard == "world" or not members:
         return list(members)
-    wanted = members[0].nproc if workers is None else workers
-    return [member for member in members if member.nproc == wanted]
+    nproc = members[0].nproc if workers is None else workers
+    return [member for member in members if member.nproc == nproc]
 
 
 def mirroring_ranks(world: World) -> dict[int, int]:
@@ -67,8 +67,8 @@ def mirroring_ranks(world: World) -> dict[int, int]:
     keepers: dict[int, int] = {}
     sources = replica_sources([member.zone for member in world.members])
     for index, source in enumerate(sources):
-        own = world.ranks(index)
-        keepers |= {rank: own[n % len(own)] for n, rank in enumerate(world.ranks(source))}
+        ranks = world.ranks(index)
+        keepers |= {rank: ranks[n % len(ranks)] for n, rank in enumerate(world.ranks(source))}
     return keepers
 
 

@@ -98,8 +98,8 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     )
     excused = cause is not None and cause[0] in reports and reports[cause[0]].leaving
     odd = outliers(world, reports, _able(view, world, staying, now_s), policy.min_nodes)
-    found = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
-    following = _judged(view, world, found, resume, (present, reports), now_s)
+    outcome = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
+    following = _judged(view, world, outcome, resume, (present, reports), now_s)
     excused |= bool(odd)
     if (end := fail_job(following, cause, policy, excused=excused)) is not None:
         return end_once_saved(view, resume, end, waited_s, policy)
@@ -110,9 +110,9 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     if waited_s < pause_s:
         return wait(f"failed {failed} times without progress; pausing for {pause_s:g} s")
     aside = quarantined(world.strikes, following.strikes, view.struck_s, now_s)
-    found = replace(found, aside=aside)
+    outcome = replace(outcome, aside=aside)
     return _next_world(
-        view, following, found, policy, describe_incomplete_snapshot(world, reports, resume)
+        view, following, outcome, policy, describe_incomplete_snapshot(world, reports, resume)
     )
 
 
@@ -145,20 +145,20 @@ def _trains(world: World, cause: Cause | None) -> bool:
 def _judged(
     view: View,
     world: World,
-    found: _Round,
+    outcome: _Round,
     resume: Resume,
-    said: tuple[Mapping[str, Report], Mapping[str, Report]],
+    answers: tuple[Mapping[str, Report], Mapping[str, Report]],
     now_s: float,
 ) -> World:
     """Returns the next world without its members: its state, and the attribution of the failures.
 
-    said: the reports of the nodes that are there, and of those whose workers have stopped.
+    answers: the reports of the nodes that are there, and of those whose workers have stopped.
     """
-    present, reports = said
-    cause = found.cause
-    recorded = cause if not found.odd or _trains(world, cause) else None
+    present, reports = answers
+    cause = outcome.cause
+    recorded = cause if not outcome.odd or _trains(world, cause) else None
     count = failures_without_progress(
-        world, resume.step, recorded, present, excused=bool(found.odd)
+        world, resume.step, recorded, present, excused=bool(outcome.odd)
     )
     lasted_s = now_s - (view.world_s or now_s)
     return World(
@@ -176,7 +176,7 @@ def _judged(
         micro_batch=micro_batch_limit(world, reports),
         left_out=left_out_after(world, resume, reports),
         setbacks=setbacks(world, resume.step, recorded, reports),
-        strikes=strikes(world, reports, lasted_s, found.odd),
+        strikes=strikes(world, reports, lasted_s, outcome.odd),
         trained=0,
     )
 
@@ -209,30 +209,30 @@ def _with_registered_zones(members: Iterable[Member], view: View) -> list[Member
 
 
 def _next_world(
-    view: View, following: World, found: _Round, policy: JobPolicy, lost: str
+    view: View, following: World, outcome: _Round, policy: JobPolicy, lost: str
 ) -> Decision:
     """Returns the next world with its members, or a decision to wait for enough of them.
 
     lost: a note on a snapshot that no node holds whole.
     """
-    world, cause = view.world, found.cause
+    world, cause = view.world, outcome.cause
     assert world is not None
-    stay = {m.node for m in found.staying}
+    stay = {m.node for m in outcome.staying}
     registered = [] if view.remnants else joiners_of(view, world)
     joiners = [m for m in registered if m.node not in stay]
-    here = {m.node for m in (*joiners, *found.staying)}
-    waiting = still_quarantined(found.aside, following.strikes, here, policy.min_nodes)
-    new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, found.staying))
+    present = {m.node for m in (*joiners, *outcome.staying)}
+    waiting = still_quarantined(outcome.aside, following.strikes, present, policy.min_nodes)
+    new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, outcome.staying))
     members = order_members(world, new, _with_registered_zones(old, view), policy.max_nodes)
     if len(members) < policy.min_nodes:
         return wait(f"{len(members)} of at least {policy.min_nodes} nodes are left; state is kept")
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
     following = replace(following, members=members, trained=before)
-    reason = _why(view, world, following, found)
+    reason = _why(view, world, following, outcome)
     failure = cause[1] if cause is not None and cause[1].bad_step is not None else None
     if failure is None:
         reason += skipped_checkpoint_note(view, following.resume)
-    rest = _why(view, world, following, found, damage=False) + lost
+    rest = _why(view, world, following, outcome, damage=False) + lost
     skipped = skipped_checkpoint(view, following.resume, rest, failure)
     following = replace(following, reason=reason + lost, skipped=skipped)
     return Decision((WriteWorld(following, _gone(view, world, members)),), following.reason)
@@ -284,13 +284,13 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
     writers: dict[int, str] = {}
     for source in sorted(resume.sources, key=lambda source: order[source.node]):
         writers.setdefault(source.rank, source.node)
-    mine = tuple(rank for rank, node in writers.items() if node == view.me.node)
+    ranks = tuple(rank for rank, node in writers.items() if node == view.me.node)
     why = "an operator stops the job" if view.control.stop else "nobody can go on"
     reason = f"{why}: saving step {resume.step} from memory"
     told = view.saved_held == (resume.generation, resume.step)
-    if not mine or (told and set(mine) <= set(view.saved_ranks)):
+    if not ranks or (told and set(ranks) <= set(view.saved_ranks)):
         return wait(reason) if view.saving and waited_s < policy.save_timeout_s else None
-    action = SaveHeldSnapshot(resume.generation, resume.step, len(writers), mine)
+    action = SaveHeldSnapshot(resume.generation, resume.step, len(writers), ranks)
     return Decision((action,), reason)
 
 
@@ -299,8 +299,8 @@ def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, .
     registered."""
     after = {member.node for member in members}
     left_out = [m for m in world.members if m.node not in after]
-    found = [member.node for member in left_out if _registered(view, member)]
-    return tuple(found[:GONE_AT_ONCE])
+    gone = [member.node for member in left_out if _registered(view, member)]
+    return tuple(gone[:GONE_AT_ONCE])
 
 
 def _lives(view: View, member: Member, now_s: float, policy: JobPolicy) -> bool:
@@ -311,9 +311,9 @@ def _lives(view: View, member: Member, now_s: float, policy: JobPolicy) -> bool:
     had been missing for a TTL before: a slow answer counts as a return too, and brings no node
     back.
     """
-    found = (view.members or {}).get(member.node)
-    if found is not None:
-        return found.incarnation == member.incarnation
+    registration = (view.members or {}).get(member.node)
+    if registration is not None:
+        return registration.incarnation == member.incarnation
     ttl_s, well_s = policy.lease_ttl_s, view.store.outage_end_s
     missing_s = view.missing_since_s.get(member.node, now_s)
     young = now_s - (view.round_s or now_s) < ttl_s
@@ -321,8 +321,8 @@ def _lives(view: View, member: Member, now_s: float, policy: JobPolicy) -> bool:
 
 
 def _registered(view: View, member: Member) -> bool:
-    found = (view.members or {}).get(member.node)
-    return found is not None and found.incarnation == member.incarnation
+    registration = (view.members or {}).get(member.node)
+    return registration is not None and registration.incarnation == member.incarnation
 
 
 def _departure(node: str, report: Report | None, alarm: Alarm | None) -> str:
@@ -334,13 +334,15 @@ def _departure(node: str, report: Report | None, alarm: Alarm | None) -> str:
     return ""
 
 
-def _why(view: View, world: World, following: World, found: _Round, *, damage: bool = True) -> str:
+def _why(
+    view: View, world: World, following: World, outcome: _Round, *, damage: bool = True
+) -> str:
     """Returns one sentence on what changed between the two worlds.
 
     damage: the damaged checkpoint, with the message of the rank that found it.
     """
     before, after = ({m.node for m in w.members} for w in (world, following))
-    silent, stay, cause = found.silent, {m.node for m in found.staying}, found.cause
+    silent, stay, cause = outcome.silent, {m.node for m in outcome.staying}, outcome.cause
     parts = []
     if silent:
         parts.append(f"{', '.join(silent)} {_is(silent)} lost")
@@ -350,15 +352,15 @@ def _why(view: View, world: World, following: World, found: _Round, *, damage: b
     if unexplained := [n for n in left if n not in explained]:
         parts.append(f"{', '.join(unexplained)} left")
     parts += explained.values()
-    if needed := sorted((after - before) & found.aside.keys()):
+    if needed := sorted((after - before) & outcome.aside.keys()):
         why = quarantine_reason(following.strikes, needed[0])
         parts.append(f"{', '.join(needed)} {_is(needed)} needed, though set aside: {why}")
     spare = sorted((before - after) & stay)
-    struck = [node for node in spare if node in found.aside]
+    struck = [node for node in spare if node in outcome.aside]
     parts += [
         f"{node} is set aside: {quarantine_reason(following.strikes, node)}" for node in struck
     ]
-    parked = [node for node in spare if node not in found.aside]
+    parked = [node for node in spare if node not in outcome.aside]
     if parked:
         most = count_text(len(after), "node")
         parts.append(f"{', '.join(parked)} wait{'s' * (len(parked) == 1)}: {most} at most")
@@ -372,7 +374,7 @@ def _why(view: View, world: World, following: World, found: _Round, *, damage: b
         elif node not in struck or quarantine_reason(following.strikes, node) == AGAIN:
             message = f" ({failure.message})" if damage or failure.bad_step is None else ""
             parts.append(f"rank {failure.rank} on {node} {verb}{message}")
-        if not found.odd and (alike := repeated_failure_note(following.setbacks)):
+        if not outcome.odd and (alike := repeated_failure_note(following.setbacks)):
             parts.append(alike)
     if not parts:
         parts.append(view.alarm.reason if view.alarm is not None else "workers stopped")

@@ -72,9 +72,9 @@ def _of_one_node(world: World, resume: Resume) -> bool:
     return size == 1 or size < world.world_size
 
 
-def _as_held(origin: Resume, found: Resume) -> Resume:
+def _as_held(origin: Resume, held: Resume) -> Resume:
     """Returns `origin`, which memory still holds, with the sources that were found of it."""
-    return replace(origin, sources=found.sources) if origin.tier == "ram" else origin
+    return replace(origin, sources=held.sources) if origin.tier == "ram" else origin
 
 
 def _whole_snapshots(world: World, reports: Mapping[str, Report]) -> list[Resume]:
