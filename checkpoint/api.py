@@ -71,12 +71,17 @@ def save(
     even share of it. Of a DTensor each rank writes its own rows. Everything that is not a tensor is
     taken from rank 0. A save that fails leaves nothing behind.
 
-    `path`: the checkpoint directory, a path or a URL; the step becomes a directory in it.
-    `tensors`: dicts, lists and tuples, nested in any way, of tensors, arrays, numbers, strings and
-    None. `step`: the number of the step. `state`: further JSON, which `load_state` returns.
-    `wait_s`: how many seconds rank 0 waits for the files of the others. Raises `UserError` if the
-    step exists already, or for values that a checkpoint cannot hold, and `StorageError` if the
-    directory cannot be written or another save of the step came first.
+    Args:
+        path: The checkpoint directory, a path or a URL; the step becomes a directory in it.
+        tensors: Dicts, lists and tuples, nested in any way, of tensors, arrays, numbers, strings
+            and None.
+        step: The number of the step.
+        state: Further JSON, which `load_state` returns.
+        wait_s: How many seconds rank 0 waits for the files of the others.
+
+    Raises:
+        UserError: The step exists already, or a checkpoint cannot hold the values.
+        StorageError: The directory cannot be written, or another save of the step came first.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
     ready = _run_on_all_ranks(lambda: _check_input(path, tensors, step, state, world))
@@ -121,10 +126,16 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     the result comes from the checkpoint. Of a checkpoint that holds more, only the values under the
     first-level keys of `into` are read.
 
-    `path`: a checkpoint directory, of which the newest good step is read, or one step's directory.
-    `into`: nested as the saved values; its tensors must be in the checkpoint.
-    Raises `UserError` if there is no checkpoint, `CheckpointMismatch` if it does not fit `into`,
-    `CheckpointDamaged` if bytes are missing or wrong, and `StorageError` if they cannot be read.
+    Args:
+        path: A checkpoint directory, of which the newest good step is read, or one step's
+            directory.
+        into: Nested as the saved values; its tensors must be in the checkpoint.
+
+    Raises:
+        UserError: There is no checkpoint.
+        CheckpointMismatch: The checkpoint does not fit `into`.
+        CheckpointDamaged: Bytes are missing or wrong.
+        StorageError: The bytes cannot be read.
     """
     checkpoint = open_step(
         catalog.resolve(path) if _is_rank_0() else catalog.resolve(path, _ignore)
@@ -155,9 +166,15 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the `state` that `save` was given; `path` means what it means for `load`.
+    """Returns the `state` that `save` was given.
 
-    Raises the errors of `load`.
+    Args:
+        path: A checkpoint directory, or one step's directory, as for `load`.
+
+    Raises:
+        UserError: There is no checkpoint.
+        CheckpointDamaged: The manifest is missing or wrong.
+        StorageError: The manifest cannot be read.
     """
     manifest = catalog.read_manifest(catalog.resolve(path, _ignore))
     return {key: value for key, value in manifest.state.items() if key != TREE}

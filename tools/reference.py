@@ -65,14 +65,28 @@ def session() -> str:
 
 def _function(function: source.Function, owner: str, level: str = "###") -> str:
     text, described = _split(function)
-    rows = [f"- `{name}`: {about}" for name, about in described]
     signature = f"```python\n{owner}.{function.signature}\n```"
-    parts = [f"{level} {owner}.{function.name}", signature, text, "\n".join(rows)]
+    parts = [f"{level} {owner}.{function.name}", signature, text, _rows(described)]
+    if function.returns:
+        parts.append(f"Returns: {marked(function.returns)}")
+    if function.raises:
+        parts += ["Raises:", _rows(_sentences(function.raises))]
     return "\n\n".join(part for part in parts if part)
 
 
+def _rows(described: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- `{name}`: {about}" for name, about in described)
+
+
+def _sentences(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(name, sentence(marked(text))) for name, text in entries]
+
+
 def _split(function: source.Function) -> tuple[str, list[tuple[str, str]]]:
-    """The prose of a docstring, and its sentences `parameter: what it is.` by parameter."""
+    """The prose of a docstring, and what it says of each parameter: in the section `Args`, or in
+    sentences `parameter: what it is.` where it has no such section."""
+    if function.arguments:
+        return marked(function.text), _sentences(function.arguments)
     names = "|".join(function.parameters) or "$"
     about = re.compile(rf"(?:^|(?<=\. ))`?({names})`?: (.+?\.)(?= [A-Z`a-z]|$) ?", re.MULTILINE)
     described = [(name, sentence(marked(text))) for name, text in about.findall(function.text)]

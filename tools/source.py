@@ -32,8 +32,12 @@ class Function:
     name: str
     signature: str
     text: str
+    """Its docstring without the sections `Args`, `Returns` and `Raises`."""
     parameters: tuple[str, ...]
     is_property: bool
+    arguments: tuple[tuple[str, str], ...] = ()
+    returns: str = ""
+    raises: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,19 @@ def plain(text: str | None) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).strip()
 
 
+def sections(text: str) -> dict[str, str]:
+    """Divides a docstring into its sections (`Args`, `Returns`, `Raises`), with what comes before
+    them under ``."""
+    heads = re.split(r"^(Args|Returns|Raises):\n", text, flags=re.MULTILINE)
+    return {"": heads[0], **dict(zip(heads[1::2], heads[2::2], strict=True))}
+
+
+def entries(section: str) -> tuple[tuple[str, str], ...]:
+    """Divides a section into its entries `name: what it is`; further lines are indented more."""
+    found = re.findall(r"^    (\w+): (.*(?:\n(?: {5,}.*)?)*)", section, re.MULTILINE)
+    return tuple((name, plain(text)) for name, text in found)
+
+
 def fields(node: ast.ClassDef) -> list[Documented]:
     """The public fields, or members, that a class body gives; a string after one describes it."""
     found: list[Documented] = []
@@ -97,12 +114,16 @@ def functions(body: list[ast.stmt]) -> Iterator[Function]:
     for node in body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            text = sections(ast.get_docstring(node) or "")
             yield Function(
                 name=node.name,
                 signature=_signature(node, manages="contextmanager" in decorators),
-                text=plain(ast.get_docstring(node)),
+                text=plain(text[""]),
                 parameters=tuple(a.arg for a in (*node.args.args, *node.args.kwonlyargs)),
                 is_property="property" in decorators,
+                arguments=entries(text.get("Args", "")),
+                returns=plain(text.get("Returns")),
+                raises=entries(text.get("Raises", "")),
             )
 
 

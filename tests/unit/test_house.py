@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import elasticzero
+from tools.source import entries, sections
 
 PRODUCT = ("elasticzero", "launcher", "checkpoint")
 FOLDERS = (*PRODUCT, "examples", "benchmarks", "tests", "tools")
@@ -60,6 +61,26 @@ def test_no_more_public_names_are_defined_twice(root: Path) -> None:
     assert len(places) > 200
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert twice.keys() == DEFINED_TWICE, twice
+
+
+def test_docstrings_describe_the_parameters_that_exist(root: Path) -> None:
+    """A section `Args` has all parameters of its function, in their order, and no other."""
+    described = 0
+    wrong = []
+    for path in sources(root, PRODUCT):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            parts = sections(ast.get_docstring(node) or "")
+            if "Args" not in parts:
+                continue
+            described += 1
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            names = [a.arg for a in arguments if a.arg not in ("self", "cls")]
+            if [name for name, _ in entries(parts["Args"])] != names:
+                wrong.append(f"{path.relative_to(root)}: {node.name}")
+    assert described > 5
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_go_one_way(root: Path) -> None:

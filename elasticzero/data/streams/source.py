@@ -48,14 +48,21 @@ class Stream:
     ) -> None:
         """Makes a stream of shards, of an object with `shards` and `read`, or of a dataset.
 
-        shards: such as paths of files; or an object with `shards`, their number, and `read(shard,
-        start)`, where `shard` is a number; or a dataset that `session.batches` takes as a stream,
-        to give it another window, or a part in a mixture. read: `read(shard, start)` yields the
-        samples of a shard from sample `start` on, the same ones in the same order each time; with
-        one parameter, `read(shard)` yields all of them, and a resume skips. readers: between the
-        number of ranks and that of shards, or a multiple of that, in which case several readers
-        share a shard; default: about 64. shuffle_window: number of samples of a reader that
-        `shuffle=True` shuffles among each other, besides the order of shards.
+        Args:
+            shards: Such as paths of files; or an object with `shards`, their number, and
+                `read(shard, start)`, where `shard` is a number; or a dataset that
+                `session.batches` takes as a stream, to give it another window, or a part in a
+                mixture.
+            read: `read(shard, start)` yields the samples of a shard from sample `start` on, the
+                same ones in the same order each time; with one parameter, `read(shard)` yields all
+                of them, and a resume skips.
+            readers: Between the number of ranks and that of shards, or a multiple of that, in which
+                case several readers share a shard; default: about 64.
+            shuffle_window: Number of samples of a reader that `shuffle=True` shuffles among each
+                other, besides the order of shards.
+
+        Raises:
+            UserError: `shards` has no `read`, and no `read` was given.
         """
         data: Any = shards
         source: Any = _Shards(data, read) if read is not None else source_of(data) or data
@@ -74,8 +81,13 @@ class Stream:
     ) -> Stream:
         """Makes a stream of an `IterableDataset` that divides itself among data workers.
 
-        dataset: `torch.utils.data.get_worker_info()` tells it of `readers` workers, of which each
-        reader is one. A resume skips. The other arguments are those of `Stream`.
+        A resume skips the samples that are used.
+
+        Args:
+            dataset: `torch.utils.data.get_worker_info()` tells it of `readers` workers, of which
+                each reader is one.
+            readers: Number of readers, as of `Stream`.
+            shuffle_window: Number of samples that are shuffled among each other, as of `Stream`.
         """
         source = WorkerShards(dataset, readers)
         return cls(source, readers=readers, shuffle_window=shuffle_window)
@@ -91,11 +103,17 @@ class Stream:
     ) -> Stream:
         """Makes a stream that draws each sample from one of several, at random by their weights.
 
-        streams: each with its weight, a positive number; readers and windows are those of the
-        mixture. repeat: one that has ended begins again, in another order, so that an epoch has no
-        end and the loop needs `steps=`; by default it drops out, and an epoch has each sample of
-        all of them once. The other arguments are those of `Stream`. Raises `UserError` for weights
-        that are not positive.
+        Args:
+            streams: Each with its weight, a positive number; readers and windows are those of the
+                mixture.
+            repeat: A stream that has ended begins again, in another order, so that an epoch has no
+                end and the loop needs `steps=`; by default it drops out, and an epoch has each
+                sample of all of them once.
+            readers: Number of readers of the mixture, as of `Stream`.
+            shuffle_window: Number of samples that are shuffled among each other, as of `Stream`.
+
+        Raises:
+            UserError: A weight is not positive, or there is no stream.
         """
         for weight in streams.values():
             if not (0 < weight < math.inf):
@@ -111,9 +129,15 @@ class Stream:
         """Returns a stream of lists of this one's samples, each list together at most so long.
 
         A list has samples that follow each other in one reader; one that is longer than `length` by
-        itself is a list of its own. `collate_fn` gets a list of these lists. length: such as a
-        number of tokens. size: gives the length of a sample. Raises `UserError` for a length below
-        1.
+        itself is a list of its own. `collate_fn` gets a list of these lists.
+
+        Args:
+            length: The most that the samples of a list may have together, such as a number of
+                tokens.
+            size: Gives the length of a sample.
+
+        Raises:
+            UserError: The length is below 1.
         """
         if length < 1:
             raise UserError(f"Stream.packed was given the length {length}; it must be at least 1")
