@@ -147,8 +147,15 @@ def rank_memory(
 ) -> RankMemory:
     """Returns what one rank holds at the peak of a step, without activations.
 
-    kept: what the optimizer keeps. offloaded: zero3 keeps all but what it gathers in host memory.
-    Raises `ValueError` for an unknown strategy.
+    Args:
+        strategy: The strategy's name.
+        model: The sizes of the model.
+        kept: What the optimizer keeps.
+        line_up: The ranks and how state is divided among them.
+        offloaded: zero3 keeps all but what it gathers in host memory.
+
+    Raises:
+        ValueError: There is no such strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy!r} is not one of {', '.join(STRATEGIES)}")
@@ -229,8 +236,15 @@ def node_snapshot_bytes(
     """Returns the bytes of shared memory that a node with this many workers needs for snapshots.
 
     These are two slots per rank if captures are taken during training, two for each replica, and
-    the memory of a capture at a stop, of mirrors too. shard: bytes of one rank's shard. whole:
-    bytes of the complete state if each rank has all of it; else 0.
+    the memory of a capture at a stop, of mirrors too.
+
+    Args:
+        shard: Bytes of one rank's shard.
+        whole: Bytes of the complete state if each rank has all of it; else 0.
+        workers: Number of workers of the node.
+        captures: Captures are taken during training.
+        replicas: The node keeps replicas of other nodes' shards.
+        mirrors: Ranks keep live copies of other ranks' parts.
     """
     while_training = 2 * shard * workers * (captures + replicas)
     return while_training + (whole or shard * workers * (1 + mirrors))
@@ -248,7 +262,10 @@ def _ordered(names: Mapping[str, int]) -> Sequence[str]:
 def room_for_state(device_bytes: int, activations_bytes: int | None, *, cuda: bool) -> int:
     """Returns the memory of a device that training state may take.
 
-    activations_bytes: memory of a step's activations; None: `ACTIVATIONS_SHARE` of the device.
+    Args:
+        device_bytes: Memory of the device.
+        activations_bytes: Memory of a step's activations; None: `ACTIVATIONS_SHARE` of the device.
+        cuda: The device is a GPU.
     """
     if activations_bytes is None:
         activations_bytes = int(device_bytes * ACTIVATIONS_SHARE)

@@ -29,8 +29,13 @@ _TAGS = frozenset({"$array", "$float", "$map", "$tensor", "$tuple"})
 def flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Returns `value` as JSON, and adds its tensors to `tensors` by their path, without a copy.
 
-    `path`: the path of `value` itself; "" for the root. Raises `UserError`, with the path, for a
-    value that cannot be stored, and for a tensor whose name is taken.
+    Args:
+        value: Dicts, lists and tuples, nested in any way.
+        path: The path of `value` itself; "" for the root.
+        tensors: Takes the tensors.
+
+    Raises:
+        UserError: A value cannot be stored, or a tensor's name is taken; the error has the path.
     """
     return _encode(value, path, tensors, 0)
 

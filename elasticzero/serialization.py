@@ -68,7 +68,15 @@ def decode(kind: type[T], value: Any, where: str = "") -> T:
     """Returns the record of type `kind` that the JSON `value` describes.
 
     Unknown fields are ignored, so that documents of a newer version can be read; a missing field
-    takes its default. Raises `RecordError` naming the place (`where` is its prefix).
+    takes its default.
+
+    Args:
+        kind: The record's class, a dataclass.
+        value: The JSON.
+        where: What the place that an error names begins with.
+
+    Raises:
+        RecordError: The JSON describes no such record; the error names the place.
     """
     result: T = _decode(kind, value, where or kind.__name__)
     return result
@@ -78,7 +86,13 @@ def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
     """Returns records from arrays of their fields' values, in order: for documents of thousands of
     them.
 
-    Every field of `kind` is a str, int, float, bool or None. Raises `RecordError` naming the place.
+    Args:
+        kind: The records' class, of which every field is a str, int, float, bool or None.
+        rows: The arrays, as JSON.
+        where: What the place that an error names begins with.
+
+    Raises:
+        RecordError: The JSON describes no such records; the error names the place.
     """
     record: type = kind
     names, plain = _plain_fields(record)

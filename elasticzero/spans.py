@@ -67,8 +67,13 @@ def intersect(a: Span, b: Span) -> Span:
 def chunk(total: int, world_size: int, rank: int, replicas: int = 1) -> Span:
     """Returns rank `rank`'s part of `total` items, cut in chunks of ceil(total / world_size).
 
-    replicas: number of rows of world_size / replicas ranks each. The items are cut in one chunk for
-    each place in a row, and each chunk is cut once more, among the ranks of all rows at that place.
+    Args:
+        total: Number of items.
+        world_size: Number of ranks.
+        rank: The rank.
+        replicas: Number of rows of world_size / replicas ranks each. The items are cut in one chunk
+            for each place in a row, and each chunk is cut once more, among the ranks of all rows at
+            that place.
     """
     if replicas > 1:
         row, place = divmod(rank, world_size // replicas)
@@ -120,8 +125,12 @@ def fsdp_rows(shape: Sequence[int], world_size: int, rank: int, replicas: int = 
 def covering(target: Span, held: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
     """Returns the parts of `target`, disjoint and in order, each with the first holder that has it.
 
-    `held` gives (holder, span) in order of preference. Raises `ValueError` naming the first element
-    that no holder has.
+    Args:
+        target: The elements to cover.
+        held: (holder, span) in order of preference.
+
+    Raises:
+        ValueError: No holder has an element; the error names the first such one.
     """
     parts: list[tuple[int, Span]] = []
     missing = [target] if target else []

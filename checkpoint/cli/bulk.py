@@ -336,7 +336,10 @@ def _run_with_progress(
 ) -> _T:
     """Runs a long command and shows its progress.
 
-    left: the state of the target after an interrupt, for the message.
+    Args:
+        args: The command's parsed arguments.
+        work: Does the work of the command.
+        left: The state of the target after an interrupt, for the message.
     """
     stream = None if args.quiet else sys.stderr
     workers = getattr(args, "workers", None)

@@ -70,8 +70,15 @@ def export_dcp(
     that a job wrote it is `{"model": ..., "optimizer": {"state": ..., "param_groups": ...},
     "elasticzero": ...}`, keyed by parameter names.
 
-    `target`: a new or empty local directory; an export that fails leaves it as it was. Raises
-    `UserError` for another target, and `StorageError` if it cannot be written.
+    Args:
+        source: The checkpoint's step.
+        target: A new or empty local directory; an export that fails leaves it as it was.
+        options: What is exported; None: the defaults.
+        copy_options: Memory, threads and progress of the copy; None: the defaults.
+
+    Raises:
+        UserError: The target is no new or empty local directory.
+        StorageError: The target cannot be written.
     """
     options, copy_options = options or DcpExportOptions(), copy_options or CopyOptions()
     if "://" in target and not target.startswith("file://"):

@@ -79,8 +79,13 @@ def export_hf(
 ) -> ExportResult:
     """Writes the model's own tensors under their own names.
 
-    `target`: a new or empty directory, or a URL. The index, which only several files need, comes
-    last. An export that fails leaves `target` as it was.
+    The index, which only several files need, comes last.
+
+    Args:
+        source: The checkpoint's step.
+        target: A new or empty directory, or a URL; an export that fails leaves it as it was.
+        options: The size of files, the dtype and the config.json; None: the defaults.
+        copy_options: Memory, threads and progress of the copy; None: the defaults.
     """
     check_export_target(target)
     options, copy_options = options or HfExportOptions(), copy_options or CopyOptions()

@@ -30,7 +30,12 @@ class Copy:
 def plan(layout: Layout, targets: Mapping[str, Span]) -> list[Copy]:
     """Returns the copies that fill every target, each element once, in the order of `targets`.
 
-    Raises `CheckpointMismatch` for a tensor or elements that the checkpoint does not have.
+    Args:
+        layout: Says which rank wrote which elements.
+        targets: The span to fill of each tensor, by name.
+
+    Raises:
+        CheckpointMismatch: The checkpoint does not have a tensor, or some of its elements.
     """
     copies = []
     for name, span in targets.items():

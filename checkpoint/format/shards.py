@@ -93,8 +93,12 @@ def write_shard(
 ) -> ShardFile:
     """Writes a rank's shard file and then its checksum file, which marks the shard as whole.
 
-    `chunks`: the bytes of `shard_specs(manifest, rank)`, in that order, cut anywhere. The iterator
-    may reuse a chunk once the next is requested.
+    Args:
+        storage: The step's files.
+        manifest: The manifest of the step, of which `files` may be missing.
+        rank: The rank whose shard this is.
+        chunks: The bytes of `shard_specs(manifest, rank)`, in that order, cut anywhere. The
+            iterator may reuse a chunk once the next is requested.
     """
     name = manifest.file_name(rank)
     head, expected = shard_header(manifest, rank)
@@ -134,7 +138,13 @@ class ShardReader:
     def read_into(self, name: str, span: Span, buffer: memoryview) -> None:
         """Fills `buffer` with the elements `span` of the file's part of a tensor.
 
-        `buffer`: writable bytes, as many as the span has. Raises `CheckpointDamaged`.
+        Args:
+            name: The tensor's name.
+            span: The elements, where 0 is the first one that the file holds.
+            buffer: Writable bytes, as many as the span has.
+
+        Raises:
+            CheckpointDamaged: Bytes are missing, or differ from what was written.
         """
         self.fill([(name, span, buffer)])
 

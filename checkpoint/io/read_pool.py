@@ -39,9 +39,12 @@ def _busy_s() -> float:
 def run_adaptive(parts: Iterator[P], begin: Callable[[], Callable[[P], None]], most: int) -> None:
     """Reads every part once.
 
-    `begin`: a function that is called once in each thread and returns the function that reads a
-    part there. `most`: maximum number of threads. The first error stops every thread at its next
-    part, and is raised.
+    The first error stops every thread at its next part, and is raised.
+
+    Args:
+        parts: What is read, in the order in which the threads take it.
+        begin: Is called once in each thread, and returns the function that reads a part there.
+        most: Maximum number of threads.
     """
     if most <= 1:
         read = begin()

@@ -169,8 +169,15 @@ def open_snapshot(
 ) -> Checkpoint:
     """Opens the snapshot of a step whose shards several nodes hold.
 
-    `places`: for every rank that wrote, the storages of the step's directory that may hold its
-    shard, best first. Raises `StorageError` or `CheckpointDamaged` if no source of a rank works.
+    Args:
+        places: For every rank that wrote, the storages of the step's directory that may hold its
+            shard, best first.
+        generation: The generation that took the snapshot.
+        step: The step of the snapshot.
+
+    Raises:
+        StorageError: No source of a rank can be reached.
+        CheckpointDamaged: No source of a rank has its shard whole.
     """
     world = len(places)
     if sorted(places) != list(range(world)) or not world:

@@ -83,14 +83,21 @@ def write_checkpoint(
     """Writes this rank's part of a checkpoint; rank 0 then commits it.
 
     A save that fails on any rank fails on all and leaves nothing behind. A rank that failed raises
-    its own error; the others raise a `RetryError` with the text of `coordination.share_error`. A
-    save is not committed if another save of the same step came first.
+    its own error. A save is not committed if another save of the same step came first.
 
-    `draft`: the manifest without `files`, the same on every rank. `rank`: this process's rank in
-    `draft.layout`; None: it writes nothing, and only takes part in the ranks' decisions. `pieces`:
-    one for each of `draft.layout.spans(rank)`, in any order.
+    Args:
+        directory: The checkpoint directory.
+        draft: The manifest without `files`, the same on every rank.
+        rank: This process's rank in `draft.layout`; None: it writes nothing, and only takes part in
+            the ranks' decisions.
+        pieces: One for each of `draft.layout.spans(rank)`, in any order.
+        coordination: How the ranks communicate; None: there is one rank.
 
-    Returns the bytes written: 0 if the step was committed already.
+    Returns:
+        What this rank wrote: 0 bytes if the step was committed already.
+
+    Raises:
+        RetryError: Another rank failed; the text is that of `coordination.share_error`.
     """
     started = time.monotonic()
     save = _Save(directory, draft, rank, coordination or SaveCoordination())

@@ -101,8 +101,11 @@ class Slots:
     def __init__(self, root: Path, name: str, overflow: Path | None = None) -> None:
         """Takes the places of the slots' files.
 
-        `root`: the directory of the node's snapshots. `name`: unique for the writer on this node.
-        `overflow`: a directory on a disk, for slots that find no room in `root`.
+        Args:
+            root: The directory of the node's snapshots.
+            name: Unique for the writer on this node.
+            overflow: A directory on a disk, for slots that find no room in `root`; None: there is
+                none.
         """
         self._roots: tuple[Path, ...] = (root,) if overflow is None else (root, overflow)
         self._name = name

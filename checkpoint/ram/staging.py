@@ -74,8 +74,16 @@ class SharedMemoryStager:
     def __init__(
         self, root: Path, local_rank: int, overflow: Path | None = None, *, name: str = ""
     ) -> None:
-        """Takes the directory of the node's snapshots, and one on a disk for shards that do not fit
-        there. name: what the slots' names begin with, by default that of the worker's own."""
+        """Takes the places of the slots that this worker writes to.
+
+        Args:
+            root: The directory of the node's snapshots.
+            local_rank: The worker's number on its node.
+            overflow: A directory on a disk, for shards that do not fit in `root`; None: there is
+                none.
+            name: What the slots' names begin with; empty: what those of the worker's own begin
+                with.
+        """
         self._store = SnapshotStore(root, overflow)
         self._slots = Slots(root, name or f"worker-{local_rank}", overflow)
         self._memory: dict[MemorySlot, torch.Tensor] = {}
@@ -105,12 +113,19 @@ class SharedMemoryStager:
         """Copies a rank's pieces into a slot and writes a draft; returns the size of the shard in
         bytes.
 
-        The pieces may change once this returns. Raises `StorageError`.
+        The pieces may change once this returns.
 
-        `pieces`: one for each of `draft.layout.spans(rank)`. `keep`: the snapshots to retain, by
-        generation and step; the slots of all others are freed first. None: retain all. `extra`:
-        allow a third slot. `trained`: names of the tensors that must be finite for the shard to be
-        sealed.
+        Args:
+            draft: The manifest without `files`, the same on every rank.
+            rank: The rank whose shard this is.
+            pieces: One for each of `draft.layout.spans(rank)`.
+            keep: The snapshots to retain, by generation and step; the slots of all others are freed
+                first. None: all are retained.
+            extra: A third slot is allowed.
+            trained: Names of the tensors that must be finite for the shard to be sealed.
+
+        Raises:
+            StorageError: There is no room for the shard, or it cannot be written.
         """
         with as_storage_error(f"cannot write a snapshot in {self._store.root}", or_missing=True):
             return self._write(draft, rank, pieces, keep, _StagingOptions(extra, trained))
@@ -178,7 +193,15 @@ class SharedMemoryStager:
         memory: torch.Tensor,
         there: Collection[str],
     ) -> None:
-        """Copies the pieces to their places. there: names of those that are there already."""
+        """Copies the pieces to their places.
+
+        Args:
+            draft: The manifest, which says where each tensor lies.
+            rank: The rank whose shard this is.
+            pieces: What is copied.
+            memory: The slot's memory.
+            there: Names of the tensors that are there already.
+        """
         start = 0
         on_gpu = False
         ordered = ordered_pieces(draft, rank, pieces)

@@ -135,7 +135,10 @@ class SnapshotStore:
     def path(self, generation: int, step: int, root: Path | None = None) -> Path:
         """Returns the directory of one snapshot, which need not exist.
 
-        `root`: one of the two directories; None: the one in shared memory.
+        Args:
+            generation: The generation that took it.
+            step: Its step.
+            root: One of the two directories; None: the one in shared memory.
         """
         return (root or self.root) / generation_directory(generation) / step_directory(step)
 
@@ -232,8 +235,12 @@ class SnapshotStore:
     ) -> None:
         """Records that a rank's shard is written; its writer calls this last.
 
-        must_be_finite: ranges of the file that must be finite for the shard to be sealed. root: the
-        one of the two directories that holds the shard.
+        Args:
+            manifest: The manifest without `files`.
+            rank: The rank whose shard this is.
+            must_be_finite: Ranges of the file that must be finite for the shard to be sealed.
+            root: The one of the two directories that holds the shard; None: the one in shared
+                memory.
         """
         storage = self.open(manifest.generation, manifest.step, root)
         text = b'{"layout_digest":"%s","finite":%s,"manifest":%s}\n' % (

@@ -31,13 +31,22 @@ def persist(
 ) -> tuple[Manifest, int]:
     """Copies a shard and its checksums from memory to storage.
 
-    `seal`: a function that returns the shard's seal, and waits for it if necessary. The shard is
-    copied meanwhile, and its snapshot may be removed once the copy has begun. `replacing`: replace
-    the committed step. `again`: an earlier copy may exist, and is then not repeated.
+    Args:
+        store: The node's memory.
+        shard: The shard to copy.
+        directory: The checkpoint directory.
+        seal: Returns the shard's seal, and waits for it if necessary. The shard is copied
+            meanwhile, and its snapshot may be removed once the copy has begun.
+        replacing: The committed step is replaced.
+        again: An earlier copy may exist, and is then not repeated.
 
-    Returns the rank's own manifest and the number of bytes written, which is 0 if the step is
-    committed already and not replaced. Raises `StorageError`, and `FileNotFoundError` if the
-    snapshot is gone.
+    Returns:
+        The rank's own manifest, and the number of bytes written, which is 0 if the step is
+            committed already and not replaced.
+
+    Raises:
+        StorageError: Storage cannot be written.
+        FileNotFoundError: The snapshot is gone.
     """
     name = store.file_of(shard)
     where = f"the manifest of rank {shard.rank} in {store.path(shard.generation, shard.step)}"
@@ -79,7 +88,14 @@ def await_commit(
 ) -> None:
     """Waits until the step is committed, by the save of this token or by an earlier one.
 
-    Raises `StorageError` after `wait_s`, or with the reason that `give_up` returns.
+    Args:
+        storage: The step's files.
+        token: The token of the save.
+        give_up: Is called repeatedly; a reason that it returns ends the wait.
+        wait_s: Time limit in seconds.
+
+    Raises:
+        StorageError: The step was not committed in time, or `give_up` returned a reason.
     """
     deadline_s, poll_s = time.monotonic() + wait_s, _FIRST_POLL_S
     while not _is_committed(storage, token):
@@ -109,11 +125,22 @@ def pull(
 ) -> bool:
     """Copies a sealed shard from another node and verifies each block.
 
-    Returns False if `cancelled()` ended it.
+    The copy stays invisible until it is complete, because the manifest is written last.
 
-    The copy stays invisible until it is complete, because the manifest is written last. Raises
-    `FileNotFoundError` if the owner has not sealed the shard (yet), else `StorageError` or
-    `CheckpointDamaged`.
+    Args:
+        source: The files of the snapshot on the other node.
+        store: This node's memory.
+        slots: The slots that the copy may use.
+        shard: The shard to copy.
+        cancelled: Returns whether the copy is to end before it is complete.
+
+    Returns:
+        Whether the copy is complete; False if `cancelled` ended it.
+
+    Raises:
+        FileNotFoundError: The owner has not sealed the shard, or not yet.
+        StorageError: The other node cannot be reached, or this one cannot write.
+        CheckpointDamaged: A block is not what its owner has sealed.
     """
     name = snapshot_manifest_name(shard.rank, shard.world_size)
     text = read_small(source, name, catalog.MANIFEST_LIMIT_BYTES)

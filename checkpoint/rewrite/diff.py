@@ -51,7 +51,11 @@ def compare(
 ) -> CheckpointDiff:
     """Compares every tensor by its bits, with both sides verified, and all other state.
 
-    `model_only`: compare only the model's own tensors.
+    Args:
+        a: One checkpoint's step.
+        b: The other checkpoint's step.
+        model_only: Only the model's own tensors are compared.
+        copy_options: Memory, threads and progress; None: the defaults.
     """
     copy_options = copy_options or CopyOptions()
     manifests = catalog.read_manifest(a), catalog.read_manifest(b)

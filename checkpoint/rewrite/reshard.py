@@ -113,7 +113,16 @@ def reshard(
     """Writes the step in `source` to `directory` as a world of another shape would have written it.
 
     The same source and shape give the same file names, so a run that was interrupted continues
-    where it stopped. Raises `UserError` if `directory` has another checkpoint of that step.
+    where it stopped.
+
+    Args:
+        source: The checkpoint's step.
+        directory: The checkpoint directory of the new one.
+        shape: The world size, strategy and dtypes of the new one.
+        copy_options: Memory, threads and progress of the copy; None: the defaults.
+
+    Raises:
+        UserError: `directory` has another checkpoint of that step.
     """
     catalog.check_outside_steps(directory.where)
     old = catalog.read_manifest(source)

@@ -176,11 +176,18 @@ def write_step(
 ) -> CopyResult:
     """Writes every rank's file of a step from a source, then commits the step.
 
-    A failure leaves nothing behind. Raises `UserError` if the directory has another checkpoint of
-    that step.
+    A failure leaves nothing behind.
 
-    `draft`: as for `write_checkpoint`; every tensor in it is in the source. `resumable`: the token
-    determines all bytes, so finished files stay when the user interrupts the copy.
+    Args:
+        directory: The checkpoint directory.
+        draft: As for `write_checkpoint`; every tensor in it is in the source.
+        open_source: Opens the source once for each thread.
+        copy_options: Memory, threads and progress of the copy.
+        resumable: The token determines all bytes, so finished files stay when the user interrupts
+            the copy.
+
+    Raises:
+        UserError: The directory has another checkpoint of that step.
     """
     catalog.check_writable(directory)
     try:

@@ -58,13 +58,21 @@ def commit(
 ) -> bool:
     """Waits until every rank's shard is whole, then creates the manifest.
 
-    `wait_s`: time limit in seconds. `replacing`: the committed step is known to be damaged; it
-    stays until this one replaces it. `give_up`: called repeatedly while waiting; a reason that it
-    returns ends the wait with a `StorageError`.
+    Args:
+        storage: The step's files.
+        draft: The manifest without `files`.
+        wait_s: Time limit in seconds.
+        replacing: The committed step is known to be damaged; it stays until this one replaces it.
+        give_up: Is called repeatedly while this waits; a reason that it returns ends the wait.
 
-    Returns whether the step is now committed with these files; False if another save was committed
-    first. Raises `StorageError` with the ranks whose shards did not appear within `wait_s`, and
-    `CheckpointMismatch` if a rank's layout is not the draft's.
+    Returns:
+        Whether the step is now committed with these files; False if another save was committed
+            first.
+
+    Raises:
+        StorageError: The shards of some ranks, which it names, did not appear within `wait_s`, or
+            `give_up` returned a reason.
+        CheckpointMismatch: A rank's layout is not the draft's.
     """
     if not _await_shards(storage, draft, wait_s, replacing, give_up):
         return False

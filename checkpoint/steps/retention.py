@@ -96,10 +96,14 @@ def apply_retention(
 ) -> CleanupResult:
     """Removes the steps that need not stay and the leftovers of failed saves; never raises.
 
-    `committed`: the manifest that the caller has just committed, with checksums: the newest
-    checkpoint whose bytes are known to be right. It stays, and nothing is removed unless it is
-    still committed. `bad_steps`: steps that are known to be damaged although their sizes are right;
-    they do not count as good.
+    Args:
+        directory: The checkpoint directory.
+        committed: The manifest that the caller has just committed, with checksums: the newest
+            checkpoint whose bytes are known to be right. It stays, and nothing is removed unless it
+            is still committed.
+        keep: Which steps stay.
+        bad_steps: Steps that are known to be damaged although their sizes are right; they do not
+            count as good.
     """
     cleaner = _Cleaner(directory, committed)
     with cleaner.collecting_problems():

@@ -32,7 +32,13 @@ _TRIES = 8
 def set_tags(directory: Directory, step: int, tags: Collection[str]) -> None:
     """Makes tags name a step that is committed, unless they name a newer one (Y2).
 
-    Raises `StorageError` if the step is not good, or a tag's file cannot be written.
+    Args:
+        directory: The checkpoint directory.
+        step: The committed step.
+        tags: The tags that name it.
+
+    Raises:
+        StorageError: The step is not good, or a tag's file cannot be written.
     """
     if not tags:
         return

@@ -49,9 +49,11 @@ class Storage(Readable, Protocol):
     ) -> None:
         """Creates or replaces the file, which gets its name only once it is whole and durable.
 
-        `size`: number of bytes of `chunks`, if it is known. The iterator may reuse a chunk once the
-        next is requested. `cached=False`: the file is not read soon, and need not go through the
-        page cache.
+        Args:
+            name: The file's name.
+            chunks: Its bytes. The iterator may reuse a chunk once the next is requested.
+            size: Number of bytes of `chunks`; None: it is not known.
+            cached: False: the file is not read soon, and need not go through the page cache.
         """
         ...
 
@@ -214,10 +216,13 @@ def partial_name(name: str) -> str:
 def as_storage_error(
     what: str, *, or_missing: bool = False, foreign: bool = False
 ) -> Iterator[None]:
-    """Raises the system's errors as `StorageError`, with `what` failed in front.
+    """Raises the system's errors as `StorageError`.
 
-    `or_missing`: also `FileNotFoundError`. `foreign`: also the exceptions that packages define;
-    Python's own, except `OSError`, come from mistakes in code and stay as they are.
+    Args:
+        what: What failed, for the front of the message.
+        or_missing: `FileNotFoundError` is converted too.
+        foreign: The exceptions that packages define are converted too. Python's own, except
+            `OSError`, come from mistakes in code and stay as they are.
     """
     try:
         yield

@@ -26,11 +26,18 @@ _MOST_PARTS = 10_000
 
 
 def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry: Retrying) -> None:
-    """Uploads the bytes of `chunks` to `path` (bucket/key) of an s3fs file system.
+    """Uploads bytes to a place of an s3fs file system.
 
-    `size`: the number of bytes, if known; it must be known above 160 GB. The object appears whole
-    or not at all, and an upload that fails is aborted. The upload of a killed process stays in the
-    bucket, invisible, until the bucket's own rule removes it (`AbortIncompleteMultipartUpload`).
+    The object appears whole or not at all, and an upload that fails is aborted. The upload of a
+    killed process stays in the bucket, invisible, until the bucket's own rule removes it
+    (`AbortIncompleteMultipartUpload`).
+
+    Args:
+        fs: The file system.
+        path: The bucket and the key, as `bucket/key`.
+        chunks: The bytes.
+        size: Their number; None: it is not known, and must be at most 160 GB.
+        retry: How requests are retried.
     """
     part_bytes = max(UPLOAD_PART_BYTES, -(-(size or 0) // _MOST_PARTS))
     parts = _cut(chunks, part_bytes)

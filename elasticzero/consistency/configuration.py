@@ -71,8 +71,12 @@ def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) ->
     """Describes the arguments of a call of `session.batches` on which the ranks' batches depend.
 
     The size of micro-batches is one, because their number determines how often ranks communicate.
-    loop: the loop's number. allowed: the changes of data that it makes use of; only then is that
-    option compared, of which ranks of the release before have nothing.
+
+    Args:
+        schedule: This rank's micro-batches of the loop.
+        loop: The loop's number.
+        allowed: The changes of data that the loop makes use of; only then is that option compared,
+            of which ranks of the release before have nothing.
     """
     plan = schedule.plan
     whole = -(-plan.global_batch // schedule.world_size)

@@ -79,7 +79,11 @@ def _different(tables: Sequence[Table]) -> tuple[str, ...]:
 def difference(rank: int, tables: Sequence[Table], nodes: Sequence[str], accepted: int) -> str:
     """Returns a sentence with the differences between the table of `rank` and the accepted one.
 
-    nodes: the node of each rank.
+    Args:
+        rank: The rank that differs.
+        tables: The table of each rank.
+        nodes: The node of each rank.
+        accepted: The rank whose table is accepted.
     """
     differing, expected = tables[rank], tables[accepted]
     names = list(_different([differing, expected]))

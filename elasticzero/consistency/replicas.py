@@ -100,8 +100,15 @@ class ReplicaVerifier:
         replicas: Callable[[], Mapping[str, Tensor]],
         shards: Callable[[], tuple[Mesh, Mapping[str, Tensor]]],
     ) -> None:
-        """replicas: returns the tensors that every rank has whole now. shards: returns the rows of
-        ranks, and the tensors that the replicas of this rank's shard have too."""
+        """Takes what is verified; nothing is compared yet.
+
+        Args:
+            groups: The ranks' process groups; None: this rank is alone.
+            assignment: This rank's place and settings.
+            replicas: Returns the tensors that every rank has whole now.
+            shards: Returns the rows of ranks, and the tensors that the replicas of this rank's
+                shard have too.
+        """
         self._groups = groups
         self._assignment = assignment
         self._replicas = replicas

@@ -26,8 +26,11 @@ from elasticzero.options.settings import DataChange
 def epoch_is_over(order: Any, stream: Any, used: int, least: int = 1) -> bool:
     """Returns whether no batch is left of an epoch of which so many samples are used.
 
-    order: the inputs of its order. stream: where its readers go on, of a stream. least: the number
-    of samples of the smallest batch.
+    Args:
+        order: The inputs of the epoch's order.
+        stream: Where its readers go on, of a stream; None: the dataset is none.
+        used: Number of samples that are used.
+        least: Number of samples of the smallest batch.
     """
     samples = None
     if stream is not None:
@@ -54,7 +57,13 @@ def carried_over(
 ) -> DataPosition:
     """Returns where the loop in which training stands goes on by this plan.
 
-    Raises `UserError` if that is a change that is not allowed.
+    Args:
+        plan: The loop's plan, as the script has it now.
+        position: Where training stopped.
+        allowed: The changes that are allowed.
+
+    Raises:
+        UserError: The plan makes a change that is not allowed.
     """
     needed = needed_changes(plan, position)
     if not set(needed) <= set(allowed):
@@ -68,7 +77,10 @@ def carried_over(
 def change_text(plan: LoopPlan, before: DataPosition, step: int) -> str:
     """Returns a sentence on what has changed in the loop in which training stands; empty: nothing.
 
-    before: the position at which training stopped. step: number of global batches until then.
+    Args:
+        plan: The loop's plan, as the script has it now.
+        before: The position at which training stopped.
+        step: Number of global batches until then.
     """
     needed, changed = needed_changes(plan, before), []
     if "batch" in needed:

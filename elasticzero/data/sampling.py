@@ -217,7 +217,11 @@ def loop_start(
 def _next_loop(position: DataPosition, loop: int, dataset: int, order: Any) -> DataPosition:
     """Returns where loop number `loop` begins, which follows those that `position` has passed.
 
-    order: the inputs of its order.
+    Args:
+        position: Where training stands.
+        loop: The loop's number.
+        dataset: The number of its dataset object.
+        order: The inputs of its order.
     """
     mark = position.mark(dataset)
     epoch, offset, stream = mark.epoch, mark.offset, mark.stream
@@ -254,10 +258,16 @@ def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
 def micro_batches(
     batch: GlobalBatch, part: Span, largest: int, size: int | None
 ) -> Iterator[MicroBatch]:
-    """Returns a rank's micro-batches of at most `size` samples (None: all at once).
+    """Returns a rank's micro-batches of a global batch.
 
     Every rank has the same number. A rank with fewer samples than the others fills up with the
-    batch's first sample, at weight 0. part, largest: as `BatchPlan.share` returns them.
+    batch's first sample, at weight 0.
+
+    Args:
+        batch: The global batch.
+        part: The rank's part of it.
+        largest: The largest number of samples that a rank has of it.
+        size: The most samples of a micro-batch; None: all are one.
     """
     size = size or largest
     count = -(-largest // size)

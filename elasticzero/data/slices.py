@@ -50,10 +50,17 @@ def slices_of_groups(
 ) -> Iterator[MicroBatch]:
     """Returns `rank`'s slices of a batch whose samples come from groups of readers.
 
-    samples_G: number of the batch's samples of each group. Each group is cut by itself into slices
-    of `size` samples, of which the last may be shorter. A group without samples is one slice of
-    weight 0, so that rank 0, which has the first group, always has the first slice. The positions
-    are places in the order of groups, which no world changes. The rest is as for `slices_of`.
+    Each group is cut by itself into slices of `size` samples, of which the last may be shorter. A
+    group without samples is one slice of weight 0, so that rank 0, which has the first group,
+    always has the first slice. The positions are places in the order of groups, which no world
+    changes. The rest is as for `slices_of`.
+
+    Args:
+        batch: The global batch.
+        samples_G: Number of the batch's samples of each group.
+        rank: The rank whose slices are returned.
+        world_size: Number of ranks.
+        size: Number of samples of a slice.
     """
     cut: list[Span] = []
     firsts, start = [0], batch.start
@@ -88,8 +95,12 @@ def _parts(
 def slice_seed(seed: int, dataset: int, epoch: int, start: int, use: Use) -> int:
     """Returns the seed, of 64 bits, of what is drawn for a slice.
 
-    seed: the loop's; any integer will do. dataset: the number of the loop's dataset object. start:
-    the position of the slice's first sample in the epoch.
+    Args:
+        seed: The loop's seed; any integer will do.
+        dataset: The number of the loop's dataset object.
+        epoch: The epoch.
+        start: The position of the slice's first sample in the epoch.
+        use: What is drawn.
     """
     value = mix64(seed + 0x632BE59BD9B4E019)
     for number in (dataset, epoch, start, _USES.index(use)):

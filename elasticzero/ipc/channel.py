@@ -67,9 +67,15 @@ class Channel:
         return bool(select.select([], [self._socket], [], 0)[1])
 
     def send_with_fd(self, message: Message, fd: int | None, timeout_s: float) -> None:
-        """Sends a message with a file descriptor, and waits up to `timeout_s` for room.
+        """Sends a message with a file descriptor.
 
-        Raises `ChannelClosed` if there is no room in time.
+        Args:
+            message: The message.
+            fd: The file descriptor; None: there is none.
+            timeout_s: Seconds to wait for room.
+
+        Raises:
+            ChannelClosed: There was no room in time, or the other end is closed.
         """
         line, blocking = _line(message), self._socket.gettimeout()
         try:

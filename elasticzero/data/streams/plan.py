@@ -59,7 +59,13 @@ class StreamPlan:
     def learn(self, epoch: int, read_V: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         """Takes in how far all readers have read in an epoch, and where they go on.
 
-        Raises `UserError` if a reader has ended where it did not before.
+        Args:
+            epoch: The epoch.
+            read_V: Number of samples that each reader has read.
+            rows: For each reader its number of samples, or `UNKNOWN`, and where it goes on.
+
+        Raises:
+            UserError: A reader has ended where it did not before, or the stream has no sample.
         """
         before, total_V = self.of(epoch), np.array([row[0] for row in rows], np.int64)
         # One that reads again what was known to have an end may not have come to it yet.

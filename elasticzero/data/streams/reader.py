@@ -54,7 +54,15 @@ class Reader:
         epoch: int,
         mark: ReaderMark,
     ) -> None:
-        """sequence: at the place of `mark`."""
+        """Begins to read where a mark says.
+
+        Args:
+            sequence: The reader's samples, from the place of `mark` on.
+            order: What the order of the stream's samples depends on.
+            number: The reader's number.
+            epoch: The epoch.
+            mark: Where the reader goes on.
+        """
         self._sequence = sequence
         self._order = order
         self._number = number

@@ -79,7 +79,14 @@ class ReaderProcess(IterableDataset[Any]):
         commands: Sequence[Commands],
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
-        """commands: of each process, by its number."""
+        """Takes what the process reads; it is told by commands when.
+
+        Args:
+            stream: The stream.
+            order: What the order of its samples depends on.
+            commands: The commands of each process, by its number.
+            collate_fn: Collates a part of a micro-batch; None: its samples are handed over.
+        """
         self._stream = stream
         self._order = order
         self._commands = commands
@@ -161,7 +168,11 @@ def collate_of_process(
     """Returns what collates a part of a micro-batch where it was read; None: the whole is collated
     by the training process, since only parts of `default_collate` can be joined.
 
-    joined: a micro-batch may have parts of several processes.
+    Args:
+        collate_fn: What the script has given; None: `default_collate`.
+        processes: Number of processes that load data.
+        arena: Where tensors are put for the training process.
+        joined: A micro-batch may have parts of several processes.
     """
     if collate_fn is None:
         return default_collate if processes <= 1 else arena.collate

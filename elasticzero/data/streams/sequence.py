@@ -43,8 +43,15 @@ class SharedShard:
     def __init__(
         self, source: ShardSource, shard: int, strides: int, offsets: Mapping[int, int]
     ) -> None:
-        """offsets: for each reader, named by its first sample, the number of its samples that it
-        does not need."""
+        """Opens a shard for all readers of this process that have a part of it.
+
+        Args:
+            source: What reads shards.
+            shard: The shard's number.
+            strides: Number of readers that share the shard.
+            offsets: For each reader, named by its first sample, the number of its samples that it
+                does not need.
+        """
         self._strides = strides
         self._from = {first: offset * strides + first for first, offset in offsets.items()}
         self._at = min(self._from.values())
@@ -82,7 +89,17 @@ class ShardSequence:
         place: Place,
         shared: SharedShard | None = None,
     ) -> None:
-        """shared: the shard of which the reader has a part, if others here have parts of it."""
+        """Opens the shards of a reader at a place.
+
+        Args:
+            source: What reads shards.
+            order: What the order of the stream's samples depends on.
+            reader: The reader's number.
+            epoch: The epoch.
+            place: Where the sequence begins.
+            shared: The shard of which the reader has a part, if others in this process have parts
+                of it.
+        """
         part, offset = place
         self._source = source
         self._shared = shared
@@ -133,7 +150,14 @@ class MixedSequence:
         key: int,
         place: Place,
     ) -> None:
-        """open_component: opens a component, by its number, in an epoch at a place."""
+        """Opens the components of a mixture at a place.
+
+        Args:
+            mixture: The streams and their weights.
+            open_component: Opens a component, by its number, in an epoch at a place.
+            key: Seeds the draws.
+            place: Where the sequence begins.
+        """
         self._mixture = mixture
         self._open = open_component
         self._key = key

@@ -76,7 +76,16 @@ class InArena(Sent):
         like: tuple[torch.dtype, tuple[int, ...]],
         memory: Tensor | None = None,
     ) -> None:
-        """like: the tensor's dtype and shape."""
+        """Takes the place of a tensor.
+
+        Args:
+            owner: Names the process that receives the arena.
+            name: The arena's name.
+            at: The tensor's first byte in the arena.
+            like: The tensor's dtype and shape.
+            memory: The arena itself, for the first tensor that names it; None: it was brought
+                before.
+        """
         self._fields = (owner, name, at, like, memory)
         if memory is not None:
             _arenas.setdefault(owner, {})[name] = memory
