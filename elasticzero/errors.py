@@ -28,7 +28,8 @@ class ExitCode(IntEnum):
 
 
 class ElasticZeroError(Exception):
-    """Root of the tree. A message says what happened, where, and what to do next."""
+    """All errors of this project are of this class. A message says what happened, where, and what
+    to do next."""
 
     exit_code = ExitCode.FAILED
 

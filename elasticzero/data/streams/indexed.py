@@ -19,7 +19,7 @@ class IndexedShards:
     """Reads a dataset that is indexed by number, shard by shard."""
 
     def __init__(self, dataset: Any, sizes: Sequence[int]) -> None:
-        """sizes: number of samples of each shard, in the order of the index."""
+        """Takes the dataset, and the number of samples of each shard, in the order of the index."""
         self._dataset = dataset
         self._ends = list(accumulate(map(int, sizes)))
 

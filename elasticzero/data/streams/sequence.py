@@ -30,7 +30,7 @@ class SampleSequence(Protocol):
 
     @property
     def place(self) -> Place:
-        """The place of the next sample."""
+        """Returns the place of the next sample."""
 
     def take(self, count: int) -> list[Any]:
         """Returns the next samples; fewer than `count` at the end."""

@@ -25,7 +25,7 @@ class ShardSource(Protocol):
 
     @property
     def shards(self) -> int:
-        """Number of shards, the same for the whole job."""
+        """Returns the number of shards, the same for the whole job."""
 
     def read(self, shard: int, start: int) -> Iterator[Any]:
         """Yields the samples of a shard from its sample number `start` on."""

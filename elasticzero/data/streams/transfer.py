@@ -112,7 +112,12 @@ class Arena:
     """Collates parts of batches, as `default_collate` does, into slots of shared memory."""
 
     def __init__(self, owner: str, slots: int) -> None:
-        """owner: names who receives the arena. slots: more than parts that are not copied yet."""
+        """Takes no memory yet.
+
+        Args:
+            owner: Names the process that receives the arena.
+            slots: Number of slots, more than there are parts that are not copied yet.
+        """
         self._owner = owner
         self._slots = slots
         self._name = ""
