@@ -8,6 +8,7 @@ state.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -49,6 +50,9 @@ from elasticzero.errors import (
 )
 from elasticzero.nested import encoded_items, flatten, unflatten
 from elasticzero.state.model import LoadTarget
+from elasticzero.text import printable
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -137,9 +141,7 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
         CheckpointDamaged: Bytes are missing or wrong.
         StorageError: The bytes cannot be read.
     """
-    checkpoint = open_step(
-        catalog.resolve(path) if _is_rank_0() else catalog.resolve(path, _ignore)
-    )
+    checkpoint = open_step(catalog.resolve(path, _warn if _is_rank_0() else _ignore))
     targets: dict[str, torch.Tensor] = {}
     requested = None if into is None else flatten(into, "", targets)
     for name, tensor in targets.items():
@@ -317,6 +319,11 @@ def _run_on_all_ranks(work: Callable[[], _T]) -> _T:
         reason = _share_error("" if failure is None else one_line(failure))
         raise failure or StorageError(f"nothing is saved: {reason}")
     return result[0]
+
+
+def _warn(text: str) -> None:
+    """Tells the script's user of newer steps that are skipped."""
+    log.warning("%s", printable(text))
 
 
 def _ignore(_: str) -> None:

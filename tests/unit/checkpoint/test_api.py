@@ -217,3 +217,16 @@ def test_a_step_is_loaded_by_its_tag(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path)["w"].tolist() == [2.0, 2.0]
     checkpoint.save(tmp_path, {"w": torch.zeros(2)}, step=3)
     assert checkpoint.load_state(tmp_path / "tags" / "best.json") == {}
+
+
+def test_a_load_warns_its_user_of_a_newer_step_that_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint.save(tmp_path, {"w": torch.ones(3)}, step=1)
+    newest = Path(checkpoint.save(tmp_path, {"w": torch.zeros(3)}, step=2))
+    next(newest.glob("*.safetensors")).unlink()
+    assert equal(checkpoint.load(tmp_path), {"w": torch.ones(3)})
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("elasticzero.checkpoint.api", "WARNING")
+    assert record.getMessage().startswith("step 2 is damaged (")
+    assert record.getMessage().endswith("); step 1 is used")
