@@ -263,12 +263,13 @@ def to_bytes(document: Any) -> bytes:
     """
     if not isinstance(document, World):
         return _json(encode(document))
-    value = encode(document)
+    resume = document.resume
+    value = encode(replace(document, members=(), resume=replace(resume, sources=())))
     members = [encode(member, complete=True, without=("zone",)) for member in document.members]
     value["members"] = [list(member.values()) for member in members]
     if all(member.zone for member in document.members):
         value["zones"] = [member.zone for member in document.members]
-    value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in document.resume.sources]
+    value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in resume.sources]
     return _json(value)
 
 
