@@ -69,12 +69,13 @@ class StepClock:
         """Events at the start and the end of each micro-batch before."""
         self._excluded: list[tuple[Any, Any]] = []
         """Events around the waits within them."""
-        self._known = True
+        self._measurable = True
+        """False: a GPU's events around a micro-batch have other work of the script between them."""
 
     def reset(self) -> None:
         """Begins another global batch."""
         self.began_s, self.data_wait_s = time.monotonic(), 0.0
-        self._own_s, self._began_s, self._known = 0.0, None, True
+        self._own_s, self._began_s, self._measurable = 0.0, None, True
         self._spans, self._excluded = [], []
 
     def waited(self, seconds: float) -> None:
@@ -105,7 +106,7 @@ class StepClock:
         self.began_s += time.monotonic() - max(since_s, self.began_s)
         if self._began_s is not None:
             self._began_s += time.monotonic() - max(since_s, self._began_s)
-        self._known = self._known and not self._on_gpu
+        self._measurable = self._measurable and not self._on_gpu
 
     @property
     def seconds(self) -> float | None:
@@ -115,7 +116,7 @@ class StepClock:
         """
         if not self._on_gpu:
             return self._own_s
-        if not self._known or not self._spans or not self._spans[-1][1].query():
+        if not self._measurable or not self._spans or not self._spans[-1][1].query():
             return None
         spans, waits = (
             sum(begin.elapsed_time(end) for begin, end in pairs)
