@@ -138,6 +138,6 @@ class OpenRun:
             link.end(error, self._generation.training)
         except SystemExit as stop:
             exit_now(stop.code if isinstance(stop.code, int) else 1)
-        except BaseException as own:  # noqa: BLE001 - the script's own error
-            self._hook(type(own), own, own.__traceback__)
+        except BaseException as raised:  # noqa: BLE001 - the script's own error
+            self._hook(type(raised), raised, raised.__traceback__)
             exit_now(1)

@@ -74,8 +74,8 @@ def check_finite(
     checked = (piece for piece in pieces if piece.name in trained)
     bad = [piece.name for piece in checked if not all_finite(piece.data)]
     if bad:
-        found = not_finite_error(f"step {manifest.step} on rank {assignment.rank}", bad)
-        raise NotFinite(f"{found}; {newest_good_checkpoint(assignment.checkpoint_dir)}")
+        text = not_finite_error(f"step {manifest.step} on rank {assignment.rank}", bad)
+        raise NotFinite(f"{text}; {newest_good_checkpoint(assignment.checkpoint_dir)}")
 
 
 def newest_good_checkpoint(directory: str | None) -> str:

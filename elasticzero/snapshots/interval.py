@@ -89,10 +89,10 @@ class IntervalTuner:
         0."""
         if not self._costs_s or not self._steps_s:
             return 0
-        every, known = interval(self.cost_s, self.step_s), self._proposed
+        every, before = interval(self.cost_s, self.step_s), self._proposed
         if len(self._costs_s) < SURE_COSTS:
             every = min(every, FIRST_STEPS)
-        if known and known / 2 <= every <= known * 2:
+        if before and before / 2 <= every <= before * 2:
             return 0
         self._proposed = every
         return every

@@ -76,7 +76,7 @@ def draft(
     if before == layout:
         layout = before
     asked = copy.position.tagging
-    others = tuple(each for each in asked if each.step != copy.step)
+    others = tuple(request for request in asked if request.step != copy.step)
     position = replace(copy.position, tagging=others)  # its own are in the manifest
     manifest = Manifest(
         step=copy.step,

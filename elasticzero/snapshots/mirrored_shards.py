@@ -49,8 +49,8 @@ class MirroredShards:
         """
         for rank, share in self._states().items():
             a = self._assignment
-            own = WriterInfo.of(a, self._strategy, a.world_size, complete=False)
-            writer = replace(own, rank=rank)
+            own_writer = WriterInfo.of(a, self._strategy, a.world_size, complete=False)
+            writer = replace(own_writer, rank=rank)
             with preserve_rng(self._device):
                 seed_all(0, rank, copy.step)
                 rng = RngState.capture(self._device)

@@ -43,20 +43,25 @@ class Pretrained:
         """
         self._where, self._link = _path(where), link
         named = NamedModel(model)
-        self._own = own = {**named.parameters, **named.buffers}  # kept, or ids would be used again
-        self._names = {id(tensor): name for name, tensor in own.items()}
+        tensors = {**named.parameters, **named.buffers}
+        self._tensors = tensors  # kept, or ids would be used again
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._unread: dict[str, str] = {}
         """The name in the files of each tensor that is still to be read, by that in the model."""
         self._source: TensorSource | None = None
         if link.assignment.resume.tier == "fresh" and link.assignment.rank == 0:
             try:
                 foreign = _open(self._where)
-                self._unread = stored_names(own, named.aliases, foreign)
+                self._unread = stored_names(tensors, named.aliases, foreign)
             except UserError as error:
                 raise type(error)(f"session.prepare(…, load={self._where!r}): {error}") from None
             self._source = foreign.open_source(BUFFER_BYTES)
-            known = {*own, *named.aliases, *(n.removeprefix(MODEL) for n in self._unread.values())}
-            print(_summary(foreign.specs, known, self._where), file=sys.stderr, flush=True)
+            names = {
+                *tensors,
+                *named.aliases,
+                *(n.removeprefix(MODEL) for n in self._unread.values()),
+            }
+            print(_summary(foreign.specs, names, self._where), file=sys.stderr, flush=True)
 
     def has(self, tensor: Tensor) -> bool:
         """Returns whether this is one of the model's parameters and persistent buffers."""
@@ -89,44 +94,44 @@ class Pretrained:
 
 
 def stored_names(
-    own: Mapping[str, Tensor], aliases: Mapping[str, str], foreign: ForeignCheckpoint
+    tensors: Mapping[str, Tensor], aliases: Mapping[str, str], foreign: ForeignCheckpoint
 ) -> dict[str, str]:
     """Returns the name in the files of each tensor of the model.
 
     A tensor that has several names in the model, or in the files, is stored under any of them.
-    aliases: {other name in the model: the name in `own`}. Raises `CheckpointMismatch` if one is
+    aliases: {other name in the model: the name in `tensors`}. Raises `CheckpointMismatch` if one is
     missing or does not fit.
     """
-    there = {name.removeprefix(MODEL): name for name in foreign.specs}
+    full_names = {name.removeprefix(MODEL): name for name in foreign.specs}
     for alias, kept in foreign.state["aliases"].items():
-        there.setdefault(alias, there[kept])
-    found: dict[str, str] = {}
-    for name, kept in [*((name, name) for name in own), *aliases.items()]:
-        if name in there:
-            _check(name, foreign.specs[there[name]], tensor_spec(own[kept], kept))
-            first = found.setdefault(kept, there[name])
-            if not _equal(foreign, first, there[name]):
+        full_names.setdefault(alias, full_names[kept])
+    stored: dict[str, str] = {}
+    for name, kept in [*((name, name) for name in tensors), *aliases.items()]:
+        if name in full_names:
+            _check(name, foreign.specs[full_names[name]], tensor_spec(tensors[kept], kept))
+            first = stored.setdefault(kept, full_names[name])
+            if not _equal(foreign, first, full_names[name]):
                 raise CheckpointMismatch(
                     f"{kept!r} and {name!r} are one tensor in the model, and differ in the files"
                 )
-    if missing := [name for name in own if name not in found]:
+    if missing := [name for name in tensors if name not in stored]:
         raise CheckpointMismatch(
             f"the files have no tensor {missing[0]!r}"
             f"{f', nor {len(missing) - 1} more of the model' if missing[1:] else ''}; they have "
-            f"{next(iter(there))!r}, for example. If it is a second name of another tensor, tie "
-            "the two before (Transformers: model.tie_weights())"
+            f"{next(iter(full_names))!r}, for example. If it is a second name of another tensor, "
+            "tie the two before (Transformers: model.tie_weights())"
         )
-    return found
+    return stored
 
 
-def _check(name: str, there: TensorSpec, here: TensorSpec) -> None:
+def _check(name: str, stored: TensorSpec, spec: TensorSpec) -> None:
     """Raises `CheckpointMismatch` unless a tensor of the files can fill one of the model."""
-    kinds = torch_dtype(there.dtype), torch_dtype(here.dtype)
+    kinds = torch_dtype(stored.dtype), torch_dtype(spec.dtype)
     rounds = all(kind.is_floating_point and kind.itemsize > 1 for kind in kinds)
-    if there.shape != here.shape or not (rounds or there.dtype == here.dtype):
+    if stored.shape != spec.shape or not (rounds or stored.dtype == spec.dtype):
         raise CheckpointMismatch(
-            f"{name!r} is {there.dtype} {list(there.shape)} in the files, and {here.dtype} "
-            f"{list(here.shape)} in the model"
+            f"{name!r} is {stored.dtype} {list(stored.shape)} in the files, and {spec.dtype} "
+            f"{list(spec.shape)} in the model"
         )
 
 
@@ -140,11 +145,11 @@ def _equal(foreign: ForeignCheckpoint, one: str, other: str) -> bool:
     return all(bytes(a) == bytes(b) for a, b in zip(*parts, strict=True))
 
 
-def _summary(specs: Mapping[str, TensorSpec], known: set[str], where: str) -> str:
+def _summary(specs: Mapping[str, TensorSpec], of_model: set[str], where: str) -> str:
     names = [name.removeprefix(MODEL) for name in specs]
-    size = sum(specs[MODEL + name].nbytes for name in names if name in known)
+    size = sum(specs[MODEL + name].nbytes for name in names if name in of_model)
     line = f"the model begins with {size_text(size)} of values from {where}"
-    if unused := [repr(name) for name in names if name not in known]:
+    if unused := [repr(name) for name in names if name not in of_model]:
         line += f"; the model has no {list_text(unused, 3)}"
     return line
 

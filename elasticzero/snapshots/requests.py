@@ -162,12 +162,12 @@ class CheckpointRequests:
     def exchange(self, step: int) -> bool:
         """Learns what the ranks ask of the last boundary's state, once they know that one does;
         returns whether one does. All ranks call this together."""
-        found, self._due = self._due, set()
+        tags, self._due = self._due, set()
         if self._groups is not None:
-            texts = self._groups.exchange(json.dumps(sorted(found)).encode())
-            found = {tag for text in texts for tag in json.loads(text)}
-        self._tagging = with_tags(self._tagging, step, found - {""})
-        return bool(found)
+            texts = self._groups.exchange(json.dumps(sorted(tags)).encode())
+            tags = {tag for text in texts for tag in json.loads(text)}
+        self._tagging = with_tags(self._tagging, step, tags - {""})
+        return bool(tags)
 
     def exchange_and_save(self, copy: BoundaryCopy, verify: Callable[[], None]) -> BoundaryCopy:
         """Has the last boundary's state saved, once the ranks know that one of them asks for it
@@ -235,16 +235,16 @@ class CheckpointRequests:
 
     def _exists(self, step: int) -> bool:
         """Returns whether a step is a good checkpoint, as rank 0 finds it."""
-        found = False
+        good = False
         assignment = self._link.assignment
         if assignment.rank == 0 and (url := assignment.checkpoint_dir) is not None:
             storage = open_directory(url).step(step_directory(step))
             try:
-                found = within(STORAGE_LIMIT_S, url, lambda: is_good(storage))
+                good = within(STORAGE_LIMIT_S, url, lambda: is_good(storage))
             except (ElasticZeroError, OSError) as error:
                 self._print(f"it is not known whether step {step} was saved: {error}")
         groups = self._groups
-        return found if groups is None else bool(groups.control_tree.allreduce_max(int(found)))
+        return good if groups is None else bool(groups.control_tree.allreduce_max(int(good)))
 
     def _print(self, text: str) -> None:
         if self._link.assignment.rank == 0:

@@ -190,8 +190,8 @@ def check_tracked(name: str, thing: Any, optimizers: Optimizers, strategy: str) 
         raise UserError(f"session.track({name!r}, …): {PARTITIONED_COPY}")
     for part in (thing, *getattr(thing, "_schedulers", ())):
         other = getattr(part, "optimizer", None)
-        own = any(other is optimizer for optimizer in optimizers.by_name.values())
-        if isinstance(other, torch.optim.Optimizer) and not own:
+        is_prepared = any(other is optimizer for optimizer in optimizers.by_name.values())
+        if isinstance(other, torch.optim.Optimizer) and not is_prepared:
             raise UserError(
                 f"session.track({name!r}, …): this {type(part).__name__} was built on another "
                 "optimizer than what session.prepare has returned, so it would change "
@@ -202,8 +202,8 @@ def check_tracked(name: str, thing: Any, optimizers: Optimizers, strategy: str) 
 def check_arguments(others: Mapping[str, Any]) -> None:
     """Raises `UserError` for arguments that `session.batches` does not take."""
     for name in others:
-        known = BATCH_ARGUMENTS.get(name)
-        advice = f": {known}" if known else ""
+        instead = BATCH_ARGUMENTS.get(name)
+        advice = f": {instead}" if instead else ""
         raise UserError(f"session.batches takes no {name}={advice}")
 
 

@@ -57,9 +57,9 @@ class Datasets:
         self.note_printed = False
 
     def number(self, dataset: Any) -> int:
-        found = self._known.get(id(dataset))
-        if found is not None and found[0]() is dataset:
-            return found[1]
+        entry = self._known.get(id(dataset))
+        if entry is not None and entry[0]() is dataset:
+            return entry[1]
         self._known[id(dataset)] = _reference(dataset), self._count
         self._count += 1
         return self._count - 1
@@ -107,8 +107,8 @@ class Loops:
 
     def micro_batch_limit(self, training: TrainingState) -> int | None:
         """Returns the most samples of a micro-batch of automatic size; None: no limit is known."""
-        known = (training.position.micro_batch, self._link.assignment.micro_batch)
-        return min((size for size in known if size is not None), default=None)
+        limits = (training.position.micro_batch, self._link.assignment.micro_batch)
+        return min((size for size in limits if size is not None), default=None)
 
     def run(
         self,
@@ -244,9 +244,9 @@ class Loops:
     def _without_left_out(self, schedule: RankSchedule, dataset: int) -> RankSchedule:
         """Returns the schedule that leaves out the batches of this dataset that are to be."""
         batches = [
-            GlobalBatch(epoch=found.epoch, start=found.start, stop=found.stop)
-            for found in self._link.assignment.left_out
-            if found.dataset == dataset
+            GlobalBatch(epoch=batch.epoch, start=batch.start, stop=batch.stop)
+            for batch in self._link.assignment.left_out
+            if batch.dataset == dataset
         ]
         return replace(schedule, left_out=frozenset(batches))
 

@@ -113,22 +113,22 @@ def _evaluate_stream(
     )
     last = [any_sample(stream, order)]
     while True:
-        found = next(batches, None)
+        numbered = next(batches, None)
         if groups is not None:
-            more = groups.barrier(Call.EVALUATE, int(found is not None))
+            ranks_read = groups.barrier(Call.EVALUATE, int(numbered is not None))
         else:
-            more = int(found is not None)
-        if not more:
+            ranks_read = int(numbered is not None)
+        if not ranks_read:
             break
         check()
-        number, samples = found if found is not None else (rank, last)
+        number, samples = numbered if numbered is not None else (rank, last)
         last = samples
         seed_generators(slice_seed(0, 0, number, int(sums[number % order.readers, 0]), "compute"))
         batch = to_device((reader.collate_fn or default_collate)(samples), reader.device)
         names, means = _means(fn, batch, names)
         if sums.shape[1] == 1:
             sums = torch.cat([sums, torch.zeros(order.readers, len(names)).double()], 1)
-        if found is not None:
+        if numbered is not None:
             sums[number, 0] += len(samples)
             sums[number, 1:] += means * len(samples)
     if groups is not None:
@@ -145,10 +145,10 @@ def _means(fn: EvaluationFn, batch: Any, names: list[str] | None) -> tuple[list[
     values; a number without a name has an empty one."""
     value = fn(batch)
     values = dict(value) if isinstance(value, Mapping) else {"": value}
-    found = sorted(values)
-    if names is not None and found != names:
-        raise UserError(f"session.evaluate: fn gave {found} after {names}")
-    return found, torch.tensor([_number(values[name]) for name in found], dtype=torch.float64)
+    keys = sorted(values)
+    if names is not None and keys != names:
+        raise UserError(f"session.evaluate: fn gave {keys} after {names}")
+    return keys, torch.tensor([_number(values[name]) for name in keys], dtype=torch.float64)
 
 
 def _result(means: dict[str, float]) -> Result:
@@ -172,7 +172,7 @@ def evaluating(
     three."""
     modes = {module: module.training for module in model.modules()}
     buffers = auxiliary.buffers
-    own = {name: buffer.clone() for name, buffer in buffers.items()}
+    own_values = {name: buffer.clone() for name, buffer in buffers.items()}
     with ExitStack() as stack:
         stack.enter_context(preserve_rng(auxiliary.device))
         stack.enter_context(torch.no_grad())
@@ -185,4 +185,4 @@ def evaluating(
             for module, training in modes.items():
                 module.training = training
             for name, buffer in buffers.items():
-                buffer.copy_(own[name])
+                buffer.copy_(own_values[name])

@@ -50,7 +50,7 @@ def gather_state_dict(
         if share.specs[name].shape
     }
     first = groups is None or groups.rank_info.rank == 0
-    found: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     for name in names.parameters:
         full = MODEL + name
         if groups is not None and groups.rank_info.world_size > 1 and full in by_rows:
@@ -62,8 +62,10 @@ def gather_state_dict(
         else:
             value = share.held[full].tensor.view(share.specs[full].shape)
         if first:
-            found[name] = value.detach().to("cpu", copy=True)
+            gathered[name] = value.detach().to("cpu", copy=True)
     if not first:
         return {}
-    found |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in names.buffers.items()}
-    return {name: found[names.aliases.get(name, name)] for name in names.entries}
+    gathered |= {
+        name: buffer.detach().to("cpu", copy=True) for name, buffer in names.buffers.items()
+    }
+    return {name: gathered[names.aliases.get(name, name)] for name in names.entries}

@@ -67,20 +67,20 @@ def _sparse(model: nn.Module) -> Iterator[str]:
 def batch_norm_note(model: nn.Module, device: torch.device) -> str | None:
     """Returns a sentence on a model whose statistics depend on the world size; None: there are no
     such modules."""
-    found = [
+    norms = [
         name
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
     ]
-    if not found:
+    if not norms:
         return None
-    others = "" if len(found) == 1 else f" and {len(found) - 1} more"
+    others = "" if len(norms) == 1 else f" and {len(norms) - 1} more"
     advice = (
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them those of all ranks"
         if device.type == "cuda"
         else "GroupNorm and LayerNorm do not depend on it"
     )
     return (
-        f"note: {found[0]!r}{others} is a BatchNorm: its statistics are of one rank's "
+        f"note: {norms[0]!r}{others} is a BatchNorm: its statistics are of one rank's "
         f"micro-batch, so that results depend on the world size and micro_batch; {advice}"
     )

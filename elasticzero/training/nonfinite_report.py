@@ -19,27 +19,27 @@ def own_findings(strategy: Strategy) -> str:
     Raises `UserError` where another mistake is the reason.
     """
     suspects = strategy.suspects()
-    found = ["the loss"] if suspects.loss else []
+    findings = ["the loss"] if suspects.loss else []
     if suspects.gradients:
-        more = len(suspects.gradients) - 1
-        found.append(
-            f"the gradient of {suspects.gradients[0]!r}{f' and {more} more' if more else ''}"
+        others = len(suspects.gradients) - 1
+        findings.append(
+            f"the gradient of {suspects.gradients[0]!r}{f' and {others} more' if others else ''}"
         )
-    return " and ".join(found)
+    return " and ".join(findings)
 
 
-def print_skipped(rank: int, step: int, reason: str, own: str = "") -> None:
-    """Prints, on rank 0 and where `own` is given, that a step was skipped.
+def print_skipped(rank: int, step: int, reason: str, finding: str = "") -> None:
+    """Prints, on rank 0 and where `finding` is given, that a step was skipped.
 
-    own: what is not finite on this rank.
+    finding: what is not finite on this rank.
     """
-    more = f" (on this rank {own})" if own else ""
-    if own or rank == 0:
-        print(f"step {step} was skipped: {reason}{more}", file=sys.stderr, flush=True)
+    where = f" (on this rank {finding})" if finding else ""
+    if finding or rank == 0:
+        print(f"step {step} was skipped: {reason}{where}", file=sys.stderr, flush=True)
 
 
 def all_findings(
-    strategy: Strategy, groups: ProcessGroups | None, given: Assignment, step: int
+    strategy: Strategy, groups: ProcessGroups | None, assignment: Assignment, step: int
 ) -> Findings:
     """Returns what is not finite on any rank; all ranks call this together.
 
@@ -51,8 +51,8 @@ def all_findings(
     bad = [suspects.loss]
     bad += [name.removeprefix(MODEL) in suspects.gradients for name in names]
     bad += [name in broken for name in names]
-    table = torch.zeros(given.world_size, len(bad), dtype=torch.uint8)
-    table[given.rank] = torch.tensor(bad)
+    table = torch.zeros(assignment.world_size, len(bad), dtype=torch.uint8)
+    table[assignment.rank] = torch.tensor(bad)
     if groups is not None:
         table = groups.sum(table)
     first = dict(reversed([(what, rank) for rank, what in table.nonzero().tolist()]))

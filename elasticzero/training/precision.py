@@ -106,15 +106,15 @@ def _compute_in(module: nn.Module, device_type: str, dtype: torch.dtype) -> None
 
     The replacement is a bound method: a deep copy of the module has one of its own.
     """
-    own = module.forward
-    function: Callable[..., Any] = getattr(own, "__func__", own)
-    is_method = getattr(own, "__self__", None) is module
+    original = module.forward
+    function: Callable[..., Any] = getattr(original, "__func__", original)
+    is_method = getattr(original, "__self__", None) is module
 
     @functools.wraps(function)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype=dtype):
-            given = (self, *args) if is_method else args
-            output = function(*given, **kwargs)
+            arguments = (self, *args) if is_method else args
+            output = function(*arguments, **kwargs)
         return map_tensors(_to_float32, output)
 
     module.__dict__["forward"] = MethodType(forward, module)

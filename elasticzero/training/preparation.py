@@ -293,8 +293,8 @@ def _choose_buckets(
     if groups is None or strategy == "zero3" or assignment.deterministic:
         return buckets
     buckets.begin_recording(named.parameters, assignment.rank)
-    known = buckets.plan.size_bytes is not None
-    if assignment.bucket_bytes == "auto" and assignment.world_size > 1 and not known:
+    has_size = buckets.plan.size_bytes is not None
+    if assignment.bucket_bytes == "auto" and assignment.world_size > 1 and not has_size:
         cost = exchange_cost(strategy, mesh, place.device)
         trained = [p for p in named.parameters.values() if p.requires_grad]
         best = cost.best_bytes(sum(p.numel() * p.element_size() for p in trained))

@@ -289,8 +289,12 @@ class StepState:
     def weighed(self) -> bool:
         """Returns whether a micro-batch of the global batch has a weight, of the script or by
         default."""
-        begun = self.phase in (StepPhase.BACKWARD, StepPhase.BACKWARD_DONE, StepPhase.ENDED)
-        return begun or self.parts > 1
+        backward_begun = self.phase in (
+            StepPhase.BACKWARD,
+            StepPhase.BACKWARD_DONE,
+            StepPhase.ENDED,
+        )
+        return backward_begun or self.parts > 1
 
     @property
     def partial(self) -> bool:
@@ -300,12 +304,12 @@ class StepState:
             return False
         return self.weighed
 
-    def after(self, event: StepEvent, *, given: tuple[str, ...] | None = None) -> StepState:
+    def after(self, event: StepEvent, *, only: tuple[str, ...] | None = None) -> StepState:
         """Returns the state that `event` leads to.
 
         Args:
             event: What happens.
-            given: The `only=` of the call, for the sentence that refuses it.
+            only: The `only=` of the call, for the sentence that refuses it.
 
         Raises:
             UserError: The script made a call out of turn.
@@ -314,7 +318,7 @@ class StepState:
         for part in (self.phase, self.outcome, self.condition, self.loop_part):
             entry = TRANSITIONS.get((part, event), part)
             if isinstance(entry, Refused):
-                listed = {"given": listed_text(given), "before": listed_text(self.only)}
+                listed = {"given": listed_text(only), "before": listed_text(self.only)}
                 raise UserError(entry.sentence.format(**listed))
             parts.append(entry)
         phase, outcome, condition, loop_part = parts
@@ -366,7 +370,7 @@ class StepState:
             state = replace(state, weights=None)
         state = state.after(StepEvent.BACKWARD)
         if state.parts > 1 and only != state.only:
-            state = state.after(StepEvent.BACKWARD_OF_OTHERS, given=only)
+            state = state.after(StepEvent.BACKWARD_OF_OTHERS, only=only)
         return replace(state, only=only)
 
     def weighing(self, weight: float | None) -> StepState:
@@ -388,7 +392,7 @@ class StepState:
         """Returns the state once `session.step` is called; raises `UserError` out of turn."""
         state = self.after(StepEvent.STEP)
         if only != self.only:
-            state = self.after(StepEvent.STEP_OF_OTHERS, given=only)
+            state = self.after(StepEvent.STEP_OF_OTHERS, only=only)
         return state
 
     # What the loop does.

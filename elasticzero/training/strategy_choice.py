@@ -87,7 +87,7 @@ def refusals(
     check: Callable[[str], None],
 ) -> dict[str, UserError]:
     """Returns the error of each strategy with which `session.prepare` would end in one."""
-    found: dict[str, UserError] = {}
+    errors: dict[str, UserError] = {}
     for name in STRATEGIES:
         try:
             check(name)
@@ -95,8 +95,8 @@ def refusals(
             if assignment.deterministic:
                 check_deterministic(name, mirrored=assignment.mirrored_by is not None)
         except UserError as error:
-            found[name] = error
-    return found
+            errors[name] = error
+    return errors
 
 
 def _bytes_held(tensor: torch.Tensor) -> int:

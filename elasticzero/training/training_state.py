@@ -232,10 +232,10 @@ class TrainingState:
         if verdict.action == "stop":
             raise self._stopped_by(verdict.reason)
         if verdict.action != "apply":
-            own = "" if math.isfinite(value) else own_findings(self.strategy)
+            finding = "" if math.isfinite(value) else own_findings(self.strategy)
             if verdict.action == "rollback":
-                raise self._rolled_back(verdict.reason, own)
-            self._skip(verdict.reason, own)
+                raise self._rolled_back(verdict.reason, finding)
+            self._skip(verdict.reason, finding)
             return False
         self.gradient_norm = value
         self._record_unless_shutting_down(StepEvent.CHANGE)
@@ -243,9 +243,9 @@ class TrainingState:
         self._count_batch(StepEvent.APPLIED, self.position.skipped)
         return True
 
-    def _skip(self, reason: str, own: str) -> None:
+    def _skip(self, reason: str, finding: str) -> None:
         """Leaves the global batch out; position, random generators and guard go on."""
-        print_skipped(self._link.assignment.rank, self._step_under_way, reason, own)
+        print_skipped(self._link.assignment.rank, self._step_under_way, reason, finding)
         self._record_unless_shutting_down(StepEvent.TEAR)
         self.strategy.discard()
         put_back(self.auxiliary.buffers, self.boundary_copy())
@@ -280,13 +280,13 @@ class TrainingState:
         """Returns the number that the global batch has."""
         return self.step if self.at.counted else self.step + 1
 
-    def _rolled_back(self, reason: str, own: str) -> RolledBack:
+    def _rolled_back(self, reason: str, finding: str) -> RolledBack:
         """Returns the error by which training goes back, once all ranks will raise it."""
         self._record_unless_shutting_down(StepEvent.TEAR)  # so that this state is not handed over
         if self._groups is not None:
             self._groups.control_tree.allreduce_max(0)
         batch = self._skipped_too()[-1]
-        return RolledBack(reason, own, replace(batch, step=self._step_under_way))
+        return RolledBack(reason, finding, replace(batch, step=self._step_under_way))
 
     def _stopped_by(self, reason: str) -> NotFinite:
         """Returns the error that ends training, once all ranks have saved the boundary's state.
