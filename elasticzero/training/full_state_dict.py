@@ -1,4 +1,8 @@
-"""Gathers the whole model's state on rank 0, whatever the strategy."""
+"""Gathers the whole model's state on rank 0, whatever the strategy.
+
+It stands alone because it needs a model's names from before the strategy has changed it, and its
+state from any time after.
+"""
 
 from __future__ import annotations
 

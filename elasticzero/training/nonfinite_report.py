@@ -1,4 +1,8 @@
-"""Finds which tensors are not finite where the norm of a gradient is not."""
+"""Finds which tensors are not finite where the norm of a gradient is not.
+
+It stands alone because it reads tensors and meets the other ranks; `consistency/nonfinite` has the
+sentence, and `step_guard` the decision, and both are pure.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -22,12 +23,13 @@ from elasticzero.errors import ExitCode, StorageError, UserError
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import Attached, Failed
-from elasticzero.worker.determinism import compute_deterministically
 
 STORAGE_LIMIT_S = 10.0
 """Time limit for storage, in seconds; `_check_shared` does not wait for a slower one."""
 SHARED_WAIT_S = 3.0
 """Time in seconds that a network's file system may take to show a file that another node wrote."""
+CUBLAS_WORKSPACE = ":4096:8"
+"""The workspace with which cuBLAS is deterministic; it is read when a GPU is first used."""
 
 
 def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
@@ -108,6 +110,21 @@ class StartupWatchdog:
         self._link.send(Failed(step=0, blame="peer", message=text, traceback=""))
         print(text, file=sys.stderr, flush=True)
         os._exit(ExitCode.LEFT)
+
+
+def compute_deterministically(*, fixed_threads: bool) -> None:
+    """Has torch choose deterministic kernels, and refuse operations that have none.
+
+    fixed_threads: the user has set OMP_NUM_THREADS; otherwise one thread is used, because the
+    number that is chosen for a machine depends on how many workers it runs.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+    if not fixed_threads:
+        torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    filling: Any = torch.utils.deterministic  # which has the property at run time alone
+    filling.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
 
 
 def agree_on_checkpointing(link: AgentClient, groups: ProcessGroups) -> bool:
