@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,6 @@ def of(numbers: str) -> list[Any]:
         return [pytest.mark.slow if str(cell) in DRAWN["slow"] else pytest.mark.chaos]
 
     return [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in cells_of(numbers)]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 @functools.cache

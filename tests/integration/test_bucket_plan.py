@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,6 @@ RAN_LAST_FIRST = [
     for number in reversed(training_buckets.RUNS)
     for kind in ("bias", "weight")
 ]
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with Pool(tmp_path) as made:
-        yield made
 
 
 def plain(steps: int) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,6 @@ from tests.integration.training_harness import Pool
 SCRIPT = SCRIPTS / "unlike.py"
 slow = partial(pytest.param, marks=pytest.mark.slow)
 NAMED = re.compile(r"rank 1 on (\S+) has (\S+) digest [0-9a-f]{16}")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ from tests.integration.training_harness import Pool
 
 SCRIPT = Path(__file__).parent / "training_offload.py"
 TOLD = {"strategy": "zero3", "micro": 2, "clip": 0.5, "weighted": True}
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 def assert_same_state(a: Path, b: Path) -> None:

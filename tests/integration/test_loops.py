@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from tests.integration.scripts import loops
 from tests.integration.training_harness import Pool, Running
 
 SCRIPT = Path(loops.__file__)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 def start(pool: Pool, folder: Path, world_size: int, told: dict[str, Any], **given: Any) -> Running:

@@ -4,7 +4,6 @@ uses it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,6 @@ LAYER = 256 * 256 + 256
 BUCKET_BYTES = 1 << 19
 RANKS = 2
 ADAMW = STATE_SIZES["adamw"]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +88,6 @@ def test_a_node_lost_inside_a_step_costs_that_step_at_most(
     assert redone(told) == 0, told.lineage
     check_samples(told.lineage, told.directory())
     check_weights(tmp_path / "c", reference)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,6 @@ from tests.integration.training_harness import Pool
 SCRIPT = Path(__file__).parent / "training_nonfinite.py"
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
-
-
 def run(pool: Pool, folder: Path, told: dict[str, Any], **given: Any) -> list[str]:
     """What the two workers of a training say of their failures; they end, or wait for their agents
     to end them."""
@@ -45,9 +37,7 @@ def run(pool: Pool, folder: Path, told: dict[str, Any], **given: Any) -> list[st
     running.until(lambda: running.ended() or bool(own()))
     with suppress(AssertionError):
         running.until(running.ended, 2.0)
-    for worker in running.workers:
-        if worker.exit_code is None:
-            os.kill(worker.pid, signal.SIGKILL)
+    running.kill()
     assert own() and all(failed.final for failed in own()), running.logs()
     return [failed.message for failed in own()]
 

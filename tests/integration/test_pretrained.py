@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from tests.integration.training_memory import LAYERS, WIDTH, Inputs, build
 
 SCRIPT = Path(__file__).parent / "training_memory.py"
 WHOLE_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 def written_model(directory: Path) -> torch.nn.Module:

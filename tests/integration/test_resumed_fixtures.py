@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from tests.integration.training_harness import Pool
 
 MORE_STEPS = 20
 WORLDS = (1, 3, 2, 3, 1)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 @pytest.mark.parametrize(("name", "world_size"), list(zip(CHECKPOINTS, WORLDS, strict=True)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,6 @@ BAD_BATCH = 7
 """Of the loop, from 0: the third of the second epoch."""
 BAD_SAMPLE = (BAD_BATCH % PER_EPOCH) * GLOBAL_BATCH + GLOBAL_BATCH - 1
 """The last rank has it, in both epochs."""
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 def plain(

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ from tests.integration.training_slices import OPTIMIZERS, SAMPLES, Model, Sample
 
 HERE = Path(__file__).parent
 BATCH, SLICE, SEED = 12, 3, 5
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 def start(pool: Pool, world_size: int, told: dict[str, Any], **given: Any) -> Running:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from tests.integration.training_harness import Pool
 HERE = Path(__file__).parent
 STEPS = (9, 20, 31)
 """Where the world changes, and the end; an epoch is 7 steps of 8 samples, the last one of 5."""
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 def plain(steps: int, *, weighted: bool) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,6 @@ from tests.integration.training_exact import SAMPLES, Model
 from tests.integration.training_harness import Pool, Running
 
 SCRIPT = Path(__file__).parent / "training_exact.py"
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as started:
-        yield started
 
 
 def start(pool: Pool, folder: Path, world_size: int, told: dict[str, Any], **given: Any) -> Running:

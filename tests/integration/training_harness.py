@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -93,6 +94,13 @@ class Pool:
         self._server.close()
         for running in self._worlds:
             running.close()
+
+    def end_worlds(self) -> None:
+        """Kills what is left of all worlds so far, and closes them."""
+        for running in self._worlds:
+            running.kill()
+            running.close()
+        self._worlds.clear()
 
     def ended(self) -> dict[int, int]:
         """Exit codes by process id, of all worlds so far."""
@@ -208,6 +216,14 @@ class Running:
             saver.close()
         for worker in self.workers:
             worker.channel.close()
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the workers that have not ended, which may do so at this moment."""
+        ended = self.pool.ended()
+        for worker in self.workers:
+            if worker.exit_code is None and worker.pid not in ended:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
 
     def until(self, done: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Hear the workers, and answer `Stopping`, until `done()`."""
