@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.support.deadlines import patience
+
 PATIENCE_S = 20.0
 """Generous: only a test that fails waits so long."""
 
@@ -70,7 +72,7 @@ class Metadata:
 
     def wait(self, count: int) -> None:
         """Until so many requests have come."""
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + patience(PATIENCE_S)
         while len(self.requests) < count:
             assert time.monotonic() < deadline_s, f"only {len(self.requests)} requests came"
             time.sleep(0.01)

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import selection
+from tests.support.deadlines import pytest_runtest_protocol
+from tests.support.selection import pytest_collection_modifyitems, pytest_terminal_summary
+
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_protocol", "pytest_terminal_summary"]
 ROOT = Path(__file__).resolve().parent.parent
 
 # Tests, and what they start, find the programs that pip and `make tools` put beside Python.
@@ -20,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update", action="store_true", help="write transcripts and golden files anew"
     )
+    selection.pytest_addoption(parser)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal
 
+from tests.support.deadlines import patience
+
 Harm = Literal["busy", "forbidden", "cut", "silent"] | None
 """What happens to a request: answered 503 or 403, cut off in the middle of its body, or done and
 not answered."""
@@ -33,7 +35,7 @@ def running_server() -> Iterator[int]:
     with tempfile.NamedTemporaryFile("r") as said:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said.fileno())
         try:
-            deadline_s = time.monotonic() + 60
+            deadline_s = time.monotonic() + patience(60)
             while not (serving := SERVING.search(Path(said.name).read_text())):
                 assert process.poll() is None and time.monotonic() < deadline_s
                 time.sleep(0.05)

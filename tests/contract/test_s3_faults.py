@@ -22,6 +22,7 @@ from elasticzero.checkpoint.storage.object_store import RETRY, ObjectDirectory, 
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError
 from tests.contract.s3_server import COMPLETE, PUT, UPLOAD_PART, Harm, Proxy
+from tests.support.deadlines import patience
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
 
 URL = "s3://bucket/run"
@@ -193,7 +194,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_step_before(
     s3.seen.clear()
     s3.harm = always("cut", at)
     writer = subprocess.Popen([sys.executable, "-c", WRITER], stderr=subprocess.DEVNULL)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + patience(60)
     while not s3.count(at):
         assert writer.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.005)

@@ -11,6 +11,7 @@ import pytest
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.store.api import MAX_OPERATIONS, Condition, LeaseLost, Store
+from tests.support.deadlines import patience
 from tests.watching import DEADLINE_S, Told, has
 
 Connect = Callable[[], Store]
@@ -351,7 +352,7 @@ def test_a_store_that_lost_its_data_says_so_and_is_followed_anew(losing: Losing)
     told.until(has(k__a=b"3", k__b=b"3"))
     assert store.history == 0
     lose()
-    deadline_s = time.monotonic() + DEADLINE_S
+    deadline_s = time.monotonic() + patience(DEADLINE_S)
     while not store.history:
         assert time.monotonic() < deadline_s, "the loss was not noticed"
         with suppress(StoreUnavailable):

@@ -24,6 +24,7 @@ from elasticzero.launcher.local.cluster import (
 from elasticzero.launcher.observability.lineage import Lineage, committed
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.processes import descendants, is_alive
+from tests.support.deadlines import patience
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 REGRESSION = SCRIPTS / "regression.py"
@@ -76,6 +77,7 @@ class JobStory(ABC):
 
     def wait(self, what: str, so: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
         """What `so` returns once that is true."""
+        patience_s = patience(patience_s)
         deadline_s = time.monotonic() + patience_s
         while True:
             self.look()
@@ -139,7 +141,7 @@ class JobStory(ABC):
         return "\n".join([self.state(), *tails, "== events", *last])
 
     def check_no_process_is_left(self) -> None:
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + patience(30.0)
         while (
             left := [pid for pid, at in self.processes if is_alive(pid) and born(pid) == at]
         ) and time.monotonic() < deadline_s:

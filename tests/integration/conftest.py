@@ -27,7 +27,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
-    warm.install(None)
+    warm.uninstall()
 
 
 def pytest_sessionfinish() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.launcher.store.etcd.server import find_etcd, free_ports
+from tests.support.deadlines import patience
 
 PATIENCE_S = 60.0
 """A generous deadline: only a test that fails waits so long."""
@@ -147,7 +148,7 @@ class Members:
         """Start these, and wait until they answer."""
         for member in members:
             member.start(self._cluster, self._options)
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + patience(PATIENCE_S)
         while not all(member.healthy for member in members):
             late = time.monotonic() > deadline_s
             assert not late, [m.log.read_text(errors="replace")[-600:] for m in members]

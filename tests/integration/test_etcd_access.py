@@ -22,6 +22,7 @@ from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
 from tests.integration.certificates import LOOPBACK, Authority, Pair
 from tests.integration.clusters import REGRESSION, elasticzero
 from tests.integration.etcd_members import Members, Tls
+from tests.support.deadlines import patience
 from tests.watching import DEADLINE_S, Told, has
 
 PASSWORD = "correct-horse"
@@ -248,7 +249,7 @@ def test_etcd_starts_anew_and_knows_no_token(users: Members, pems: Pems) -> None
         told.until(has(k=b"1"))
         users.kill()
         users.start(*users.members)
-        deadline_s = time.monotonic() + DEADLINE_S
+        deadline_s = time.monotonic() + patience(DEADLINE_S)
         while True:
             try:
                 assert store.write({"k": b"2"})

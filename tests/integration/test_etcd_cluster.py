@@ -20,6 +20,7 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.etcd_members import Members
 from tests.integration.test_elastic_training import check_samples, check_weights
+from tests.support.deadlines import patience
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ def check_undisturbed(told: Story, codes: dict[str, int]) -> None:
 
 def writes_again(etcd: Members) -> None:
     """Wait until the cluster takes a write."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + patience(60)
     with EtcdStore(etcd.endpoints.split(","), job_prefix("probe")) as store:
         while True:
             try:

@@ -22,6 +22,7 @@ from elasticzero.launcher.store.etcd import server as embedded
 from elasticzero.launcher.store.etcd.connection import rpc
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
+from tests.support.deadlines import patience
 from tests.watching import DEADLINE_S, Told, has
 
 Connect = Callable[..., EtcdStore]
@@ -51,7 +52,7 @@ def connect(etcd: EtcdServer) -> Iterator[Connect]:
 
 
 def eventually(so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
+    deadline_s = time.monotonic() + patience(DEADLINE_S)
     while not so():
         assert time.monotonic() < deadline_s, "never came to be"
         time.sleep(0.02)

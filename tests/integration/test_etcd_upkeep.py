@@ -24,6 +24,7 @@ from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.server import find_etcd
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.etcd_members import Members, Tls
+from tests.support.deadlines import patience
 from tests.unit.manifests import agent_of, agents_of, environment, pod_of
 
 KUBECTL = f"""#!{sys.executable}
@@ -186,7 +187,7 @@ def test_etcd_lets_the_clients_certificate_in_and_no_other(
 
 def assert_reads(endpoints: list[str], access: Access) -> None:
     """Raises `AccessRefused` where etcd does; a slow machine may not answer at once."""
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + patience(60.0)
     with EtcdStore(endpoints, job_prefix("train"), access=access) as store:
         while True:
             try:

@@ -26,6 +26,7 @@ from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.mounts import fill, let_write, small_disk
+from tests.support.deadlines import patience
 from tests.unit.checkpoint.cases import draft_of, write_snapshot
 
 NUMEL = 2 << 20
@@ -179,7 +180,7 @@ def test_leftovers_of_failed_saves_make_room_for_the_next(tmp_path: Path) -> Non
         saver = CheckpointSaver(SnapshotStore(memory), str(disk), RetentionPolicy(), lambda: None)
         saver.begin(SnapshotRole(generation=2, token=TOKEN, world_size=1, ranks=(0,)))
         saver.save_held([ShardName(2, 9, 0, 1)])
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + patience(30.0)
         while saver.saving and time.monotonic() < deadline_s:
             time.sleep(0.01)
         saver.close()

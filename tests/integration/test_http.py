@@ -28,6 +28,7 @@ from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
 from elasticzero.ops.dashboard.service import job_routes, page_routes
+from tests.support.deadlines import patience
 
 TOKEN = "the-job's-own-password"
 CONTENT = os.urandom(3_000_000)
@@ -442,7 +443,7 @@ def test_a_client_that_never_ends_its_request_is_closed(
         assert s.recv(12) == b"HTTP/1.1 200"
         time.sleep(0.6)  # a rest between two requests is no sin
         s.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + patience(30)
         try:
             while True:
                 s.sendall(b"a")
@@ -492,7 +493,7 @@ def test_too_many_with_the_token_are_closed_and_others_served_again(
             ask(server, "/healthz")
         for s in held:
             s.close()
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + patience(30)
         while True:
             try:
                 assert ask(server, "/healthz")[0] == 200
@@ -510,7 +511,7 @@ def test_close_ends_connections_and_threads(agent: Agent) -> None:
         server.close()
         while s.recv(65536):
             pass
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + patience(30)
     while set(threading.enumerate()) - before:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

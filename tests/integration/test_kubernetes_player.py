@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elasticzero.processes import is_alive
+from tests.support.deadlines import patience
 from tests.support.kubernetes.cluster import Cluster
 from tests.support.kubernetes.controller import Backoff
 from tests.support.kubernetes.image import Image
@@ -103,7 +104,7 @@ def cluster_of(tmp_path: Path, manifest: Mapping[str, Any], **options: Any) -> I
 
 
 def wait(cluster: Cluster, what: str, so: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
     while not (value := so()):
         cluster.check()
         assert time.monotonic() < deadline_s, "\n".join([what, *cluster.events])

@@ -11,6 +11,7 @@ import pytest
 
 from elasticzero.launcher.observability.event_log import EventReader
 from tests.integration.clusters import REGRESSION, elasticzero
+from tests.support.deadlines import patience
 
 PATIENCE_S = 90.0
 
@@ -22,7 +23,7 @@ def test_sigterm_after_the_end_of_a_job_leaves_its_exit_code(tmp_path: Path, job
     words += ["--http-port", "0", "--preemption", "none", str(REGRESSION), "--epochs", "1"]
     events = EventReader(tmp_path / job / "a")
     with subprocess.Popen(elasticzero(*words), stderr=subprocess.PIPE, text=True) as agent:
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + patience(PATIENCE_S)
         while agent.poll() is None and time.monotonic() < deadline_s:
             if any(event["event"] == "exit" for event in events.read()):
                 break

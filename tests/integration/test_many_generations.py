@@ -29,6 +29,7 @@ from elasticzero.ipc.messages import (
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from tests.integration.clusters import SCRIPTS
 from tests.integration.training_harness import PRELOAD
+from tests.support.deadlines import patience
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +109,7 @@ class Pair:
 
     def until(self, rank: int, so: Callable[[Message], bool]) -> None:
         """Hear a worker until it says that; `Stopping` is answered."""
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + patience(60.0)
         while time.monotonic() < deadline_s:
             message = self.channels[rank].receive(1.0)
             assert not isinstance(message, Failed), message

@@ -17,6 +17,7 @@ from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, born, elasticzero
+from tests.support.deadlines import patience
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def wait_until(so: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
     while not so():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.02)

@@ -19,6 +19,7 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_specs, write_shard
 from elasticzero.checkpoint.steps import catalog, commit, verify
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from tests.support.deadlines import patience
 
 MIB = 1 << 20
 TENSORS = 12
@@ -70,7 +71,7 @@ def signalled(space: Path, number: signal.Signals) -> tuple[int, str]:
         *("reshard", str(space / "old"), str(space / "new")),
         *("--world-size", str(WORLD), "--workers", "1"),
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while not finished(space) and tool.poll() is None and time.monotonic() < deadline:
         time.sleep(0.001)
     tool.send_signal(number)

@@ -18,6 +18,7 @@ from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SETTLE_S, JobStory
 from tests.integration.test_elastic_training import check_samples, check_weights
+from tests.support.deadlines import patience
 from tests.support.slurm import Slurm, Task
 
 pytestmark = pytest.mark.timeout(120)
@@ -214,7 +215,7 @@ def test_the_script_asks_for_another_try_by_exit_code(
     path = os.pathsep.join([str(agent.parent), slurm.path])
     submit({**os.environ, "PATH": path, "ELASTICZERO_ETCD": "x:1"}, "--array=0", str(SCRIPT), "a b")
     try:
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + patience(60.0)
         while not slurm.tasks or slurm.tasks[0].state != state:
             slurm.turn()
             assert time.monotonic() < deadline_s, slurm.tasks

@@ -26,6 +26,7 @@ from elasticzero.launcher.workers.stack_dump import (
 )
 from elasticzero.processes import process_state
 from tests.integration.test_workers import Play
+from tests.support.deadlines import patience
 
 PATIENCE_S = 60.0
 HANGS = {
@@ -45,7 +46,7 @@ def server() -> Iterator[ForkServer]:
 
 
 def until(so: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
     while not so():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.02)

@@ -32,6 +32,7 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.job_token import Record
 from elasticzero.ops.dashboard.service import job_routes
 from tests.integration.clusters import elasticzero
+from tests.support.deadlines import patience
 from tools.sample_job import document
 
 PATIENCE_S = 90.0
@@ -62,7 +63,7 @@ class Terminal:
     def wait(self, text: str) -> None:
         """Until the text is shown, from now on."""
         start = len(self.output)
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + patience(PATIENCE_S)
         while text not in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.output[start:]):
             assert time.monotonic() < deadline_s, (text, self.text[-4000:])
             assert self.process.poll() is None, self.text[-4000:]
@@ -72,7 +73,7 @@ class Terminal:
         os.write(self.descriptor, keys)
 
     def end(self) -> int:
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + patience(PATIENCE_S)
         while self.process.poll() is None and time.monotonic() < deadline_s:
             self.read()
         self.read()

@@ -31,6 +31,7 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.torchrun.node import rendezvous_prefix
 from tests.integration.certificates import LOOPBACK, Authority
 from tests.integration.etcd_members import Members, Tls
+from tests.support.deadlines import patience
 
 PATIENCE_S = 60.0
 TTL_S = 2
@@ -70,7 +71,7 @@ def nodes(etcd: EtcdServer) -> Iterator[Nodes]:
 
 
 def wait_for(what: str, so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
     while not so():
         assert time.monotonic() < deadline_s, f"{what}: not within {PATIENCE_S:g} s"
         time.sleep(0.02)

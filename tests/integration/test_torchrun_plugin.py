@@ -17,6 +17,7 @@ import pytest
 from elasticzero.launcher.local.cluster import cluster_environment
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import children_of, descendants, is_alive
+from tests.support.deadlines import patience
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ class Torchruns:
         return [(int(epoch), int(size)) for epoch, size in found]
 
     def wait(self, what: str, so: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + patience(PATIENCE_S)
         while not so():
             for node in self.nodes:
                 self._pids |= {node.pid, *descendants(node.pid)}

@@ -33,6 +33,7 @@ from elasticzero.spans import STRATEGIES
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.training_exact import SAMPLES, Model
 from tests.integration.training_harness import Pool, Running
+from tests.support.deadlines import patience
 
 SCRIPT = Path(__file__).parent / "training_exact.py"
 
@@ -238,7 +239,7 @@ def test_a_worker_does_not_outlive_its_agent(pool: Pool, tmp_path: Path) -> None
     for worker in running.workers:
         worker.channel.close()
         worker.exit_code = 1
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + patience(60)
     while not {w.pid for w in running.workers} <= pool.ended().keys():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

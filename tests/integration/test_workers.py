@@ -19,6 +19,7 @@ from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.group import Received, WorkerGroup
 from elasticzero.launcher.workers.process import worker_environment
 from elasticzero.processes import is_alive, is_exiting
+from tests.support.deadlines import patience
 
 PATIENCE_S = 30.0
 
@@ -72,7 +73,7 @@ class Play:
         self.group.start(assignments, launch, self.logs, None)
 
     def wait(self, so: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + patience(PATIENCE_S)
         while not so():
             assert time.monotonic() < deadline_s, self.heard
             now_s = time.monotonic()
@@ -199,7 +200,7 @@ def test_a_crash_the_agent_learns_of_late_is_the_workers_own(
     play.wait(lambda: "up" in play.log())
     pid = play.group.workers[0].pid
     os.kill(pid, signal.SIGSEGV)
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
     while not is_exiting(pid) and time.monotonic() < deadline_s:
         time.sleep(0.001)
     play.group.stop("rank 1 lost a peer", time.monotonic())
@@ -220,7 +221,7 @@ def test_a_status_is_told_before_what_runs_at_exit(server: ForkServer, tmp_path:
         "atexit.register(last)\nsys.exit(3)\n"
     )
     play = Play(server, tmp_path, code)
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
     while "ending" not in play.log() and time.monotonic() < deadline_s:
         time.sleep(0.001)
     play.group.stop("rank 1 lost a peer", time.monotonic())
@@ -263,7 +264,7 @@ def test_workers_die_with_the_fork_server(tmp_path: Path) -> None:
     play.wait(lambda: "up" in play.log())
     pid = play.group.workers[0].pid
     server.close()
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
     while is_alive(pid) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_alive(pid)
@@ -286,7 +287,7 @@ def test_the_fork_server_dies_with_the_agent(tmp_path: Path) -> None:
     pid = int(agent.stdout.readline())
     agent.send_signal(signal.SIGKILL)
     agent.communicate()
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
     while is_alive(pid) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_alive(pid)

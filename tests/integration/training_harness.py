@@ -38,6 +38,7 @@ from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.roles import SnapshotRole
 from elasticzero.launcher.snapshots.save_events import SaveFinished
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from tests.support.deadlines import patience
 
 PRELOAD = (
     "torch",
@@ -227,7 +228,7 @@ class Running:
 
     def until(self, done: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Hear the workers, and answer `Stopping`, until `done()`."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + patience(timeout_s)
         while not done():
             if time.monotonic() > deadline_s:
                 raise AssertionError("too late:\n" + self.logs())

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from elasticzero.launcher.workers.preload import MODULES
 from elasticzero.processes import bound_to_this_process
+from tests.support.deadlines import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE_PATH: list[str] = []
@@ -81,14 +82,19 @@ _at_start: dict[str, str] = {}
 """The environment that the imports have read."""
 
 
-def install(starter: Starter | None) -> Starter | None:
-    """Has `starter` start the processes of this one from now on; returns the one before."""
+def install(starter: Starter | None) -> None:
+    """Has `starter` start the processes of this one from now on; None: they start as ever, with
+    deadlines that fit the machine."""
     global _starter
-    before, _starter = _starter, starter
+    _starter = starter
     if not _at_start:
         _at_start.update(os.environ)
-    subprocess.Popen = _cold_popen if starter is None else WarmPopen  # type: ignore[misc]
-    return before
+    subprocess.Popen = WarmPopen  # type: ignore[misc]
+
+
+def uninstall() -> None:
+    """Has processes start as if this module were not there."""
+    subprocess.Popen = _cold_popen  # type: ignore[misc]
 
 
 class Server:
@@ -185,6 +191,12 @@ class WarmPopen(subprocess.Popen[Any]):
                 for name in ["p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"]
             )
         )
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        return super().communicate(input, timeout and patience(timeout))
+
+    def wait(self, timeout: float | None = None) -> int:
+        return super().wait(timeout and patience(timeout))
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._status_fd is None:

@@ -1,0 +1,58 @@
+"""Makes the deadlines of tests longer on a slow or busy machine.
+
+A fixed piece of work is timed every few seconds. What a test waits for, and the time that it may
+take itself, are longer by as much as that work took the last few times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+QUIET_S = 0.008
+"""Seconds that the work takes on a quiet core of the machine that the deadlines were made on."""
+AGAIN_S = 2.0
+"""Seconds after which the machine is measured again."""
+MOST = 6.0
+"""The largest multiple of a deadline: a test that hangs must end some day."""
+_slowness: deque[float] = deque(maxlen=5)
+_measured_s = 0.0
+
+
+def timed_work() -> float:
+    """Returns the seconds that a fixed piece of work takes now."""
+    began_s = time.perf_counter()
+    total = 0
+    for number in range(100_000):
+        total += number & 7
+    return time.perf_counter() - began_s
+
+
+def measure() -> None:
+    """Measures the machine, unless it was measured a moment ago."""
+    global _measured_s
+    if not _slowness or time.monotonic() - _measured_s > AGAIN_S:
+        _slowness.append(timed_work() / QUIET_S)
+        _measured_s = time.monotonic()
+
+
+def patience(seconds: float) -> float:
+    """Returns the deadline that stands for so many seconds on a quiet machine."""
+    return seconds * min(MOST, max(1.0, *_slowness)) if _slowness else seconds
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Gives each test a timeout that fits the machine as it is now."""
+    measure()
+    marker = item.get_closest_marker("timeout")
+    if marker is None:
+        seconds = float(item.config.getoption("timeout") or item.config.getini("timeout") or 0)
+    else:
+        seconds = float(marker.args[0] if marker.args else marker.kwargs["timeout"])
+    if seconds:
+        item.add_marker(pytest.mark.timeout(patience(seconds)), append=False)
+    return (yield)
