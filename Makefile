@@ -20,8 +20,12 @@ RANGE_TESTS := $(addprefix tests/unit/, comm consistency parallel snapshots stat
 # What makes a site of the pages, likewise.
 DOCS := .venv-docs
 PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results
-# Tests run at a time, on two cores: those of clusters wait for a third of their time.
+# Tests run at a time, on two cores: those of clusters wait for a third of their time. Whole files, the longest first.
 JOBS ?= 3
+RUNNERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A part of the slow tests, drawn by a text: make slow SHARE=0.1 SEED=text
+SHARE ?= 1
+SEED ?= $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
 GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker_process.py \
   elastic_training.py worker_reuse.py memory_tier.py one_process.py \
   optimizers.py::test_two_networks_in_turn_are_as_in_one_process \
@@ -31,7 +35,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Thousands of agents and workers start in the tests; without it each compiles the whole package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow check reference manifests changelog bench chaos gpu integrations versions docs pictures tools links clean
+.PHONY: help demo test slow quick check reference manifests changelog bench chaos gpu integrations versions docs pictures tools links clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
@@ -49,12 +53,15 @@ links: # a tree unpacked from a zip has plain files in their place
 demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (about 4 minutes)
 	$(RUN) examples/demo.py
 
-test: $(READY) tools ## unit tests, and what a job does, with real processes (about 20 minutes)
-	timeout --foreground --kill-after=10 2400 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile
+test: $(READY) tools ## unit tests, and a story of each kind of fault with real processes (about 10 minutes)
+	$(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 2400
 
-slow: $(READY) tools ## clusters in rarer trouble, and more cases (about 40 minutes)
-	timeout --foreground --kill-after=10 3000 $(RUN) -m pytest -ra -q -n $(JOBS) --dist loadfile \
-	  -m "slow and not chaos"
+slow: $(READY) tools ## the other stories and cases, each python started anew (about 70 minutes; SHARE=0.1 for a tenth)
+	TESTS_COLD=1 $(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 7200 -m "slow and not chaos" \
+	  --share $(SHARE) --seed $(SEED)
+
+quick: $(READY) ## tests of what the change touched (under a minute)
+	@$(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 600 $$($(RUN) -m tools.touched)
 
 check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale page or manifest
 	$(RUN) -m ruff check .
@@ -116,8 +123,8 @@ $(OLDEST)/.ready $(NEWEST)/.ready: .venv-%/.ready: $(READY) pyproject.toml setup
 versions: $(OLDEST)/.ready $(NEWEST)/.ready ## tests with the oldest and the newest packages (about 10 minutes; fetches 6 GB)
 	@for end in $(OLDEST) $(NEWEST); do $$end/bin/python -c 'import sys, torch; \
 	  print("packages of", sys.argv[1] + ": torch", torch.__version__, "on Python", sys.version.split()[0])' $$end; done
-	timeout --foreground --kill-after=10 1200 $(OLDEST)/bin/python -m pytest -ra -q -n $(JOBS) --dist loadfile $(RANGE_TESTS)
-	timeout --foreground --kill-after=10 1200 $(NEWEST)/bin/python -m pytest -ra -q -n $(JOBS) --dist loadfile $(RANGE_TESTS)
+	timeout --foreground --kill-after=10 1200 $(OLDEST)/bin/python -m pytest -ra -q $(RUNNERS) $(RANGE_TESTS)
+	timeout --foreground --kill-after=10 1200 $(NEWEST)/bin/python -m pytest -ra -q $(RUNNERS) $(RANGE_TESTS)
 
 $(DOCS)/.ready: $(READY) constraints.txt
 	$(RUN) -m venv --clear $(DOCS)
@@ -138,7 +145,7 @@ gpu: ## tests with CUDA and NCCL, ranks sharing a GPU if need be: make gpu RUN=p
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 	  || { echo "error: $(RUN) has no torch that sees a GPU; name one with make gpu RUN=/path/to/python" >&2; exit 1; }
 	PYTHONPATH=$(CURDIR)/tests/gpu:$(CURDIR):$$PYTHONPATH NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_SOCKET_IFNAME=lo \
-	  $(RUN) -m pytest -ra -q -p no:cacheprovider -n $(JOBS) --dist loadfile \
+	  $(RUN) -m pytest -ra -q -p no:cacheprovider $(RUNNERS) \
 	  -m "not chaos and not integrations" $(GPU_TESTS)
 
 tools: # programs that some tests run, from Debian's packages where they are missing
