@@ -247,6 +247,7 @@ def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None
     assert "Traceback" not in output
 
 
+@pytest.mark.cold
 def test_the_command_line_needs_no_torch() -> None:
     code = "import elasticzero.cli.main, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -62,7 +62,9 @@ def run(pool: Pool, folder: Path, strategy: str, **given: object) -> list[Runnin
     return pool.train_through(SCRIPT, folder, worlds, **given)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "zero2"]
+)
 def test_the_order_of_gradients_is_found_once_and_used_next(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
@@ -77,7 +79,7 @@ def test_the_order_of_gradients_is_found_once_and_used_next(
     check_weights(tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero1"])
 def test_a_size_is_measured_once_in_a_job(pool: Pool, tmp_path: Path, strategy: str) -> None:
     worlds = run(pool, tmp_path, strategy, bucket_bytes="auto")
     sizes = [manifest_of(tmp_path, steps).state["buckets"]["size_bytes"] for _, steps in WORLDS]

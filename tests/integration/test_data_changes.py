@@ -244,8 +244,9 @@ def committed_samples(told: Story) -> dict[int, list[int]]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["indexed", pytest.param("stream", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["indexed", "stream"])
 def test_a_job_goes_on_with_another_batch_size_through_faults(
     kind: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

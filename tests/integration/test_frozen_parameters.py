@@ -33,7 +33,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return {name: value.sum().item() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_frozen_parameters_come_back_as_a_script_left_them(
     etcd: EtcdServer, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:

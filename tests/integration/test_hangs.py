@@ -69,8 +69,9 @@ def test_stopped_and_looping_workers_are_replaced_busy_ones_not(
     check_weights(tmp_path / "checkpoints", reference)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("script", ["import", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", ["import", "plain"])
 def test_a_process_that_is_stopped_before_it_says_anything_is_replaced(
     script: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

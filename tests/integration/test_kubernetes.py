@@ -292,9 +292,8 @@ def test_a_second_run_of_a_job_that_is_done_needs_restart(
     check_weights(told.checkpoints, reference)
 
 
-@pytest.mark.parametrize(
-    "flags", [(), pytest.param(("--restart",), marks=pytest.mark.slow)], ids=["", "with --restart"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--restart",)], ids=["", "with --restart"])
 def test_a_pod_replaced_after_the_end_ends_as_its_job_did(
     flags: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -93,7 +93,7 @@ def test_a_lost_pair_falls_back_to_storage_and_says_so(
     check_weights(tmp_path / "c", reference)
 
 
-@pytest.mark.parametrize("strategy", drawn("zero2"))
+@pytest.mark.parametrize("strategy", drawn())
 def test_memory_is_bounded_whatever_happens_to_the_world(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

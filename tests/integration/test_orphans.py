@@ -19,7 +19,7 @@ from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, born, elasticzero
 from tests.support.deadlines import patience
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cold]
 
 PATIENCE_S = 30.0
 

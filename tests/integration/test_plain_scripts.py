@@ -98,7 +98,8 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 3])
 def test_a_thread_left_behind_keeps_no_process(tmp_path: Path, job: str, code: int) -> None:
     """Exit functions get their time, the script's exit code is kept, and the thread is named."""
     script = tmp_path / "script.py"

@@ -45,7 +45,14 @@ def train_by_hand(model: torch.nn.Module, steps: int) -> dict[str, float]:
     return {name: value.double().sum().item() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("strategy", "meta"), [("ddp", False), ("zero2", True), ("zero3", True)])
+@pytest.mark.parametrize(
+    ("strategy", "meta"),
+    [
+        pytest.param("ddp", False, marks=pytest.mark.slow),
+        pytest.param("zero2", True, marks=pytest.mark.slow),
+        ("zero3", True),
+    ],
+)
 def test_it_trains_from_the_values_of_the_files(
     strategy: str, meta: bool, pool: Pool, tmp_path: Path
 ) -> None:

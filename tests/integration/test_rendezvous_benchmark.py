@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_ten_agents_form_rest_and_regroup(root: Path) -> None:
     words = ["--agents", "10", "--rounds", "1", "--rest", "1"]
     found = subprocess.run(

@@ -118,6 +118,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, fil
 """
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_memory_is_bounded_by_the_buffer(space: Path, world_size: int) -> None:
     large_step(space / "old", 384)

@@ -131,6 +131,7 @@ def test_what_is_left_out_outlives_a_killed_worker_and_a_lost_node(
     assert [g for g, n in computed(tmp_path) if n == BAD] == [1]
 
 
+@pytest.mark.slow
 def test_a_spike_goes_back_to_a_checkpoint_where_no_snapshot_is_taken(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

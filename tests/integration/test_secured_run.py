@@ -42,6 +42,7 @@ def check_no_process_shows(told: Story, agents_may: bool) -> None:
     assert read > 0
 
 
+@pytest.mark.cold
 @pytest.mark.timeout(180)
 def test_a_run_behind_locks_survives_a_killed_node(
     tmp_path: Path, job: str, reference: dict[str, Tensor]

@@ -94,7 +94,7 @@ def losses_in(log: Path) -> dict[int, list[float]]:
     [
         pytest.param("ddp", marks=pytest.mark.slow),
         pytest.param("zero1", marks=pytest.mark.chaos),
-        "zero2",
+        pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=pytest.mark.slow),
     ],
 )

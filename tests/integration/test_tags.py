@@ -20,6 +20,7 @@ from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, story
 from tests.integration.clusters import elasticzero as command_of
+from tests.integration.test_elastic_training import drawn
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(180)
@@ -133,7 +134,7 @@ def step(directory: Path, number: int) -> Path:
     return directory / f"step-{number:012d}"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", drawn("zero2"))
 def test_one_rank_that_asks_gets_the_state_at_its_call(
     strategy: str, script: Path, tmp_path: Path
 ) -> None:
@@ -247,7 +248,7 @@ def check(directory: Path, number: int, tmp_path: Path) -> None:
             assert (tensor - found[name]).abs().max() < 1e-9, name
 
 
-@pytest.mark.parametrize("lost", ["worker", "node"])
+@pytest.mark.parametrize("lost", [pytest.param("worker", marks=pytest.mark.slow), "node"])
 def test_the_tag_of_a_job_whose_processes_are_killed(
     lost: str, tmp_path: Path, etcd: EtcdServer, job: str
 ) -> None:
@@ -265,7 +266,9 @@ def test_the_tag_of_a_job_whose_processes_are_killed(
     check(tmp_path / "c", 12, tmp_path)
 
 
-@pytest.mark.parametrize(("strategy", "number"), [("ddp", 13), ("zero2", 12)])
+@pytest.mark.parametrize(
+    ("strategy", "number"), [("ddp", 13), pytest.param("zero2", 12, marks=pytest.mark.slow)]
+)
 def test_a_node_lost_in_the_save_itself(
     strategy: str, number: int, tmp_path: Path, etcd: EtcdServer, job: str
 ) -> None:

@@ -345,6 +345,7 @@ def test_nodes_meet_again_after_etcd_was_wiped(tmp_path: Path) -> None:
             handler.shutdown()
 
 
+@pytest.mark.cold
 def test_torch_finds_the_plug_in_and_loads_nothing_with_it() -> None:
     program = (
         "import sys, torch.distributed.elastic.rendezvous\n"

@@ -95,6 +95,7 @@ def test_the_last_steps_have_the_values_of_all_nodes(
         assert check_curve(told, directory / job / "run-1") == (STEPS, STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_run_goes_on_after_a_restart_and_another_begins_with_another_job(
     tmp_path: Path, job: str

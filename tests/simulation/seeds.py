@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.simulation.running import Failure, run_many
 
-QUICK, SLOW, CHAOS = range(500), range(500, 10_000), range(10_000, 110_000)
+QUICK, SLOW, CHAOS = range(250), range(250, 10_000), range(10_000, 110_000)
 """Seeds of schedules of 3 to 7 nodes, for `make test`, `make slow` and `make chaos`."""
 QUICK_LARGE, SLOW_LARGE, CHAOS_LARGE = range(5), range(5, 50), range(50, 550)
 """Seeds of schedules of LARGE_NODES, for the same three."""
 LARGE_NODES = (100, 100, 100, 100, 150)
-PART = 500
+PART = 250
 """Seeds that one test runs."""
 
 

@@ -15,8 +15,9 @@ from tests.integration.clusters import SCRIPTS
 from tests.integration.scripts import regression
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_faults_change_neither_samples_nor_weights(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -46,9 +46,11 @@ def trained(strategy: Any, folder: Path, module: Any = None, **given: Any) -> tu
     "given",
     [
         {},
-        {"gradient_clip_val": 0.05, "max_epochs": 3},
+        pytest.param({"gradient_clip_val": 0.05, "max_epochs": 3}, marks=pytest.mark.slow),
         {"max_steps": 17, "max_epochs": -1, "check_val_every_n_epoch": 1},
-        {"accumulate_grad_batches": 1, "val_check_interval": 0.5},
+        pytest.param(
+            {"accumulate_grad_batches": 1, "val_check_interval": 0.5}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda given: ",".join(given) or "plain",
 )
@@ -72,6 +74,7 @@ class Worse(Regression):
         self.log("rises", float(self.trainer.global_step))
 
 
+@pytest.mark.slow
 def test_training_stops_early(tmp_path: Path) -> None:
     stop = EarlyStopping("rises", patience=2)
     trainer, _ = trained(Elastic(), tmp_path, Worse(), callbacks=[stop], max_epochs=9)

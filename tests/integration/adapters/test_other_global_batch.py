@@ -26,10 +26,11 @@ def trained(script: Path, folder: Path, epochs: int, batch: int) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name",
-    ["transformers_trainer.py", pytest.param("lightning_trainer.py", marks=pytest.mark.slow)],
+    ["transformers_trainer.py", "lightning_trainer.py"],
 )
 def test_a_trainer_that_counts_steps_refuses_it(name: str, tmp_path: Path) -> None:
     assert trained(SCRIPTS / name, tmp_path, 1, 24).returncode == 0

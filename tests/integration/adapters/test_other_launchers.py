@@ -21,7 +21,16 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("script", ["accelerate_loop", "lightning_trainer", "transformers_trainer"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "accelerate_loop",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("lightning_trainer", "transformers_trainer")
+        ),
+    ],
+)
 def test_another_launcher_is_refused(script: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / f"{script}.py"), str(tmp_path / "out")],

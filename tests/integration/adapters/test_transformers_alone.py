@@ -80,9 +80,14 @@ def check_equal(ours: Any, theirs: Any) -> None:
     "args",
     [
         {},
-        {"max_grad_norm": 0.05, "lr_scheduler_type": "cosine"},
-        {"max_steps": 17, "eval_strategy": "epoch"},
-        {"num_train_epochs": 1.5, "optim": "sgd", "lr_scheduler_type": "constant"},
+        pytest.param(
+            {"max_grad_norm": 0.05, "lr_scheduler_type": "cosine"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"max_steps": 17, "eval_strategy": "epoch"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_train_epochs": 1.5, "optim": "sgd", "lr_scheduler_type": "constant"},
+            marks=pytest.mark.slow,
+        ),
         {"dataloader_drop_last": True, "dataloader_num_workers": 1},
     ],
     ids=lambda args: ",".join(args) or "plain",
