@@ -29,7 +29,7 @@ from tests.support.deadlines import patience
 ROOT = Path(__file__).resolve().parents[2]
 BASE_PATH: list[str] = []
 """Where Python looks for modules besides the script's directory and PYTHONPATH."""
-IMPORTED = (*MODULES, "elasticzero.launcher.cli.main", "elasticzero.launcher.cli.commands")
+IMPORTED = (*MODULES, "elasticzero.cli.commands", "elasticzero.launcher.agent.main")
 IMPORTED_AT_START = (
     "LD_",
     "MALLOC_",

@@ -32,8 +32,8 @@ MAX_REQUEST_BYTES = 200_000
 HIGH_FD = 512
 """Descriptors wait from this number on until those that a process inherits have their numbers."""
 FORK_SERVER = ("-m", "elasticzero.launcher.workers.fork_server")
-AGENT = ("-m", "elasticzero.launcher.cli", "run")
-LOCAL_CLUSTER = ("-m", "elasticzero.launcher.cli", "local")
+COMMAND_LINES = ("elasticzero.cli", "elasticzero.launcher.cli")
+"""Modules that run the command line."""
 
 
 def serve(sock: socket.socket) -> Request | None:
@@ -140,9 +140,11 @@ def fork_server() -> socket.socket:
 def run_python(request: Request) -> NoReturn:
     """Runs a command of Python, and ends this process with its exit code."""
     arguments = request.arguments
-    if tuple(arguments[:3]) == AGENT:
+    runs_command = len(arguments) > 2 and arguments[1] in COMMAND_LINES
+    command = arguments[2] if runs_command else ""
+    if command == "run":
         warm.install(warm.Spare(*fork_spare(), FORK_SERVER))
-    elif tuple(arguments[:3]) == LOCAL_CLUSTER:
+    elif command == "local":
         warm.install(warm.Server(fork_server()))
     _set_up(request)
     main = types.ModuleType("__main__")
