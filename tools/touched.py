@@ -78,7 +78,7 @@ def distances(changed: Set[str], imports: Mapping[str, Set[str]]) -> dict[str, i
     for file, names in imports.items():
         for name in names:
             importers[name].add(file)
-    found = {file: 0 for file in sorted(changed)}
+    found = dict.fromkeys(sorted(changed), 0)
     reached = set(found)
     for distance in range(1, FARTHEST + 1):
         reached = {file for name in reached for file in importers[module_of(name)]} - set(found)
