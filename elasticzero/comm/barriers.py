@@ -62,10 +62,17 @@ def marks(call: Call, rank: int) -> tuple[int, int]:
 
 
 def check(maxima: Sequence[int], call: Call, rank: int, where: str) -> None:
-    """Raises if the ranks make different calls: `UserError` on the one at fault, `RetryError` on
-    the others.
+    """Raises if the ranks make different calls.
 
-    maxima: the greatest of all ranks' two numbers. where: the place of this rank, for the message.
+    Args:
+        maxima: The greatest of all ranks' two numbers.
+        call: The call that this rank makes.
+        rank: This rank.
+        where: The place of this rank, for the message.
+
+    Raises:
+        UserError: This rank is the one at fault.
+        RetryError: Another rank is.
     """
     highest, lowest = maxima[0], -maxima[1]
     if highest < 0 or highest >> _SHIFT == lowest >> _SHIFT:

@@ -64,9 +64,15 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 def squares_of(
     gradients: Mapping[str, Tensor], names: Iterable[str], device: torch.device
 ) -> Tensor:
-    """Returns the square of each gradient's own norm, in the order of `names`: 64 bits, 1-D.
+    """Computes the square of each gradient's own norm.
 
-    A gradient that is missing has 0.
+    Args:
+        gradients: The gradients that there are, by name.
+        names: The names in the order of the result.
+        device: The device of the result.
+
+    Returns:
+        A 1-D tensor of 64 bits; it has 0 for a gradient that is missing.
     """
     norm_of: dict[str, float] = {}
     if gradients:

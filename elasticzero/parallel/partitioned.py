@@ -104,11 +104,17 @@ class PartitionedOptimizer:
         """Does what `Strategy.finish` does, once the pieces have their gradients, which are summed
         over the ranks. All ranks call this together.
 
-        used: the parameters that this rank has used; they travel with the norm, in one message.
-        blocks: a number that stands for what has run here, as for `same_number`; where it is not
-        the same on all ranks the norm is NaN, and `suspects` raises `UserError`. exchange: called
-        once the gradients are as they are to be stepped, but for clipping; what it returns is
-        waited for before the norm is summed.
+        Args:
+            used: The parameters that this rank has used; they travel with the norm, in one message.
+            factor: What the gradients are multiplied by.
+            max_norm: The limit of their norm; None: there is none.
+            blocks: A number that stands for what has run here, as for `same_number`; where it is
+                not the same on all ranks the norm is NaN, and `suspects` raises `UserError`.
+            exchange: Called once the gradients are as they are to be stepped, but for clipping;
+                what it returns is waited for before the norm is summed.
+
+        Returns:
+            The norm before clipping: 0-dim, equal on all ranks.
         """
         if self._agreement is not None:
             self._agreement.begin()

@@ -31,11 +31,17 @@ def is_direct(flat_E: Tensor) -> bool:
 def begin_reduce_scatter(
     flat_E: Tensor, chunks: Sequence[Tensor], received: Tensor | None, mesh: Mesh
 ) -> list[Any]:
-    """Begins to sum the ranks' tensors; returns what must be waited for.
+    """Begins to sum the ranks' tensors.
 
-    chunks: the part of `flat_E` of each rank. received: room for this rank's chunk from each of the
-    other ranks, which the caller adds to its own after the wait; None: this rank's chunk of
-    `flat_E` becomes the sum.
+    Args:
+        flat_E: This rank's tensor.
+        chunks: The part of `flat_E` of each rank.
+        received: Room for this rank's chunk from each of the other ranks, which the caller adds to
+            its own after the wait; None: this rank's chunk of `flat_E` becomes the sum.
+        mesh: The row of ranks.
+
+    Returns:
+        What must be waited for.
     """
     ranks, shard, group = mesh.shards, mesh.shard, mesh.shard_group
     if received is None:
@@ -53,7 +59,16 @@ def begin_reduce_scatter(
 
 
 def begin_all_gather(flat_E: Tensor, chunks: Sequence[Tensor], mesh: Mesh) -> list[Any]:
-    """Begins to fill in the chunks of the other ranks; returns what must be waited for."""
+    """Begins to fill in the chunks of the other ranks.
+
+    Args:
+        flat_E: The tensor, of which this rank has its chunk.
+        chunks: The part of `flat_E` of each rank.
+        mesh: The row of ranks.
+
+    Returns:
+        What must be waited for.
+    """
     ranks, shard, group = mesh.shards, mesh.shard, mesh.shard_group
     if not is_direct(flat_E):
         if _are_equal(chunks):

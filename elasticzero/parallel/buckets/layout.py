@@ -116,7 +116,13 @@ class FlatBucket:
     def pieces_of(
         self, rank: int, own_C: Tensor, master_C: Tensor | None
     ) -> Iterator[ParameterPiece]:
-        """Yields the pieces of one rank, which share memory with its chunk or its masters."""
+        """Yields the pieces of one rank, which share memory with its chunk or its masters.
+
+        Args:
+            rank: The rank's place in its row.
+            own_C: Its chunk.
+            master_C: Its 32-bit copy of the chunk; None: it steps the chunk itself.
+        """
         chunk = Span(self.bounds[rank], self.bounds[rank + 1])
         for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
             part = intersect(chunk, Span(offset, offset + math.prod(shape)))

@@ -60,7 +60,11 @@ class GradientTree:
     ) -> None:
         """Adds the gradient of `fraction * loss` to the tree (rule W1).
 
-        inputs: the parameters whose gradients are computed; None: all.
+        Args:
+            loss: The loss of a slice: one number.
+            fraction: Its part of the global batch's mean; a slice of 0 uses no parameter.
+            part: The slice's micro-batch.
+            inputs: The parameters whose gradients are computed; None: all.
         """
         if self._sums is None:
             self._sums, self._runs = PartialSums(part.slices, _add), part.runs

@@ -202,9 +202,15 @@ def open_optimizers(
 ) -> Optimizers:
     """Finds out what the optimizers that were just made work on.
 
-    device: where they will step; None: where the parameters are. Raises `UserError` for one that
-    cannot work on what the strategy deals to the ranks, for parameters that are not the model's,
-    and for one that two optimizers have.
+    Args:
+        made: One optimizer, or several by their names.
+        named: The model's parameters.
+        divided: What the strategy deals to the ranks.
+        device: The device where they will step; None: where the parameters are.
+
+    Raises:
+        UserError: An optimizer cannot work on what the strategy deals to the ranks, a parameter is
+            not the model's, or two optimizers have it.
     """
     by_name = {"": made} if isinstance(made, torch.optim.Optimizer) else dict(made)
     name_of, owner_of = named.name_of(), dict[str, str]()

@@ -69,11 +69,14 @@ def probe(
     whole_model: bool,
     device: torch.device | None = None,
 ) -> GroupNature:
-    """Returns what the optimizer works on in a group, by stepping dummies.
+    """Finds out what the optimizer works on in a group, by stepping dummies.
 
-    natures: those of like groups, to which this is added. whole_model: the strategy leaves
-    all to each rank, so that it matters only what is kept. device: that of the dummies; None: that
-    of the parameters.
+    Args:
+        optimizer: The optimizer, which is not changed.
+        group: One of its parameter groups.
+        natures: What like groups work on, to which this one's is added.
+        whole_model: The strategy leaves all to each rank, so that it matters only what is kept.
+        device: The device of the dummies; None: that of the parameters.
     """
     like = next((p for p in group["params"] if p.requires_grad), None)
     if like is None:

@@ -109,7 +109,11 @@ def cut_state(
 ) -> dict[str, Any]:
     """Returns the part of a whole parameter's state that belongs to a piece of it.
 
-    start: the first of the parameter's elements in the piece.
+    Args:
+        state: What the optimizer keeps for the whole parameter.
+        schema: What it keeps for a parameter like this one.
+        start: The first of the parameter's elements in the piece.
+        piece: The piece.
     """
     cut: dict[str, Any] = {}
     for key, value in state.items():
