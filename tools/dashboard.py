@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elasticzero.launcher.goodput import TIME_CLASSES
-from elasticzero.ops.report.html.style import COLOURS
+from elasticzero.ops.page.style import COLOURS
 
 OF_JOB = '{namespace=~"$namespace",job_id="$job_id"}'
 """Selects the series of the job that the reader of the dashboard has chosen."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elasticzero.ops.report.thinning import Point, Span
+from elasticzero.ops.page.charts import Point, Span
 
 ChangeKind = Literal["start", "fault", "left", "joined", "planned"]
 """Kind of event that led to a generation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticzero.ops.report.formats import many_text, names_text, span_text
+from elasticzero.ops.page.formats import many_text, names_text, span_text
 from elasticzero.ops.report.life import SeenWorld
 from elasticzero.ops.report.model import NodeLog
 from elasticzero.ops.report.runs import JobRun

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from elasticzero.launcher.observability.compute_time import STRAGGLER_RATIO
+from elasticzero.ops.page.charts import Point
 from elasticzero.ops.report.life import LOSS_ROW, STEP_ROW, rows_of
 from elasticzero.ops.report.model import NodeStepTimes
 from elasticzero.ops.report.runs import JobRun
-from elasticzero.ops.report.thinning import Point, thinned
+from elasticzero.ops.report.thinning import thinned
 
 MOST_POINTS = 1200
 """Maximum number of points of a curve."""

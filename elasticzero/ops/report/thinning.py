@@ -6,14 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from elasticzero.ops.page.charts import Point, Span
+
 _HEAD = re.compile(rb'\{"time": [-+.e\d]+, "event": "(step|log|captured|kept)"')
 """Begin of a line that each step may bring, as `EventLog` writes it."""
 _STEP = re.compile(rb'"step": (\d+)')
 _CHECKPOINT = b'"checkpoint": true'
-
-Point = tuple[float, float]
-Span = tuple[float, float, str]
-"""Start and end in seconds, and what is between them."""
 
 
 def stride(size_bytes: int, most_bytes: int) -> int:

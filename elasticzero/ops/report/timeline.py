@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticzero.errors import ExitCode
+from elasticzero.ops.page.charts import Span
 from elasticzero.ops.report.life import AgentLife, SeenWorld
 from elasticzero.ops.report.runs import JobRun
-from elasticzero.ops.report.thinning import Span
 
 STATES: Mapping[str, str] = {
     "training": "trains",

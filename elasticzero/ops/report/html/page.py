@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from elasticzero.ops.report.formats import many_text, names_text, share_text, span_text
-from elasticzero.ops.report.html.markup import element, escaped
+from elasticzero.ops.page.formats import many_text, names_text, share_text, span_text
+from elasticzero.ops.page.markup import element, escaped
+from elasticzero.ops.page.style import style_sheet
 from elasticzero.ops.report.html.sections import (
     recovery_section,
     story,
@@ -17,7 +18,6 @@ from elasticzero.ops.report.html.sections import (
     training_section,
 )
 from elasticzero.ops.report.html.sentences import fault_kinds, headline, node_range
-from elasticzero.ops.report.html.style import style_sheet
 from elasticzero.ops.report.html.tables import (
     checkpoint_section,
     fault_section,

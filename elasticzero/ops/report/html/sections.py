@@ -6,15 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 
 from elasticzero.launcher.goodput import TIME_CLASSES
-from elasticzero.ops.report.formats import many_text, names_text, share_text, span_text
-from elasticzero.ops.report.html.charts import (
+from elasticzero.ops.page.charts import (
     ChangeMark,
     curve_chart,
     node_timeline,
     size_chart,
     stacked_bar,
 )
-from elasticzero.ops.report.html.markup import element, escaped, legend, section, swatch, table
+from elasticzero.ops.page.formats import many_text, names_text, share_text, span_text
+from elasticzero.ops.page.markup import element, escaped, legend, section, swatch, table
+from elasticzero.ops.page.style import COLOURS
 from elasticzero.ops.report.html.sentences import (
     PHASE_NAMES,
     TIME_MEANINGS,
@@ -23,7 +24,6 @@ from elasticzero.ops.report.html.sentences import (
     story_lead,
     time_lead,
 )
-from elasticzero.ops.report.html.style import COLOURS
 from elasticzero.ops.report.model import FaultSummary, GenerationSummary, RunSummary
 from elasticzero.ops.report.thinning import coarse, thinned
 from elasticzero.ops.report.timeline import STATES

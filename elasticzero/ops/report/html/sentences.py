@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from elasticzero.ops.report.formats import many_text, share_text, span_text
+from elasticzero.ops.page.formats import many_text, share_text, span_text
 from elasticzero.ops.report.model import ChangeKind, FaultSummary, RunSummary
 from elasticzero.text import list_text
 

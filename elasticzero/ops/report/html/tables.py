@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from elasticzero.ops.report.formats import many_text, names_text, span_text
-from elasticzero.ops.report.html.markup import element, escaped, section, table
+from elasticzero.ops.page.formats import many_text, names_text, span_text
+from elasticzero.ops.page.markup import element, escaped, section, table
 from elasticzero.ops.report.html.sections import MOST_ROWS, tag, words
 from elasticzero.ops.report.html.sentences import (
     checkpoint_lead,

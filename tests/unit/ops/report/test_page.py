@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from elasticzero.launcher.goodput import TIME_CLASSES
-from elasticzero.ops.report.formats import (
+from elasticzero.ops.page.formats import (
     share_text,
     span_text,
     time_ticks,

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticzero.ops.report.formats import many_text, number_text, time_ticks, value_ticks
-from elasticzero.ops.report.html.markup import element, escaped, picture, tooltip
-from elasticzero.ops.report.thinning import Point, Span
+from elasticzero.ops.page.formats import many_text, number_text, time_ticks, value_ticks
+from elasticzero.ops.page.markup import element, escaped, picture, tooltip
 
+Point = tuple[float, float]
+"""Place on an axis, and the value there."""
+Span = tuple[float, float, str]
+"""Start and end in seconds, and what is between them."""
 WIDTH = 1000.0
 LEFT, RIGHT, TOP, BOTTOM = 128.0, 14.0, 14.0, 26.0
 """Margins of a chart; all have the same, so that times stand below each other."""
