@@ -1,4 +1,4 @@
-"""Formats text for people (counts, sizes, ages, lists, tables), and prints it safely."""
+"""Formats text for people (numbers, durations, sizes, lists, tables), and prints it safely."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 READER_GONE = 141
 """The exit code of a command whose output nobody reads any more (`… | head`), as of one that
 SIGPIPE ended; the signal itself would also end it at a connection that broke."""
+_SPAN_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
@@ -67,6 +68,11 @@ def count_text(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
+def many_text(count: int, thing: str) -> str:
+    """Returns a count with its noun, with commas between thousands: `1 step`, `2,000 steps`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def list_text(items: Iterable[object], most: int) -> str:
     """Returns the first `most` items with commas between them, and `...` where there are more."""
     texts = list(map(str, items))
@@ -99,13 +105,48 @@ def bytes_of(text: str) -> int:
 
 
 def duration_text(seconds: float) -> str:
-    """Returns a duration in a fitting unit: `0.3 s`, `45 s`, `12 min`, `5 h`, `3 days`."""
+    """Returns an age or an estimate in one unit: `0.3 s`, `45 s`, `12 min`, `5 h`, `3 days`.
+
+    `span_text` is for durations that were measured.
+    """
     if seconds < 10:
         return f"{seconds:.1f} s"
     for unit, size, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
         if seconds < size * most:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.0f} days"
+
+
+def span_text(seconds: float) -> str:
+    """Returns a measured duration in one unit or two: `4.2 ms`, `41.2 s`, `2 min 5 s`."""
+    if abs(seconds) < 1e-7:
+        return "0 s"
+    if seconds < 0:
+        return f"-{span_text(-seconds)}"
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    for unit, size, smaller, part in _SPAN_UNITS:
+        if whole >= size:
+            count, rest = whole // size, whole % size // part
+            return f"{count} {unit} {rest} {smaller}" if rest else f"{count} {unit}"
+    return f"{whole} s"
+
+
+def share_text(share: float) -> str:
+    """Returns a share as a percentage: `71.4%`, `<0.1%`."""
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{100 * share:.1f}%"
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """Returns a number of so many digits, whole numbers with commas between thousands."""
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.{digits}g}"
 
 
 def age_text(seconds: float) -> str:

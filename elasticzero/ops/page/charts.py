@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticzero.ops.page.formats import many_text, number_text, time_ticks, value_ticks
 from elasticzero.ops.page.markup import element, escaped, picture, tooltip
+from elasticzero.ops.page.ticks import time_ticks, value_ticks
+from elasticzero.text import many_text, number_text
 
 Point = tuple[float, float]
 """Place on an axis, and the value there."""

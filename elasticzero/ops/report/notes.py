@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticzero.ops.page.formats import many_text, names_text, span_text
 from elasticzero.ops.report.life import SeenWorld
 from elasticzero.ops.report.model import NodeLog
 from elasticzero.ops.report.runs import JobRun
-from elasticzero.text import size_text
+from elasticzero.text import list_text, many_text, size_text, span_text
+
+NAMES_SHOWN = 8
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Returns names with commas between them, the first of many."""
+    return list_text(names, NAMES_SHOWN) if names else "–"
 
 
 def on_logs(run: JobRun, worlds: Sequence[SeenWorld], logs: Sequence[NodeLog]) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from elasticzero.ops.page.formats import many_text, names_text, share_text, span_text
 from elasticzero.ops.page.markup import element, escaped
 from elasticzero.ops.page.style import style_sheet
 from elasticzero.ops.report.html.sections import (
@@ -25,6 +24,8 @@ from elasticzero.ops.report.html.tables import (
     step_time_section,
 )
 from elasticzero.ops.report.model import RunSummary
+from elasticzero.ops.report.notes import names_text
+from elasticzero.text import many_text, share_text, span_text
 from elasticzero.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

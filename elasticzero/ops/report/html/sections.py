@@ -13,7 +13,6 @@ from elasticzero.ops.page.charts import (
     size_chart,
     stacked_bar,
 )
-from elasticzero.ops.page.formats import many_text, names_text, share_text, span_text
 from elasticzero.ops.page.markup import element, escaped, legend, section, swatch, table
 from elasticzero.ops.page.style import COLOURS
 from elasticzero.ops.report.html.sentences import (
@@ -25,8 +24,10 @@ from elasticzero.ops.report.html.sentences import (
     time_lead,
 )
 from elasticzero.ops.report.model import FaultSummary, GenerationSummary, RunSummary
+from elasticzero.ops.report.notes import names_text
 from elasticzero.ops.report.thinning import coarse, thinned
 from elasticzero.ops.report.timeline import STATES
+from elasticzero.text import many_text, share_text, span_text
 
 MOST_NODES = 32
 """Maximum number of nodes with a row in the timeline."""

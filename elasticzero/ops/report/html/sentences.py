@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from elasticzero.ops.page.formats import many_text, share_text, span_text
 from elasticzero.ops.report.model import ChangeKind, FaultSummary, RunSummary
-from elasticzero.text import list_text
+from elasticzero.text import list_text, many_text, share_text, span_text
 
 TIME_MEANINGS: Mapping[str, tuple[str, str]] = {
     "productive": ("productive", "steps that count"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from elasticzero.ops.page.formats import many_text, names_text, span_text
 from elasticzero.ops.page.markup import element, escaped, section, table
 from elasticzero.ops.report.html.sections import MOST_ROWS, tag, words
 from elasticzero.ops.report.html.sentences import (
@@ -19,7 +18,8 @@ from elasticzero.ops.report.model import (
     RunSummary,
     SnapshotSummary,
 )
-from elasticzero.text import size_text
+from elasticzero.ops.report.notes import names_text
+from elasticzero.text import many_text, size_text, span_text
 
 MOST_DETAILS = 4000
 """Maximum number of characters of a traceback: its end."""

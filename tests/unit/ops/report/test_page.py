@@ -9,16 +9,12 @@ from html.parser import HTMLParser
 import pytest
 
 from elasticzero.launcher.goodput import TIME_CLASSES
-from elasticzero.ops.page.formats import (
-    share_text,
-    span_text,
-    time_ticks,
-    value_ticks,
-)
+from elasticzero.ops.page.ticks import time_ticks, value_ticks
 from elasticzero.ops.report.html.page import report_page
 from elasticzero.ops.report.html.sentences import PHASE_NAMES, TIME_MEANINGS
 from elasticzero.ops.report.model import FaultSummary, RunSummary
 from elasticzero.ops.report.summarize import PHASES
+from elasticzero.text import share_text, span_text
 from tests.unit.ops.report.made_up import BEGIN_S, MadeUpJob, eventful
 
 EVIL = "<script>alert(1)</script>\x1b[31m\"'&\ud800"
