@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from html import escape
 
 from elasticzero.text import printable
+
+DATE = "%Y-%m-%d %H:%M:%S UTC"
 
 
 def escaped(value: object) -> str:
@@ -37,34 +40,78 @@ def tooltip(text: str) -> str:
     return element("title", escaped(text))
 
 
-def picture(width: float, height: float, *content: str, label: str) -> str:
-    """Returns an SVG picture as wide as the page, which scrolls where the page is narrow."""
-    svg = element(
-        "svg",
-        *content,
-        viewBox=f"0 0 {width:g} {height:g}",
-        role="img",
-        aria_label=label,
-        class_="chart",
+def moment(unix_s: float, *, day: bool = False) -> str:
+    """Returns a Unix time, which a page with a script shows in the browser's time zone."""
+    text = utc_text(unix_s, DATE if day else "%H:%M:%S")
+    return element("time", escaped(text), data_unix=unix_s, data_day="" if day else None)
+
+
+def utc_text(unix_s: float, pattern: str = DATE) -> str:
+    """Returns a Unix time as text."""
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime(pattern)
+    except (OverflowError, OSError, ValueError):
+        return "an unknown time"
+
+
+def row(
+    name: str,
+    cells: Sequence[str],
+    numbers: Sequence[int] = (),
+    optional: Sequence[int] = (),
+    **attributes: object,
+) -> str:
+    """Returns a row of a table. Further keywords are its attributes.
+
+    Args:
+        name: element of each cell.
+        cells: markup of each.
+        numbers: columns of numbers, which are set to the right.
+        optional: columns that are left out in a narrow window.
+    """
+    looks = {(True, False): "n", (False, True): "optional", (True, True): "n optional"}
+    drawn = (
+        element(name, cell, class_=looks.get((index in numbers, index in optional)))
+        for index, cell in enumerate(cells)
     )
-    return element("div", svg, class_="scroll")
+    return element("tr", *drawn, **attributes)
+
+
+def table_of(head: str, rows: Iterable[str], name: str | None = None) -> str:
+    """Returns a table of the markup of rows. name: id of its body."""
+    body = element("tbody", *rows, id=name)
+    return element("div", element("table", element("thead", head), body), class_="scroll")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     """Returns a table.
 
-    head: texts. rows: markup of each cell. numbers: columns of numbers, which are set to the right.
+    Args:
+        head: texts.
+        rows: markup of each cell.
+        numbers: columns of numbers, which are set to the right.
     """
+    top = row("th", [escaped(text) for text in head], numbers)
+    return table_of(top, (row("td", cells, numbers) for cells in rows))
 
-    def cells(name: str, row: Sequence[str]) -> str:
-        return "".join(
-            element(name, cell, class_="n" if index in numbers else None)
-            for index, cell in enumerate(row)
-        )
 
-    top = element("thead", element("tr", cells("th", [escaped(text) for text in head])))
-    body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
-    return element("div", element("table", top, body), class_="scroll")
+def tile(what: str, value: str, note: str, *, above: str = "") -> str:
+    """Returns a key figure.
+
+    Args:
+        what: its name.
+        value: markup of the figure.
+        note: text below it.
+        above: markup between figure and note.
+    """
+    return element(
+        "div",
+        element("div", escaped(what), class_="what"),
+        element("div", value, class_="value"),
+        above,
+        element("div", escaped(note), class_="note") if note else "",
+        class_="tile",
+    )
 
 
 def section(name: str, title: str, lead: str, *content: str) -> str:

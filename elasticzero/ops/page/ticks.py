@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import math
 
+from elasticzero.ops.page.markup import utc_text
+
 _TICKS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30),
     *(60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200),
     *(86400, 172800, 432000, 864000, 1728000),
 )
+_MOMENT_TICKS_S = (
+    *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200),
+    *(86400, 172800, 604800, 2419200),
+)
+_DAYS_S = 172800
+"""Seconds of an axis from which on its labels are days."""
+
+
+def moment_ticks(first: float, last: float, most: int) -> tuple[int, list[tuple[float, str]]]:
+    """Returns the seconds between round Unix times in [first, last], and the times with labels.
+
+    They are round in UTC, and labelled so. The time before `first` is among them: a browser moves
+    all to where they are round in its own time zone, which is later by less than one step.
+    """
+    whole_s = last - first
+    least_s = 86400 if whole_s > _DAYS_S else 1
+    steps = [s for s in _MOMENT_TICKS_S if s >= least_s]
+    step_s = next((s for s in steps if whole_s / s <= most), steps[-1])
+    pattern = "%d %b" if whole_s > _DAYS_S else "%H:%M" if whole_s >= 600 else "%H:%M:%S"
+    start = math.floor(first / step_s)
+    count = min(math.floor(last / step_s) - start + 1, most + 2)
+    times = [float((start + i) * step_s) for i in range(count)]
+    return step_s, [(at, utc_text(at, pattern)) for at in times]
 
 
 def time_ticks(whole_s: float, most: int) -> list[tuple[float, str]]:

@@ -6,9 +6,7 @@ escaped by `markup`.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
-from elasticzero.ops.page.markup import element, escaped
+from elasticzero.ops.page.markup import element, escaped, tile, utc_text
 from elasticzero.ops.page.style import style_sheet
 from elasticzero.ops.report.html.sections import (
     recovery_section,
@@ -17,6 +15,7 @@ from elasticzero.ops.report.html.sections import (
     training_section,
 )
 from elasticzero.ops.report.html.sentences import fault_kinds, headline, node_range
+from elasticzero.ops.report.html.style import SHEET
 from elasticzero.ops.report.html.tables import (
     checkpoint_section,
     fault_section,
@@ -54,7 +53,7 @@ def report_page(summary: RunSummary, written: float) -> str:
         '<meta name="color-scheme" content="light dark">',
         '<meta name="referrer" content="no-referrer">',
         element("title", title),
-        f"<style>{style_sheet()}</style>",
+        f"<style>{style_sheet(SHEET)}</style>",
     ]
     body = [_header(summary), _tiles(summary), _notes(summary), *sections, _footer(written)]
     text = "\n".join(filter(None, body))
@@ -64,20 +63,13 @@ def report_page(summary: RunSummary, written: float) -> str:
     )
 
 
-def _date(unix_s: float) -> str:
-    try:
-        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, OSError, ValueError):
-        return "an unknown time"
-
-
 def _header(summary: RunSummary) -> str:
     nodes = many_text(len(summary.nodes), "node")
     ended = "and was running at" if summary.outcome == "running" else "to"
     reason = f" End: {summary.reason}." if summary.reason and summary.outcome != "failed" else ""
     meta = (
-        f"{_date(summary.began)} {ended} {_date(summary.began + summary.wall_s)}; {nodes} had a "
-        f"part: {names_text(summary.nodes)}.{reason}"
+        f"{utc_text(summary.began)} {ended} {utc_text(summary.began + summary.wall_s)}; "
+        f"{nodes} had a part: {names_text(summary.nodes)}.{reason}"
     )
     return element(
         "header",
@@ -116,16 +108,7 @@ def _tiles(summary: RunSummary) -> str:
     )
     return element(
         "div",
-        *(
-            element(
-                "div",
-                element("div", escaped(what), class_="what"),
-                element("div", escaped(value), class_="value"),
-                element("div", escaped(note), class_="note") if note else "",
-                class_="tile",
-            )
-            for what, value, note in tiles
-        ),
+        *(tile(what, escaped(value), note) for what, value, note in tiles),
         class_="tiles",
     )
 
@@ -139,7 +122,7 @@ def _notes(summary: RunSummary) -> str:
 
 def _footer(written: float) -> str:
     text = (
-        f"Written on {_date(written)} by elasticzero report {__version__}. Times on this page "
+        f"Written on {utc_text(written)} by elasticzero report {__version__}. Times on this page "
         "count from the beginning of the job. More of a bar or mark is shown under the mouse."
     )
     return element("footer", escaped(text))

@@ -6,15 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 
 from elasticzero.launcher.goodput import TIME_CLASSES
-from elasticzero.ops.page.charts import (
+from elasticzero.ops.page.charts import stacked_bar
+from elasticzero.ops.page.markup import element, escaped, legend, section, swatch, table
+from elasticzero.ops.page.style import COLOURS
+from elasticzero.ops.report.html.charts import (
     ChangeMark,
     curve_chart,
     node_timeline,
     size_chart,
-    stacked_bar,
 )
-from elasticzero.ops.page.markup import element, escaped, legend, section, swatch, table
-from elasticzero.ops.page.style import COLOURS
 from elasticzero.ops.report.html.sentences import (
     PHASE_NAMES,
     TIME_MEANINGS,
@@ -85,7 +85,7 @@ def story(summary: RunSummary) -> str:
     keys = [(name, text) for name, text in STATES.items()]
     kinds = {generation.kind for generation in summary.generations}
     changes = [
-        element("span", element("b", "┆", style=f"color: var(--{kind})"), text, class_="key")
+        element("span", element("b", "┆", class_=f"k-{kind}"), text, class_="key")
         for kind, text in KIND_NAMES.items()
         if kind in kinds
     ]
@@ -93,7 +93,7 @@ def story(summary: RunSummary) -> str:
         changes.append(
             element(
                 "span",
-                element("b", "✕", style="color: var(--fault)"),
+                element("b", "✕", class_="k-fault"),
                 "what the fault struck",
                 class_="key",
             )
