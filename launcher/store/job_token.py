@@ -72,31 +72,33 @@ def check_given(token: Secret | None) -> Secret | None:
     return token
 
 
-def agree_on_token(store: Store, given: Secret | None) -> Agreed:
+def agree_on_token(store: Store, node_token: Secret | None) -> Agreed:
     """Returns the token of this node's job, and puts it into the store if none is there.
 
     Raises `UserError` if the job has another one.
     """
-    mine = given or Secret(secrets.token_urlsafe(32))
-    record = Record(digest=_digest(mine), token=mine.reveal if given is None else None)
+    candidate = node_token or Secret(secrets.token_urlsafe(32))
+    record = Record(
+        digest=_digest(candidate), token=candidate.reveal if node_token is None else None
+    )
     absent = Condition(key=KEY, mod_revision=0)
     while (entry := _entry(store)) is None:
         revision = store.write({KEY: to_bytes(record)}, conditions=[absent])
         if revision is not None:
-            return Agreed(mine, record, revision)
-    found = record_in(entry)
-    if given is None and found.token is not None:
-        return Agreed(Secret(found.token), found, entry.mod_revision)
-    if given is not None and hmac.compare_digest(found.digest, _digest(given)):
-        return Agreed(given, found, entry.mod_revision)
+            return Agreed(candidate, record, revision)
+    stored = record_in(entry)
+    if node_token is None and stored.token is not None:
+        return Agreed(Secret(stored.token), stored, entry.mod_revision)
+    if node_token is not None and hmac.compare_digest(stored.digest, _digest(node_token)):
+        return Agreed(node_token, stored, entry.mod_revision)
+    wrong = "no token" if node_token is None else "another token than its other nodes"
     raise UserError(
-        f"{'no token' if given is None else 'another token than its other nodes'} was given to "
-        f"this node of the job; give all of them the same, by {HOW}. To change a job's token, "
-        f"stop its nodes and delete the key `{KEY}` of the job in etcd"
+        f"{wrong} was given to this node of the job; give all of them the same, by {HOW}. To "
+        f"change a job's token, stop its nodes and delete the key `{KEY}` of the job in etcd"
     )
 
 
-def token_for_operator(store: Store, given: Secret | None) -> Secret | None:
+def token_for_operator(store: Store, operator_token: Secret | None) -> Secret | None:
     """Returns the token with which a command reads what the job's agents serve.
 
     None: it was not given, and the store has its digest alone. Raises `UserError` if the job has
@@ -104,11 +106,13 @@ def token_for_operator(store: Store, given: Secret | None) -> Secret | None:
     """
     entry = _entry(store)
     record = record_in(entry) if entry is not None else None
-    if given is None or record is None:
-        return Secret(record.token) if record is not None and record.token is not None else given
-    if not hmac.compare_digest(record.digest, _digest(given)):
+    if record is None:
+        return operator_token
+    if operator_token is None:
+        return Secret(record.token) if record.token is not None else None
+    if not hmac.compare_digest(record.digest, _digest(operator_token)):
         raise UserError(f"the token given is not that of the job's nodes; check {HOW}")
-    return given
+    return operator_token
 
 
 def record_in(entry: Entry) -> Record:

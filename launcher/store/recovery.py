@@ -200,10 +200,10 @@ def _unchanged(key: str, entry: Entry | None) -> Condition:
 
 def _described(puts: Mapping[str, bytes]) -> list[str]:
     """Returns what was written, in words."""
-    words = {
+    descriptions = {
         WORLD: "the generation and its members",
         CONTROL: "what operators asked",
         DONE: "the end of the job",
         KEY: "the record of the job's token",
     }
-    return [words.get(key, "the alarm of the generation") for key in puts]
+    return [descriptions.get(key, "the alarm of the generation") for key in puts]

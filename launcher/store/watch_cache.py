@@ -76,17 +76,17 @@ class WatchCache:
 
     def follow(self, prefixes: Iterable[str]) -> None:
         """Follows exactly these prefixes from now on."""
-        wanted = set(prefixes)
-        if wanted == self._subscriptions.keys():
+        requested = set(prefixes)
+        if requested == self._subscriptions.keys():
             return
-        for prefix in sorted(self._subscriptions.keys() - wanted):
+        for prefix in sorted(self._subscriptions.keys() - requested):
             self._subscriptions.pop(prefix).close()
             with self._lock:
                 self._latest.pop(prefix, None)
             self._gathered.pop(prefix, None)
             for key in [key for key in self._decoded if key.startswith(prefix)]:
                 del self._decoded[key]
-        for prefix in sorted(wanted - self._subscriptions.keys()):
+        for prefix in sorted(requested - self._subscriptions.keys()):
             self._subscriptions[prefix] = self._store.watch(prefix, self._take(prefix))
 
     def _take(self, prefix: str) -> Callable[[PrefixState], None]:
@@ -99,35 +99,35 @@ class WatchCache:
     def put(self, prefix: str, snapshot: PrefixState) -> None:
         """Takes in the state of a prefix, unless a newer one is here."""
         with self._lock:
-            known = self._latest.get(prefix)
-            if known is None:
+            previous = self._latest.get(prefix)
+            if previous is None:
                 self._latest[prefix] = snapshot
-            elif (known.history, known.revision) <= (snapshot.history, snapshot.revision):
+            elif (previous.history, previous.revision) <= (snapshot.history, snapshot.revision):
                 self._latest[prefix] = snapshot
                 if prefix in RETAINED:
-                    self._note_loss(prefix, known, snapshot)
+                    self._note_loss(prefix, previous, snapshot)
 
-    def _note_loss(self, prefix: str, known: PrefixState, found: PrefixState) -> None:
+    def _note_loss(self, prefix: str, previous: PrefixState, current: PrefixState) -> None:
         """Retains what was known, where the store has lost its data, or may have.
 
         In one history an alarm goes with its generation, but the world stays, and only ever grows.
         """
-        if known.history != found.history:
-            if known.history != self._suspected_history:
-                self._retain(known.entries)
-        elif self._has_shrunk(known, found):
-            self._retain(known.entries)
+        if previous.history != current.history:
+            if previous.history != self._suspected_history:
+                self._retain(previous.entries)
+        elif self._has_shrunk(previous, current):
+            self._retain(previous.entries)
             for other in (CONTROL, DONE, ALARM):
                 if other in self._latest:
                     self._retain(self._latest[other].entries)
-            self._suspected_history = known.history
+            self._suspected_history = previous.history
 
-    def _has_shrunk(self, known: PrefixState, found: PrefixState) -> bool:
+    def _has_shrunk(self, previous: PrefixState, current: PrefixState) -> bool:
         """Returns whether the data have shrunk: a world is gone, or is there at another revision,
         or is another one that does not follow it; or the alarm of the present generation is
         gone."""
-        before, after = known.entries.get(WORLD), found.entries.get(WORLD)
-        gone = [k for k in known.entries if k.startswith(ALARM) and k not in found.entries]
+        before, after = previous.entries.get(WORLD), current.entries.get(WORLD)
+        gone = [k for k in previous.entries if k.startswith(ALARM) and k not in current.entries]
         world = self._latest[WORLD].entries.get(WORLD) if gone and WORLD in self._latest else None
         if world is not None:
             return f"{ALARM}{self._read(World, world.value).generation}" in gone
@@ -166,9 +166,9 @@ class WatchCache:
     def world(self) -> tuple[World | None, int]:
         """Returns the world, and the revision of the store's document (0: there is none)."""
         entry = self._entry(WORLD, WORLD)
-        found = self._document(entry, World) if entry is not None else None
+        stored = self._document(entry, World) if entry is not None else None
         revision = entry.mod_revision if entry is not None else 0
-        return (self._retained_world(found) or found), revision
+        return (self._retained_world(stored) or stored), revision
 
     def world_value(self) -> bytes | None:
         """Returns the stored bytes of the world."""
@@ -181,10 +181,10 @@ class WatchCache:
         entry = self._entry(WORLD, WORLD)
         return self._retained_world(self._document(entry, World) if entry is not None else None)
 
-    def _retained_world(self, found: World | None) -> World | None:
+    def _retained_world(self, stored: World | None) -> World | None:
         entry = self._retained.get(WORLD)
         retained: World | None = self._document(entry, World, "kept") if entry is not None else None
-        return retained if retained is not None and outranks(retained, found) else None
+        return retained if retained is not None and outranks(retained, stored) else None
 
     def done(self) -> Done | None:
         retained = self._retained.get(DONE)
@@ -199,10 +199,10 @@ class WatchCache:
 
     def control(self) -> Control:
         entry, retained = self._entry(CONTROL, CONTROL), self._retained.get(CONTROL)
-        found = self._document(entry, Control) if entry is not None else NO_REQUESTS
+        stored = self._document(entry, Control) if entry is not None else NO_REQUESTS
         if retained is None:
-            return found
-        return merged(self._document(retained, Control, "kept"), found)
+            return stored
+        return merged(self._document(retained, Control, "kept"), stored)
 
     def alarm(self, generation: int) -> Alarm | None:
         key = f"{ALARM}{generation}"
@@ -224,14 +224,14 @@ class WatchCache:
         snapshot = self.get(prefix)
         if snapshot is None:
             return None
-        known = self._gathered.get(prefix)
-        if known is not None and known[0] is snapshot:
-            return known[1]
+        cached = self._gathered.get(prefix)
+        if cached is not None and cached[0] is snapshot:
+            return cached[1]
         entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
         start = len(prefix)
-        found = {entry.key[start:]: self._document(entry, kind) for entry in entries}
-        self._gathered[prefix] = (snapshot, found)
-        return found
+        documents = {entry.key[start:]: self._document(entry, kind) for entry in entries}
+        self._gathered[prefix] = (snapshot, documents)
+        return documents
 
     def _entry(self, prefix: str, key: str) -> Entry | None:
         snapshot = self.get(prefix)
@@ -243,10 +243,10 @@ class WatchCache:
         place: where the document is held, if not in the store.
         """
         key = f"{entry.key} {place}" if place else entry.key
-        known = self._decoded.get(key)
-        if known is None or (known[0] is not entry and known[0] != entry):
-            known = self._decoded[key] = (entry, self._read(kind, entry.value))
-        result: T = known[1]
+        cached = self._decoded.get(key)
+        if cached is None or (cached[0] is not entry and cached[0] != entry):
+            cached = self._decoded[key] = (entry, self._read(kind, entry.value))
+        result: T = cached[1]
         return result
 
 

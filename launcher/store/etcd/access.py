@@ -30,8 +30,10 @@ class Access:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            given, other = ("cert", "key") if self.key is None else ("key", "cert")
-            raise UserError(f"--etcd-{given} {getattr(self, given)} needs --etcd-{other} FILE too")
+            option, missing = ("cert", "key") if self.key is None else ("key", "cert")
+            raise UserError(
+                f"--etcd-{option} {getattr(self, option)} needs --etcd-{missing} FILE too"
+            )
         if self.user is not None and ":" in self.user:
             raise UserError(
                 "--etcd-user: a name without ':' is expected; the password comes from "
@@ -63,8 +65,8 @@ def resolve_access(
 
     A password in the environment has no effect without a user.
     """
-    known = environment if user is not None else {}
-    password = read_secret("--etcd-password-file", password_file, ETCD_PASSWORD, known)
+    variables = environment if user is not None else {}
+    password = read_secret("--etcd-password-file", password_file, ETCD_PASSWORD, variables)
     return Access(cacert=cacert, cert=cert, key=key, user=user, password=password)
 
 

@@ -22,7 +22,7 @@ _NOT_ALLOWED = "permission denied"
 def is_old_login(detail: str) -> bool:
     """Returns whether etcd refused a request because it does not accept the token. `detail`: etcd's
     message."""
-    return any(words in detail for words in _OLD_LOGIN)
+    return any(text in detail for text in _OLD_LOGIN)
 
 
 def explain_refusal(where: Endpoint, access: Access, detail: str) -> str | None:

@@ -288,10 +288,10 @@ class Connection:
         reason."""
         if self._has_answered or self.closed.is_set():
             return
-        reasons = [diagnose_endpoint(endpoint, self._access) for endpoint in self.endpoints]
-        found = [reason for reason in reasons if reason is not None]
-        if found:
-            raise AccessRefused("; ".join(found))
+        diagnoses = [diagnose_endpoint(endpoint, self._access) for endpoint in self.endpoints]
+        reasons = [reason for reason in diagnoses if reason is not None]
+        if reasons:
+            raise AccessRefused("; ".join(reasons))
 
     def _log_in(self) -> str:
         """Returns a token for user and password; an empty one where etcd needs none."""

