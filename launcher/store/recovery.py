@@ -112,7 +112,8 @@ class StoreRecovery:
         self._log_line(f"etcd lost its data ({self._store.loss}){on}")
 
     def _check_record(self, now_s: float) -> None:
-        """Applies rule 5."""
+        """Reports a loss that no revision shows, where the token's record or a document is gone (rule
+        5)."""
         self._check_record_after_s = now_s + AGAIN_S
         agreed = self._agreed
         try:

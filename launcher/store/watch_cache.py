@@ -108,9 +108,14 @@ class WatchCache:
                     self._note_loss(prefix, previous, snapshot)
 
     def _note_loss(self, prefix: str, previous: PrefixState, current: PrefixState) -> None:
-        """Retains what was known, where the store has lost its data, or may have.
+        """Retains what the store held, where it has lost its data, or may have.
 
         In one history an alarm goes with its generation, but the world stays, and only ever grows.
+
+        Args:
+            prefix: The followed prefix.
+            previous: State of the prefix before.
+            current: State of the prefix now.
         """
         if previous.history != current.history:
             if previous.history != self._suspected_history:
@@ -240,7 +245,10 @@ class WatchCache:
     def _document(self, entry: Entry, kind: type[T], place: str = "") -> T:
         """Returns the document of an entry, decoded once as long as it does not change.
 
-        place: where the document is held, if not in the store.
+        Args:
+            entry: The stored bytes.
+            kind: The document's class.
+            place: Where the document is held, if not in the store.
         """
         key = f"{entry.key} {place}" if place else entry.key
         cached = self._decoded.get(key)

@@ -61,9 +61,18 @@ def resolve_access(
     password_file: str | None,
     environment: Mapping[str, str],
 ) -> Access:
-    """Returns the access that the options describe; raises `UserError` for invalid ones.
+    """Returns the access that the options describe.
 
-    A password in the environment has no effect without a user.
+    Args:
+        cacert: PEM file of the authorities that sign etcd's certificate; None: the system's.
+        cert: PEM file of the certificate to show to etcd.
+        key: PEM file of its key.
+        user: User of etcd.
+        password_file: File with the user's password.
+        environment: Variables of the process; a password in them has no effect without a user.
+
+    Raises:
+        UserError: The options are invalid.
     """
     variables = environment if user is not None else {}
     password = read_secret("--etcd-password-file", password_file, ETCD_PASSWORD, variables)

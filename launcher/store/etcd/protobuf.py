@@ -128,7 +128,14 @@ def _message_class(pool: Any, kind: Any) -> Any:
 
 
 def _stub(prefix: str, methods: Any, messages: dict[str, Any], channel: Any) -> Any:
-    """Returns a class with a service's methods on a channel."""
+    """Returns an object with a service's methods on a channel.
+
+    Args:
+        prefix: Path of the service, before the name of a method.
+        methods: Descriptors of the service's methods.
+        messages: The class of each message, by name.
+        channel: The gRPC channel.
+    """
     bound_methods = {}
     for method in methods:
         asked = messages[method.input_type.rpartition(".")[2]]

@@ -209,11 +209,19 @@ class EtcdStore:
     def _verify_write(
         self, puts: Mapping[str, bytes], deletes: Sequence[str], error: CallFailed
     ) -> int | None:
-        """Returns the revision of a write whose answer was lost, if the store now holds what it
-        wrote.
+        """Finds out whether a write whose answer was lost was done, by reading what it wrote.
 
-        Otherwise it may still be on its way, or have been overwritten, and only the caller can
-        decide what to do: raises `StoreUnavailable`.
+        Args:
+            puts: Values that the write put, by name.
+            deletes: Names that the write deleted.
+            error: The error in place of the answer.
+
+        Returns:
+            The revision of the write, if the store now holds what it wrote.
+
+        Raises:
+            StoreUnavailable: The write may still be on its way, or have been overwritten; only the
+                caller can decide what to do.
         """
         written = list_text(map(repr, [*puts, *deletes]), 4)
         unknown = StoreUnavailable(f"{error}; it is not known whether {written} was written")
