@@ -137,8 +137,8 @@ class CheckpointSaver:
             self._replicator.captured(self._steps[max(self._steps)] if self._steps else None)
 
     def _record_capture(self, role: SnapshotRole, message: Captured) -> None:
-        known = self._steps.get(message.step, CapturedStep(role=role, number=message.step))
-        step = replace(known, captured={**known.captured, message.rank: message})
+        recorded = self._steps.get(message.step, CapturedStep(role=role, number=message.step))
+        step = replace(recorded, captured={**recorded.captured, message.rank: message})
         self._steps[message.step] = step
         for old in [other for other in self._steps if other < message.step]:
             del self._steps[old]
@@ -194,10 +194,10 @@ class CheckpointSaver:
             for job in self._open:
                 if (job.role.generation, job.step) == (generation, step):
                     job.abandoned.set()
-            known = self._steps.get(step)
-            if known is None or known.role.generation != generation:
+            recorded = self._steps.get(step)
+            if recorded is None or recorded.role.generation != generation:
                 return
-            if not known.complete:
+            if not recorded.complete:
                 error = "a worker of this node could not write its part"
                 self._add_event(finished_event(generation, step, error))
 
@@ -207,10 +207,10 @@ class CheckpointSaver:
 
     def events(self) -> list[SaveEvent]:
         """Returns what has happened since the last call."""
-        found = []
+        events = []
         while not self._events.empty():
-            found.append(self._events.get())
-        return found
+            events.append(self._events.get())
+        return events
 
     def close(self) -> None:
         """Stops the threads; waits up to `CLOSE_WAIT_S` for the part of a save that is written."""

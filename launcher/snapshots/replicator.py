@@ -94,9 +94,9 @@ class SnapshotReplicator:
     def seal_of(self, shard: ShardName) -> Seal | None:
         """Returns a shard's seal; None: it has none yet. Raises `StorageError` if it gets none."""
         with self._lock:
-            known = self._seals.get(shard)
-        if known is not None:
-            return known
+            seal = self._seals.get(shard)
+        if seal is not None:
+            return seal
         if self._snapshots.sealed(shard):
             return self._snapshots.read_seal(shard)
         if (why := self._failed.get(shard)) is not None:

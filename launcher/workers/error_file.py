@@ -49,14 +49,14 @@ def parse(data: bytes) -> Recorded | None:
     `{"message": TEXT}`. Raises `ValueError` if the bytes are no JSON.
     """
     value = json.loads(data)
-    said = value.get("message") if isinstance(value, dict) else None
-    if isinstance(said, str):
-        return Recorded(_one_line(said), "")
-    if not isinstance(said, dict) or not isinstance(said.get("message"), str):
+    message = value.get("message") if isinstance(value, dict) else None
+    if isinstance(message, str):
+        return Recorded(_one_line(message), "")
+    if not isinstance(message, dict) or not isinstance(message.get("message"), str):
         return None
-    extra = said.get("extraInfo")
+    extra = message.get("extraInfo")
     stack = extra.get("py_callstack") if isinstance(extra, dict) else None
-    return Recorded(_one_line(said["message"]), stack if isinstance(stack, str) else "")
+    return Recorded(_one_line(message["message"]), stack if isinstance(stack, str) else "")
 
 
 def _one_line(text: str) -> str:

@@ -115,11 +115,11 @@ def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
     """Reaps processes that have exited; reports workers once their process groups are killed."""
     ended: list[tuple[int, int]] = []
     with suppress(ChildProcessError):
-        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if found.si_pid in workers:  # not reaped yet, so the group is still its own
+        while exited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if exited.si_pid in workers:  # not reaped yet, so the group is still its own
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(found.si_pid, signal.SIGKILL)
-            pid, status = os.waitpid(found.si_pid, 0)
+                    os.killpg(exited.si_pid, signal.SIGKILL)
+            pid, status = os.waitpid(exited.si_pid, 0)
             if pid in workers:
                 workers.discard(pid)
                 ended.append((pid, os.waitstatus_to_exitcode(status)))
@@ -240,10 +240,15 @@ def _limit_threads() -> None:
 
     torch has read the server's variable when the server imported it.
     """
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    thread_count = os.environ.get("OMP_NUM_THREADS", "")
     torch = sys.modules.get("torch")
-    if torch is not None and wanted.isdecimal() and int(wanted) > 0 and wanted != _THREADS_AT_START:
-        torch.set_num_threads(int(wanted))
+    if (
+        torch is not None
+        and thread_count.isdecimal()
+        and int(thread_count) > 0
+        and thread_count != _THREADS_AT_START
+    ):
+        torch.set_num_threads(int(thread_count))
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -276,14 +281,15 @@ class ForkServer:
     """Starts the server, sends it requests for workers, and receives their exits; for the agent."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *preload]
+        agent_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        numbers = [str(os.getpid()), str(server_socket.fileno())]
+        command = [sys.executable, "-m", __name__, *numbers, *preload]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+            command, pass_fds=[server_socket.fileno()], env=environment, start_new_session=True
         )
-        theirs.close()
-        self._socket = mine
+        server_socket.close()
+        self._socket = agent_socket
         self._ready = False
         self._pending: list[dict[str, Any]] = []
 

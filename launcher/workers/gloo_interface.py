@@ -42,10 +42,10 @@ def interface_of(host: str) -> str | None:
     No interface has a public address that a router translates, or that of a name that does not
     resolve.
     """
-    wanted = set()
+    addresses = set()
     with suppress(OSError):
-        wanted = {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
-    named = {ipaddress.ip_address(address) for address in wanted}
+        addresses = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+    named = {ipaddress.ip_address(address) for address in addresses}
     return next((name for name, address in _addresses() if address in named), None)
 
 

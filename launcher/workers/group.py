@@ -104,8 +104,12 @@ class WorkerGroup:
     ) -> None:
         """Starts a worker for each assignment, in a reusable process or in a new one.
 
-        store: rank 0's bound socket, on the node of rank 0. reusable: processes of an earlier
-        generation, by local rank.
+        Args:
+            assignments: One for each worker of this node.
+            launch: The script, its arguments and its environment.
+            log_dir: Directory of the workers' logs.
+            store: Rank 0's bound socket, on the node of rank 0.
+            reusable: Processes of an earlier generation, by local rank.
         """
         log_dir.mkdir(parents=True, exist_ok=True)
         self.exit_timeout_s = launch.exit_timeout_s
@@ -113,13 +117,13 @@ class WorkerGroup:
         separate = frozenset(rank for rank in ranks if self.console.needs_separate_stdout(rank))
         logs = Logs(directory=log_dir, separate_stdout=separate)
         for assignment in assignments:
-            mine = store.fileno() if store is not None and assignment.rank == 0 else None
+            store_fd = store.fileno() if store is not None and assignment.rank == 0 else None
             old = (reusable or {}).get(assignment.local_rank)
-            worker = reassign(old, assignment, mine) if old is not None else None
+            worker = reassign(old, assignment, store_fd) if old is not None else None
             if worker is not None:
                 self.reused += 1
             else:
-                worker = fork(self.server, assignment, launch, logs, self.wakeup_fd, mine)
+                worker = fork(self.server, assignment, launch, logs, self.wakeup_fd, store_fd)
             self.workers.append(worker)
             locate = worker.request_location
             self.progress_monitor.add(
@@ -155,11 +159,11 @@ class WorkerGroup:
     def poll_stalls(self, now_s: float) -> list[Failure]:
         """Continues an examination of workers that make no step; returns its findings at its
         end."""
-        found = self.progress_monitor.poll(now_s, ending=self._view.aborted_s is not None)
-        for failure in found:
+        failures = self.progress_monitor.poll(now_s, ending=self._view.aborted_s is not None)
+        for failure in failures:
             if failure.rank in self.progress_monitor.at_fault:
                 self._fail(failure)
-        return found
+        return failures
 
     def request(self, flags: int) -> None:
         """Requests that the workers put `flags` into the control word."""
@@ -292,9 +296,11 @@ class WorkerGroup:
                 self._view = replace(self._view, step=step, end_reason=reason)
             case Stopping():
                 self._record(worker, Event.STOPPING)
-                wanted = message.clean and not (message.complete and self._complete_save_requested)
-                self._complete_save_requested |= wanted and message.complete
-                worker.send(SaveState(write=wanted))
+                write_state = message.clean and not (
+                    message.complete and self._complete_save_requested
+                )
+                self._complete_save_requested |= write_state and message.complete
+                worker.send(SaveState(write=write_state))
             case Failed():
                 self._record(worker, Event.FAILED)
                 self._blame(worker, message)
@@ -302,8 +308,8 @@ class WorkerGroup:
                 worker.script_ended_s = now_s
                 worker.script_exit_code = message.exit_code
             case Ended():
-                said = worker.script_exit_code
-                worker.exit_code = message.exit_code if said is None else said
+                script_code = worker.script_exit_code
+                worker.exit_code = message.exit_code if script_code is None else script_code
                 worker.ended_s = now_s
                 self._record(worker, Event.EXITED)
                 worker.channel.close()
@@ -349,9 +355,9 @@ class WorkerGroup:
 
     def _fail(self, failure: Failure) -> None:
         """Records a failure if it explains the known one better; of equals the first stays."""
-        known = self.failure
+        recorded = self.failure
         order = BLAME_ORDER.index
-        if known is None or order(failure.blame) < order(known.blame):
+        if recorded is None or order(failure.blame) < order(recorded.blame):
             self.failure = failure
 
     def broadcast(self, message: Message) -> None:

@@ -25,5 +25,5 @@ def preloaded_modules(checkpoint_dir: str | None) -> tuple[str, ...]:
     checkpoints."""
     scheme = (checkpoint_dir or "").partition("://")[0]
     package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(scheme)
-    known = package is not None and importlib.util.find_spec(package) is not None
-    return (*MODULES, package) if known and package else MODULES
+    installed = package is not None and importlib.util.find_spec(package) is not None
+    return (*MODULES, package) if installed and package else MODULES

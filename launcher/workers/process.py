@@ -114,8 +114,13 @@ def fork(
 ) -> Worker:
     """Starts a new process for a worker.
 
-    wakeup_fd: the worker writes there to wake the agent. store_fd: the bound socket of rank 0's
-    store, for rank 0.
+    Args:
+        server: Forks the process.
+        assignment: What the worker is in its generation.
+        launch: The script, its arguments and its environment.
+        logs: Where the worker's output goes.
+        wakeup_fd: The worker writes there to wake the agent.
+        store_fd: The bound socket of rank 0's store, for rank 0.
     """
     local_rank = assignment.local_rank
     log = logs.directory / f"{local_rank}.log"
@@ -123,32 +128,32 @@ def fork(
         logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.separate_stdout else None
     )
     error_file(logs.directory, local_rank).unlink(missing_ok=True)
-    mine, theirs = socket.socketpair()
+    agent_socket, worker_socket = socket.socketpair()
     opened = [os.open(p, _APPEND, 0o644) for p in (log, stdout_log) if p is not None]
-    fds = [opened[0], theirs.fileno(), wakeup_fd]
+    fds = [opened[0], worker_socket.fileno(), wakeup_fd]
     if store_fd is not None:
         fds.append(store_fd)
     fds += opened[1:]
     log_start, stdout_start = os.fstat(opened[0]).st_size, os.fstat(opened[-1]).st_size
     environment = launch.environment | torchrun_environment(assignment)
     arguments = tuple(word.replace(LOCAL_RANK_MACRO, str(local_rank)) for word in launch.arguments)
-    mine_to_run = replace(
+    worker_launch = replace(
         launch,
         environment=environment,
         arguments=arguments,
         separate_stdout=stdout_log is not None,
     )
     try:
-        pid, numbers = server.start(mine_to_run, fds)
+        pid, numbers = server.start(worker_launch, fds)
     finally:
         for fd in opened:
             os.close(fd)
-        theirs.close()
-    channel = Channel(mine)
+        worker_socket.close()
+    channel = Channel(agent_socket)
     its_fd = numbers[3] if store_fd is not None else None
     with suppress(ChannelClosed):
         channel.send(replace(assignment, store_fd=its_fd))
-    mine.setblocking(False)  # a worker that reads no more must not hold the agent up
+    agent_socket.setblocking(False)  # a worker that reads no more must not hold the agent up
     worker = Worker(assignment.rank, local_rank, pid, channel, log, log_start)
     worker.stdout_log, worker.stdout_start = stdout_log, stdout_start
     return worker

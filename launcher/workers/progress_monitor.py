@@ -234,13 +234,13 @@ class ProgressMonitor:
         if self._dump.targets and not stalled:
             self._dump = None  # all make progress again, so the next that does not is examined anew
             return []
-        found = [blame(worker) for worker in stalled]
+        failures = [blame(worker) for worker in stalled]
         self.unresponsive |= {worker.rank for worker in stalled if worker.unresponsive}
-        self.at_fault |= {failure.rank for failure in found if failure.blame == "hung"}
-        all_wait = len(found) == sum(worker.expected for worker in self._workers.values())
-        found.sort(key=lambda failure: not failure.final)
-        self._stalled = found[0] if found and all_wait and not self.at_fault else None
-        return found
+        self.at_fault |= {failure.rank for failure in failures if failure.blame == "hung"}
+        all_wait = len(failures) == sum(worker.expected for worker in self._workers.values())
+        failures.sort(key=lambda failure: not failure.final)
+        self._stalled = failures[0] if failures and all_wait and not self.at_fault else None
+        return failures
 
     def close(self) -> None:
         """Ends the programs that still dump stacks."""

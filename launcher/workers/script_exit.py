@@ -21,13 +21,18 @@ from elasticzero.ipc.thread_location import main_thread
 def exit_process(code: int, rank: str, limit_s: float, ending: Callable[[], None]) -> NoReturn:
     """Runs the exit functions, waits for threads, and ends this process with the script's code.
 
-    limit_s: for the threads; exit functions take the time they need, and a line says so each time
-    it has passed. 0: no limit. ending: called once the exit functions have run.
+    Exit functions take the time they need; a line reports each time that `limit_s` has passed.
+
+    Args:
+        code: The script's exit code.
+        rank: The worker's rank, for messages.
+        limit_s: Seconds for which threads may run on; 0: no limit.
+        ending: Called once the exit functions have run.
     """
     over = threading.Event()
     if limit_s > 0:
-        words = (rank, limit_s, over)
-        threading.Thread(target=_report_slow_exit_functions, args=words, daemon=True).start()
+        thread_args = (rank, limit_s, over)
+        threading.Thread(target=_report_slow_exit_functions, args=thread_args, daemon=True).start()
     _run_exit_functions()
     over.set()
     ending()
