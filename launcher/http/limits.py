@@ -37,9 +37,9 @@ class RefusalLog:
             if now_s - self._logged_s < LOG_INTERVAL_S:
                 self._unlogged += 1
                 return
-            more = f"; {self._unlogged} more since the last such line" if self._unlogged else ""
+            unlogged = f"; {self._unlogged} more since the last such line" if self._unlogged else ""
             self._logged_s, self._unlogged = now_s, 0
-        log.warning("refused an HTTP request of %s: %s%s", peer, why, more)
+        log.warning("refused an HTTP request of %s: %s%s", peer, why, unlogged)
 
 
 class Connections:

@@ -53,14 +53,14 @@ class RefusalProbe:
             return frozenset(self._refusing)
 
     def _probe(self, addresses: Mapping[str, str]) -> None:
-        found = self._refused(addresses)
-        if found:
+        dead = self._refused(addresses)
+        if dead:
             time.sleep(CONFIRM_S)
-            found = self._refused(found)
+            dead = self._refused(dead)
         with self._lock:
-            self._refusing |= found.keys()
+            self._refusing |= dead.keys()
             self._probing, self._until_s = False, time.monotonic() + CONFIRM_S
-        if found:
+        if dead:
             self._wake()
 
     def _refused(self, addresses: Mapping[str, str]) -> dict[str, str]:

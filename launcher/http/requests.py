@@ -20,25 +20,25 @@ class RequestRefused(Exception):
 
 def snapshot_file(path: str) -> tuple[int, int, str]:
     """Returns the generation, the step and the name of the snapshot's file at a path."""
-    found = _SNAPSHOT.match(path)
-    if found is None:
+    match = _SNAPSHOT.match(path)
+    if match is None:
         raise RequestRefused(
             HTTPStatus.NOT_FOUND, "a snapshot's file is /snapshots/GENERATION/STEP/NAME"
         )
-    return int(found[1]), int(found[2]), found[3]
+    return int(match[1]), int(match[2]), match[3]
 
 
 def byte_range(header: str, size: int) -> tuple[int, int]:
     """Parses a header `Range: bytes=first-last`, `first-` or `-last_n`; returns [start, stop)."""
-    found = _RANGE.match(header.strip())
-    if found is None or (not found[1] and not found[2]):
+    match = _RANGE.match(header.strip())
+    if match is None or (not match[1] and not match[2]):
         raise RequestRefused(HTTPStatus.BAD_REQUEST, "one range is served, as in bytes=0-99")
-    if found[1]:
-        start = int(found[1])
-        stop = min(int(found[2]) + 1, size) if found[2] else size
-        backwards = bool(found[2]) and int(found[2]) < start
+    if match[1]:
+        start = int(match[1])
+        stop = min(int(match[2]) + 1, size) if match[2] else size
+        backwards = bool(match[2]) and int(match[2]) < start
     else:
-        start, stop, backwards = max(0, size - int(found[2])), size, False
+        start, stop, backwards = max(0, size - int(match[2])), size, False
     if backwards or start >= size or start >= stop:
         raise RequestRefused(
             HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,

@@ -184,8 +184,10 @@ def _listen_address(host: str, port: int) -> tuple[int, Any]:
     """Returns address family and address of `host`; empty means every address, also of IPv6."""
     if not host and socket.has_dualstack_ipv6():
         return socket.AF_INET6, ("::", port)
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = found[0]
+    candidates = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, _, _, _, address = candidates[0]
     return family, address
 
 
@@ -288,9 +290,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise RequestRefused(HTTPStatus.BAD_REQUEST, "a request here has no body")
 
     def _check_token(self) -> None:
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        wanted = self.server.agent.token().reveal.encode()
-        matches = hmac.compare_digest(given.strip().encode("latin-1", "replace"), wanted)
+        scheme, _, credentials = self.headers.get("Authorization", "").partition(" ")
+        expected = self.server.agent.token().reveal.encode()
+        matches = hmac.compare_digest(credentials.strip().encode("latin-1", "replace"), expected)
         if scheme.lower() != "bearer" or not matches:
             raise RequestRefused(
                 HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
