@@ -52,15 +52,15 @@ class ComputeTimes:
 def worker_times(generation: int, statuses: Mapping[str, Mapping[str, Any]]) -> WorkerTimes:
     """Returns the own times of workers in seconds, from the statuses of agents that are in this
     generation."""
-    found: dict[tuple[str, int], float] = {}
+    times_s: dict[tuple[str, int], float] = {}
     for node, status in statuses.items():
         times = status.get("compute_s")
         if status.get("generation") != generation or not isinstance(times, dict):
             continue
         for rank, own_s in times.items():
             if str(rank).isdecimal() and isinstance(own_s, int | float):
-                found[node, int(rank)] = float(own_s)
-    return found
+                times_s[node, int(rank)] = float(own_s)
+    return times_s
 
 
 def compute_ratios(times: WorkerTimes) -> dict[tuple[str, int], float]:

@@ -229,14 +229,20 @@ class ClusterConsole:
         print(f"\r\x1b[K{elapsed_s:7.2f} s  {bar}step {step}{of}{loss}", end="", flush=True)
 
     def report_fault(self, what: str, node: str, at_s: float) -> None:
-        """Prints that a fault was injected into `node`."""
-        words = {
+        """Prints that a fault was injected.
+
+        Args:
+            what: The kind of fault.
+            node: The node that the fault hits.
+            at_s: Time of the fault.
+        """
+        descriptions = {
             "kill-node": f"SIGKILL to every process of {node}",
             "kill-worker": f"SIGKILL to a worker of {node}",
             "drain": f"SIGTERM to {node}: it leaves at the next step",
             "join": f"{node} comes",
         }
-        self.print_line(f"step {self.step}: {words[what]}", at_s)
+        self.print_line(f"step {self.step}: {descriptions[what]}", at_s)
         if what in ("kill-node", "kill-worker"):
             self._killed_s = at_s
 

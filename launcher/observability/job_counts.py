@@ -31,13 +31,13 @@ def leave_source(reason: str) -> LeaveSource:
 def interrupting(before: World, after: World) -> set[str]:
     """Returns the nodes for which one world follows another: members that are not in it any more,
     and the one whose workers failed first."""
-    found = {member.node for member in before.members if not after.names(member)}
-    found |= {
+    nodes = {member.node for member in before.members if not after.names(member)}
+    nodes |= {
         setback.node
         for setback in after.setbacks
         if setback.generation == before.generation and setback.blame != "peer"
     }
-    return found
+    return nodes
 
 
 class JobCounts:

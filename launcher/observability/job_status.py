@@ -109,32 +109,38 @@ def phases_in_view(view: View | None) -> dict[str, str]:
 
 
 def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses) -> dict[str, Any]:
-    """Returns the status of the job as plain values, as `elasticzero status --json` prints it."""
+    """Returns the status of the job as plain values, as `elasticzero status --json` prints it.
+
+    Args:
+        job: What the store has of the job.
+        phases: The phase that each member has reported, by node.
+        statuses: The answers of the agents, by node.
+    """
     world, leader = job.world, job.leader
     leads = leader.node if leader is not None else None
-    here = [statuses[node] for node in job.members if node in statuses]
-    words = statuses.get(leads or "", here[0] if here else {})
-    given = job.control.nnodes
-    nodes = _nodes(job, leads, phases, statuses, words)
+    member_statuses = [statuses[node] for node in job.members if node in statuses]
+    leader_status = statuses.get(leads or "", member_statuses[0] if member_statuses else {})
+    requested = job.control.nnodes
+    nodes = _nodes(job, leads, phases, statuses, leader_status)
     return {
         "job": job.name,
         "state": _job_state(job, [n["state"] for n in nodes if n["role"] != "spare"]),
         "generation": world.generation if world is not None else 0,
-        "generation_age_s": words.get("generation_age_s"),
+        "generation_age_s": leader_status.get("generation_age_s"),
         "world_size": world.world_size if world is not None else 0,
-        "nnodes": list(given) if given is not None else words.get("nnodes"),
+        "nnodes": list(requested) if requested is not None else leader_status.get("nnodes"),
         "resume_step": world.resume.step if world is not None else 0,
         "reason": world.reason if world is not None else "waiting for nodes",
         "leader": leads,
         "page": page_address(leader) if leader is not None else None,
-        "step": _greatest(here, "step"),
-        "total_steps": words.get("total_steps"),
-        "steps_per_s": words.get("steps_per_s"),
-        "goodput": words.get("goodput"),
-        "seconds": words.get("seconds"),
-        "plain": bool((words.get("workers") or {}).get("plain")),
-        "checkpoint_step": _greatest(here, "checkpoint_step"),
-        "loss": words.get("loss"),
+        "step": _greatest(member_statuses, "step"),
+        "total_steps": leader_status.get("total_steps"),
+        "steps_per_s": leader_status.get("steps_per_s"),
+        "goodput": leader_status.get("goodput"),
+        "seconds": leader_status.get("seconds"),
+        "plain": bool((leader_status.get("workers") or {}).get("plain")),
+        "checkpoint_step": _greatest(member_statuses, "checkpoint_step"),
+        "loss": leader_status.get("loss"),
         "control": encode(replace(job.control, drain=pending_drains(job))),
         "nodes": nodes,
         "done": encode(job.done, complete=True) if job.done is not None else None,
@@ -146,24 +152,31 @@ def _nodes(
     leader: str | None,
     phases: Mapping[str, str],
     statuses: AgentStatuses,
-    words: Mapping[str, Any],
+    leader_status: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Returns a row for each node.
 
-    words: status of the leader. `compute_s` is the time in a step that the slowest worker of the
-    node needs for itself, where its agent says that of each, by rank on the node; `compute_ratio`
-    says which multiple of the median worker's it is, for the slowest nodes.
+    `compute_s` is the time in a step that the slowest worker of the node needs for itself, where
+    its agent reports that time for each rank on the node. `compute_ratio` is its multiple of the
+    median worker's time, for the slowest nodes.
+
+    Args:
+        job: What the store has of the job.
+        leader: The leader's node; None: there is none.
+        phases: The phase that each member has reported, by node.
+        statuses: The answers of the agents, by node.
+        leader_status: The answer of the leader's agent.
     """
     placed = {member.node: index for index, member in enumerate(job.placed)}
     row = job.world.strikes if job.world is not None else ()
     struck = {s.node: s.count for s in row}
     aside = {s.node: quarantine_reason(row, s.node) for s in row if s.count >= QUARANTINE_STRIKES}
-    members = {node: own for node, own in statuses.items() if node in placed}
+    members = {node: status for node, status in statuses.items() if node in placed}
     ratios = _slowest_ratios(job.world.generation, members) if job.world is not None else {}
     nodes = []
     for node, member in job.nodes.items():
-        own, index = statuses.get(node, {}), placed.get(node)
-        trains = own if index is not None else {}
+        status, index = statuses.get(node, {}), placed.get(node)
+        trains = status if index is not None else {}
         speed = trains.get("steps_per_s")
         nodes.append(
             {
@@ -171,16 +184,16 @@ def _nodes(
                 "role": "spare" if index is None else "leader" if node == leader else "member",
                 "address": member.address if node in job.members else None,
                 "ranks": _ranks(job, index),
-                "state": _state(job, member, phases.get(node), struck.get(node, 0), own),
+                "state": _state(job, member, phases.get(node), struck.get(node, 0), status),
                 "strikes": struck.get(node, 0),
-                "set_aside_s": words.get("set_aside_s", {}).get(node),
+                "set_aside_s": leader_status.get("set_aside_s", {}).get(node),
                 "set_aside_for": aside.get(node),
                 "step": trains.get("step"),
                 "step_age_s": trains.get("step_age_s"),
                 "step_s": 1 / speed if speed else None,
                 "compute_s": max((trains.get("compute_s") or {}).values(), default=None),
                 "compute_ratio": ratios.get(node),
-                "up_s": own.get("up_s"),
+                "up_s": status.get("up_s"),
                 "silent": node in job.members and node not in statuses and job.done is None,
             }
         )
@@ -190,10 +203,10 @@ def _nodes(
 def _slowest_ratios(generation: int, statuses: AgentStatuses) -> dict[str, float]:
     """Returns the own time of the slowest worker of each of the slowest members, as a multiple of
     the median of all workers."""
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for (node, _), ratio in compute_ratios(worker_times(generation, statuses)).items():
-        found[node] = max(ratio, found.get(node, 0.0))
-    return found
+        ratios[node] = max(ratio, ratios.get(node, 0.0))
+    return ratios
 
 
 def _job_state(job: Job, states: Sequence[str]) -> str:
@@ -211,8 +224,8 @@ def _job_state(job: Job, states: Sequence[str]) -> str:
     return next((s for s in ("training", "finished", "stalled") if s in states), UNKNOWN_PHASE)
 
 
-def _greatest(found: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    return max((own[key] for own in found if own.get(key) is not None), default=None)
+def _greatest(statuses: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    return max((status[key] for status in statuses if status.get(key) is not None), default=None)
 
 
 def _ranks(job: Job, index: int | None) -> str:
@@ -223,13 +236,13 @@ def _ranks(job: Job, index: int | None) -> str:
 
 
 def _state(
-    job: Job, member: Member, phase: str | None, strikes: int, own: Mapping[str, Any]
+    job: Job, member: Member, phase: str | None, strikes: int, status: Mapping[str, Any]
 ) -> str:
     if job.done is not None:
         return job.done.outcome
     if member.node not in job.members:
         return "gone"
-    if job.control.drains(member) or own.get("leaving"):
+    if job.control.drains(member) or status.get("leaving"):
         return "leaving"
     if job.world is None or job.world.find(member.node, member.incarnation) is None:
         return "set aside" if strikes >= QUARANTINE_STRIKES else "waiting"

@@ -28,7 +28,7 @@ class RecoveryRecord:
         """Time at which their state was in place; None: it is not, or a step followed."""
         self._lost = 0
         """Number of finished steps that the generation does again."""
-        self._found: dict[str, Any] | None = None
+        self._recovery: dict[str, Any] | None = None
         """The recovery that is under way: its cause, and the seconds of its phases so far."""
 
     @property
@@ -37,9 +37,16 @@ class RecoveryRecord:
         return self._round_s is not None
 
     def round_opened(self, kind: str, reason: str, round_s: float, stepped_s: float) -> None:
-        """Notes that a round opens. stepped_s: time of the last step; 0: there was none."""
+        """Notes that a round opens.
+
+        Args:
+            kind: The kind of cause.
+            reason: The cause as a sentence.
+            round_s: Time at which the round was opened.
+            stepped_s: Time of the last step; 0: there was none.
+        """
         self._round_s = round_s
-        self._found = {"kind": kind, "reason": reason}
+        self._recovery = {"kind": kind, "reason": reason}
         if stepped_s:
             self._add("detect", max(0.0, round_s - stepped_s))
 
@@ -68,16 +75,16 @@ class RecoveryRecord:
             return None
         self._add("first_step", max(0.0, at_s - self._restored_s))
         self._restored_s = None
-        found, self._found = self._found, None
-        if found is None:
+        recovery, self._recovery = self._recovery, None
+        if recovery is None:
             return None
-        phases = {f"{phase}_s": found.get(f"{phase}_s") for phase in PHASES}
+        phases = {f"{phase}_s": recovery.get(f"{phase}_s") for phase in PHASES}
         whole_s = sum(seconds for seconds in phases.values() if seconds is not None)
-        causes = {"kind": found["kind"], "reason": found["reason"]}
+        causes = {"kind": recovery["kind"], "reason": recovery["reason"]}
         return {**causes, "steps_lost": self._lost, "seconds": round(whole_s, 6), **phases}
 
     def _add(self, phase: Phase, seconds: float) -> None:
-        cause = FIRST if self._found is None else self._found["kind"]
+        cause = FIRST if self._recovery is None else self._recovery["kind"]
         self._observe(cause, phase, seconds)
-        if self._found is not None:
-            self._found[f"{phase}_s"] = round(seconds, 6)
+        if self._recovery is not None:
+            self._recovery[f"{phase}_s"] = round(seconds, 6)

@@ -63,7 +63,10 @@ class RecoverySpans:
 def open_spans(job: str, node: str, log_line: Callable[[str], object]) -> RecoverySpans | None:
     """Returns what sends the spans of an agent; None: the environment names no collector.
 
-    log_line: receives why none are sent, where a collector is named.
+    Args:
+        job: The job's name.
+        node: The node's name.
+        log_line: Receives why no spans are sent, where a collector is named.
     """
     name = next((name for name in ENDPOINTS if os.environ.get(name)), None)
     if name is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -84,8 +87,8 @@ def open_spans(job: str, node: str, log_line: Callable[[str], object]) -> Recove
         return None
     logging.getLogger("opentelemetry").addHandler(_FirstFailure(os.environ[name], log_line))
     logging.getLogger("opentelemetry").propagate = False
-    given = {"service.name": "elasticzero"} if not os.environ.get("OTEL_SERVICE_NAME") else {}
-    resource = Resource.create({**given, "elasticzero.job": job, "elasticzero.node": node})
+    defaults = {"service.name": "elasticzero"} if not os.environ.get("OTEL_SERVICE_NAME") else {}
+    resource = Resource.create({**defaults, "elasticzero.job": job, "elasticzero.node": node})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return RecoverySpans(provider)
