@@ -82,12 +82,12 @@ class Cluster:
         events = EventReader(directory)
         events.skip()
         at = self.place(name)
-        words = [*at.command_prefix, sys.executable, "-m", "elasticzero.cli", "run"]
-        words += ["--job", self.job, "--node-name", name, "--log-dir", str(self.log_dir)]
-        words += ["--host", at.address, "--http-host", at.address, *self.command]
+        command = [*at.command_prefix, sys.executable, "-m", "elasticzero.cli", "run"]
+        command += ["--job", self.job, "--node-name", name, "--log-dir", str(self.log_dir)]
+        command += ["--host", at.address, "--http-host", at.address, *self.command]
         with log.open("ab") as file:
             process = subprocess.Popen(
-                bound_to_this_process(words, signal.SIGHUP),
+                bound_to_this_process(command, signal.SIGHUP),
                 stdin=subprocess.DEVNULL,
                 stdout=file if self.output is None else self.output,
                 stderr=file,
@@ -152,5 +152,5 @@ class Cluster:
 def cluster_environment(nodes: int) -> dict[str, str]:
     """Returns variables with which nodes share the machine's cores, except those already set."""
     threads = max(1, (os.cpu_count() or 1) // nodes)
-    wanted = {"OMP_NUM_THREADS": str(threads)}
-    return {key: value for key, value in wanted.items() if key not in os.environ}
+    variables = {"OMP_NUM_THREADS": str(threads)}
+    return {key: value for key, value in variables.items() if key not in os.environ}

@@ -61,22 +61,25 @@ def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[
 
     They read no file of `--config`, for `args` has what it gave.
 
-    most: the highest number of nodes that the cluster ever has.
+    Args:
+        args: Parsed arguments of `local`.
+        endpoint: The member of etcd that the agents use.
+        most: Maximum number of nodes that the cluster ever has.
     """
     nnodes = args.nnodes or f"1:{most}"
-    words = ["--config=", "--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0"]
-    words += ["--preemption", "none"]
-    return [*words, *passed_on_arguments(args), *_output_words(args), args.script, *args.arguments]
+    options = ["--config=", "--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0"]
+    options += ["--preemption", "none", *passed_on_arguments(args), *_output_options(args)]
+    return [*options, args.script, *args.arguments]
 
 
-def _output_words(args: argparse.Namespace) -> list[str]:
+def _output_options(args: argparse.Namespace) -> list[str]:
     """Returns the options by which agents repeat the output that this command is to show."""
-    words = [] if args.local_ranks_filter is None else ["--local-ranks-filter"]
-    words += [args.local_ranks_filter] if words else []
+    options = [] if args.local_ranks_filter is None else ["--local-ranks-filter"]
+    options += [args.local_ranks_filter] if options else []
     if args.tee or (not args.log_dir and args.tee_streams is None and args.redirects is None):
-        return [*words, "--tee"]
-    words += [] if args.tee_streams is None else [f"--tee={args.tee_streams}"]
-    return words if args.redirects is None else [*words, f"--redirects={args.redirects}"]
+        return [*options, "--tee"]
+    options += [] if args.tee_streams is None else [f"--tee={args.tee_streams}"]
+    return options if args.redirects is None else [*options, f"--redirects={args.redirects}"]
 
 
 def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float] | None:
@@ -126,9 +129,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         if endpoint is None:
             endpoint = stack.enter_context(EtcdServer()).endpoint
         most = most_nodes(args.nodes, faults)
-        words = agent_arguments(args, endpoint, most)
+        arguments = agent_arguments(args, endpoint, most)
         output = None if console.silent else sys.stdout.fileno()
-        cluster = Cluster(words, job, log_dir, cluster_environment(most), output)
+        cluster = Cluster(arguments, job, log_dir, cluster_environment(most), output)
         stack.callback(cluster.stop)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         lines = ClusterConsole(log_dir / job, args.nodes, endpoint, muted=console.silent)
@@ -177,9 +180,9 @@ def _outcome(cluster: Cluster, lines: ClusterConsole) -> ExitCode:
     codes = {name: node.process.returncode for name, node in cluster.nodes.items()}
     if ExitCode.DONE in codes.values():
         return ExitCode.DONE
-    for wanted in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNAVAILABLE):
-        ended = [name for name, code in codes.items() if code == wanted]
+    for exit_code in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNAVAILABLE):
+        ended = [name for name, code in codes.items() if code == exit_code]
         if ended:
             lines.quote(ended, traced=cluster.output is not None)
-            return wanted
+            return exit_code
     return ExitCode.FAILED

@@ -105,8 +105,12 @@ class RendezvousNode:
     ) -> None:
         """Creates a node that is not registered.
 
-        `etcd`: its endpoints, for messages. `host`: where other nodes reach this one. `log_line`:
-        receives lines for people.
+        Args:
+            store: The rendezvous' store.
+            etcd: Endpoints of etcd, for messages.
+            host: Address at which other nodes reach this one.
+            limits: Numbers of nodes, and times.
+            log_line: Receives lines for people.
         """
         self.limits = limits
         self.host = host
@@ -134,7 +138,7 @@ class RendezvousNode:
         self._result_ready = threading.Condition()
         self._requested_s: float | None = None
         self._new_request = False
-        self._found: NodePlacement | RendezvousRefused | None = None
+        self._result: NodePlacement | RendezvousRefused | None = None
         self._trains = False
         self._change = Change()
         self._thread: threading.Thread | None = None
@@ -156,14 +160,14 @@ class RendezvousNode:
             self._thread.start()
         with self._result_ready:
             self._requested_s, self._new_request = time.monotonic(), True
-            self._found, self._trains, self._change = None, False, Change()
+            self._result, self._trains, self._change = None, False, Change()
             self._wake.set()
-            self._result_ready.wait_for(lambda: self._found is not None)
-            found = self._found
-        assert found is not None
-        if isinstance(found, RendezvousRefused):
-            raise found
-        return found
+            self._result_ready.wait_for(lambda: self._result is not None)
+            result = self._result
+        assert result is not None
+        if isinstance(result, RendezvousRefused):
+            raise result
+        return result
 
     def begin(self) -> None:
         """Notes that all of the world have met: from now on the end of this node is the end of the
@@ -299,11 +303,11 @@ class RendezvousNode:
             self._store.write({WORLD: to_bytes(action.world)}, conditions=conditions)
             self._observer.put(WORLD, self._store.read(WORLD))
 
-    def _set_result(self, found: NodePlacement | RendezvousRefused) -> None:
+    def _set_result(self, result: NodePlacement | RendezvousRefused) -> None:
         """Answers the caller that waits for a place."""
         with self._result_ready:
             if self._requested_s is not None and not self._new_request:
-                self._requested_s, self._found = None, found
+                self._requested_s, self._result = None, result
                 self._result_ready.notify_all()
 
     def _log_reason(self, reason: str) -> None:
@@ -323,10 +327,10 @@ class RendezvousNode:
         members = self._observer.members()
         world, _ = self._observer.world()
         complete = all(self._observer.get(prefix) is not None for prefix in (MEMBERS, WORLD, DONE))
-        known = frozenset((m.node, m.incarnation) for m in (members or {}).values())
-        if known - self._known_registrations:
+        registrations = frozenset((m.node, m.incarnation) for m in (members or {}).values())
+        if registrations - self._known_registrations:
             self._last_join_s = now_s
-        self._known_registrations = known
+        self._known_registrations = registrations
         placed = world.members if world is not None and members is not None else ()
         missing = [member.node for member in placed if member.node not in (members or {})]
         return RoundView(

@@ -77,22 +77,22 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def _endpoints(text: str) -> list[str]:
     """Returns HOST[:PORT],… with etcd's usual port where none is given."""
-    found = [part.strip() for part in (text or "").split(",") if part.strip()]
-    if not found:
+    endpoints = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if not endpoints:
         raise ValueError("the elasticzero rendezvous needs --rdzv-endpoint HOST:PORT of an etcd v3")
     with_port = []
-    for endpoint in found:
+    for endpoint in endpoints:
         _, colon, port = endpoint.rpartition("://")[2].rpartition(":")
         has_port = bool(colon) and not port.endswith("]")
         with_port.append(endpoint if has_port else f"{endpoint}:{DEFAULT_ETCD_PORT}")
     return with_port
 
 
-def _access(given: Mapping[str, Any]) -> Access:
+def _access(config: Mapping[str, Any]) -> Access:
     """Returns how etcd is accessed; raises `UserError`."""
     from elasticzero.launcher.store.etcd.access import resolve_access
 
-    values = {option.removeprefix("etcd_"): given.get(option) for option in ACCESS}
+    values = {option.removeprefix("etcd_"): config.get(option) for option in ACCESS}
     return resolve_access(**values, environment=os.environ)
 
 
@@ -106,20 +106,20 @@ def _with_torchrun_names(text: str) -> str:
 def _limits(parameters: RendezvousParameters) -> RoundLimits:
     from elasticzero.launcher.torchrun.rules import RoundLimits
 
-    given: Mapping[str, Any] = parameters.config
-    unknown = sorted(set(given) - {*OPTIONS, *ACCESS, *TORCHS_OWN})
+    config: Mapping[str, Any] = parameters.config
+    unknown = sorted(set(config) - {*OPTIONS, *ACCESS, *TORCHS_OWN})
     if unknown:
         raise ValueError(
             f"--rdzv-conf {unknown[0]}: unknown; there are {', '.join(OPTIONS + ACCESS)}"
         )
     seconds = {}
     for option in OPTIONS:
-        if option in given:
+        if option in config:
             try:
-                seconds[f"{option}_s"] = float(given[option])
+                seconds[f"{option}_s"] = float(config[option])
             except ValueError:
                 raise ValueError(
-                    f"--rdzv-conf {option}={given[option]}: a number of seconds is expected"
+                    f"--rdzv-conf {option}={config[option]}: a number of seconds is expected"
                 ) from None
     return RoundLimits(min_nodes=parameters.min_nodes, max_nodes=parameters.max_nodes, **seconds)
 
@@ -206,8 +206,8 @@ class Handler(RendezvousHandler):
         name = self._node.name
         reason = f"the workers of {name} finished"
         if error is not None:
-            words = str(error).strip().splitlines() or [""]
-            reason = f"{name} ended with {type(error).__name__}: {words[0][:200]}"
+            lines = str(error).strip().splitlines() or [""]
+            reason = f"{name} ended with {type(error).__name__}: {lines[0][:200]}"
         closed = True
         try:
             if self._node.ends_the_run():

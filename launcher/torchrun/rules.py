@@ -173,7 +173,7 @@ def decide_rendezvous(view: RoundView, now_s: float, limits: RoundLimits) -> Tur
 
 
 def _closed(view: RoundView, done: Done, waited_s: float, limits: RoundLimits) -> Turn:
-    """Applies rule T2."""
+    """Refuses a place in a closed rendezvous, or has a newcomer open it again as a new run (T2)."""
     if not view.newcomer:
         unneeded = done.outcome != "failed" and not view.placed
         return Turn(Refuse("over" if unneeded else "closed"), _why_closed(view, done))
@@ -197,20 +197,32 @@ def _no_etcd(view: RoundView, waited_s: float, option: str) -> str:
 
 
 def _late(view: RoundView, waited_s: float, limits: RoundLimits) -> Turn:
-    """Applies rule T6."""
+    """Refuses a request that has waited for too long, and says what it waited for (T6).
+
+    Args:
+        view: What the node sees.
+        waited_s: Seconds since the request.
+        limits: Numbers of nodes, and times.
+    """
     if not view.store.reachable:
         return Turn(Refuse("connection"), _no_etcd(view, waited_s, "join_timeout"))
-    here, in_place = len(view.members or {}), _still_in_place(view, view.world)
+    node_count, in_place = len(view.members or {}), _still_in_place(view, view.world)
     missing = f"{_names(in_place)} did not leave the generation before" if in_place else ""
     reason = (
         f"no place within {waited_s:.0f} s (--rdzv-conf join_timeout=S) at etcd {view.etcd}: "
-        f"{missing or f'{here} of at least {limits.min_nodes} nodes are here'}"
+        f"{missing or f'{node_count} of at least {limits.min_nodes} nodes are here'}"
     )
     return Turn(Refuse("timeout"), reason)
 
 
 def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
-    """Applies rules T7 to T11."""
+    """Waits until it is known which nodes are there, then has the first write a world (T7 to T11).
+
+    Args:
+        view: What the node sees.
+        now_s: Present time.
+        limits: Numbers of nodes, and times.
+    """
     world, members = view.world, view.members or {}
     if in_place := _still_in_place(view, world):
         assert world is not None
@@ -235,8 +247,8 @@ def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     if staying:
         pause_s = min(GROW_SETTLE_S, pause_s) if joiners else 0.0
     if len(chosen) < limits.max_nodes and now_s - view.last_join_s < pause_s:
-        here = f"{len(chosen)} of at most {limits.max_nodes} nodes are here"
-        return Turn(None, f"{here}; waiting {pause_s:g} s for more")
+        attendance = f"{len(chosen)} of at most {limits.max_nodes} nodes are here"
+        return Turn(None, f"{attendance}; waiting {pause_s:g} s for more")
     if chosen[0].node != view.me.node or chosen[0].incarnation != view.me.incarnation:
         return Turn(None, f"waiting for {chosen[0].node} to write the next generation")
     following = World(
