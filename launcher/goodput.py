@@ -224,10 +224,10 @@ class TimeAccount:
 
     def seconds(self, now_s: float) -> dict[str, float]:
         """Returns the seconds of each class up to now."""
-        found = dict(self._settled)
+        totals = dict(self._settled)
         for kind, seconds in self._pending(now_s).items():
-            found[kind] = found.get(kind, 0.0) + seconds
-        return found
+            totals[kind] = totals.get(kind, 0.0) + seconds
+        return totals
 
     def spent(self, now_s: float, until: float, resume_step: int) -> TimeSpent:
         """Returns where the time has gone, for the world that follows.
@@ -241,16 +241,16 @@ class TimeAccount:
 
     def _pending(self, now_s: float) -> dict[str, float]:
         """Returns the seconds of the classes that are not settled."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         ends = [*self._open[1:], (max(now_s, self._open[-1][0]), "regroup")]
         for (since_s, kind), (end_s, _) in zip(self._open, ends, strict=True):
-            found[kind] = found.get(kind, 0.0) + end_s - since_s
+            totals[kind] = totals.get(kind, 0.0) + end_s - since_s
         first = self._open[0][1]
         for stall, seconds in self._stalls.items() if self._trains else ():
-            part_s = min(seconds, found[first])
-            found[first] -= part_s
-            found[stall] = found.get(stall, 0.0) + part_s
-        return found
+            part_s = min(seconds, totals[first])
+            totals[first] -= part_s
+            totals[stall] = totals.get(stall, 0.0) + part_s
+        return totals
 
     def _settle(self, now_s: float) -> None:
         for kind, seconds in self._pending(now_s).items():

@@ -83,19 +83,27 @@ def _entry(store: Store, key: str) -> Entry | None:
 def update_control(store: Store, name: str, change: Callable[[Job], Control]) -> tuple[Job, bool]:
     """Writes the document that `change` returns for the job.
 
-    Returns the job as it was, and whether anything changed. Raises what `change` raises, and
-    `OperatorError` if others changed the document at each try.
+    Args:
+        store: The job's store.
+        name: The job's name, for messages.
+        change: Returns the new document of a job; may raise.
+
+    Returns:
+        The job as it was, and whether anything changed.
+
+    Raises:
+        OperatorError: Others changed the document at each try.
     """
     for _ in range(TRIES):
         job = read_job(store, name)
-        wanted = change(job)
-        if wanted == job.control:
+        control = change(job)
+        if control == job.control:
             return job, False
         conditions = [
             Condition(key=CONTROL, mod_revision=job.control_revision),
             Condition(key=DONE, mod_revision=0),
         ]
-        if store.write({CONTROL: to_bytes(wanted)}, conditions=conditions) is not None:
+        if store.write({CONTROL: to_bytes(control)}, conditions=conditions) is not None:
             return job, True
     raise OperatorError(
         f"other operators changed job {name} {TRIES} times in the meantime: try again"
@@ -110,7 +118,11 @@ def _check_running(job: Job, what: str) -> None:
 def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
     """Requests that a node leaves at the next boundary.
 
-    wait_s: seconds to wait until it has left; None: do not wait.
+    Args:
+        store: The job's store.
+        name: The job's name.
+        node: The node that is to leave.
+        wait_s: Seconds to wait until it has left; None: do not wait.
     """
     chosen: list[Member] = []
 
@@ -135,8 +147,8 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
 
     def gone(now: Job) -> str | None:
         placed = now.world is not None and now.world.names(member)
-        here = now.members.get(node)
-        if placed or (here is not None and here.incarnation == member.incarnation):
+        registered = now.members.get(node)
+        if placed or (registered is not None and registered.incarnation == member.incarnation):
             return None
         return f"{node} has left; {_members_text(now)}"
 

@@ -61,21 +61,21 @@ def dry_run(args: argparse.Namespace) -> int:
 def dry_run_local(args: argparse.Namespace) -> int:
     """Checks and prints what `local` would do; raises the error with which it would end."""
     most = most_nodes(args.nodes, check_cluster(args))
-    words = ["--job", args.job or "local", "--node-name", "node-0", "--host", "127.0.0.1"]
-    words += [f"--log-dir={args.log_dir}"] if args.log_dir else []
+    node_options = ["--job", args.job or "local", "--node-name", "node-0", "--host", "127.0.0.1"]
+    node_options += [f"--log-dir={args.log_dir}"] if args.log_dir else []
     with _variables(cluster_environment(most)):
-        agent = _parsed_run([*words, *agent_arguments(args, args.etcd or LOCAL_ETCD, most)])
+        agent = _parsed_run([*node_options, *agent_arguments(args, args.etcd or LOCAL_ETCD, most)])
         resolved = _resolved(agent)
     parts = [_option_table(args, all_local_options()), _workers_text(agent, resolved)]
     _print("local", parts, resolved)
     return int(ExitCode.DONE)
 
 
-def _parsed_run(words: Sequence[str]) -> argparse.Namespace:
+def _parsed_run(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the options of an agent's `run` with these words after it."""
     parser = Parser(prog="elasticzero run", allow_abbrev=False)
     add_run_options(parser)
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.refuse_unknown(unknown[0])
     return args
@@ -134,8 +134,8 @@ def _option_table(args: argparse.Namespace, options: Sequence[Option]) -> str:
             name = option.flags[0].removeprefix("--")
             rows.append((name, _value_text(option, getattr(args, option.name)), source.text))
     rows.append(("script", args.script, args.sources["script"].text))
-    given = shlex.join(masked_words(args.arguments)) or "-"
-    rows.append(("args", given, args.sources["arguments"].text))
+    script_arguments = shlex.join(masked_words(args.arguments)) or "-"
+    rows.append(("args", script_arguments, args.sources["arguments"].text))
     return table_text(("OPTION", "VALUE", "FROM"), rows)
 
 
@@ -187,18 +187,18 @@ def _environment_rows(
         resume=Resume(tier="fresh"),
         reason="",
     )
-    given = torchrun_environment(assignments(options, world, 0, Secret(""))[0])
-    given |= {CHANNEL_FD_VARIABLE: "(a descriptor)", WAKEUP_FD_VARIABLE: "(a descriptor)"}
-    given |= {"MASTER_PORT": "(a free port)"}
+    variables = torchrun_environment(assignments(options, world, 0, Secret(""))[0])
+    variables |= {CHANNEL_FD_VARIABLE: "(a descriptor)", WAKEUP_FD_VARIABLE: "(a descriptor)"}
+    variables |= {"MASTER_PORT": "(a free port)"}
     if not args.host:
-        given["MASTER_ADDR"] = "(the address of rank 0's node)"
+        variables["MASTER_ADDR"] = "(the address of rank 0's node)"
     if not args.log_dir:
-        given["TORCHELASTIC_ERROR_FILE"] = "(in the temporary directory of logs)"
+        variables["TORCHELASTIC_ERROR_FILE"] = "(in the temporary directory of logs)"
     if GLOO_INTERFACE_VARIABLE not in inherited:
-        given[GLOO_INTERFACE_VARIABLE] = "(the interface of --host)"
+        variables[GLOO_INTERFACE_VARIABLE] = "(the interface of --host)"
     rows = []
-    for name, value in sorted({**inherited, **given}.items()):
-        if name in given:
+    for name, value in sorted({**inherited, **variables}.items()):
+        if name in variables:
             origin = "each worker's own" if name in _EACH_WORKER else "elasticzero"
         else:
             origin = "environment" if os.environ.get(name) == value else "elasticzero"

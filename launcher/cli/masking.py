@@ -27,9 +27,9 @@ _HEADER = re.compile(r"(\b(?:Bearer|Basic)\s+)\S+", re.I)
 
 def names_secret(name: str) -> bool:
     """Returns whether the value of a variable or option of this name is to be hidden."""
-    words = re.split(r"[^A-Z0-9]+", name.upper())
+    parts = re.split(r"[^A-Z0-9]+", name.upper())
     return name not in _DIRECTORIES and any(
-        word in _WORDS or word.endswith(_ENDS) for word in words
+        word in _WORDS or word.endswith(_ENDS) for word in parts
     )
 
 
@@ -49,7 +49,7 @@ def masked_variable(name: str, value: str) -> str:
     return HIDDEN if value and names_secret(name) else masked_text(value)
 
 
-def masked_words(words: Sequence[str]) -> list[str]:
+def masked_words(command: Sequence[str]) -> list[str]:
     """Returns the words of a command as they may be printed.
 
     What follows an option whose name says that it is secret is hidden, after `=` or in the next
@@ -57,7 +57,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
     """
     shown: list[str] = []
     hide = False
-    for word in words:
+    for word in command:
         name, equals, _ = word.partition("=")
         if hide and not word.startswith("--"):
             shown.append(HIDDEN)

@@ -23,47 +23,76 @@ UNKNOWN = "?"
 
 
 def status(
-    name: str, endpoints: Sequence[str], access: Access, given: Secret | None, *, as_json: bool
+    name: str,
+    endpoints: Sequence[str],
+    access: Access,
+    operator_token: Secret | None,
+    *,
+    as_json: bool,
 ) -> ExitCode:
-    """Prints what the job does now; raises `UserError` if etcd has no such job.
+    """Prints what the job does now.
 
-    given: the job's token, if the operator has it.
+    Args:
+        name: The job's name.
+        endpoints: Members of etcd.
+        access: TLS and user for etcd.
+        operator_token: The job's token, if the operator has it.
+        as_json: Whether to print JSON in place of lines for people.
+
+    Raises:
+        UserError: etcd has no such job.
     """
     with open_job_store(name, endpoints, access) as store:
-        job, phases, token = read_stored_job(store, name, given)
+        job, phases, token = read_stored_job(store, name, operator_token)
     if token is None and job.done is None:
         print(f"the status of the nodes needs the job's token: give {HOW}", file=sys.stderr)
     statuses = (
         query_agents(job.members.values(), token) if job.done is None and token is not None else {}
     )
-    found = collect_status(job, phases, statuses)
-    print_result(json.dumps(found, indent=2) if as_json else status_text(found))
+    job_status = collect_status(job, phases, statuses)
+    print_result(json.dumps(job_status, indent=2) if as_json else status_text(job_status))
     return ExitCode.DONE
 
 
 def read_stored_job(
-    store: Store, name: str, given: Secret | None
+    store: Store, name: str, operator_token: Secret | None
 ) -> tuple[Job, dict[str, str], Secret | None]:
-    """Returns the job, the phase that each member has reported, and the job's token.
+    """Reads a job, with what only its store has.
 
-    given: the token, if the operator has it. Raises `UserError` if etcd has no such job.
+    Args:
+        store: The job's store.
+        name: The job's name.
+        operator_token: The job's token, if the operator has it.
+
+    Returns:
+        The job, the phase that each member has reported, and the job's token.
+
+    Raises:
+        UserError: etcd has no such job.
     """
     job = read_job(store, name)
-    token = token_for_operator(store, given)
+    token = token_for_operator(store, operator_token)
     reports = store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
     phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
     return job, phases, token
 
 
 def print_page_address(
-    name: str, endpoints: Sequence[str], access: Access, given: Secret | None
+    name: str, endpoints: Sequence[str], access: Access, operator_token: Secret | None
 ) -> ExitCode:
     """Prints the address of the job's status page with the token in its fragment.
 
-    Raises `UserError` if the job has ended, has no node, or its token is not known.
+    Args:
+        name: The job's name.
+        endpoints: Members of etcd.
+        access: TLS and user for etcd.
+        operator_token: The job's token, if the operator has it.
+
+    Raises:
+        UserError: The job has ended, has no node, or its token is not known.
     """
     with open_job_store(name, endpoints, access) as store:
-        job, _, token = read_stored_job(store, name, given)
+        job, _, token = read_stored_job(store, name, operator_token)
     if job.leader is None:
         why = f"has ended: {job.done.reason}" if job.done is not None else "has no node now"
         raise UserError(f"job {name!r} {why}; agents serve the status page while they run")
@@ -73,48 +102,49 @@ def print_page_address(
     return ExitCode.DONE
 
 
-def status_text(found: Mapping[str, Any]) -> str:
+def status_text(job_status: Mapping[str, Any]) -> str:
     """Returns the status of the job as lines for people."""
-    lines = [_headline(found), *_progress(found), *_operator_requests(found)]
-    if found["done"] is not None:
-        lines.append(f"{found['done']['outcome']}: {found['done']['reason']}")
+    lines = [_headline(job_status), *_progress(job_status), *_operator_requests(job_status)]
+    if job_status["done"] is not None:
+        lines.append(f"{job_status['done']['outcome']}: {job_status['done']['reason']}")
     head = ("NODE", "ROLE", "RANKS", "STATE", "STEP", "LAST STEP", "UP", "ADDRESS")
-    lines.append(table_text(head, [_row(node) for node in found["nodes"]]).rstrip("\n"))
+    lines.append(table_text(head, [_row(node) for node in job_status["nodes"]]).rstrip("\n"))
     lines += [
         f"{node['node']} is set aside: {node['set_aside_for']}"
-        for node in found["nodes"]
+        for node in job_status["nodes"]
         if node["state"] == "set aside" and node["set_aside_for"] not in (None, AGAIN)
     ]
-    if found["page"] is not None:
-        lines.append(f"status page: {found['page']} (--url prints it with the token)")
+    if job_status["page"] is not None:
+        lines.append(f"status page: {job_status['page']} (--url prints it with the token)")
     return "\n".join(lines)
 
 
-def _headline(found: Mapping[str, Any]) -> str:
-    size = found["world_size"]
-    if not found["generation"]:
-        return f"job {found['job']}: no generation yet: {found['reason']}"
-    limits = found["nnodes"]
+def _headline(job_status: Mapping[str, Any]) -> str:
+    size = job_status["world_size"]
+    if not job_status["generation"]:
+        return f"job {job_status['job']}: no generation yet: {job_status['reason']}"
+    limits = job_status["nnodes"]
     of = f" ({limits[0]}:{limits[1]})" if limits else ""
-    nodes = sum(node["role"] != "spare" for node in found["nodes"])
-    age_s = found["generation_age_s"]
+    nodes = sum(node["role"] != "spare" for node in job_status["nodes"])
+    age_s = job_status["generation_age_s"]
     began = f"began {duration_text(age_s)} ago" if age_s is not None else "began"
-    at = "" if found["plain"] else f" at step {found['resume_step']}"
+    at = "" if job_status["plain"] else f" at step {job_status['resume_step']}"
     return (
-        f"job {found['job']}: generation {found['generation']}, {count_text(size, 'rank')} on "
-        f"{count_text(nodes, 'node')}{of}, {began}{at}: "
-        f"{found['reason']}"
+        f"job {job_status['job']}: generation {job_status['generation']}, "
+        f"{count_text(size, 'rank')} on {count_text(nodes, 'node')}{of}, {began}{at}: "
+        f"{job_status['reason']}"
     )
 
 
-def _progress(found: Mapping[str, Any]) -> list[str]:
+def _progress(job_status: Mapping[str, Any]) -> list[str]:
     """Returns a line on the progress of training, if an agent reports any."""
-    step = found["step"]
-    if found["plain"]:
+    step = job_status["step"]
+    if job_status["plain"]:
         return ["no worker has called elasticzero.run: the script's steps are not seen"]
     if step is None:
         return []
-    total, speed, goodput = found["total_steps"], found["steps_per_s"], found["goodput"]
+    total, speed = job_status["total_steps"], job_status["steps_per_s"]
+    goodput = job_status["goodput"]
     parts = [f"step {step}{f' of {total}' if total else ''}"]
     if speed is not None:
         parts.append(f"{speed:.3g} steps/s")
@@ -122,11 +152,11 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
             parts.append(f"{duration_text(max(0, total - step) / speed)} to go")
     if goodput is not None:
         parts.append(f"goodput {goodput:.1%}")
-    if found["loss"] is not None:
-        parts.append(f"loss {found['loss']:.4g}")
-    if found["checkpoint_step"] is not None:
-        parts.append(f"last checkpoint of step {found['checkpoint_step']}")
-    return [", ".join(parts), *_time(found["seconds"] or {})]
+    if job_status["loss"] is not None:
+        parts.append(f"loss {job_status['loss']:.4g}")
+    if job_status["checkpoint_step"] is not None:
+        parts.append(f"last checkpoint of step {job_status['checkpoint_step']}")
+    return [", ".join(parts), *_time(job_status["seconds"] or {})]
 
 
 def _time(seconds: Mapping[str, float]) -> list[str]:
@@ -137,9 +167,9 @@ def _time(seconds: Mapping[str, float]) -> list[str]:
     return [f"time {duration_text(whole_s)}: {', '.join(shown)}"] if shown else []
 
 
-def _operator_requests(found: Mapping[str, Any]) -> list[str]:
+def _operator_requests(job_status: Mapping[str, Any]) -> list[str]:
     """Returns a line on what operators have requested, if anything."""
-    control = found["control"]
+    control = job_status["control"]
     parts = [f"drain {drain['node']}" for drain in control["drain"]]
     if control["nnodes"]:
         parts.append("scale {}:{}".format(*control["nnodes"]))
