@@ -112,8 +112,7 @@ class StoreRecovery:
         self._log_line(f"etcd lost its data ({self._store.loss}){on}")
 
     def _check_record(self, now_s: float) -> None:
-        """Reports a loss that no revision shows, where the token's record or a document is gone (rule
-        5)."""
+        """Reports a loss that no revision shows: the token's record, or a document, is gone."""
         self._check_record_after_s = now_s + AGAIN_S
         agreed = self._agreed
         try:
