@@ -132,6 +132,20 @@ time.sleep(600)
     play.wait_for_end()
 
 
+def test_a_worker_shows_notes_as_their_bare_messages(server: ForkServer, tmp_path: Path) -> None:
+    """Those of this package; what the script logs is the script's."""
+    code = """
+import logging
+from elasticzero.ipc.agent_client import AgentClient
+AgentClient.from_environment()
+logging.getLogger("elasticzero.training.preparation").info("a note of the package")
+logging.getLogger("script").info("a note of the script")
+"""
+    play = Play(server, tmp_path, code)
+    assert play.wait_for_end() == [0]
+    assert play.log() == "a note of the package\n"
+
+
 def rings(wakeup_fd: int) -> bool:
     return bool(select.select([wakeup_fd], [], [], 0)[0])
 
