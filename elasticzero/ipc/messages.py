@@ -31,11 +31,12 @@ TOKENS = "tokens"
 Blame = Literal[
     "user", "checkpoint", "storage", "environment", "memory", "rollback", "hung", "killed", "peer"
 ]
-"""Cause of a failure. user: the script or its input; peer: another rank is lost; checkpoint: a
-damaged checkpoint; storage: the last checkpoint could not be written; environment: anything else
-outside; memory: it did not suffice for a micro-batch that can be halved; rollback: all ranks go
-back to a held state, and leave a global batch out; hung: its agent saw no step in time; killed: a
-signal."""
+"""Cause of a failure, those that explain others first.
+
+user: the script or its input; checkpoint: a damaged checkpoint; storage: the last checkpoint could
+not be written; environment: anything else outside; memory: it did not suffice for a micro-batch
+that can be halved; rollback: all ranks go back to a held state, and leave a global batch out; hung:
+its agent saw no step in time; killed: a signal; peer: another rank is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,8 +46,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping
+from typing import get_args
 
 from elasticzero.errors import same_error
+from elasticzero.ipc.messages import Blame
 from elasticzero.launcher.protocol.documents import (
     Failure,
     FailureRecord,
@@ -66,10 +68,7 @@ FORGIVEN_S = 600.0
 OWN_FAULTS = ("user", "killed", "environment", "hung")
 """Kinds of failure that can be a node's own fault; a lost peer, unwritable storage and a damaged
 checkpoint are not."""
-BLAME_ORDER = (
-    *("user", "checkpoint", "storage", "environment", "memory"),
-    *("rollback", "hung", "killed", "peer"),
-)
+BLAME_ORDER: tuple[Blame, ...] = get_args(Blame)
 """Kinds of failure, the ones that explain others first; a lost peer explains nothing."""
 MAY_PASS = ("oserror", "ioerror", "timeout", "connection", "brokenpipe")
 """Parts of the names of exceptions that concern files and connections."""
