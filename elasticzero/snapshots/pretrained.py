@@ -6,8 +6,8 @@ goes on from a state has them there.
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +26,8 @@ from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, NamedModel
 from elasticzero.text import list_text, size_text
+
+log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 8 << 20
 """Bytes that are read at a time."""
@@ -61,7 +63,7 @@ class Pretrained:
                 *named.aliases,
                 *(n.removeprefix(MODEL) for n in self._unread.values()),
             }
-            print(_summary(foreign.specs, names, self._where), file=sys.stderr, flush=True)
+            log.info(_summary(foreign.specs, names, self._where))
 
     def has(self, tensor: Tensor) -> bool:
         """Returns whether this is one of the model's parameters and persistent buffers."""

@@ -19,7 +19,7 @@ Rules:
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,6 +37,8 @@ from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.snapshots.schedule import Due
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import BoundaryCopy
+
+log = logging.getLogger(__name__)
 
 SAVE_POLL_S = 0.01
 STORAGE_LIMIT_S = 10.0
@@ -100,8 +102,7 @@ class CheckpointRequests:
             self._new.add(tag or "")
         elif not self._told:
             self._told = True
-            text = "session.checkpoint saves nothing while ranks run different releases"
-            print(text, file=sys.stderr, flush=True)
+            log.warning("session.checkpoint saves nothing while ranks run different releases")
 
     @property
     def waiting(self) -> bool:
@@ -248,7 +249,7 @@ class CheckpointRequests:
 
     def _print(self, text: str) -> None:
         if self._link.assignment.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+            log.warning(text)
 
 
 def await_saves(link: AgentClient, groups: ProcessGroups | None, stager: StateStager) -> bool:

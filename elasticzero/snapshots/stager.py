@@ -7,7 +7,7 @@ and `capture_writer` writes.
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ from elasticzero.snapshots.memory import memory_shortage
 from elasticzero.snapshots.schedule import Due
 from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.state.model import RankState
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.002
 _TRY_AGAIN_S, _MOST_TRY_AGAIN_S = 0.5, 30.0
@@ -383,4 +385,4 @@ class StateStager:
         return newest_good_checkpoint(self._assignment.checkpoint_dir if self.saves else None)
 
     def _warn(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        log.warning(text)

@@ -18,6 +18,7 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import weakref
@@ -38,6 +39,8 @@ from elasticzero.ipc.thread_location import place_of
 from elasticzero.training.batch_work import BatchWork, SliceStates
 from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.training_state import TrainingState
+
+log = logging.getLogger(__name__)
 
 AGAIN_NEW = (
     "this loop goes over a new dataset object, of the same kind and length as the one before it: "
@@ -253,4 +256,4 @@ class Loops:
     def _print_once(self, text: str) -> None:
         if not self._datasets.note_printed:
             self._datasets.note_printed = True
-            print(text, file=sys.stderr, flush=True)
+            log.warning(text)

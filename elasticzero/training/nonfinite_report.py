@@ -6,7 +6,7 @@ sentence, and `step_guard` the decision, and both are pure.
 
 from __future__ import annotations
 
-import sys
+import logging
 
 import torch
 
@@ -15,6 +15,8 @@ from elasticzero.consistency.nonfinite import Findings
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel import Strategy
 from elasticzero.state.model import MODEL
+
+log = logging.getLogger(__name__)
 
 
 def own_findings(strategy: Strategy) -> str:
@@ -39,7 +41,7 @@ def print_skipped(rank: int, step: int, reason: str, finding: str = "") -> None:
     """
     where = f" (on this rank {finding})" if finding else ""
     if finding or rank == 0:
-        print(f"step {step} was skipped: {reason}{where}", file=sys.stderr, flush=True)
+        log.warning("step %d was skipped: %s%s", step, reason, where)
 
 
 def all_findings(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -42,6 +42,8 @@ from elasticzero.training.training_state import Captures, LaidModel, TrainingSta
 
 if TYPE_CHECKING:
     from elasticzero.snapshots.pretrained import Pretrained
+
+log = logging.getLogger(__name__)
 
 PART_BYTES = 4 << 20
 """Bytes from which on a part of the model's first values is sent by itself."""
@@ -230,8 +232,7 @@ def _choose_strategy(
     assignment, groups = place.link.assignment, place.groups
     if place.cpu_offload:
         if assignment.rank == 0:
-            reason = "--strategy auto takes zero3, which alone has cpu_offload"
-            print(reason, file=sys.stderr, flush=True)
+            log.info("--strategy auto takes zero3, which alone has cpu_offload")
         return "zero3"
 
     def check(strategy: str) -> None:
@@ -302,7 +303,7 @@ def _choose_buckets(
         groups.broadcast({"size": size})
         buckets.take_size(int(size.item()))
         if assignment.rank == 0:
-            print(cost.sentence(best), file=sys.stderr, flush=True)
+            log.info(cost.sentence(best))
     return buckets
 
 
@@ -312,4 +313,4 @@ def _print_note(model: nn.Module, place: Place) -> None:
     if place.groups is None or assignment.rank or assignment.resume.tier != "fresh":
         return
     if (note := batch_norm_note(model, place.device)) is not None:
-        print(note, file=sys.stderr, flush=True)
+        log.info(note)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +29,8 @@ from elasticzero.parallel.strategies import check_deterministic
 from elasticzero.spans import STRATEGIES
 from elasticzero.state.model import NamedModel
 from elasticzero.text import size_text
+
+log = logging.getLogger(__name__)
 
 DEALT: Mapping[str, Dealt] = {
     "ddp": "nothing",
@@ -76,7 +78,7 @@ def choose_strategy(
         room = -groups.control_tree.allreduce_max(-room)
     chosen = first_that_fits(needs, room)
     if assignment.rank == 0:
-        print(choice_text(chosen, needs, room, cuda=cuda), file=sys.stderr, flush=True)
+        log.info(choice_text(chosen, needs, room, cuda=cuda))
     return chosen or list(needs)[-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ from elasticzero.errors import ExitCode, StorageError, UserError
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import Attached, Failed
+
+log = logging.getLogger(__name__)
 
 STORAGE_LIMIT_S = 10.0
 """Time limit for storage, in seconds; `_check_shared` does not wait for a slower one."""
@@ -159,7 +162,7 @@ def agree_on_checkpointing(link: AgentClient, groups: ProcessGroups) -> bool:
     if saving:
         _check_shared(assignment, groups.control_tree.allreduce_max)
     elif assignment.checkpoint_dir is not None:
-        print("no checkpoints: rank 0's node has no --checkpoint-dir", file=sys.stderr)
+        log.warning("no checkpoints: rank 0's node has no --checkpoint-dir")
     return saving
 
 
@@ -200,7 +203,7 @@ def _check_shared(assignment: Assignment, allreduce_max: Callable[[int], int]) -
         text = (
             f"{trouble}; training goes on from step {a.resume.step}, and saves are tried when due"
         )
-        print(text, file=sys.stderr, flush=True)
+        log.warning(text)
     if not seen:
         raise UserError(
             f"{where} on {a.node} is not the one of rank 0's node: a file that was written there "

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -26,6 +26,8 @@ from elasticzero.processes import children_of, resident_bytes
 from elasticzero.state.rng import RngState
 from elasticzero.torch_internals import script_groups
 from elasticzero.worker.reuse_rules import Leftovers, reason_not_to_reuse
+
+log = logging.getLogger(__name__)
 
 CLEAR_S = 3.0
 """Time in seconds after which a process that has not dropped the old generation is ended: a
@@ -72,7 +74,7 @@ def prepare_for_next_generation(
     faulthandler.cancel_dump_traceback_later()
     why = reason_not_to_reuse(leftovers)
     if why is not None:
-        print(f"this worker's process is not kept: {why}", file=sys.stderr)
+        log.info("this worker's process is not kept: %s", why)
         exit_now(ended.code)
     if baseline.resident_bytes is None:
         baseline.resident_bytes = leftovers.resident_bytes

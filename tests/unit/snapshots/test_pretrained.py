@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,14 +161,13 @@ def test_files_that_do_not_fit_are_refused(
     assert f"load='{tmp_path}'" in str(caught.value)
 
 
-def test_what_only_the_files_have_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_the_files_have_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "elasticzero")
     tensors = {"weight": torch.ones(2), "a": torch.ones(1), "b": torch.ones(1)}
     save_file(tensors, tmp_path / "model.safetensors")
     Pretrained(Bare(), tmp_path, LINK)
     text = f"the model begins with 8 B of values from {tmp_path}; the model has no 'a', 'b'"
-    assert text in capsys.readouterr().err
+    assert text in caplog.text
 
 
 def test_other_mistakes_are_sentences(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_directory_that_rank_0_lacks_saves_nothing(tmp_path: Path) -> None:
 
 
 def test_ranks_of_two_releases_ask_for_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = Ranks("best")
     requests, _, _ = made(tmp_path, ranks, same_release=False)
@@ -129,7 +129,7 @@ def test_ranks_of_two_releases_ask_for_nothing(
     requests.reach_boundary()
     assert not requests.waiting and requests.agree(boundary(1), PLACE)[0] is False
     assert not ranks.calls, "the other release makes no such call"
-    assert capsys.readouterr().err.count("saves nothing while ranks run different releases") == 1
+    assert caplog.text.count("saves nothing while ranks run different releases") == 1
 
 
 def test_a_call_asks_for_the_boundary_after_it(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_what_was_captured_before_is_tagged_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_save_that_runs_is_waited_for(
-    tmp_path: Path, lost: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     requests, _, stager = made(tmp_path, Ranks())
     requests.ask("first")
@@ -183,7 +183,7 @@ def test_a_save_that_runs_is_waited_for(
     _, copy = requests.capture(boundary(7), "nothing", PLACE, nothing)
     assert stager.saving is None and stager.captured[-1][0] == 7
     assert copy.position.tagging == (TagRequest(7, ("second",)),)
-    told = capsys.readouterr().err
+    told = caplog.text
     assert ("the checkpoint of step 5 was not saved, so its tag first stays" in told) == lost
 
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_exists_gets_its_tag_at_the_next_start(tmp_path: Path)
 
 @pytest.mark.parametrize("step", [5, 8])
 def test_a_checkpoint_that_is_lost_is_made_of_the_state_there_is(
-    tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     requests, link, stager = made(tmp_path, Ranks())
     requests.resume((TagRequest(5, ("best",)),), step)
@@ -219,19 +219,19 @@ def test_a_checkpoint_that_is_lost_is_made_of_the_state_there_is(
     copy = requests.exchange_and_save(boundary(step), nothing)
     assert copy.position.tagging == (TagRequest(step, ("best",)),)
     assert stager.captured == [(step, copy.position.tagging)] and not link.tagged
-    told = capsys.readouterr().err
+    told = caplog.text
     assert ("of step 5 with the tag best was lost; the state of step 8 is saved" in told) == (
         step == 8
     )
 
 
 def test_a_start_with_nodes_of_another_release_says_what_is_not_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     requests, link, _ = made(tmp_path, Ranks(), same_release=False)
     requests.resume((TagRequest(5, ("best",)),), 8)
     assert requests.stamped(boundary(8)).position.tagging == () and not link.tagged
-    assert "step 5 does not get the tag best" in capsys.readouterr().err
+    assert "step 5 does not get the tag best" in caplog.text
 
 
 def test_the_end_of_training_tells_what_was_asked_after_the_loop(tmp_path: Path) -> None:
