@@ -35,7 +35,7 @@ from elasticzero.launcher.torchrun.rules import (
     RoundLimits,
     RoundView,
     WriteRound,
-    decide_rendezvous,
+    decide,
     lost,
     newcomers,
 )
@@ -253,7 +253,7 @@ class RendezvousNode:
             gone = lost(view, now_s, self.limits)
             self._change = Change(tuple(gone), tuple(newcomers(view, gone, self.limits)))
             return
-        turn = decide_rendezvous(view, now_s, self.limits)
+        turn = decide(view, now_s, self.limits)
         self._log_reason(turn.reason)
         if turn.spare:
             self._requested_s = now_s
@@ -291,7 +291,7 @@ class RendezvousNode:
         """Writes the next world, if a fresh read of the store leads to it too."""
         self._observer.put(MEMBERS, self._store.read(MEMBERS))
         now_s = time.monotonic()
-        action = decide_rendezvous(self._view(requested_s, now_s), now_s, self.limits).action
+        action = decide(self._view(requested_s, now_s), now_s, self.limits).action
         if isinstance(action, WriteRound):
             before, revision = self._observer.world()
             check_invariants(before, action.world)

@@ -148,7 +148,7 @@ class Turn:
     """True if the node waits though nothing is wrong: its time to join has not begun."""
 
 
-def decide_rendezvous(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
+def decide(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
     """Returns the next action of this node, by the rules above."""
     if view.requested_s is None:
         return Turn(None, "this node requests no place")

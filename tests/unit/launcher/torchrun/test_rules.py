@@ -21,7 +21,7 @@ from elasticzero.launcher.torchrun.rules import (
     RoundLimits,
     RoundView,
     WriteRound,
-    decide_rendezvous,
+    decide,
     lost,
     newcomers,
 )
@@ -106,7 +106,7 @@ WAITS = [
 
 @pytest.mark.parametrize(("case", "seen"), WAITS, ids=[case for case, _ in WAITS])
 def test_it_waits(case: str, seen: RoundView) -> None:
-    turn = decide_rendezvous(seen, NOW, LIMITS)
+    turn = decide(seen, NOW, LIMITS)
     assert turn.action is None, case
     assert turn.reason
     assert turn.spare == case.startswith("T5")
@@ -134,29 +134,29 @@ REFUSED: list[tuple[str, Refusal, RoundView]] = [
 
 @pytest.mark.parametrize(("case", "kind", "seen"), REFUSED, ids=[r[0] for r in REFUSED])
 def test_it_is_refused(case: str, kind: Refusal, seen: RoundView) -> None:
-    turn = decide_rendezvous(seen, NOW, LIMITS)
+    turn = decide(seen, NOW, LIMITS)
     assert turn.action == Refuse(kind), case
     assert "etcd:2379" in turn.reason
 
 
 def test_a_node_that_does_not_ask_does_nothing() -> None:
-    assert decide_rendezvous(view(A, A, B, requested_s=None), NOW, LIMITS).action is None
+    assert decide(view(A, A, B, requested_s=None), NOW, LIMITS).action is None
 
 
 def test_t2_a_newcomer_reopens_a_run_without_nodes() -> None:
     """All nodes of that run have gone."""
     seen = view(A, done=FINISHED, newcomer=True, registered=False)
-    assert decide_rendezvous(seen, NOW, LIMITS).action == Reopen()
+    assert decide(seen, NOW, LIMITS).action == Reopen()
 
 
 def test_t3_an_asking_is_registered() -> None:
-    assert decide_rendezvous(view(A, registered=False), NOW, LIMITS).action == Register()
+    assert decide(view(A, registered=False), NOW, LIMITS).action == Register()
 
 
 def test_t4_a_place_is_taken_by_the_registration_that_it_names() -> None:
     seen = view(B, A, B, world=world(A, B))
-    assert decide_rendezvous(seen, NOW, LIMITS).action == AssignPlace(world(A, B), 1)
-    assert decide_rendezvous(replace(seen, me=B2), NOW, LIMITS).action is None
+    assert decide(seen, NOW, LIMITS).action == AssignPlace(world(A, B), 1)
+    assert decide(replace(seen, me=B2), NOW, LIMITS).action is None
 
 
 WRITTEN = [
@@ -190,7 +190,7 @@ WRITTEN = [
 def test_t11_the_first_of_the_next_world_writes_it(
     case: str, before: World | None, seen: RoundView, chosen: tuple[Member, ...]
 ) -> None:
-    action = decide_rendezvous(replace(seen, world=before), NOW, LIMITS).action
+    action = decide(replace(seen, world=before), NOW, LIMITS).action
     assert isinstance(action, WriteRound), case
     assert action.world.members == chosen
     assert action.world.token == "new"
@@ -299,7 +299,7 @@ class Game:
             if gone or newcomers(seen, gone, self.limits):
                 self.ask(node, now_s)
             return
-        match decide_rendezvous(seen, now_s, self.limits).action:
+        match decide(seen, now_s, self.limits).action:
             case Register():
                 self.registered.pop(node, None)
                 self.registered[node] = self.alive[node]
