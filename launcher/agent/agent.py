@@ -40,7 +40,7 @@ from elasticzero.launcher.agent.status import agent_routes
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.compute_poll import ComputePoll
-from elasticzero.launcher.http.refusals import RefusalProbe
+from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.http.routes import Route
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EventName
@@ -123,7 +123,7 @@ class Agent:
             subscriptions,
             self.snapshots,
             CheckpointProbe(options.training.checkpoint_dir, self.wake),
-            RefusalProbe(self.wake),
+            HostProbe(self.wake),
         )
         self._writer = StoreWriter(
             store,

@@ -51,7 +51,7 @@ class StorageProbe(Protocol):
 
 
 class Refusals(Protocol):
-    """Finds out which agents are gone from hosts that answer: see `RefusalProbe`."""
+    """Finds out which agents are gone from hosts that answer: see `HostProbe`."""
 
     def poll(self, addresses: Mapping[str, str]) -> Collection[str]: ...
 

@@ -14,7 +14,7 @@ from elasticzero.launcher.agent.core import BACKOFF_S, AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
-from elasticzero.launcher.http.refusals import RefusalProbe
+from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -62,7 +62,7 @@ class NodeWithoutProcesses:
         subscriptions = Subscriptions(self.store, cache, self.membership)
         look = CheckpointProbe(None, self.changed.set)
         cluster = ClusterObserver(
-            self.store, cache, self.membership, subscriptions, self, look, RefusalProbe(print)
+            self.store, cache, self.membership, subscriptions, self, look, HostProbe(print)
         )
         side = StoreSide(
             cache=cache,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.subscriptions import Subscriptions
-from elasticzero.launcher.http.refusals import RefusalProbe
+from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.documents import Member, NodeStrikes, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
@@ -48,7 +48,7 @@ class Node:
         self.subscriptions = Subscriptions(self.store, observer, self.membership)
         self.cluster_observer = ClusterObserver(
             *(self.store, observer, self.membership, self.subscriptions),
-            *(Nothing(), look, RefusalProbe(self._changed.set)),
+            *(Nothing(), look, HostProbe(self._changed.set)),
         )
         assert self.membership.register()
 

@@ -22,7 +22,7 @@ THREADS = 16
 """Number of hosts that are connected to at a time."""
 
 
-class RefusalProbe:
+class HostProbe:
     """Connects to agents on request, in one thread at a time."""
 
     def __init__(self, wake: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticzero.launcher.http.refusals import CONFIRM_S, RefusalProbe
+from elasticzero.launcher.http.host_probe import CONFIRM_S, HostProbe
 
 DEADLINE_S = 30.0
 
@@ -28,7 +28,7 @@ def test_a_host_without_a_listener_refuses_and_one_with_does_not(listening: sock
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = address_of(closed)
     woken = threading.Event()
-    probe = RefusalProbe(woken.set)
+    probe = HostProbe(woken.set)
     asked = {"gone": gone, "here": address_of(listening), "nowhere": "nowhere.invalid:1"}
     began_s = time.monotonic()
     assert not probe.poll(asked)
@@ -44,7 +44,7 @@ def test_a_refusal_counts_once_it_is_confirmed(listening: socket.socket) -> None
     where = address_of(listening)
     listening.close()
     woken = threading.Event()
-    probe = RefusalProbe(woken.set)
+    probe = HostProbe(woken.set)
     probe.poll({"a": where})
     time.sleep(CONFIRM_S / 4)
     host, _, port = where.rpartition(":")
