@@ -1,7 +1,8 @@
 """Hides secrets in what is printed: passwords, tokens and keys in variables, words and URLs.
 
-Pure. A value is hidden if its name says that it is secret, so names decide; what is hidden in error
-costs a look elsewhere, and what is shown in error cannot be taken back.
+Pure, and apart from what prints, so that its tables of names are tested alone. A value is hidden if
+its name says that it is secret, so names decide. What is hidden in error costs a look elsewhere;
+what is shown in error cannot be taken back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Collects the own times of a world's workers for the agent that leads, in a thread of its own.
 
 Each agent measures its own workers and serves the result in its status. The leader asks all of them
-now and then, seldom enough that a thousand nodes cost it little.
+now and then, seldom enough that a thousand nodes cost it little. What the times mean is decided in
+`observability/compute_time.py`, which is pure and stands apart from this thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Finds out which hosts refuse connections to their agent, in a thread beside the agent's loop.
 
 An agent serves HTTP from before it registers until it ends. So where its host answers that nothing
-listens there, the agent's process is gone, and its workers with it.
+listens there, the agent's process is gone, and its workers with it. This file stands alone because
+it speaks no HTTP: the address of an agent's server is all that it takes from it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from typing import Any, BinaryIO, Protocol
 
 from elasticzero.errors import OperatorError
 from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
-from elasticzero.launcher.http.requests import RequestRefused, byte_range, snapshot_file
 from elasticzero.launcher.http.routes import TEXT, Route
 from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.secrets import Secret
@@ -51,6 +50,17 @@ SAFE_HEADERS = {
 cache keeps it."""
 CONNECTIONS_QUEUED = 128
 _MOST = re.compile(r"\?most=(\d{1,12})\Z")
+_SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
+
+
+class RequestRefused(Exception):
+    """Reports that a request gets an error as its response."""
+
+    def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 class SnapshotSource(Protocol):
@@ -318,7 +328,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_file(part.file, part.start, part.stop)
 
     def _send_snapshot(self, path: str, *, body: bool) -> None:
-        generation, step, name = snapshot_file(path)
+        generation, step, name = _snapshot_file(path)
         try:
             file = self.server.agent.snapshots.open_file(generation, step, name)
         except FileNotFoundError:
@@ -331,7 +341,7 @@ class _Handler(BaseHTTPRequestHandler):
         with file:
             size = os.fstat(file.fileno()).st_size
             ranged = self.headers.get("Range")
-            start, stop = (0, size) if ranged is None else byte_range(ranged, size)
+            start, stop = (0, size) if ranged is None else _byte_range(ranged, size)
             self.send_response(HTTPStatus.OK if ranged is None else HTTPStatus.PARTIAL_CONTENT)
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Accept-Ranges", "bytes")
@@ -367,3 +377,33 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(content)
+
+
+def _snapshot_file(path: str) -> tuple[int, int, str]:
+    """Returns the generation, the step and the name of the snapshot's file at a path."""
+    match = _SNAPSHOT.match(path)
+    if match is None:
+        raise RequestRefused(
+            HTTPStatus.NOT_FOUND, "a snapshot's file is /snapshots/GENERATION/STEP/NAME"
+        )
+    return int(match[1]), int(match[2]), match[3]
+
+
+def _byte_range(header: str, size: int) -> tuple[int, int]:
+    """Parses a header `Range: bytes=first-last`, `first-` or `-last_n`; returns [start, stop)."""
+    match = _RANGE.match(header.strip())
+    if match is None or (not match[1] and not match[2]):
+        raise RequestRefused(HTTPStatus.BAD_REQUEST, "one range is served, as in bytes=0-99")
+    if match[1]:
+        start = int(match[1])
+        stop = min(int(match[2]) + 1, size) if match[2] else size
+        backwards = bool(match[2]) and int(match[2]) < start
+    else:
+        start, stop, backwards = max(0, size - int(match[2])), size, False
+    if backwards or start >= size or start >= stop:
+        raise RequestRefused(
+            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+            f"the file has {size} bytes",
+            Content_Range=f"bytes */{size}",
+        )
+    return start, stop

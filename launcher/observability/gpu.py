@@ -1,6 +1,7 @@
 """Reads memory and utilization of this node's GPUs, where nvidia-ml-py and a driver are installed.
 
-The GPUs are read at each scrape, in the thread that answers it.
+The GPUs are read at each scrape, in the thread that answers it. This file stands alone because it
+is the one door to NVML, a package that most nodes do not have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds which steps count: the lineage of generations, read off an agent's events.
 
-Pure. Step s of generation g is committed when s is not above the resume step of any later
-generation.
+Pure, and therefore apart from the console that prints. Step s of generation g is committed when s
+is not above the resume step of any later generation.
 """
 
 from __future__ import annotations

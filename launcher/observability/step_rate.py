@@ -1,6 +1,7 @@
 """Measures the speed of one agent's workers.
 
-Pure: every time comes in as an argument, in seconds of one clock.
+Pure, and therefore apart from the agent that has a clock: every time comes in as an argument, in
+seconds of one clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Follows the log files of workers, and writes their new lines elsewhere."""
+"""Follows the log files of workers, and writes their new lines elsewhere.
+
+This file stands apart from `console_output.py`, which decides what is repeated, and reads no file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Says which modules workers have imported when they begin."""
+"""Says which modules workers have imported when they begin.
+
+The list stands apart from `fork_server.py`, which is the program of the process that imports them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Logs in to etcd with user and password, and explains why etcd refuses a request or a login."""
+"""Logs in to etcd with user and password, and explains why etcd refuses a request or a login.
+
+This file stands apart from `connection.py` because it calls no gRPC: it is tested without etcd.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ _NOT_ALLOWED = "permission denied"
 
 
 def is_old_login(detail: str) -> bool:
-    """Returns whether etcd refused a request because it does not accept the token. `detail`: etcd's
-    message."""
+    """Returns whether etcd refused a request because it does not accept the token; `detail` is
+    etcd's message."""
     return any(text in detail for text in _OLD_LOGIN)
 
 

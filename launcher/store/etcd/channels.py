@@ -1,4 +1,8 @@
-"""Opens a gRPC channel to each endpoint of etcd."""
+"""Opens a gRPC channel to each endpoint of etcd.
+
+This file stands apart from `connection.py`, which takes any channels: a crowd of agents in one
+process shares those that this opens.
+"""
 
 from __future__ import annotations
 
