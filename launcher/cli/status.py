@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW, token_for_operator
 from elasticzero.launcher.store.watch_cache import reports_of
-from elasticzero.text import count_text, duration_text, print_result, table_text
+from elasticzero.text import count_text, duration_text, print_error, print_result, table_text
 
 UNKNOWN = "?"
 
@@ -45,7 +44,7 @@ def status(
     with open_job_store(name, endpoints, access) as store:
         job, phases, token = read_stored_job(store, name, operator_token)
     if token is None and job.done is None:
-        print(f"the status of the nodes needs the job's token: give {HOW}", file=sys.stderr)
+        print_error(f"the status of the nodes needs the job's token: give {HOW}")
     statuses = (
         query_agents(job.members.values(), token) if job.done is None and token is not None else {}
     )

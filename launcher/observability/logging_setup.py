@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+
+from elasticzero.log_output import PACKAGE_LOGGER, MessageHandler
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -59,25 +59,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-class _StandardError(logging.Handler):
-    """Writes each record to the present `sys.stderr`."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(Exception):  # a log line must not end what it tells of
-            print(self.format(record), file=sys.stderr, flush=True)
-
-
 def set_up(node: str = "", level: str = "info", format: str = "text") -> None:
-    """Has the records of this package written from `level` on, one of LEVELS, in `format`, one of
-    FORMATS.
+    """Has the records of this package written on standard error; a second call replaces the first.
 
-    A second call replaces the first.
+    Args:
+        node: Name of the node in each record that has none.
+        level: The lowest level that is written, one of LEVELS.
+        format: One of FORMATS.
     """
     context.node, context.generation = node, None
-    logger = logging.getLogger("elasticzero")
-    for handler in [h for h in logger.handlers if isinstance(h, _StandardError)]:
+    logger = logging.getLogger(PACKAGE_LOGGER)
+    for handler in [h for h in logger.handlers if isinstance(h, MessageHandler)]:
         logger.removeHandler(handler)
-    handler = _StandardError()
+    handler = MessageHandler()
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logger.addHandler(handler)
     logger.setLevel(level.upper())

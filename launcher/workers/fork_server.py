@@ -206,7 +206,7 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
         if sys.excepthook is not sys.__excepthook__:
             with suppress(BaseException):  # a hook that fails must not hide the script's error
                 sys.excepthook(type(error), error, error.__traceback__)  # as Python does
-        print(script_traceback(error), end="", file=sys.stderr)
+        print(script_traceback(error), end="", file=sys.stderr)  # as Python does, not by logging
         _report_failure(fds[1], fds[2], _failure_of(error))
         code = 1
         left.append(error)  # and with it what the script's frames hold
@@ -229,6 +229,7 @@ def _execute(launch: Launch, fds: list[int]) -> NoReturn:
     try:
         os.execve(launch.target, [launch.target, *launch.arguments], os.environ)
     except OSError as error:
+        # As a shell does, not by logging: the user sees it in place of the program's output.
         print(f"{launch.target}: {error.strerror}", file=sys.stderr, flush=True)
         failure = UserError(f"{launch.target} cannot be run: {error.strerror}")
         _report_failure(fds[0], fds[1], _failure_of(failure))
@@ -254,7 +255,7 @@ def _limit_threads() -> None:
 def _exit_code(stop: SystemExit) -> int:
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
-    print(stop.code, file=sys.stderr)
+    print(stop.code, file=sys.stderr)  # as Python does for `sys.exit(TEXT)`
     return 1
 
 

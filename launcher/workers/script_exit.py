@@ -88,5 +88,6 @@ def _report_slow_exit_functions(rank: str, every_s: float, over: threading.Event
 
 
 def _print_error(text: str) -> None:
+    # Not by logging: its shutdown is one of the exit functions, and may be what hangs.
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
