@@ -15,9 +15,15 @@ from elasticzero.launcher.store.api import Store, job_prefix
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.contract.s3_server import Proxy, proxied, running_server
+from tests.integration.conftest import (
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+    pytest_sessionfinish,
+)
 from tests.integration.etcd_members import Members
 from tests.support.memory_store import MemoryServer, MemoryStore
 
+__all__ = ["pytest_runtest_setup", "pytest_runtest_teardown", "pytest_sessionfinish"]
 _jobs = itertools.count()
 
 
