@@ -21,9 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("elasticzero", "launcher", "checkpoint", "tools", "benchmarks", "tests")
 BUDGET_S = 80.0
 """Job-seconds that the tests may take together; two cores do that in less than a minute."""
-FARTHEST = 2
+FARTHEST = 6
 """Number of imports between a changed module and a test that runs for it."""
 ALWAYS = "tests/unit/test_house.py"
+RUN_BY_TEST = ("tests/contract/", "tests/integration/", "tests/simulation/", "tests/unit/")
+"""Folders whose tests need nothing that `make test` has not."""
+PRODUCT = ("elasticzero/", "launcher/", "checkpoint/")
+STORY = "tests/integration/test_plain_scripts.py"
+"""A job whose worker and node are killed; it runs for each change of the product."""
 
 
 def changed_files() -> set[str]:
@@ -88,8 +93,16 @@ def distances(changed: Set[str], imports: Mapping[str, Set[str]]) -> dict[str, i
 
 def chosen(near: Mapping[str, int], seconds: Mapping[str, float]) -> tuple[list[str], list[str]]:
     """Returns the test files to run, the nearest first, and those for which there is no time."""
-    tests = [file for file in near if Path(file).name.startswith("test_")]
-    tests = sorted({*tests, ALWAYS}, key=lambda file: (near.get(file, 0), seconds[file], file))
+    tests = [
+        file
+        for file in near
+        if Path(file).name.startswith("test_") and file.startswith(RUN_BY_TEST)
+    ]
+    tests += [ALWAYS, *([STORY] if any(file.startswith(PRODUCT) for file in near) else [])]
+    first = (ALWAYS, STORY)
+    tests = sorted(
+        set(tests), key=lambda file: (file not in first, near.get(file, 0), seconds[file])
+    )
     kept, left_out, total_s = [], [], 0.0
     for file in tests:
         if total_s + seconds[file] <= BUDGET_S:
@@ -110,7 +123,7 @@ def main() -> None:
     near = distances(changed_files(), imports)
     near = {file: distance for file, distance in near.items() if (ROOT / file).exists()}
     table = read_table()
-    seconds = {file: seconds_of(file, table) + 0.2 for file in {*near, ALWAYS}}
+    seconds = {file: seconds_of(file, table) + 0.2 for file in {*near, ALWAYS, STORY}}
     kept, left_out = chosen(near, seconds)
     print(*kept, sep="\n")
     if left_out:

@@ -6,7 +6,16 @@ import pytest
 
 from tests.support import deadlines
 from tests.support.selection import is_drawn, seconds_of
-from tools.touched import ALWAYS, BUDGET_S, chosen, distances, imported_by, module_of
+from tools.touched import (
+    ALWAYS,
+    BUDGET_S,
+    FARTHEST,
+    STORY,
+    chosen,
+    distances,
+    imported_by,
+    module_of,
+)
 
 TESTS = [f"tests/unit/test_a.py::test_b[{number}]" for number in range(2000)]
 
@@ -60,20 +69,30 @@ def test_imports_are_named_wherever_they_stand() -> None:
 
 
 def test_tests_that_import_a_changed_module_are_nearer_than_others() -> None:
-    imports = {
-        "launcher/b.py": {"elasticzero.launcher.a"},
-        "launcher/c.py": {"elasticzero.launcher.b"},
-        "tests/unit/test_a.py": {"elasticzero.launcher.a"},
-        "tests/unit/test_b.py": {"elasticzero.launcher.b"},
-        "tests/unit/test_c.py": {"elasticzero.launcher.c"},
+    chain = {f"launcher/m{i + 1}.py": {f"elasticzero.launcher.m{i}"} for i in range(FARTHEST)}
+    imports = chain | {
+        "tests/unit/test_a.py": {"elasticzero.launcher.m0"},
+        "tests/unit/test_b.py": {"elasticzero.launcher.m1"},
+        "tests/unit/test_c.py": {f"elasticzero.launcher.m{FARTHEST}"},
     }
-    near = distances({"launcher/a.py"}, imports)
+    near = distances({"launcher/m0.py"}, imports)
     assert near["tests/unit/test_a.py"] == 1
     assert near["tests/unit/test_b.py"] == 2
     assert "tests/unit/test_c.py" not in near
 
 
 def test_the_nearest_tests_are_chosen_for_as_long_as_there_is_time() -> None:
-    near = {"tests/test_far.py": 2, "tests/test_near.py": 1, "launcher/a.py": 0}
-    seconds = {"tests/test_far.py": BUDGET_S / 2, "tests/test_near.py": BUDGET_S / 2 + 1, ALWAYS: 1}
-    assert chosen(near, seconds) == ([ALWAYS, "tests/test_near.py"], ["tests/test_far.py"])
+    near = {"tests/unit/test_far.py": 2, "tests/unit/test_near.py": 1, "docs/index.md": 0}
+    half_s = BUDGET_S / 2
+    seconds = {
+        "tests/unit/test_far.py": half_s,
+        "tests/unit/test_near.py": half_s + 1,
+        ALWAYS: 1,
+        STORY: 9,
+    }
+    assert chosen(near, seconds) == (
+        [ALWAYS, "tests/unit/test_near.py"],
+        ["tests/unit/test_far.py"],
+    )
+    kept, left_out = chosen(near | {"launcher/a.py": 0}, seconds)
+    assert set(kept[:2]) == {ALWAYS, STORY} and left_out == ["tests/unit/test_far.py"]
