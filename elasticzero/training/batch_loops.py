@@ -120,8 +120,17 @@ class Loops:
         reader: BatchReader | StreamReader,
         on_epoch_end: Callable[[], object] | None,
     ) -> Iterator[Any]:
-        """Yields the micro-batches of the next loop, from the present position to the loop's
-        end."""
+        """Yields the micro-batches of the next loop, from the present position to its end.
+
+        Args:
+            training: The training state.
+            schedule: What this rank computes of the loop.
+            reader: Reads the dataset.
+            on_epoch_end: The script's function; None: it gave none.
+
+        Raises:
+            UserError: No loop may begin here, or the loop differs from that of other ranks.
+        """
         if self._link.assignment.deterministic and schedule.virtual_batch is None:
             raise UserError(
                 "--deterministic sums gradients slice by slice: give session.batches "
@@ -163,7 +172,14 @@ class Loops:
     ) -> DataPosition:
         """Returns where the loop begins or goes on; all ranks call this together.
 
-        Raises `UserError` for a change that is not allowed, and if the ranks differ.
+        Args:
+            training: The training state.
+            schedule: What this rank computes of the loop.
+            loop: Number of the loop.
+            dataset: Number of its dataset object.
+
+        Raises:
+            UserError: A change is not allowed, or the ranks differ.
         """
         plan, before, assignment = schedule.plan, training.position, self._link.assignment
         goes_on = before.loop == loop
@@ -198,6 +214,15 @@ class Loops:
         on_epoch_end: Callable[[], object] | None,
         loop: int,
     ) -> Iterator[Any]:
+        """Yields the micro-batches of a loop, with a boundary before each global batch.
+
+        Args:
+            training: The training state.
+            schedule: What this rank computes of the loop.
+            reader: Reads the dataset.
+            on_epoch_end: The script's function; None: it gave none.
+            loop: Number of the loop.
+        """
         tracker, work = self._tracker, self._work
         schedule = self._without_left_out(schedule, training.position.dataset)
         data = reader.open(schedule, training.position)
