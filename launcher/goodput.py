@@ -166,7 +166,10 @@ class TimeAccount:
     def restored(self, now_s: float, connect_s: float, restore_s: float) -> None:
         """Notes that the state of the workers is in place.
 
-        connect_s, restore_s: seconds that they took for two parts of the way.
+        Args:
+            now_s: Present time.
+            connect_s: Seconds that the workers took to connect.
+            restore_s: Seconds that they took to load the state.
         """
         if self._trains or self._open[-1][1] not in ("startup", "productive"):
             return
@@ -184,7 +187,13 @@ class TimeAccount:
         self._stalls[kind] = self._stalls.get(kind, 0.0) + seconds
 
     def stepped(self, step: int, at_s: float, data_wait_s: float) -> None:
-        """Notes the end of a step at `at_s`, which may be before times that were noted already."""
+        """Notes the end of a step.
+
+        Args:
+            step: The step.
+            at_s: Time of its end, which may be before times that were noted already.
+            data_wait_s: Seconds of it in which workers waited for data.
+        """
         if not self._trains:
             return
         began_s = self._open[0][0]
@@ -232,7 +241,10 @@ class TimeAccount:
     def spent(self, now_s: float, until: float, resume_step: int) -> TimeSpent:
         """Returns where the time has gone, for the world that follows.
 
-        until: Unix time of now. resume_step: step that the following generation begins from.
+        Args:
+            now_s: Present time.
+            until: The same as Unix time.
+            resume_step: Step that the following generation begins from.
         """
         seconds = {kind: round(s, 6) for kind, s in self.seconds(now_s).items() if s > 0}
         groups = _joined(self._steps, GROUPS) if self._steps else []

@@ -51,9 +51,12 @@ def retry_call(
 ) -> T:
     """Returns what `call` returns, and raises its last error once the policy gives up.
 
-    retryable: tells the errors after which a try can succeed; any other error is raised at once.
-    closed: ends the pauses and the tries when it is set. on_failure: is called before each pause,
-    with the number of failures so far and the last error.
+    Args:
+        call: What is tried.
+        policy: Says how long and how often.
+        retryable: Tells the errors after which a try can succeed; any other is raised at once.
+        closed: Ends the pauses and the tries when it is set.
+        on_failure: Called before each pause, with the number of failures so far and the last error.
     """
 
     def pause(state: tenacity.RetryCallState) -> float:

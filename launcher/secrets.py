@@ -26,9 +26,16 @@ class Secret:
 def read_secret(
     flag: str, path: str | None, variable: str, environment: Mapping[str, str]
 ) -> Secret | None:
-    """Returns what the file at `path` holds, else the variable's value, else None.
+    """Returns what a file holds, else a variable's value, else None.
 
-    Raises `UserError` for a file that cannot be read, or that holds anything but one line.
+    Args:
+        flag: The option that names the file, for messages.
+        path: The file; None: there is none.
+        variable: Name of the variable.
+        environment: Variables of the process.
+
+    Raises:
+        UserError: The file cannot be read, or holds anything but one line.
     """
     if path is None:
         value = environment.get(variable)

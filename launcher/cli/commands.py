@@ -36,7 +36,12 @@ Extensions: TypeAlias = "Callable[[], Sequence[ExtensionFactory]]"
 
 
 def add_run(parser: Parser, extensions: Extensions) -> None:
-    """Adds the options of `run`, and sets its `run_command`. extensions: those of the agent."""
+    """Adds the options of `run`, and sets its `run_command`.
+
+    Args:
+        parser: The parser of `run`.
+        extensions: Extensions of the agent.
+    """
     add_run_options(parser)
     parser.set_defaults(run_command=partial(_run, extensions=extensions))
 

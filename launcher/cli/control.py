@@ -45,7 +45,13 @@ NAMES_SHOWN = 16
 
 @contextmanager
 def open_job_store(job: str, endpoints: Sequence[str], access: Access) -> Iterator[Store]:
-    """Opens the job's part of etcd; if etcd does not answer, the error names its address."""
+    """Opens the job's part of etcd; if etcd does not answer, the error names its address.
+
+    Args:
+        job: The job's name.
+        endpoints: Members of etcd.
+        access: TLS and user for etcd.
+    """
     store = EtcdStore(endpoints, job_prefix(job), access=access)
     try:
         yield store
@@ -156,7 +162,14 @@ def drain(store: Store, name: str, node: str, wait_s: float | None) -> ExitCode:
 
 
 def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | None) -> ExitCode:
-    """Changes the minimum and the maximum number of nodes of a job."""
+    """Changes the minimum and the maximum number of nodes of a job.
+
+    Args:
+        store: The job's store.
+        name: The job's name.
+        least_most: Minimum and maximum number of nodes.
+        wait_s: Seconds to wait until the job has as many as it can; None: do not wait.
+    """
     least, most = least_most
 
     def change(job: Job) -> Control:
@@ -181,7 +194,13 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
 
 
 def _effect_of_scaling(job: Job, least: int, most: int) -> str:
-    """Returns a sentence on what will happen, and when."""
+    """Returns a sentence on what will happen, and when.
+
+    Args:
+        job: The job as it was before.
+        least: The new minimum number of nodes.
+        most: The new maximum number of nodes.
+    """
     count, waiting = len(job.placed), job.waiting
     if job.world is None:
         return f"{count_text(len(waiting), 'node')} here, the first generation is still to come"
@@ -196,7 +215,13 @@ def _effect_of_scaling(job: Job, least: int, most: int) -> str:
 
 
 def stop(store: Store, name: str, wait_s: float | None) -> ExitCode:
-    """Ends the job at the next boundary, with its state saved."""
+    """Ends the job at the next boundary, with its state saved.
+
+    Args:
+        store: The job's store.
+        name: The job's name.
+        wait_s: Seconds to wait until it is over; None: do not wait.
+    """
 
     def change(job: Job) -> Control:
         return job.control if job.done is not None else replace(job.control, stop=True)
@@ -228,9 +253,16 @@ def _members_text(job: Job) -> str:
 def _wait_until(
     store: Store, name: str, wait_s: float | None, happened: Callable[[Job], str | None]
 ) -> ExitCode:
-    """Polls the job until `happened` returns a text or the job is over.
+    """Polls the job until a change has happened or the job is over.
 
-    Raises `OperatorError` after `wait_s` seconds; None: it does not wait.
+    Args:
+        store: The job's store.
+        name: The job's name.
+        wait_s: Seconds to wait; None: do not wait.
+        happened: Returns what has happened, as a text to print; None: nothing yet.
+
+    Raises:
+        OperatorError: `wait_s` seconds have passed.
     """
     if wait_s is None:
         return ExitCode.DONE

@@ -30,8 +30,11 @@ def query_agents(
 ) -> dict[str, Mapping[str, Any]]:
     """Returns what each agent serves at `/status`, by node; the requests run in parallel.
 
-    timeout_s: seconds after which an agent that has not answered is left out. threads: maximum
-    number of requests at a time.
+    Args:
+        members: The agents' registrations.
+        token: The job's token.
+        timeout_s: Seconds after which an agent that has not answered is left out.
+        threads: Maximum number of requests at a time.
     """
     waiting = list(members)
     answers: dict[str, Mapping[str, Any]] = {}
@@ -61,7 +64,14 @@ def query_agents(
 def query_agent(
     member: Member, token: Secret, path: str, timeout_s: float = QUERY_TIMEOUT_S
 ) -> Mapping[str, Any] | None:
-    """Returns the object that an agent serves at `path`; None if it serves none in time."""
+    """Returns the object that an agent serves; None if it serves none in time.
+
+    Args:
+        member: The agent's registration.
+        token: The job's token.
+        path: Path of the object.
+        timeout_s: Seconds for the answer.
+    """
     connection = http.client.HTTPConnection(member.host, member.http_port, timeout=timeout_s)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {token.reveal}"})

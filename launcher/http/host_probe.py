@@ -27,7 +27,11 @@ class HostProbe:
     """Connects to agents on request, in one thread at a time."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """wake: called when a refusal was found."""
+        """Creates a probe that knows of no host.
+
+        Args:
+            wake: Called when an agent is found to be gone.
+        """
         self._wake = wake
         self._lock = threading.Lock()
         self._refusing: set[str] = set()
@@ -35,11 +39,11 @@ class HostProbe:
         self._until_s = 0.0
 
     def poll(self, addresses: Mapping[str, str]) -> Collection[str]:
-        """Returns which agents are known to refuse connections, and begins to find out about the
-        others.
+        """Returns which agents are known to be gone, and begins to find out about the others.
 
-        addresses: `host:port` by incarnation, since another agent may come to the same address. An
-        incarnation that is left out is forgotten.
+        Args:
+            addresses: `host:port` by incarnation, since another agent may come to the same
+                address. An incarnation that is left out is forgotten.
         """
         with self._lock:
             self._refusing.intersection_update(addresses)

@@ -40,6 +40,12 @@ class Route:
 
 
 def json_answer(value: Any, *, indent: int | None = None, end: str = "\n") -> Answer:
-    """Returns a value as JSON."""
+    """Returns a value as an answer in JSON.
+
+    Args:
+        value: What `json.dumps` takes.
+        indent: Spaces of indentation; None: it is all on one line.
+        end: Text after the JSON.
+    """
     text = json.dumps(value, indent=indent) + end
     return Answer(content=text.encode(), kind="application/json")

@@ -67,7 +67,16 @@ class SnapshotSource(Protocol):
     """Opens the files of snapshots for the server."""
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
-        """Opens a real file for reading; raises `FileNotFoundError` if there is none."""
+        """Opens a file of a snapshot for reading, which must be a real one.
+
+        Args:
+            generation: Generation of the snapshot.
+            step: Step of the snapshot.
+            name: Name of the file.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
 
 
 class PortTaken(OperatorError):

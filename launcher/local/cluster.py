@@ -72,7 +72,11 @@ class Cluster:
     _started: int = 0
 
     def start_node(self, name: str | None = None) -> Node:
-        """Starts one more agent. name: that of an agent that has exited; None: a new name."""
+        """Starts one more agent.
+
+        Args:
+            name: Name of an agent that has exited; None: a new name.
+        """
         if name is None:
             name = f"node-{self._started}"
             self._started += 1

@@ -83,9 +83,16 @@ def _output_options(args: argparse.Namespace) -> list[str]:
 
 
 def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float] | None:
-    """Injects a fault; returns the name of the node and the wall-clock time.
+    """Injects a fault.
 
-    Returns None if no such node trains at this moment.
+    Args:
+        cluster: The nodes.
+        fault: The kind of fault, and the node if it names one.
+        training: Nodes that train now.
+
+    Returns:
+        The name of the node that it hit, and the wall-clock time. None: no such node trains at this
+        moment.
     """
     if fault.kind == "join":
         return cluster.start_node().name, time.time()
@@ -157,7 +164,13 @@ def _check_enough_nodes(args: argparse.Namespace, most: int) -> None:
 
 
 def _watch(cluster: Cluster, faults: list[Fault], lines: ClusterConsole) -> ExitCode:
-    """Follows the job to its end; returns its exit code."""
+    """Follows the job to its end; returns its exit code.
+
+    Args:
+        cluster: The nodes.
+        faults: Faults that are to be injected, the earliest first.
+        lines: Prints what happens.
+    """
     while True:
         alive = bool(cluster.running())
         for node, event in cluster.events():

@@ -23,10 +23,11 @@ LARGE_CHANGE = 5
 
 
 def differs_much(before: int | None, new: int) -> bool:
-    """Returns whether to print the interval between snapshots: the first, and one that differs
-    much.
+    """Returns whether to print an interval between snapshots: the first, and one much different.
 
-    before: the last one that was printed.
+    Args:
+        before: The last one that was printed.
+        new: The present one.
     """
     if before is None or min(before, new) < 1:
         return before != new
@@ -36,8 +37,10 @@ def differs_much(before: int | None, new: int) -> bool:
 def fresh_start(generation: int, *, session: bool) -> str:
     """Returns how a generation begins that has no state to go on from.
 
-    session: a worker has called `elasticzero.run` before; without that the script's own state is
-    not known.
+    Args:
+        generation: Number of the generation.
+        session: Whether a worker has called `elasticzero.run` before; without that the script's own
+            state is not known.
     """
     if generation > 1 and not session:
         return "the script starts anew"
@@ -45,12 +48,24 @@ def fresh_start(generation: int, *, session: bool) -> str:
 
 
 def skipped_checkpoint_line(step: int, message: str, resume_step: int) -> str:
-    """Returns a line about the damaged checkpoint that a generation does not begin from."""
+    """Returns a line about the damaged checkpoint that a generation does not begin from.
+
+    Args:
+        step: Step of the damaged checkpoint.
+        message: What is wrong with it.
+        resume_step: Step that the generation begins from.
+    """
     return f"the checkpoint of step {step} is damaged: {message}; going on from step {resume_step}"
 
 
 def tagged_text(step: int, tags: Sequence[str], error: str | None) -> str:
-    """Returns a line that says that tags name a step, or why they do not."""
+    """Returns a line that says that tags name a step, or why they do not.
+
+    Args:
+        step: The step.
+        tags: The tags.
+        error: Why they do not name it; None: they do.
+    """
     has, why = ("has the tag", "") if error is None else ("has no tag", f": {error}")
     return f"the checkpoint of step {step} {has} {', '.join(tags)}{why}"
 
@@ -59,7 +74,14 @@ class ClusterConsole:
     """Prints events as they happen: lines, and a bar where there is a terminal."""
 
     def __init__(self, log_dir: Path, nodes: int, endpoint: str, *, muted: bool = False) -> None:
-        """Prints that the cluster starts. muted: the workers' output is only in the logs."""
+        """Prints that the cluster starts.
+
+        Args:
+            log_dir: Directory of the job's logs; its name is the job's.
+            nodes: Number of nodes that start.
+            endpoint: Endpoint of etcd.
+            muted: Whether the workers' output is only in the logs.
+        """
         self.step = 0
         self.plain = False
         """True if no worker has called `elasticzero.run` for so long that the script is taken for a
@@ -267,8 +289,10 @@ class ClusterConsole:
     def quote(self, nodes: Sequence[str], *, traced: bool) -> None:
         """Prints the error with which the agent of the first of these nodes has ended.
 
-        traced: the terminal has shown the workers' tracebacks, so an agent that does not repeat one
-        goes first.
+        Args:
+            nodes: Names of the nodes.
+            traced: Whether the terminal has shown the workers' tracebacks, so that an agent which
+                does not repeat one goes first.
         """
         errors = [self._errors[node] for node in nodes if node in self._errors]
         if traced:

@@ -49,7 +49,12 @@ class EventLog:
     def __init__(
         self, directory: Path, listeners: Sequence[Callable[[Mapping[str, Any]], None]] = ()
     ) -> None:
-        """listeners: receive each event that is written."""
+        """Opens the log of a directory, which is made if need be.
+
+        Args:
+            directory: Where the log is, or will be.
+            listeners: They receive each event that is written.
+        """
         self._listeners = tuple(listeners)
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / EVENTS_FILE

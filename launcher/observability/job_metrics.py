@@ -222,10 +222,13 @@ def model_flops_utilization(
     samples_per_s: float | None,
     world_size: int,
 ) -> float | None:
-    """Returns the FLOPs that the model needs a second, as a share of the peak of all ranks'
-    devices.
+    """Returns the model's FLOPs a second, as a share of the peak of all ranks' devices.
 
-    flops_per_sample: of forward and backward. peak_flops: of one rank's device, a second.
+    Args:
+        flops_per_sample: FLOPs of forward and backward for one sample.
+        peak_flops: FLOPs a second that one rank's device reaches at most.
+        samples_per_s: Samples a second of the whole job.
+        world_size: Number of ranks.
     """
     if not flops_per_sample or not peak_flops or samples_per_s is None or not world_size:
         return None

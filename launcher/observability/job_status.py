@@ -62,7 +62,10 @@ class Job:
 def page_address(member: Member, token: Secret | None = None) -> str:
     """Returns the address of the status page that a node's agent serves.
 
-    token: the job's, which comes after the address as its fragment; browsers send none to servers.
+    Args:
+        member: The agent's registration.
+        token: The job's token, which comes after the address as its fragment; browsers send none to
+            servers.
     """
     host = f"[{member.host}]" if ":" in member.host else member.host
     fragment = f"#token={quote(token.reveal, safe='')}" if token is not None else ""
@@ -210,7 +213,12 @@ def _slowest_ratios(generation: int, statuses: AgentStatuses) -> dict[str, float
 
 
 def _job_state(job: Job, states: Sequence[str]) -> str:
-    """Returns in a word what the job does. states: those of the members of the world."""
+    """Returns in a word what the job does.
+
+    Args:
+        job: What the store has of the job.
+        states: States of the members of the world.
+    """
     if job.done is not None:
         return job.done.outcome
     if job.world is None:

@@ -56,8 +56,13 @@ def committed(
 ) -> dict[int, list[int]]:
     """Returns the samples of each committed step.
 
-    traces: (generation, step, samples of the global batch) as any rank saw them; the ranks of one
-    step agree. Raises `ValueError` where two do not.
+    Args:
+        lineage: Which steps count.
+        traces: (generation, step, samples of the global batch) as any rank saw them; the ranks of
+            one step agree.
+
+    Raises:
+        ValueError: Two ranks do not agree.
     """
     steps: dict[int, list[int]] = {}
     for generation, step, samples in traces:

@@ -255,7 +255,15 @@ class Metrics:
                 self.logged.labels(rank, name).set(value)
 
     def identify(self, job: str, node: str, strategy: str, shard: str, redundancy: str) -> None:
-        """Says what this agent is, by the labels of `elasticzero_info`."""
+        """Says what this agent is, by the labels of `elasticzero_info`.
+
+        Args:
+            job: The job's name.
+            node: The node's name.
+            strategy: Value of `--strategy`.
+            shard: Value of `--shard`.
+            redundancy: Value of `--redundancy`.
+        """
         labels = (job, node, __version__, strategy, shard, redundancy)
         if labels != self._identity:
             self._identity = labels
@@ -263,14 +271,26 @@ class Metrics:
             self.info.labels(*labels).set(1)
 
     def observe_world(self, generation: int, world_size: int, members: int) -> None:
-        """Records a new generation."""
+        """Records a new generation.
+
+        Args:
+            generation: Number of the generation.
+            world_size: Number of its ranks.
+            members: Number of its nodes.
+        """
         self.generation.set(generation)
         self.generation_start.set(time.time())
         self.world_size.set(world_size)
         self.members.set(members)
 
     def observe_etcd(self, operation: str, seconds: float, error: str | None) -> None:
-        """Records one request to etcd: its duration, and the code of its error if it failed."""
+        """Records one request to etcd.
+
+        Args:
+            operation: What the request did.
+            seconds: Seconds that it took.
+            error: Code of its error; None: it succeeded.
+        """
         if error is None:
             self.etcd_request_seconds.labels(operation).observe(seconds)
         else:
@@ -286,8 +306,13 @@ class Metrics:
         self.snapshot_timestamp.set(time.time())
 
     def observe_checkpoint(self, *, step: int, seconds: float, written_bytes: int) -> None:
-        """Records that this node's part of a checkpoint is written, and the checkpoint is
-        committed."""
+        """Records that this node's part of a checkpoint is written, and the whole is committed.
+
+        Args:
+            step: Step of the checkpoint.
+            seconds: Seconds that the save took.
+            written_bytes: Bytes that this node wrote.
+        """
         self.checkpoint_seconds.observe(seconds)
         self.checkpoint_bytes.inc(written_bytes)
         self.checkpoint_step.set(step)
@@ -303,7 +328,14 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _name(self, name: str, kind: MetricKind, legend: str, labels: tuple[str, ...]) -> str:
-        """Returns the name of a metric with the prefix, and lists the metric."""
+        """Returns the name of a metric with the prefix, and lists the metric.
+
+        Args:
+            name: Name without the prefix.
+            kind: Kind of the metric.
+            legend: What it measures, as one sentence.
+            labels: Names of its labels.
+        """
         full = f"elasticzero_{name}"
         self.descriptions.append(MetricDescription(full, kind, labels, legend))
         return full

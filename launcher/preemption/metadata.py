@@ -88,9 +88,16 @@ class MetadataServer:
         method: str = "GET",
         timeout_s: float = ANSWER_S,
     ) -> MetadataResponse:
-        """Sends one request; raises `MetadataError` when no whole answer comes in time.
+        """Sends one request.
 
-        timeout_s: how long the server may be silent.
+        Args:
+            path: What is requested.
+            headers: Headers of the request.
+            method: Method of the request.
+            timeout_s: Maximum seconds for which the server may be silent.
+
+        Raises:
+            MetadataError: No whole answer comes in time.
         """
         url = f"{self.url}{path}"
         connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_S)

@@ -243,15 +243,26 @@ CLOUDS: Mapping[str, Callable[[str], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure":
 
 
 def _notice(what: str, left_s: float, response: MetadataResponse) -> PreemptionNotice:
-    """Returns a notice whose time counts from the answer that gave it."""
+    """Returns a notice whose time counts from the answer that gave it.
+
+    Args:
+        what: What the provider will do.
+        left_s: Seconds from the answer until then.
+        response: The answer.
+    """
     return PreemptionNotice(
         reason=f"{what} in {left_s:.0f} s", received_s=response.at_s, by_s=response.at_s + left_s
     )
 
 
 def _left_s(moment: datetime | None, response: MetadataResponse, most_s: float) -> float:
-    """Returns the seconds from the answer to `moment`, by the server's own clock, from 0 to
-    `most_s`; `most_s` where the moment is not given."""
+    """Returns the seconds from an answer to a moment, by the server's own clock.
+
+    Args:
+        moment: The moment; None: it is not given, and `most_s` is returned.
+        response: The answer.
+        most_s: The highest value that is returned; the lowest is 0.
+    """
     if moment is None:
         return most_s
     return min(max(0.0, moment.timestamp() - response.clock_s), most_s)

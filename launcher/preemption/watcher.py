@@ -36,12 +36,7 @@ def cloud_named(choice: str, environment: Mapping[str, str]) -> Cloud:
 
 
 class PreemptionWatcher:
-    """Watches for the notices of one cloud, in a thread of its own, until it is closed.
-
-    choice: a name in `CLOUDS`; `auto`: the first that answers a request; `none`: no cloud.
-    on_notice: called with the reason, and the deadline on the monotonic clock. log_line: receives
-    lines for people. Raises `UserError` for a bad address in the environment.
-    """
+    """Watches for the notices of one cloud, in a thread of its own, until it is closed."""
 
     def __init__(
         self,
@@ -50,6 +45,17 @@ class PreemptionWatcher:
         log_line: Callable[[str], None],
         environment: Mapping[str, str] = os.environ,
     ) -> None:
+        """Prepares to watch.
+
+        Args:
+            choice: A name in `CLOUDS`; `auto`: the first that answers a request; `none`: no cloud.
+            on_notice: Called with the reason, and the deadline on the monotonic clock.
+            log_line: Receives lines for people.
+            environment: Variables that may name other addresses of metadata servers.
+
+        Raises:
+            UserError: An address in the environment is invalid.
+        """
         names = {"auto": tuple(CLOUDS), "none": ()}.get(choice, (choice,))
         self._clouds = [cloud_named(name, environment) for name in names]
         self._chosen = choice not in ("auto", "none")
@@ -124,7 +130,13 @@ class PreemptionWatcher:
             self._stop.wait(cloud.every_s)
 
     def _report_failures(self, cloud: Cloud, failures: int, error: BaseException) -> None:
-        """Reports once that the server has failed several times in a row."""
+        """Reports once that the server has failed several times in a row.
+
+        Args:
+            cloud: The provider.
+            failures: Number of failures in a row.
+            error: The last failure.
+        """
         if failures < FAILURES_BEFORE_REPORT or self._failing:
             return
         self._failing = True

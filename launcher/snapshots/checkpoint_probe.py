@@ -37,7 +37,12 @@ class CheckpointProbe:
     """Reads the checkpoint directory on request, in one thread at a time."""
 
     def __init__(self, checkpoint_dir: str | None, wake: Callable[[], None]) -> None:
-        """Creates a probe that has no result. `wake`: called when there is one."""
+        """Creates a probe that has no result.
+
+        Args:
+            checkpoint_dir: Path or URL of the checkpoints; None: there are none.
+            wake: Called when there is a result.
+        """
         self._directory = checkpoint_dir
         self._wake = wake
         self._lock = threading.Lock()
@@ -60,7 +65,8 @@ class CheckpointProbe:
     def poll(self, bad: Mapping[int, str]) -> CheckpointState:
         """Returns a valid result, or a pending one after it has begun to read the directory.
 
-        bad: steps that are known to be damaged, with the reasons.
+        Args:
+            bad: Steps that are known to be damaged, with the reasons.
         """
         if self._directory is None:
             return CheckpointState()

@@ -99,7 +99,11 @@ class CheckpointSaver:
     ) -> None:
         """Starts the thread `saving`.
 
-        `keep`: which checkpoints stay after a commit. `wake`: called when there is an event.
+        Args:
+            snapshots: Holds the captures of this node.
+            checkpoint_dir: Path or URL of the checkpoints; None: nothing is saved.
+            keep: Which checkpoints stay after a commit.
+            wake: Called when there is an event.
         """
         self._snapshots = snapshots
         self._checkpoint_dir = checkpoint_dir
@@ -343,7 +347,13 @@ class CheckpointSaver:
         )
 
     def _apply_retention(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
-        """Removes the checkpoints that need not stay; returns notes on that."""
+        """Removes the checkpoints that need not stay; returns notes on that.
+
+        Args:
+            directory: Directory of the checkpoints.
+            committed: Manifest of the checkpoint that was just committed.
+            job: The save that committed it.
+        """
         done = apply_retention(directory, committed, self._retention, bad_steps=job.role.bad_steps)
         notes = [f"not removed: {problem}" for problem in done.problems[:3]]
         if done.files:

@@ -46,7 +46,10 @@ class SnapshotReplicator:
     ) -> None:
         """Starts the two threads.
 
-        `on_event`: called by them. `silence_s`: seconds without data after which a pull ends.
+        Args:
+            snapshots: Holds the captures of this node, and the replicas.
+            on_event: Called by the threads.
+            silence_s: Seconds without data after which a pull ends.
         """
         self._snapshots = snapshots
         self._on_event = on_event
@@ -79,8 +82,11 @@ class SnapshotReplicator:
         self._end_pulls()
 
     def captured(self, newest: CapturedStep | None) -> None:
-        """Records that a worker's shard is in memory. `newest`: the step that this node is to
-        hold."""
+        """Records that a worker's shard is in memory.
+
+        Args:
+            newest: The step that this node is to hold.
+        """
         self._newest = newest
         self._unsealed.set()
 
@@ -188,7 +194,14 @@ class SnapshotReplicator:
         rank: int,
         expired: Callable[[], bool],
     ) -> None:
-        """Pulls one rank's shard once its owner has sealed it."""
+        """Pulls one rank's shard once its owner has sealed it.
+
+        Args:
+            step: The step whose capture is replicated.
+            replica_source: The node that has the shard.
+            rank: The rank that owns the shard.
+            expired: Returns whether to give up.
+        """
         role = step.role
         shard = ShardName(role.generation, step.number, rank, role.world_size)
         slot = replica_source.ranks.index(rank)

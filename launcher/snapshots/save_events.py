@@ -43,7 +43,13 @@ SaveEvent = SnapshotHeld | SaveFinished | SaveFailed | Tagged
 
 
 def finished_event(generation: int, step: int, error: str | None) -> SaveFinished:
-    """Returns the event of a save that took no time and wrote nothing yet."""
+    """Returns the event of a save that took no time and wrote nothing yet.
+
+    Args:
+        generation: Generation whose workers requested the save.
+        step: The step that was to be saved.
+        error: Why it was not saved; None: nothing failed.
+    """
     return SaveFinished(
         generation=generation, step=step, seconds=0.0, bytes=0, committed=False, error=error
     )

@@ -31,7 +31,13 @@ class NameTaken(UserError):
 
 
 def snapshot_directory(job: str, node: str, folder: Path = SHARED_MEMORY) -> Path:
-    """Returns the directory of a node's agent in shared memory, or in another folder."""
+    """Returns the directory of a node's agent in shared memory, or in another folder.
+
+    Args:
+        job: The job's name.
+        node: The node's name.
+        folder: The folder that has the directories of all agents.
+    """
     digest = hashlib.sha256(f"{job}/{node}".encode()).hexdigest()[:12]
     return folder / f"{PREFIX}{digest}-{node}"
 

@@ -138,12 +138,21 @@ class Store(Protocol):
         conditions: Sequence[Condition] = (),
         lease: Lease | None = None,
     ) -> int | None:
-        """Writes in one transaction, all or nothing; returns its revision, or None when a condition
-        did not hold.
+        """Writes in one transaction, all or nothing.
 
-        A name in `deletes` that ends in "/" deletes every key under it. Raises `LeaseLost` when the
-        lease is gone, `ValueError` for what no transaction can hold, and `StoreUnavailable` when it
-        is not known whether the write took place (its message says so).
+        Args:
+            puts: Values to put, by name.
+            deletes: Names to delete; one that ends in "/" deletes every key under it.
+            conditions: What must hold for anything to be written.
+            lease: Lease with which the keys end; None: they stay.
+
+        Returns:
+            The revision of the write, or None when a condition did not hold.
+
+        Raises:
+            LeaseLost: The lease is gone.
+            ValueError: No transaction can hold this.
+            StoreUnavailable: It is not known whether the write took place; the message says so.
         """
 
     def watch(self, prefix: str, changed: Callable[[PrefixState], None]) -> Watch:
@@ -164,7 +173,16 @@ class Store(Protocol):
 def check_write(
     puts: Mapping[str, bytes], deletes: Sequence[str], conditions: Sequence[Condition]
 ) -> None:
-    """Raises `ValueError` for a transaction that etcd would refuse whatever it holds."""
+    """Refuses a transaction that etcd would refuse whatever it holds.
+
+    Args:
+        puts: Values to put, by name.
+        deletes: Names to delete.
+        conditions: What must hold.
+
+    Raises:
+        ValueError: The transaction has too many operations, or two for one key.
+    """
     sizes = {"puts and deletes": len(puts) + len(deletes), "conditions": len(conditions)}
     for what, count in sizes.items():
         if count > MAX_OPERATIONS:

@@ -54,8 +54,11 @@ class History:
     ) -> Verdict:
         """Returns the verdict on an answer.
 
-        cluster: its id, 0 if it is not stated. revision: 0 if the answer was not linearizable.
-        wrote: the request was to put something, and it did.
+        Args:
+            position: What was known when the request was sent.
+            cluster: Id of the cluster that answered; 0 if it is not stated.
+            revision: Revision of the answer; 0 if the answer was not linearizable.
+            wrote: Whether the request was to put something, and it did.
         """
         with self._lock:
             if position.number != self.number:

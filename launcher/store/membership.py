@@ -134,12 +134,19 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Registers; waits twice the TTL and a second for a predecessor of the same name to lapse,
-        for etcd renews leases when it comes back itself.
+        """Registers this node.
 
-        waiting: receives a line on what is waited for. Raises `UserError` if the name stays taken,
-        and `StoreUnavailable` if the store is too slow: every lease had lapsed before its first
-        use.
+        It waits twice the TTL and a second for a predecessor of the same name to lapse, for etcd
+        renews leases when it comes back itself.
+
+        Args:
+            waiting: Receives a line on what is waited for.
+            clock: Returns the time, monotonic.
+            sleep: Waits for some seconds.
+
+        Raises:
+            UserError: The name stays taken.
+            StoreUnavailable: The store is too slow: every lease had lapsed before its first use.
         """
         deadline_s = clock() + 2 * self._ttl_s + 1.0
         reported = False
@@ -167,7 +174,10 @@ class Membership:
     def check(self, now_s: float, *, named: bool, world_revision: int) -> None:
         """Renews what has lapsed, or what the leader ended because this node was silent.
 
-        named: the world has a place for this incarnation, or there is no world yet.
+        Args:
+            now_s: Present time, monotonic.
+            named: Whether the world has a place for this incarnation, or there is no world yet.
+            world_revision: Revision of the world's document.
         """
         lease = self._lease
         if lease is None:
@@ -262,9 +272,10 @@ class Membership:
 
 
 def reachable_address(endpoint: str) -> str:
-    """Returns the address under which machines that reach `endpoint` also reach this one.
+    """Returns the address under which machines that reach an endpoint also reach this one.
 
-    endpoint: host:port, with or without a scheme.
+    Args:
+        endpoint: HOST:PORT, with or without a scheme.
     """
     host, _, port = endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -59,8 +59,13 @@ class StoreRecovery:
     ) -> None:
         """Begins in the store's present history.
 
-        agreed: the job's token and its record in the store; None: there is no such record.
-        log_line: receives a sentence on what was lost, and one on what was written anew.
+        Args:
+            store: The store that may lose its data.
+            observer: What was read of it.
+            membership: Registration of this node.
+            listener: Called when a loss is noticed; None: nothing is.
+            agreed: The job's token and its record in the store; None: there is no such record.
+            log_line: Receives a sentence on what was lost, and one on what was written anew.
         """
         self._store = store
         self._observer = observer

@@ -283,7 +283,13 @@ class FirstSeen:
         return self._first
 
     def since(self, generation: int, so: bool, now_s: float) -> float | None:
-        """Returns since when the state has lasted in this generation; None if it does not hold."""
+        """Returns since when a state has lasted in this generation; None if it does not hold.
+
+        Args:
+            generation: Number of the generation.
+            so: Whether the state holds now.
+            now_s: Present time.
+        """
         if not so:
             self._first = {}
             return None

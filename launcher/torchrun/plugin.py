@@ -248,7 +248,16 @@ class Handler(RendezvousHandler):
         return None
 
     def _wait(self, so: Callable[[], bool], place: NodePlacement, deadline_s: float) -> bool:
-        """Waits for a condition; returns False if a node of the world was lost before."""
+        """Waits for a condition.
+
+        Args:
+            so: Returns whether the condition holds.
+            place: This node's place in its world.
+            deadline_s: Time (monotonic) at which the wait ends with an error.
+
+        Returns:
+            True once the condition holds; False if a node of the world was lost before.
+        """
         from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
         while not so():

@@ -149,7 +149,13 @@ class Turn:
 
 
 def decide(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
-    """Returns the next action of this node, by the rules above."""
+    """Returns the next action of this node, by the rules of this file.
+
+    Args:
+        view: What the node sees.
+        now_s: Present time.
+        limits: Numbers of nodes, and times.
+    """
     if view.requested_s is None:
         return Turn(None, "this node requests no place")
     waited_s, world = now_s - view.requested_s, view.world
@@ -173,7 +179,14 @@ def decide(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
 
 
 def _closed(view: RoundView, done: Done, waited_s: float, limits: RoundLimits) -> Turn:
-    """Refuses a place in a closed rendezvous, or has a newcomer open it again as a new run (T2)."""
+    """Refuses a place in a closed rendezvous, or has a newcomer open it again as a new run (T2).
+
+    Args:
+        view: What the node sees.
+        done: Says how the rendezvous was closed.
+        waited_s: Seconds since the request.
+        limits: Numbers of nodes, and times.
+    """
     if not view.newcomer:
         unneeded = done.outcome != "failed" and not view.placed
         return Turn(Refuse("over" if unneeded else "closed"), _why_closed(view, done))
@@ -263,11 +276,15 @@ def _next_world(view: RoundView, now_s: float, limits: RoundLimits) -> Turn:
 
 
 def lost(view: RoundView, now_s: float, limits: RoundLimits) -> list[str]:
-    """Returns the nodes without which the world of this node, which has a place in it, cannot go
-    on.
+    """Returns the nodes without which the world in which this node has a place cannot go on.
 
     That is this node itself, if the world has gone on without it; or the node whose failure closed
     it.
+
+    Args:
+        view: What the node sees.
+        now_s: Present time.
+        limits: Numbers of nodes, and times.
     """
     world = view.world
     if view.done is not None:
@@ -289,7 +306,13 @@ def lost(view: RoundView, now_s: float, limits: RoundLimits) -> list[str]:
 
 
 def newcomers(view: RoundView, lost_nodes: Sequence[str], limits: RoundLimits) -> list[str]:
-    """Returns the nodes that wait and for which the world of this node has room."""
+    """Returns the nodes that wait and for which the world of this node has room.
+
+    Args:
+        view: What the node sees.
+        lost_nodes: Members of the world that are lost, whose places are free.
+        limits: Numbers of nodes, and times.
+    """
     world = view.world
     if world is None or view.done is not None:
         return []
@@ -310,14 +333,26 @@ def _still_in_place(view: RoundView, world: World | None) -> list[str]:
 
 
 def _is_full(view: RoundView, world: World, limits: RoundLimits) -> bool:
-    """Returns whether no node can be added to the members that are still registered."""
+    """Returns whether no node can be added to the members that are still registered.
+
+    Args:
+        view: What the node sees.
+        world: The present world.
+        limits: Numbers of nodes, and times.
+    """
     return len(_still_in_place(view, world)) == len(world.members) >= limits.max_nodes
 
 
 def _member_is_lost(view: RoundView, since_s: float, now_s: float, limits: RoundLimits) -> bool:
-    """Returns whether a member that has not been registered since `since_s` is gone.
+    """Returns whether a member that is no longer registered is gone.
 
     A node that is not of that world has not seen since when etcd is well, and waits a TTL too.
+
+    Args:
+        view: What the node sees.
+        since_s: Time since which the member has not been registered.
+        now_s: Present time.
+        limits: Numbers of nodes, and times.
     """
     world, ttl_s = view.world, limits.lease_ttl_s
     was_member = world is not None and any(member.node == view.me.node for member in world.members)

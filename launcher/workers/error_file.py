@@ -68,6 +68,12 @@ def write(path: str, message: str, traceback: str, exit_code: int) -> None:
     """Writes the job's error in the form of `record`.
 
     A file that cannot be written is ignored, because the error was printed too.
+
+    Args:
+        path: The file.
+        message: The error as one line.
+        traceback: The traceback as text.
+        exit_code: Exit code of the job.
     """
     error = {
         "message": message,
@@ -79,6 +85,12 @@ def write(path: str, message: str, traceback: str, exit_code: int) -> None:
 
 
 def write_own(message: str, traceback: str, exit_code: int) -> None:
-    """Writes the job's error to the file that this process's environment names, if any."""
+    """Writes the job's error to the file that this process's environment names, if any.
+
+    Args:
+        message: The error as one line.
+        traceback: The traceback as text.
+        exit_code: Exit code of the job.
+    """
     if path := os.environ.get(VARIABLE):
         write(path, message, traceback, exit_code)

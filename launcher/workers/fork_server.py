@@ -132,8 +132,12 @@ def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
 def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, int]) -> int:
     """Forks a worker.
 
-    fds: log, channel, the agent's wake-up pipe, for rank 0 the store's bound socket, and the file
-    of stdout if that is separate.
+    Args:
+        sock: The server's socket to the agent.
+        launch: What the worker runs.
+        fds: Log, channel, the agent's wake-up pipe, for rank 0 the store's bound socket, and the
+            file of stdout if that is separate.
+        wake: The server's own wake-up pipe.
     """
     server = os.getpid()
     pid = os.fork()
@@ -262,7 +266,9 @@ def _exit_code(stop: SystemExit) -> int:
 def _failure_of(error: BaseException, text: str = "") -> Failed:
     """Returns the message about an error that ended a script outside `elasticzero.run`.
 
-    text: replaces the error's own message and its traceback.
+    Args:
+        error: The error.
+        text: Replaces the error's own message and its traceback.
     """
     return Failed(
         step=0,

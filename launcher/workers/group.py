@@ -189,7 +189,8 @@ class WorkerGroup:
     def kill(self, *, spare_saving: bool = False) -> None:
         """Sends SIGKILL to each worker's whole process group.
 
-        spare_saving: leaves out the workers that write their snapshot.
+        Args:
+            spare_saving: Whether to leave out the workers that write their snapshot.
         """
         event = GroupEvent.KILL_UNSAVED if spare_saving else GroupEvent.KILL
         self._view = advance(self._view, event)

@@ -25,7 +25,10 @@ class LogTail:
     def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
         """Writes the lines that a worker's logs have got since the last call, with its `[rank]`.
 
-        streams: those that are repeated. last: also writes a last line without an end.
+        Args:
+            worker: The worker.
+            streams: The streams that are repeated, as bits.
+            last: Whether to write a last line that has no end, too.
         """
         if streams & OUT and worker.stdout_log is not None:
             self._follow(worker.rank, worker.stdout_log, worker.stdout_start, last)

@@ -169,7 +169,13 @@ def kill_all(workers: Iterable[Worker]) -> None:
 def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worker | None:
     """Assigns a reused process to another generation.
 
-    Returns None if the process cannot be reached; it is killed then.
+    Args:
+        old: The worker of the generation before.
+        assignment: What the worker is in the new generation.
+        store_fd: The bound socket of rank 0's store, for rank 0.
+
+    Returns:
+        The new worker. None: the process cannot be reached; it is killed then.
     """
     try:
         old.channel.send_with_fd(assignment, store_fd, REASSIGN_TIMEOUT_S)

@@ -146,7 +146,13 @@ class ProgressMonitor:
         return all(now_s - p.progress_s >= due for p, due in zip(workers, limits, strict=True))
 
     def note(self, rank: int, message: Message, now_s: float) -> None:
-        """Records a message of a worker."""
+        """Records a message of a worker.
+
+        Args:
+            rank: The worker's rank.
+            message: The message.
+            now_s: Time at which it came.
+        """
         worker = self._workers[rank]
         match message:
             case Located():
@@ -192,7 +198,9 @@ class ProgressMonitor:
     def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
         """Begins an examination: locates the workers that make no step, and dumps their stacks.
 
-        limit_s: limit for a step in the loop, in seconds; None: no limit.
+        Args:
+            limit_s: Limit for a step in the loop, in seconds; None: no limit.
+            now_s: Present time.
         """
         targets = [
             DumpTarget(
@@ -218,10 +226,13 @@ class ProgressMonitor:
         return {rank for rank, worker in self._workers.items() if worker.frozen_s >= STOPPED_S}
 
     def poll(self, now_s: float, *, ending: bool = False) -> list[Failure]:
-        """Continues an examination; returns what it found about each worker when it is over.
+        """Continues an examination; returns what it shows of each worker when it is over.
 
-        It also checks, every `FROZEN_EVERY_S`, which workers a signal has suspended. ending: the
-        workers are told to stop, so it checks at each call.
+        It also checks, every `FROZEN_EVERY_S`, which workers a signal has suspended.
+
+        Args:
+            now_s: Present time.
+            ending: Whether the workers are told to stop, so that it checks at each call.
         """
         if ending or now_s - self._frozen_checked_s >= FROZEN_EVERY_S:
             self._frozen_checked_s = now_s

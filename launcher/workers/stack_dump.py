@@ -69,8 +69,13 @@ class StackDumper:
     def __init__(
         self, targets: Sequence[DumpTarget], now_s: float, *, py_spy: str | None = None
     ) -> None:
-        """Requests a location from each target. py_spy: path of the program; None: do not use
-        it."""
+        """Requests a location from each target.
+
+        Args:
+            targets: The workers to examine.
+            now_s: Present time.
+            py_spy: Path of the program py-spy; None: it is not used.
+        """
         self.targets = list(targets)
         self._py_spy = py_spy
         self._began_s = now_s

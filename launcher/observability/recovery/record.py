@@ -51,7 +51,12 @@ class RecoveryRecord:
             self._add("detect", max(0.0, round_s - stepped_s))
 
     def starting(self, now_s: float, lost: int) -> None:
-        """Notes that the workers of a generation start. lost: finished steps that it does again."""
+        """Notes that the workers of a generation start.
+
+        Args:
+            now_s: Present time.
+            lost: Number of finished steps that it does again.
+        """
         self._start_s, self._restored_s, self._lost = now_s, None, lost
         if self._round_s is not None:
             self._add("regroup", now_s - self._round_s)

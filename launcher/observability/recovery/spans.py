@@ -26,7 +26,11 @@ class RecoverySpans:
     """Makes spans of the events `recovery` of one agent, and sends them in a thread of its own."""
 
     def __init__(self, provider: Any) -> None:
-        """provider: a `TracerProvider` of OpenTelemetry's SDK."""
+        """Creates what sends spans.
+
+        Args:
+            provider: A `TracerProvider` of OpenTelemetry's SDK.
+        """
         self._provider = provider
         self._tracer = provider.get_tracer("elasticzero", __version__)
 

@@ -29,8 +29,13 @@ def is_old_login(detail: str) -> bool:
 
 
 def explain_refusal(where: Endpoint, access: Access, detail: str) -> str | None:
-    """Returns what to do about a request that etcd refuses because of its user; None: it does
-    not."""
+    """Returns what to do about a request that etcd refuses because of its user; None: it does not.
+
+    Args:
+        where: The endpoint that refuses it.
+        access: The user, if any.
+        detail: etcd's message.
+    """
     if _NOT_ALLOWED in detail:
         who = "this certificate's user" if access.user is None else f"user {access.user!r}"
         return (
@@ -57,7 +62,12 @@ class TokenCache:
     etcd no longer accepts it."""
 
     def __init__(self, authenticate: Callable[[], str], life_s: float) -> None:
-        """Creates an empty cache. authenticate: returns a new token; empty if none is needed."""
+        """Creates an empty cache.
+
+        Args:
+            authenticate: Returns a new token; empty if none is needed.
+            life_s: Seconds for which a token is used.
+        """
         self._authenticate = authenticate
         self._life_s = life_s
         self._token: str | None = None

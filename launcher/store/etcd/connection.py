@@ -86,7 +86,13 @@ class CallFailed(StoreUnavailable):
     """Says that one request, or one stream, ended with a gRPC status."""
 
     def __init__(self, message: str, code: grpc.StatusCode, detail: str = "") -> None:
-        """Creates the error. detail: etcd's own message."""
+        """Creates the error.
+
+        Args:
+            message: What failed, and what to do.
+            code: The gRPC status.
+            detail: etcd's own message.
+        """
         super().__init__(message)
         self.code = code
         self.detail = detail
@@ -106,7 +112,15 @@ class Connection:
         access: Access | None = None,
         channels: OpenChannels | None = None,
     ) -> None:
-        """Opens a channel for each endpoint. channels: opens them in place of `open_channels`."""
+        """Opens a channel for each endpoint.
+
+        Args:
+            endpoints: Members of etcd, as the user wrote them.
+            observe: Called after every request.
+            timeouts: Time limits.
+            access: TLS and user for etcd; None: neither.
+            channels: Opens the channels in place of `open_channels`.
+        """
         access = access or Access()
         self.endpoints = tuple(parse_endpoint(endpoint, access) for endpoint in endpoints)
         if not self.endpoints:
@@ -139,14 +153,35 @@ class Connection:
         self._lock = threading.Lock()
 
     def call(self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0) -> Any:
-        """Returns the response to one request at the endpoint in use; raises `CallFailed`, or
-        `AccessRefused`."""
+        """Returns the response to one request at the endpoint in use.
+
+        Args:
+            operation: What the request does, for metrics and messages.
+            method: Name of the gRPC method.
+            request: The message to send.
+            deadline_s: Seconds for the answer; 0: `request_s`.
+
+        Raises:
+            CallFailed: The request ended with a gRPC status.
+            AccessRefused: etcd refuses the user.
+        """
         return self.call_in_history(operation, method, request, deadline_s=deadline_s)[0]
 
     def call_in_history(
         self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0
     ) -> tuple[Any, int]:
-        """Returns the same, with the number of the history that the response is of."""
+        """Returns the response to one request, with the number of the history that it is of.
+
+        Args:
+            operation: What the request does, for metrics and messages.
+            method: Name of the gRPC method.
+            request: The message to send.
+            deadline_s: Seconds for the answer; 0: `request_s`.
+
+        Raises:
+            CallFailed: The request ended with a gRPC status.
+            AccessRefused: etcd refuses the user.
+        """
         for last_try in (self._login is None, True):
             token = self._login.token() if self._login is not None else ""
             try:
@@ -197,10 +232,17 @@ class Connection:
     def check(
         self, sent: HistoryPosition, header: Any, *, linearizable: bool = False, wrote: bool = False
     ) -> int | None:
-        """Returns the number of the history that a response with this header is of.
+        """Finds out which history a response is of.
 
-        sent: position when the request was sent. None: another history has begun since then, so the
-        response may be of either.
+        Args:
+            sent: Position when the request was sent.
+            header: The response's header.
+            linearizable: Whether the response has no lower revision than any known before.
+            wrote: Whether the request was to put something, and it did.
+
+        Returns:
+            The number of the history. None: another history has begun since then, so the response
+            may be of either.
         """
         revision = header.revision if linearizable else 0
         verdict = self.history.judge_response(sent, header.cluster_id, revision, wrote=wrote)
@@ -238,10 +280,16 @@ class Connection:
         *,
         deadline_s: float | None = None,
     ) -> Iterator[Any]:
-        """Opens a stream of responses; in the block, a stream that breaks raises `CallFailed`.
+        """Opens a stream of responses.
 
-        `requests` makes the iterator of requests, which must end when its event is set. With a
-        deadline, the block simply ends when that has passed.
+        Args:
+            operation: What the stream does, for metrics and messages.
+            method: Name of the gRPC method.
+            requests: Makes the iterator of requests, which must end when its event is set.
+            deadline_s: Seconds after which the block simply ends; None: it has no such limit.
+
+        Raises:
+            CallFailed: The stream breaks; it is raised in the block.
         """
         token = self._login.token() if self._login is not None else ""
         index = self._current
@@ -326,6 +374,11 @@ class Connection:
 
         The stream is ended, with all streams of that endpoint, if there is another one, or that one
         is in use already; and if `end` says so.
+
+        Args:
+            operation: What the stream does, for metrics and messages.
+            call: The stream.
+            end: Whether to end the stream in any case.
         """
         self.observe(operation, 0.0, "no_answer")
         with self._lock:

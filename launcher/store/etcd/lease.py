@@ -36,8 +36,15 @@ class EtcdLease:
         granted: Any,
         requested_s: float,
     ) -> None:
-        """Takes over a granted lease. `granted`: etcd's response; `requested_s`: time of the
-        request (monotonic)."""
+        """Takes over a granted lease.
+
+        Args:
+            connection: Sends the requests.
+            ttl_s: TTL that was requested.
+            on_lost: Called when etcd no longer has the lease.
+            granted: etcd's response.
+            requested_s: Time of the request, monotonic.
+        """
         self.id: int = granted.ID
         self.ttl_s: int = max(granted.TTL, ttl_s)
         self.lost = False

@@ -54,10 +54,14 @@ class EtcdServer:
         address: str = "127.0.0.1",
         port: int | None = None,
     ) -> None:
-        """Starts etcd.
+        """Prepares a server; it runs from `start`, or in a `with` block.
 
-        address: of this machine, where it listens; 0.0.0.0 and [::] are all of them. port: for
-        clients; None: any that is free."""
+        Args:
+            data_dir: Directory of its data; None: a temporary one.
+            start_timeout_s: Maximum seconds until it answers.
+            address: Where it listens on this machine; 0.0.0.0 and [::] are all addresses.
+            port: Port for clients; None: any that is free.
+        """
         self._temporary = data_dir is None
         self._dir = (
             Path(tempfile.mkdtemp(prefix="elasticzero-etcd-")) if data_dir is None else data_dir

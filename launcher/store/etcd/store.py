@@ -65,10 +65,19 @@ class EtcdStore:
         timeouts: Timeouts | None = None,
         channels: OpenChannels | None = None,
     ) -> None:
-        """Connects to etcd.
+        """Creates a store that connects when it is first used.
 
-        channels: other than the store's own. Raises `UserError` for endpoints or certificates
-        that cannot be used."""
+        Args:
+            endpoints: Members of etcd, as the user wrote them.
+            prefix: Put before each key.
+            access: TLS and user for etcd; None: neither.
+            observe: Called after every request.
+            timeouts: Time limits; None: the defaults.
+            channels: Opens the channels in place of the store's own way.
+
+        Raises:
+            UserError: The endpoints or certificates cannot be used.
+        """
         self._timeouts = timeouts or Timeouts()
         self._connection = Connection(endpoints, observe, self._timeouts, access, channels)
         self._keys = Keyspace(prefix)
@@ -166,7 +175,13 @@ class EtcdStore:
         self.close()
 
     def _read(self, prefix: str, deadline_s: float = 0.0, *, limit: int = 0) -> PrefixState:
-        """Reads a prefix. deadline_s: of each try, if that is not `request_s`."""
+        """Reads a prefix.
+
+        Args:
+            prefix: What the names begin with.
+            deadline_s: Seconds for each try; 0: `request_s`.
+            limit: Maximum number of entries; 0: all.
+        """
         first, end = self._keys.span(prefix)
         request = rpc.RangeRequest(
             key=first,
@@ -183,10 +198,16 @@ class EtcdStore:
     def _retried(
         self, operation: str, method: str, request: Any, deadline_s: float = 0.0
     ) -> tuple[Any, int]:
-        """Returns the response and the number of its history; retries while etcd is silent: at
-        every endpoint, and for `request_s`.
+        """Sends a request; retries while etcd is silent: at every endpoint, and for `request_s`.
 
-        deadline_s: of each try, where that is not `request_s` too.
+        Args:
+            operation: What the request does, for metrics and messages.
+            method: Name of the gRPC method.
+            request: The message to send.
+            deadline_s: Seconds for each try; 0: `request_s`.
+
+        Returns:
+            The response, and the number of its history.
         """
         ask = partial(self._connection.call_in_history, operation, method, request)
         try:

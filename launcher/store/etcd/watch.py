@@ -115,7 +115,11 @@ class _Stream:
     """
 
     def __init__(self, history: HistoryPosition) -> None:
-        """Creates a stream without requests. history: position before the stream was opened."""
+        """Creates a stream without requests.
+
+        Args:
+            history: Position before the stream was opened.
+        """
         self.history = history
         self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.unanswered: deque[EtcdWatch] = deque()
