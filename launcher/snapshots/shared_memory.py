@@ -27,7 +27,7 @@ disk for as long as that has other work; and the pause between tries."""
 
 
 class NameTaken(UserError):
-    """Another agent on this machine has the directory, and so the node's name."""
+    """Says that another agent on this machine has the directory, and so the node's name."""
 
 
 def snapshot_directory(job: str, node: str, folder: Path = SHARED_MEMORY) -> Path:

@@ -51,7 +51,7 @@ if hasattr(_common, "MAXIMUM_WAIT_TIMEOUT"):
 __all__ = ["grpc", "load_messages"]
 
 MODULES = ("kv_pb2", "auth_pb2", "rpc_pb2")
-"""Each needs those before it."""
+"""Generated modules of etcd3; each needs those before it."""
 
 
 def load_messages() -> Any:

@@ -39,7 +39,7 @@ SLOW_READS = 4
 given up."""
 
 Read = Callable[[str, float], PrefixState]
-"""A prefix, and the seconds that may take, to what stands there."""
+"""Reads a prefix within so many seconds, and returns what it holds."""
 
 
 class EtcdWatch:
