@@ -196,11 +196,11 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
 def add_examples(parser: Parser) -> None:
     """Adds the examples of the command and of those below it to their help."""
     for path, examples in EXAMPLES.items():
-        found: Parser | None = parser
+        command: Parser | None = parser
         for name in path.split():
-            found = found.commands.get(name) if found is not None else None
-        if found is not None:
-            found.epilog = _text(examples, after=AFTER if not path else "")
+            command = command.commands.get(name) if command is not None else None
+        if command is not None:
+            command.epilog = _text(examples, after=AFTER if not path else "")
 
 
 def _text(examples: Sequence[tuple[str, str]], *, after: str) -> str:

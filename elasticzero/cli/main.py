@@ -36,13 +36,15 @@ COMPLETE = "__complete"
 """Command that the scripts of `completion` call with the words of an unfinished command line."""
 
 
-def build_parser(words: Sequence[str] | None = None) -> Parser:
+def build_parser(arguments: Sequence[str] | None = None) -> Parser:
     """Returns the parser of the command line.
 
-    words: the command line; only the command that it names gets its options. None: all do.
+    Args:
+        arguments: the command line; only the command that it names gets its options. None: all
+            commands get theirs.
     """
-    named = next((word for word in words or () if word in COMMANDS), None)
-    wants_help = words is None or any(word in ("-h", "--help", HELP_ALL) for word in words)
+    named = next((word for word in arguments or () if word in COMMANDS), None)
+    wants_help = arguments is None or any(word in ("-h", "--help", HELP_ALL) for word in arguments)
     parser = Parser(prog="elasticzero", description="Elastic, fault-tolerant PyTorch training.")
     parser.add_argument(
         "--version",
@@ -58,8 +60,8 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
         command = commands.add_parser(
             name, help=text, description=text, allow_abbrev=not with_arguments
         )
-        if words is None or name == named:
-            _add_options(command, name, words)
+        if arguments is None or name == named:
+            _add_options(command, name, arguments)
     if wants_help:
         from elasticzero.cli.examples import add_examples
 
@@ -67,7 +69,7 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
     return parser
 
 
-def _add_options(command: Parser, name: str, words: Sequence[str] | None) -> None:
+def _add_options(command: Parser, name: str, arguments: Sequence[str] | None) -> None:
     if name == "checkpoint":
         from elasticzero.checkpoint.cli.main import add_commands
 
@@ -75,7 +77,7 @@ def _add_options(command: Parser, name: str, words: Sequence[str] | None) -> Non
             command.add_subparsers(
                 title="commands", dest="checkpoint_command", required=True, parser_class=Parser
             ),
-            words,
+            arguments,
         )
     elif name == "help":
         command.add_argument(
@@ -97,10 +99,10 @@ def _help(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE)
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the parsed options; an unknown option is an error of the command that got it."""
-    parser = build_parser(words)
-    args, unknown = parser.parse_known_args(words)
+    parser = build_parser(arguments)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.named(args.prog).refuse_unknown(unknown[0])
     return args
@@ -108,16 +110,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code. An error of the user prints one line, no traceback."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == [COMPLETE]:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == [COMPLETE]:
         from elasticzero.ops.cli.completion import print_completions
 
-        return print_completions(words[1:], build_parser)
+        return print_completions(arguments[1:], build_parser)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` leaves it ignored
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
-        args = parse(words)
+        args = parse(arguments)
         return int(args.run_command(args))
     except ElasticZeroError as error:
         print_error(f"error: {error}")

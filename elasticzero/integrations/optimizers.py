@@ -16,8 +16,8 @@ from elasticzero.errors import UserError
 class GivenOptimizer:
     """Describes an optimizer of a model that the session has not laid over the ranks yet."""
 
-    def __init__(self, given: Optimizer, model: nn.Module) -> None:
-        self._given, self._model = given, model
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self._given, self._model = optimizer, model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def __call__(self, parameters: Any) -> Optimizer:
@@ -25,12 +25,12 @@ class GivenOptimizer:
 
         Raises `UserError` if its class takes others, or it has parameters of another model.
         """
-        given, now = self._given, dict(self._model.named_parameters())
-        taken = inspect.signature(type(given)).parameters
-        every = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-        options = {k: v for k, v in given.defaults.items() if every or k in taken}
+        original, now = self._given, dict(self._model.named_parameters())
+        taken = inspect.signature(type(original)).parameters
+        every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        options = {k: v for k, v in original.defaults.items() if every or k in taken}
         groups = []
-        for group in given.param_groups:
+        for group in original.param_groups:
             unknown = [p for p in group["params"] if id(p) not in self._names]
             if unknown:
                 raise UserError(
@@ -39,10 +39,10 @@ class GivenOptimizer:
                 )
             groups.append({**group, "params": [now[self._names[id(p)]] for p in group["params"]]})
         try:
-            return type(given)(groups, **options)
+            return type(original)(groups, **options)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"an optimizer of {type(given).__name__} cannot be made again from its options "
+                f"an optimizer of {type(original).__name__} cannot be made again from its options "
                 f"({error}): use one of torch.optim"
             ) from error
 

@@ -80,14 +80,22 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepares what is trained, in one call; loaders of other calls are for evaluation.
 
-        The first `DataLoader` beside an optimizer is the one that is trained on. Raises `UserError`
-        for a second call with an optimizer, for several models or optimizers, and for a model
-        without its optimizer.
+        Args:
+            *args: the model, its optimizer, schedulers and loaders. The first `DataLoader` beside
+                an optimizer is the one that is trained on.
+            device_placement: has no effect; the session places all.
+
+        Returns:
+            What takes the place of the arguments, in their order.
+
+        Raises:
+            UserError: this is a second call with an optimizer, there are several models or
+                optimizers, or a model comes without its optimizer.
         """
-        optimizers = [each for each in args if isinstance(each, Optimizer)]
-        models = [each for each in args if isinstance(each, nn.Module)]
+        optimizers = [argument for argument in args if isinstance(argument, Optimizer)]
+        models = [argument for argument in args if isinstance(argument, nn.Module)]
         if not optimizers and not models:
-            prepared = tuple(self.prepare_data_loader(each) for each in args)
+            prepared = tuple(self.prepare_data_loader(argument) for argument in args)
             return prepared if len(prepared) > 1 else prepared[0]
         if self.elastic_optimizer is not None or len(optimizers) != 1 or len(models) != 1:
             raise UserError(
@@ -95,28 +103,35 @@ class Accelerator(accelerate.Accelerator):
                 f"optimizers{' in a second call' if self.elastic_optimizer is not None else ''}, "
                 f"and one session trains one model by one optimizer: {ONE_CALL}"
             )
-        loader = next((each for each in args if isinstance(each, DataLoader)), None)
+        loader = next((argument for argument in args if isinstance(argument, DataLoader)), None)
         if loader is None or loader.batch_size is None:
             raise UserError(f"accelerator.prepare needs a DataLoader with a batch_size: {ONE_CALL}")
-        found = self._prepared(models[0], optimizers[0], loader, args)
+        replacements = self._prepared(models[0], optimizers[0], loader, args)
         return tuple(
-            found[id(each)]
-            if id(each) in found
-            else self.prepare_data_loader(each)
-            if isinstance(each, DataLoader)
-            else each
-            for each in args
+            replacements[id(argument)]
+            if id(argument) in replacements
+            else self.prepare_data_loader(argument)
+            if isinstance(argument, DataLoader)
+            else argument
+            for argument in args
         )
 
     def _prepared(
-        self, model: nn.Module, given: Optimizer, loader: DataLoader[Any], args: tuple[Any, ...]
+        self,
+        model: nn.Module,
+        script_optimizer: Optimizer,
+        loader: DataLoader[Any],
+        args: tuple[Any, ...],
     ) -> dict[int, Any]:
-        """Lays all over the ranks and restores the newest state; returns what takes the place of
-        each object, by its id."""
+        """Lays all over the ranks and restores the newest state.
+
+        Returns:
+            What takes the place of each of the script's objects, by its `id`.
+        """
         session, accumulated = self.session, self.gradient_accumulation_steps
         batch = (loader.batch_size or 1) * accumulated
         precision = "fp32" if self.mixed_precision == "no" else str(self.mixed_precision)
-        factory = GivenOptimizer(given, model)
+        factory = GivenOptimizer(script_optimizer, model)
         self.elastic_whole = WholeModel(session, model)
         laid, made = session.prepare(
             model, factory, strategy=self.elastic_strategy, precision=precision
@@ -125,16 +140,17 @@ class Accelerator(accelerate.Accelerator):
         size = LoopSize(self.elastic_global_batch, batch * session.world_size)
         session.track("accelerate", size)
         optimizer = self.elastic_optimizer = ElasticOptimizer(made, session)
-        found: dict[int, Any] = {id(model): laid, id(given): optimizer}
-        found[id(loader)] = ElasticLoader(loader, session, size, accumulated)
+        replacements: dict[int, Any] = {id(model): laid, id(script_optimizer): optimizer}
+        replacements[id(loader)] = ElasticLoader(loader, session, size, accumulated)
         kinds = (LRScheduler, ReduceLROnPlateau)
-        for number, each in enumerate(each for each in args if isinstance(each, kinds)):
-            scheduler = session.track(f"scheduler {number}", move_scheduler(each, made))
-            found[id(each)] = ElasticScheduler(scheduler, optimizer, size, batch)
-        for number, each in enumerate(self.elastic_tracked):
-            session.track(f"registered {number}", each)
+        schedulers = [argument for argument in args if isinstance(argument, kinds)]
+        for number, original in enumerate(schedulers):
+            scheduler = session.track(f"scheduler {number}", move_scheduler(original, made))
+            replacements[id(original)] = ElasticScheduler(scheduler, optimizer, size, batch)
+        for number, registered in enumerate(self.elastic_tracked):
+            session.track(f"registered {number}", registered)
         session.restore()
-        return found
+        return replacements
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **others: Any) -> None:
         """Adds the gradient of a micro-batch's mean loss; weight: as of `session.backward`."""
@@ -180,8 +196,8 @@ class Accelerator(accelerate.Accelerator):
 
     def unwrap_model(self, model: nn.Module, *args: Any, **others: Any) -> Any:
         """Returns the script's own model."""
-        own = self.elastic_models.get(id(model), model)
-        return super().unwrap_model(own, *args, **others)
+        original = self.elastic_models.get(id(model), model)
+        return super().unwrap_model(original, *args, **others)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns the whole model's state on rank 0; all ranks call this together."""

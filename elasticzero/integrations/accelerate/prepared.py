@@ -18,17 +18,22 @@ class LoopSize:
     """Holds what the training state needs besides the script's objects; `session.track` keeps
     it."""
 
-    def __init__(self, wanted: int | None, first: int) -> None:
-        """wanted: samples in a step over all ranks that the script gives, which the session takes
-        or refuses; None: as many as training began with. first: with which it begins."""
-        self.global_batch = wanted or first
-        self._wanted = wanted
+    def __init__(self, requested: int | None, first: int) -> None:
+        """Begins with the global batch that the script requests.
+
+        Args:
+            requested: samples in a step over all ranks that the script gives, which the session
+                takes or refuses; None: as many as training began with.
+            first: samples in a step with which training begins if the script gives none.
+        """
+        self.global_batch = requested or first
+        self._requested = requested
 
     def state_dict(self) -> dict[str, int]:
         return {"global_batch": self.global_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.global_batch = self._wanted or state["global_batch"]
+        self.global_batch = self._requested or state["global_batch"]
 
 
 class GradientNorm:

@@ -75,10 +75,10 @@ def only_loader(dataloader: Any, *, others: bool) -> DataLoader[Any]:
     """Returns what a trainer trains on; raises `UserError` for anything but one `DataLoader` with a
     batch size. others: whether the trainer was given other loaders."""
     if others or not isinstance(dataloader, DataLoader) or dataloader.batch_size is None:
-        given = "several" if others else f"a {type(dataloader).__name__}"
+        description = "several" if others else f"a {type(dataloader).__name__}"
         raise UserError(
             f"the Elastic strategy trains on one DataLoader with a batch_size, and was given "
-            f"{given}: make one dataset of all"
+            f"{description}: make one dataset of all"
         )
     return dataloader
 

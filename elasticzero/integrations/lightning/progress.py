@@ -23,13 +23,18 @@ class FitProgress:
     Callbacks may keep what differs by rank, so that theirs is rank 0's, which `share` gives to all.
     """
 
-    def __init__(self, trainer: pl.Trainer, wanted: int | None, stored: int | None) -> None:
-        """wanted, stored: samples in a step that the script gives, and of the state that training
-        goes on from; None: none is known."""
-        self.global_batch = stored or wanted or 0
+    def __init__(self, trainer: pl.Trainer, requested: int | None, stored: int | None) -> None:
+        """Describes the progress of a trainer that is about to fit.
+
+        Args:
+            trainer: the one whose loops, schedulers and callbacks are stored.
+            requested: samples in a step over all ranks that the script gives; None: it gives none.
+            stored: samples in a step of the state that training goes on from; None: it begins now.
+        """
+        self.global_batch = stored or requested or 0
         """Samples in a step over all ranks; 0: it follows from the loader."""
         self.callbacks_changed = True
-        self._trainer, self._wanted = trainer, wanted
+        self._trainer, self._requested = trainer, requested
         self._callbacks: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None
 
@@ -37,7 +42,7 @@ class FitProgress:
         return {
             "global_batch": self.global_batch,
             "loops": self._trainer.fit_loop.state_dict(),
-            "schedulers": [each.scheduler.state_dict() for each in self._configs],
+            "schedulers": [config.scheduler.state_dict() for config in self._configs],
             "callbacks": self._callbacks,
         }
 
@@ -50,16 +55,16 @@ class FitProgress:
         if not self.callbacks_changed:
             return
         live = call._call_callbacks_state_dict(self._trainer)  # noqa: SLF001 - no public name
-        found = [copy.deepcopy(live)]
+        states = [copy.deepcopy(live)]
         if dist.is_initialized():
-            dist.broadcast_object_list(found, src=0)
-        self._callbacks, self.callbacks_changed = found[0], False
+            dist.broadcast_object_list(states, src=0)
+        self._callbacks, self.callbacks_changed = states[0], False
 
     def recall(self) -> None:
         """Gives loops, schedulers and callbacks the state that was loaded, if there is any."""
         if (state := self._loaded) is None:
             return
-        self.global_batch = agreed_global_batch(self._wanted, state["global_batch"], 0)
+        self.global_batch = agreed_global_batch(self._requested, state["global_batch"], 0)
         self._callbacks = state["callbacks"]
         self._trainer.fit_loop.load_state_dict(state["loops"])
         for config, stored in zip(self._configs, state["schedulers"], strict=True):
@@ -79,5 +84,5 @@ def stored_global_batch(session: Session) -> int | None:
     if assignment.resume.tier == "fresh":
         return None
     tracked = open_source(assignment).manifest.state.get("tracked", {})
-    found: int | None = tracked.get(NAME, {}).get("global_batch")
-    return found
+    global_batch: int | None = tracked.get(NAME, {}).get("global_batch")
+    return global_batch

@@ -23,7 +23,7 @@ METHODS: Mapping[str, str] = {
 def check_trainer(trainer: Any) -> None:
     """Raises `UserError` for an argument of the trainer that has no effect."""
     limited = trainer.limit_train_batches not in (1.0, 0) and not trainer.fast_dev_run
-    found = {
+    advice_by_argument = {
         "limit_train_batches": limited and "give a Subset of the dataset",
         "overfit_batches": trainer.overfit_batches and "give a Subset of the dataset",
         "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs
@@ -33,7 +33,7 @@ def check_trainer(trainer: Any) -> None:
         "precision": getattr(trainer.precision_plugin, "scaler", None) is not None
         and "give bf16-mixed; a loss scale is the session's",
     }
-    for name, advice in found.items():
+    for name, advice in advice_by_argument.items():
         if advice:
             raise UserError(f"the Elastic strategy takes no such Trainer({name}=…): {advice}")
 

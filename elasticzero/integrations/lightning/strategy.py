@@ -50,16 +50,16 @@ class Launcher(_Launcher):
         trainer = others.pop("trainer", None)
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return function(*args, **others)
-        found: list[Any] = []
+        results: list[Any] = []
 
         def generation(session: Session) -> None:
             with self._strategy.within(session):
-                found.append(function(*args, **others))
+                results.append(function(*args, **others))
 
         with self._strategy.launch_environment.shown():
             run(generation, keep_process=False)
         self._strategy.make_whole()
-        return found[0]
+        return results[0]
 
     def kill(self, signum: int) -> None:
         """Does nothing: the agent ends the processes."""
@@ -215,7 +215,7 @@ class Elastic(Strategy):
         refusals.check_trainer(trainer)
         refusals.check_module(module, trainer.callbacks)
         self._whole_model = WholeModel(session, module)
-        self._loggers = [each for each in trainer.loggers if isinstance(each, SessionLogger)]
+        self._loggers = [logger for logger in trainer.loggers if isinstance(logger, SessionLogger)]
         for logger in self._loggers:
             logger.session = session
         progress = self._begin_progress(trainer)
@@ -300,8 +300,8 @@ class Elastic(Strategy):
         assert module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.session.backward(closure_loss)
-        found: Tensor = self.precision_plugin.post_backward(closure_loss, module)
-        return found
+        loss: Tensor = self.precision_plugin.post_backward(closure_loss, module)
+        return loss
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **_: Any
@@ -335,13 +335,13 @@ class Elastic(Strategy):
         """Returns the whole model's state on rank 0; all ranks call this together."""
         if self._session is not None:
             return self._session.state_dict()
-        found: dict[str, Any] = super().lightning_module_state_dict()
-        return found
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Returns nothing: the optimizer's state is in the session's checkpoints."""
-        found: dict[str, Any] = {}
-        return found if self._session is not None else super().optimizer_state(optimizer)
+        no_state: dict[str, Any] = {}
+        return no_state if self._session is not None else super().optimizer_state(optimizer)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **others: Any) -> Any:
         """Loads a file of Lightning to test with; raises `UserError` where `fit` is given one."""

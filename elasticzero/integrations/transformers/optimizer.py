@@ -16,8 +16,8 @@ class OptimizerFactory:
 
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
-        given = trainer.optimizer
-        self._given = None if given is None else GivenOptimizer(given, trainer.model)
+        optimizer = trainer.optimizer
+        self._given = None if optimizer is None else GivenOptimizer(optimizer, trainer.model)
         self._scheduler: LRScheduler | None = trainer.lr_scheduler
 
     def __call__(self, parameters: Any) -> Optimizer:

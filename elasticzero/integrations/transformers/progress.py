@@ -79,14 +79,14 @@ class TrainerProgress:
         if not self._shared:
             return None
         state = self._state(trainer)
-        for each in exported(trainer):
-            stored = state.stateful_callbacks.get(type(each).__name__, {})
+        for callback in exported(trainer):
+            stored = state.stateful_callbacks.get(type(callback).__name__, {})
             if isinstance(stored, list):
                 stored = stored.pop(0)
-            constant = {} if each is trainer.control else stored.get("args", {})
+            constant = {} if callback is trainer.control else stored.get("args", {})
             for name, value in {**stored.get("args", {}), **stored.get("attributes", {})}.items():
                 if name not in constant:
-                    setattr(each, name, value)
+                    setattr(callback, name, value)
         return state
 
     def _state(self, trainer: transformers.Trainer) -> TrainerState:
@@ -98,7 +98,9 @@ class TrainerProgress:
 
 def exported(trainer: transformers.Trainer) -> list[Any]:
     """Returns the callbacks that keep state, and the trainer's control."""
-    found = [*trainer.callback_handler.callbacks, trainer.control]
+    candidates = [*trainer.callback_handler.callbacks, trainer.control]
     return [
-        each for each in found if isinstance(each, transformers.trainer_callback.ExportableState)
+        candidate
+        for candidate in candidates
+        if isinstance(candidate, transformers.trainer_callback.ExportableState)
     ]

@@ -64,13 +64,15 @@ def check_training_arguments(args: Any, resume_from_checkpoint: Any, trial: Any)
         raise UserError("elasticzero's Trainer runs no hyperparameter search: one job, one run")
 
 
-def check_methods(trainer: transformers.Trainer, own: type) -> None:
+def check_methods(trainer: transformers.Trainer, adapter: type) -> None:
     """Raises `UserError` for a method that a subclass overrides and the adapter does not call.
 
-    own: the adapter's class.
+    Args:
+        trainer: the trainer, an instance of the adapter's class or of a subclass.
+        adapter: the adapter's class.
     """
     for name, advice in METHODS.items():
-        if getattr(type(trainer), name, None) is not getattr(own, name, None):
+        if getattr(type(trainer), name, None) is not getattr(adapter, name, None):
             raise UserError(
                 f"{type(trainer).__name__} overrides {name}, which elasticzero's Trainer does not "
                 f"call: {advice}"

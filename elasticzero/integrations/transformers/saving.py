@@ -22,14 +22,14 @@ def state_dict(session: Session, model: nn.Module) -> dict[str, Tensor]:
 
     Names of one tensor share their memory, as in the model, by which transformers knows them.
     """
-    found = session.state_dict()
-    if not found:
+    state = session.state_dict()
+    if not state:
         return {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in found:
-            found[name] = found[first.setdefault(id(parameter), name)]
-    return found
+        if name in state:
+            state[name] = state[first.setdefault(id(parameter), name)]
+    return state
 
 
 def save_checkpoint(trainer: transformers.Trainer, session: Session) -> None:
@@ -61,10 +61,10 @@ def _beyond(args: Any, state: Any) -> list[Path]:
     """Returns the oldest folders beyond the limit, without the best one."""
     if not args.save_total_limit or args.save_total_limit < 1:
         return []
-    found = [
+    numbered = [
         (int(m[1]), p) for p in Path(args.output_dir).iterdir() if (m := NAMED.fullmatch(p.name))
     ]
-    paths = [path for _, path in sorted(found)]
+    paths = [path for _, path in sorted(numbered)]
     best = state.best_model_checkpoint
     kept = paths[-args.save_total_limit :]
     if best is not None and Path(best) in paths[: -args.save_total_limit] and len(kept) > 1:

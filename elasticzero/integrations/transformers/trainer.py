@@ -132,5 +132,5 @@ class Trainer(transformers.Trainer):
         return model if self.elastic_loop is None else self.model_wrapped
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        own = accelerator.own_device(device, self.elastic_launch)
-        super()._move_model_to_device(model, own)
+        worker_device = accelerator.own_device(device, self.elastic_launch)
+        super()._move_model_to_device(model, worker_device)
