@@ -110,8 +110,8 @@ SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 class Candidates:
     """Holds what may stand at the cursor."""
 
-    words: dict[str, str] = field(default_factory=dict)
-    """Words that are offered, each with its description."""
+    descriptions: dict[str, str] = field(default_factory=dict)
+    """Description of each word that is offered."""
     rest: Rest = "nothing"
     """Kind of words that the shell adds by itself."""
 
@@ -127,26 +127,26 @@ def _print_script(args: argparse.Namespace) -> ExitCode:
     return ExitCode.DONE
 
 
-def print_completions(words: Sequence[str], build_parser: ParserOf) -> int:
+def print_completions(arguments: Sequence[str], build_parser: ParserOf) -> int:
     """Prints what may stand in the place of the last word, as the scripts of the shells read it."""
     try:
-        found = completions(words, build_parser)
+        offered = completions(arguments, build_parser)
     except ElasticZeroError:
-        found = Candidates()
-    for word, text in found.words.items():
+        offered = Candidates()
+    for word, text in offered.descriptions.items():
         print(f"{word}\t{text}" if text else word)
-    print(f":{found.rest}")
+    print(f":{offered.rest}")
     return int(ExitCode.DONE)
 
 
-def completions(words: Sequence[str], build_parser: ParserOf) -> Candidates:
+def completions(arguments: Sequence[str], build_parser: ParserOf) -> Candidates:
     """Returns what may stand in the place of the last of these words.
 
     Args:
-        words: what follows the program's name.
+        arguments: what follows the program's name.
         build_parser: returns the parser of a command line.
     """
-    *before, current = words or [""]
+    *before, current = arguments or [""]
     parser = build_parser(before)
     value_of: argparse.Action | None = None
     positionals = 0
@@ -174,8 +174,10 @@ def completions(words: Sequence[str], build_parser: ParserOf) -> Candidates:
     if current.startswith("-"):
         return _option_words(parser, current)
     if parser.commands:
-        found = {name: _first_sentence(p.description) for name, p in parser.commands.items()}
-        return Candidates({name: text for name, text in found.items() if name.startswith(current)})
+        descriptions = {name: _first_sentence(p.description) for name, p in parser.commands.items()}
+        return Candidates(
+            {name: text for name, text in descriptions.items() if name.startswith(current)}
+        )
     places = [action for action in parser.actions if not action.option_strings]
     if positionals < len(places):
         return _values(places[positionals], current)
@@ -191,7 +193,7 @@ def _in_script(parser: Parser, positionals: int) -> bool:
 
 def _option_words(parser: Parser, current: str) -> Candidates:
     """Returns the options that begin with the word, or values after its `=`."""
-    name, equals, begun = current.partition("=")
+    name, equals, start = current.partition("=")
     options = _options(parser)
     if not equals:
         return Candidates(
@@ -204,14 +206,16 @@ def _option_words(parser: Parser, current: str) -> Candidates:
     action = options.get(name.replace("_", "-"))
     if action is None or not _takes_value(action):
         return Candidates()
-    found = _values(action, begun)
-    return Candidates({f"{name}={word}": text for word, text in found.words.items()}, found.rest)
+    values = _values(action, start)
+    return Candidates(
+        {f"{name}={word}": text for word, text in values.descriptions.items()}, values.rest
+    )
 
 
-def _values(action: argparse.Action, begun: str) -> Candidates:
+def _values(action: argparse.Action, start: str) -> Candidates:
     """Returns the values of an option or positional argument that begin so."""
     if action.choices is not None:
-        return Candidates({str(c): "" for c in action.choices if str(c).startswith(begun)})
+        return Candidates({str(c): "" for c in action.choices if str(c).startswith(start)})
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     rest = _METAVARS.get(metavar) if action.option_strings else _POSITIONALS.get(action.dest)
     return Candidates(rest=rest or "nothing")

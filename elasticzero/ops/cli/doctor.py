@@ -66,13 +66,13 @@ def add_doctor_options(parser: Parser) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    found = findings(_examine(args))
-    problems = sum(finding.level == "problem" for finding in found)
+    results = findings(_examine(args))
+    problems = sum(finding.level == "problem" for finding in results)
     if args.json:
-        shown = {"problems": problems, "findings": [asdict(finding) for finding in found]}
+        shown = {"problems": problems, "findings": [asdict(finding) for finding in results]}
         print_result(json.dumps(shown, indent=2))
     else:
-        print_result(report_text(found), end="")
+        print_result(report_text(results), end="")
     return 1 if problems else 0
 
 
@@ -82,12 +82,12 @@ def _examine(args: argparse.Namespace) -> MachineFacts:
 
     access = check_access(args)
     needed = _size("--snapshot-size", args.snapshot_size)
-    given = port_number("--http-port", args.http_port)
-    port = DEFAULT_HTTP_PORT if given is None else given
+    port_given = port_number("--http-port", args.http_port)
+    port = DEFAULT_HTTP_PORT if port_given is None else port_given
     peers = args.peer or ()
     return MachineFacts(
         etcd=service.etcd_facts(endpoints_of(args), access),
-        port=service.port_facts(args.http_host, port, given=given is not None),
+        port=service.port_facts(args.http_host, port, is_given=port_given is not None),
         peers=tuple(service.peer_facts(host, port or DEFAULT_HTTP_PORT) for host in peers),
         memory=machine.shared_memory_facts(args.snapshot_dir, needed),
         storage=service.storage_facts(args.checkpoint_dir),
@@ -99,15 +99,15 @@ def _examine(args: argparse.Namespace) -> MachineFacts:
     )
 
 
-def report_text(found: list[Finding]) -> str:
+def report_text(results: list[Finding]) -> str:
     """Returns a line for each finding, and one that counts them."""
-    width = max(len(finding.topic) for finding in found)
+    width = max(len(finding.topic) for finding in results)
     lines = [
         f"{finding.level:<7}  {finding.topic:<{width}}  {finding.text}"
         f"{f'; {finding.advice}' if finding.advice else ''}"
-        for finding in found
+        for finding in results
     ]
-    problems = sum(finding.level == "problem" for finding in found)
-    notes = sum(finding.level == "note" for finding in found)
+    problems = sum(finding.level == "problem" for finding in results)
+    notes = sum(finding.level == "note" for finding in results)
     end = f"{count_text(problems, 'problem')}, {count_text(notes, 'note')}"
     return "\n".join([*lines, end]) + "\n"

@@ -142,8 +142,8 @@ def _bytes(text: str) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    found = compute_plan(args)
-    print_result(json.dumps(found, indent=2) if args.json else plan_text(found), end="")
+    plan = compute_plan(args)
+    print_result(json.dumps(plan, indent=2) if args.json else plan_text(plan), end="")
     return int(ExitCode.DONE)
 
 
@@ -223,10 +223,10 @@ def _needs(rows: Iterable[Mapping[str, Any]], shard: ShardOver) -> dict[str, int
     return {row["strategy"]: row["total"] for row in rows if row["shard"] in (None, shard)}
 
 
-def plan_text(found: dict[str, Any]) -> str:
+def plan_text(plan: dict[str, Any]) -> str:
     """Returns the plan as a table, with a line that names the first strategies that fit."""
-    ranks = found["nodes"] * found["gpus"]
-    columns = (*COLUMNS, "mirrors") if found["redundancy"] == "mirror" else COLUMNS
+    ranks = plan["nodes"] * plan["gpus"]
+    columns = (*COLUMNS, "mirrors") if plan["redundancy"] == "mirror" else COLUMNS
     rows = [
         [
             row["strategy"],
@@ -234,27 +234,27 @@ def plan_text(found: dict[str, Any]) -> str:
             *(size_text(row[column]) for column in columns),
             size_text(row["total"]),
             "yes" if row["fits"] else "no",
-            *([size_text(row["node_state"])] if found["cpu_offload"] else []),
+            *([size_text(row["node_state"])] if plan["cpu_offload"] else []),
             size_text(row["node_snapshots"]),
             size_text(row["checkpoint"]),
         ]
-        for row in found["strategies"]
+        for row in plan["strategies"]
     ]
-    node = ["state in a node's RAM"] if found["cpu_offload"] else []
+    node = ["state in a node's RAM"] if plan["cpu_offload"] else []
     node.append("snapshots in a node's RAM")
     heads = ("strategy", "shard", *columns, "each rank", "fits", *node, "checkpoint")
     refused = (
         ""
-        if any(row["strategy"] == "zero3" for row in found["strategies"])
-        else f" zero3 refuses {found['optimizer']}, which packs its state by blocks."
+        if any(row["strategy"] == "zero3" for row in plan["strategies"])
+        else f" zero3 refuses {plan['optimizer']}, which packs its state by blocks."
     )
     return (
-        f"{found['params']:.4g} parameters in {found['dtype']} with {found['optimizer']}, on "
-        f"{count_text(found['nodes'], 'node')} of {count_text(found['gpus'], 'GPU')} with "
-        f"{size_text(found['gpu_memory'])} each: {count_text(ranks, 'rank')}\n\n"
+        f"{plan['params']:.4g} parameters in {plan['dtype']} with {plan['optimizer']}, on "
+        f"{count_text(plan['nodes'], 'node')} of {count_text(plan['gpus'], 'GPU')} with "
+        f"{size_text(plan['gpu_memory'])} each: {count_text(ranks, 'rank')}\n\n"
         f"{table_text(heads, rows)}\n"
-        f"{_verdict(found['first_that_fits'])} Training state may take "
-        f"{size_text(found['room_for_state'])} of a GPU; the rest is for activations and CUDA."
+        f"{_verdict(plan['first_that_fits'])} Training state may take "
+        f"{size_text(plan['room_for_state'])} of a GPU; the rest is for activations and CUDA."
         f"{refused}\n"
     )
 
@@ -265,5 +265,5 @@ def _verdict(first: Mapping[ShardOver, str | None]) -> str:
         return "None fits: take more or larger GPUs, or a smaller model."
     if len(set(first.values())) == 1:
         return f"{next(iter(first.values()))} is the first that fits."
-    each = (f"{name or 'none'} with --shard {shard}" for shard, name in first.items())
-    return f"The first that fits is {', '.join(each)}."
+    choices = (f"{name or 'none'} with --shard {shard}" for shard, name in first.items())
+    return f"The first that fits is {', '.join(choices)}."

@@ -42,8 +42,13 @@ NAMES_SHOWN = 8
 def report_on_logs(directory: str, name: str | None, output: str) -> ExitCode:
     """Writes the report on the job whose logs are in a directory.
 
-    name: the job, of several; output: a file, or `-`. Raises `UserError` if there are no such logs,
-    or the file cannot be written.
+    Args:
+        directory: the directory of a node's logs, of a job's, or of several jobs'.
+        name: the job to choose of several; None: there is only one.
+        output: path of the page; `-` writes it to stdout.
+
+    Raises:
+        UserError: there are no such logs, or the file cannot be written.
     """
     _check_output(output)
     job, files = find_logs(Path(directory), name)
@@ -51,17 +56,25 @@ def report_on_logs(directory: str, name: str | None, output: str) -> ExitCode:
 
 
 def report_on_job(
-    name: str, endpoints: Sequence[str], access: Access, given: Secret | None, output: str
+    name: str, endpoints: Sequence[str], access: Access, operator_token: Secret | None, output: str
 ) -> ExitCode:
     """Writes the report on a running job, from the logs that its agents serve.
 
-    given: the job's token, if the operator has it. Raises `UserError` if etcd has no such job or it
-    is over, and `OperatorError` if no agent answers.
+    Args:
+        name: the job's.
+        endpoints: those of etcd.
+        access: certificates, user and password for etcd.
+        operator_token: the job's token, if the operator has it.
+        output: path of the page; `-` writes it to stdout.
+
+    Raises:
+        UserError: etcd has no such job, or the job is over.
+        OperatorError: no agent answers.
     """
     _check_output(output)
     with open_job_store(name, endpoints, access) as store:
         job = read_job(store, name)
-        token = token_for_operator(store, given)
+        token = token_for_operator(store, operator_token)
     if job.done is not None:
         raise UserError(
             f"job {name!r} is over ({job.done.reason}), and its agents serve no logs any more; "
@@ -88,9 +101,15 @@ def report_on_job(
 def _fetch(
     members: Sequence[Member], token: Secret, folder: Path
 ) -> tuple[list[LogFile], list[str]]:
-    """Returns the logs that agents have sent, and why others have sent none.
+    """Fetches the logs of agents, all at a time.
 
-    members: the leader first.
+    Args:
+        members: the leader first.
+        token: the job's token, with which agents serve their logs.
+        folder: the logs are written below it.
+
+    Returns:
+        The logs that agents have sent, and a text for each agent that has sent none.
     """
 
     def fetch(place: tuple[int, Member]) -> LogFile | str:
@@ -105,9 +124,9 @@ def _fetch(
             return f"{member.node} at {member.address} ({str(error) or type(error).__name__})"
         return LogFile(member.node, path, cut_bytes)
 
-    found = run_parallel(list(enumerate(members)), fetch, threads=THREADS)
-    files = [one for one in found if isinstance(one, LogFile)]
-    return files, [one for one in found if isinstance(one, str)]
+    answers = run_parallel(list(enumerate(members)), fetch, threads=THREADS)
+    files = [one for one in answers if isinstance(one, LogFile)]
+    return files, [one for one in answers if isinstance(one, str)]
 
 
 def _fetch_log(member: Member, token: Secret, path: Path, most_bytes: int) -> int:

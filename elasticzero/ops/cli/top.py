@@ -55,7 +55,7 @@ JOIN_S = 1.0
 class Reading:
     """Holds what was read of a job at one time."""
 
-    found: Mapping[str, Any]
+    status: Mapping[str, Any]
     """Status of the job, as `/job` serves it."""
     store_error: str | None = None
     """Why etcd could not be read; None: it could."""
@@ -67,11 +67,17 @@ class Reading:
 class JobReader:
     """Reads a job again and again, from etcd and from its agents."""
 
-    def __init__(self, store: Store, name: str, given: Secret | None) -> None:
-        """given: the job's token, if the operator has it."""
+    def __init__(self, store: Store, name: str, operator_token: Secret | None) -> None:
+        """Has nothing read yet.
+
+        Args:
+            store: where the job's state is.
+            name: the job's.
+            operator_token: the job's token, if the operator has it.
+        """
         self._store = store
         self._name = name
-        self._given = given
+        self._operator_token = operator_token
         self._stored: tuple[Job, Mapping[str, str], Secret | None] | None = None
         self._history: Mapping[str, Any] = {}
         self._store_error: str | None = None
@@ -84,17 +90,17 @@ class JobReader:
         once.
         """
         job, phases, token = self._read_stored()
-        found: Mapping[str, Any] | None = None
+        status: Mapping[str, Any] | None = None
         if job.done is None and token is not None:
             order = {m.node: m for m in (*job.placed, *job.members.values())}
-            found = query_leader(order.values(), token)
-        silent = found is None
-        if found is None:
-            status = collect_status(job, phases, {})
-            found = {**status, "at": time.time(), "history": self._history}
-        self._history = found["history"]
+            status = query_leader(order.values(), token)
+        silent = status is None
+        if status is None:
+            seen = collect_status(job, phases, {})
+            status = {**seen, "at": time.time(), "history": self._history}
+        self._history = status["history"]
         return Reading(
-            found=found,
+            status=status,
             store_error=self._store_error,
             silent=silent and job.done is None and bool(job.placed),
             token_missing=token is None and job.done is None,
@@ -106,7 +112,7 @@ class JobReader:
         if stored is not None and time.monotonic() < self._store_due_s:
             return stored
         try:
-            stored = read_stored_job(self._store, self._name, self._given)
+            stored = read_stored_job(self._store, self._name, self._operator_token)
         except AccessRefused:
             raise
         except StoreUnavailable as error:
@@ -123,19 +129,28 @@ def top(
     name: str,
     endpoints: Sequence[str],
     access: Access,
-    given: Secret | None,
+    operator_token: Secret | None,
     *,
     interval_s: float,
     once: bool,
 ) -> ExitCode:
-    """Shows the job on the terminal until `q` or Ctrl-C is pressed; once: prints it once.
+    """Shows the job on the terminal until `q` or Ctrl-C is pressed.
 
-    given: the job's token, if the operator has it. Raises `UserError` if there is no terminal, or
-    what `JobReader.read` raises.
+    Args:
+        name: the job's.
+        endpoints: those of etcd.
+        access: certificates, user and password for etcd.
+        operator_token: the job's token, if the operator has it.
+        interval_s: seconds between two readings.
+        once: prints the screen once instead.
+
+    Raises:
+        UserError: there is no terminal, or etcd has no such job.
+        StoreUnavailable: etcd has not answered once.
     """
     console = Console(highlight=False)
     with open_job_store(name, endpoints, access) as store:
-        reader = JobReader(store, name, given)
+        reader = JobReader(store, name, operator_token)
         if once:
             height = console.size.height if console.is_terminal else None
             console.print(screen_of(reader.read(), 0.0, console.width, height))
@@ -170,7 +185,7 @@ def screen_of(reading: Reading, age_s: float, width: int, height: int | None) ->
         notes.append("no agent that leads the job answers; this is what etcd holds; trying again")
     if age_s > LATE_S:
         notes.append(f"the last answer came {duration_text(age_s)} ago")
-    return job_screen(reading.found, width=width, height=height, clock=_clock, notes=notes)
+    return job_screen(reading.status, width=width, height=height, clock=_clock, notes=notes)
 
 
 class _ReadLoop:

@@ -34,7 +34,7 @@ class PortFacts:
     """Says whether an agent's HTTP server could listen."""
 
     port: int
-    given: bool
+    is_given: bool
     """True if the port was given; otherwise an agent takes the next one that is free."""
     error: str = ""
     """Why it cannot listen there; empty: it can."""
@@ -140,7 +140,7 @@ class CloudFacts:
 
     choice: str
     """The value of --preemption."""
-    found: str = ""
+    cloud: str = ""
     """Name of the cloud that answers; empty: none does."""
     errors: tuple[str, ...] = ()
 

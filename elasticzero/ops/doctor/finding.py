@@ -26,5 +26,5 @@ class Finding:
 
 def release_of(version: str) -> tuple[int, ...]:
     """Returns the numbers at the front of a version; empty if there are none."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()

@@ -109,26 +109,32 @@ def gpu_facts() -> GpuFacts:
 def _nvidia_smi() -> tuple[str, ...] | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=True
+        )
         return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
     return None
 
 
 def _torch_facts() -> tuple[TorchFacts | None, str]:
     """Returns what torch says, or why it says nothing. The launcher itself imports no torch."""
-    words = [sys.executable, "-c", _ASK_TORCH]
+    command = [sys.executable, "-c", _ASK_TORCH]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return None, f"the import did not end within {COMMAND_S:g} s"
     except OSError as error:
         return None, str(error)
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
-        said = done.stderr.strip().splitlines()
-        return None, said[-1] if said else f"the process ended with status {done.returncode}"
+        error_lines = done.stderr.strip().splitlines()
+        return None, error_lines[
+            -1
+        ] if error_lines else f"the process ended with status {done.returncode}"
     return TorchFacts(**json.loads(lines[-1])), ""
 
 
@@ -155,8 +161,8 @@ def shared_memory_facts(folder: str, needed_bytes: int | None) -> SharedMemoryFa
 
 def _room(folder: Path) -> tuple[int, int]:
     """Returns the size, and the free bytes, of the file system that holds a folder."""
-    found = os.statvfs(folder)
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    stats = os.statvfs(folder)
+    return stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
 
 
 def free_on_disk(folder: Path) -> int | None:
@@ -208,8 +214,8 @@ def _number(name: str, folders: list[Path]) -> int | None:
 
 
 def _first(name: str, older: str, folders: list[Path]) -> int | None:
-    found = _number(name, folders)
-    return found if found is not None else _number(older, folders)
+    number = _number(name, folders)
+    return number if number is not None else _number(older, folders)
 
 
 def clock_synchronized() -> bool | None:

@@ -58,15 +58,15 @@ def judge_versions(facts: VersionFacts) -> Iterator[Finding]:
 
 def in_range(version: str, spec: str) -> bool:
     """Returns whether a version fits bounds such as `>=2.10,<2.15`; other conditions hold."""
-    own = release_of(version)
+    release = release_of(version)
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(>=|<)\s*(\S+)\s*", part)
         if match is None:
             continue
         bound = release_of(match[2])
-        width = max(len(own), len(bound))
-        here, there = (n + (0,) * (width - len(n)) for n in (own, bound))
-        if (here < there) == (match[1] == ">="):
+        width = max(len(release), len(bound))
+        padded, padded_bound = (n + (0,) * (width - len(n)) for n in (release, bound))
+        if (padded < padded_bound) == (match[1] == ">="):
             return False
     return True
 

@@ -49,11 +49,11 @@ def etcd_facts(endpoints: Sequence[str], access: Access) -> EtcdFacts:
         binary = find_etcd()
         return EtcdFacts(endpoints=(), binary=str(binary) if binary is not None else None)
     named = [parse_endpoint(text, access) for text in endpoints]
-    said = [read_version(endpoint, access) for endpoint in named]
+    answers = [read_version(endpoint, access) for endpoint in named]
     writes_s, error = _timed_writes(endpoints, access)
     return EtcdFacts(
         endpoints=tuple(map(str, named)),
-        versions=tuple(version for version in said if version is not None),
+        versions=tuple(version for version in answers if version is not None),
         writes_s=tuple(writes_s),
         error=error,
     )
@@ -84,14 +84,16 @@ def _timed_writes(endpoints: Sequence[str], access: Access) -> tuple[list[float]
     return writes_s, ""
 
 
-def port_facts(host: str, port: int, *, given: bool) -> PortFacts:
+def port_facts(host: str, port: int, *, is_given: bool) -> PortFacts:
     """Returns whether a server could listen at a port of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
     except (OSError, OverflowError) as error:
-        return PortFacts(port=port, given=given, error=getattr(error, "strerror", "") or str(error))
-    return PortFacts(port=port, given=given)
+        return PortFacts(
+            port=port, is_given=is_given, error=getattr(error, "strerror", "") or str(error)
+        )
+    return PortFacts(port=port, is_given=is_given)
 
 
 def peer_facts(host: str, http_port: int) -> PeerFacts:
@@ -150,7 +152,7 @@ def cloud_facts(choice: str, environment: Mapping[str, str]) -> CloudFacts:
             continue
         try:
             cloud.probe()
-            return CloudFacts(choice=choice, found=cloud.name)
+            return CloudFacts(choice=choice, cloud=cloud.name)
         except MetadataError as error:
             errors.append(str(error))
         finally:

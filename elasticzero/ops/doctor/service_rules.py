@@ -127,7 +127,7 @@ def judge_port(facts: PortFacts) -> Finding:
     if not facts.error:
         return Finding(topic="http port", level="ok", text=f"port {facts.port} is free")
     text = f"port {facts.port} cannot be used: {facts.error}"
-    if facts.given:
+    if facts.is_given:
         return Finding(
             topic="http port",
             level="problem",
@@ -228,9 +228,9 @@ def judge_cloud(facts: CloudFacts) -> Finding:
     topic = "preemption"
     if facts.choice == "none":
         return Finding(topic=topic, level="ok", text="--preemption none: no notices are read")
-    if facts.found:
+    if facts.cloud:
         return Finding(
-            topic=topic, level="ok", text=f"the metadata server of {facts.found} answers"
+            topic=topic, level="ok", text=f"the metadata server of {facts.cloud} answers"
         )
     if facts.choice == "auto":
         return Finding(

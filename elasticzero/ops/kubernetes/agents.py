@@ -165,7 +165,7 @@ def job_spec(options: RenderOptions, container_name: str = "agent") -> Manifest:
 
 
 def _pod(options: RenderOptions, container_name: str) -> Manifest:
-    given = options.pod
+    pod = options.pod
     placement: Manifest = {
         "tolerations": _tolerations(options),
         "topologySpreadConstraints": spread_over_zones(labels_for(options, AGENT)),
@@ -178,10 +178,10 @@ def _pod(options: RenderOptions, container_name: str) -> Manifest:
         ]
         placement["affinity"] = {**on_nodes(terms), **placement["affinity"]}
     accounts: Manifest = {}
-    if given.service_account:
-        accounts["serviceAccountName"] = given.service_account
-    if given.pull_secret:
-        accounts["imagePullSecrets"] = [{"name": given.pull_secret}]
+    if pod.service_account:
+        accounts["serviceAccountName"] = pod.service_account
+    if pod.pull_secret:
+        accounts["imagePullSecrets"] = [{"name": pod.pull_secret}]
     return secured_pod(
         AGENT_USER,
         restartPolicy="Never",
@@ -210,14 +210,14 @@ def _tolerations(options: RenderOptions) -> list[Manifest]:
 
 
 def _container(options: RenderOptions, name: str) -> Manifest:
-    given = options.pod
-    devices = {GPU: str(given.gpus)} if given.gpus else {}
-    source = {"envFrom": [{"secretRef": {"name": secret}} for secret in given.secrets]}
+    pod = options.pod
+    devices = {GPU: str(pod.gpus)} if pod.gpus else {}
+    source = {"envFrom": [{"secretRef": {"name": secret}} for secret in pod.secrets]}
     return secured_container(
         name,
         options.image,
         args=agent_arguments_in_pod(options),
-        **(source if given.secrets else {}),
+        **(source if pod.secrets else {}),
         env=_variables(options),
         ports=[{"name": "http", "containerPort": DEFAULT_HTTP_PORT}],
         startupProbe=http_probe(
@@ -249,10 +249,10 @@ def agent_arguments_in_pod(options: RenderOptions) -> list[str]:
 
 def _variables(options: RenderOptions) -> list[Manifest]:
     """Returns all variables; those of `--env` take the place of others of the same name."""
-    own = {name: variable(name, value) for name, value in options.pod.environment.items()}
+    variables = {name: variable(name, value) for name, value in options.pod.environment.items()}
     entries = [*pod_variables(), *run_variables(options), *fixed_variables(options)]
-    replaced = [own.pop(entry["name"], entry) for entry in entries]
-    return [*replaced, *own.values()]
+    replaced = [variables.pop(entry["name"], entry) for entry in entries]
+    return [*replaced, *variables.values()]
 
 
 def pod_variables() -> list[Manifest]:
@@ -287,11 +287,11 @@ def run_variables(options: RenderOptions) -> list[Manifest]:
 
 def fixed_variables(options: RenderOptions) -> list[Manifest]:
     """Returns the variables that are the same in all pods and runs of the name."""
-    etcd, given = options.etcd, options.pod
+    etcd, pod = options.etcd, options.pod
     service = [] if etcd.endpoints else [variable("ETCD_SERVICE", etcd_name(options))]
     variables = {
         "ELASTICZERO_ETCD": etcd.endpoints or etcd_endpoints(etcd, "ETCD_SERVICE"),
-        "ELASTICZERO_NPROC_PER_NODE": str(given.gpus) if given.gpus else "auto",
+        "ELASTICZERO_NPROC_PER_NODE": str(pod.gpus) if pod.gpus else "auto",
         "ELASTICZERO_STRATEGY": options.strategy,
         "ELASTICZERO_GRACE": str(options.grace.agent_s),
         "ELASTICZERO_JOIN_TIMEOUT": str(JOIN_TIMEOUT_S),
@@ -307,8 +307,8 @@ def fixed_variables(options: RenderOptions) -> list[Manifest]:
             "ELASTICZERO_ETCD_KEY": f"{CERTIFICATES}/tls.key",
         }
     token = []
-    if given.token_secret:
-        key = {"secretKeyRef": {"name": given.token_secret, "key": "token"}}
+    if pod.token_secret:
+        key = {"secretKeyRef": {"name": pod.token_secret, "key": "token"}}
         token = [{"name": "ELASTICZERO_TOKEN", "valueFrom": key}]
     return [*service, *(variable(name, value) for name, value in variables.items()), *token]
 

@@ -230,7 +230,7 @@ def etcd_upkeep(options: RenderOptions) -> list[Manifest]:
     return [*jobs, claim, _cron_job(options, "backup", "41 * * * *", save)]
 
 
-def _cron_job(options: RenderOptions, what: str, schedule: str, words: list[str]) -> Manifest:
+def _cron_job(options: RenderOptions, what: str, schedule: str, arguments: list[str]) -> Manifest:
     """Returns a CronJob that runs etcdctl; `what` is the end of its name."""
     etcd = options.etcd
     name = f"{etcd_name(options)}-{what}"
@@ -250,7 +250,7 @@ def _cron_job(options: RenderOptions, what: str, schedule: str, words: list[str]
         what,
         ETCD_IMAGE,
         command=["/usr/local/bin/etcdctl"],
-        args=[f"--endpoints={endpoints}", *flags, "--command-timeout=60s", *words],
+        args=[f"--endpoints={endpoints}", *flags, "--command-timeout=60s", *arguments],
         env=[variable(SERVICE, etcd_name(options))],
         resources={"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         **({"volumeMounts": mounts} if mounts else {}),

@@ -100,8 +100,8 @@ def train_job(options: RenderOptions) -> list[Manifest]:
     spec = _job_set_spec(options, ROLE)
     (replicated,) = spec["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
-    own = {entry["name"] for entry in run_variables(options)}
-    container["env"] = [entry for entry in container["env"] if entry["name"] not in own]
+    run_names = {entry["name"] for entry in run_variables(options)}
+    container["env"] = [entry for entry in container["env"] if entry["name"] not in run_names]
     del container["args"]
     metadata = metadata_for(options, AGENT, options.job)
     return [

@@ -87,9 +87,9 @@ def replace_member_script(
     files = {"cacert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
     flags = [f"--{flag}={CERTIFICATES}/{file}" for flag, file in files.items()] if tls else []
 
-    def etcdctl(*words: str) -> str:
+    def etcdctl(*arguments: str) -> str:
         prefix = ("exec", survivor, "--container=etcd", "--", "etcdctl", f"--endpoints={others}")
-        return _kubectl(namespace, *prefix, *flags, *words)
+        return _kubectl(namespace, *prefix, *flags, *arguments)
 
     find = f"{etcdctl('member', 'list')} | grep -F {peer} | cut -d, -f1"
     state = json.dumps({"data": {STATE_KEY: "existing"}})
@@ -112,6 +112,6 @@ def _tried(command: str) -> str:
     return f"for TRY in {tries}; do {command} && break; {again}; done"
 
 
-def _kubectl(namespace: str, *words: str) -> str:
+def _kubectl(namespace: str, *arguments: str) -> str:
     chosen: Sequence[str] = ("kubectl", f"--namespace={namespace}") if namespace else ("kubectl",)
-    return shlex.join([*chosen, *words])
+    return shlex.join([*chosen, *arguments])

@@ -259,14 +259,14 @@ def _check_script(script: LocalScript | str) -> None:
 def _check_etcd(etcd: EtcdOptions) -> None:
     if etcd.members < 1 or etcd.members % 2 == 0:
         raise UserError(f"--etcd-members {etcd.members}: an odd number such as 1 or 3 is expected")
-    own = {
+    set_by_flag = {
         "--etcd-tls": etcd.tls and not etcd.endpoints.startswith("https://"),
         "--etcd-backup": etcd.backup,
         "--etcd-storage": bool(etcd.storage),
     }
     if etcd.endpoints:
-        for flag, given in own.items():
-            if given:
+        for flag, is_set in set_by_flag.items():
+            if is_set:
                 raise UserError(
                     f"{flag} is for an etcd of the job's own, but --etcd {etcd.endpoints} names "
                     "another" + (", without https://" if flag == "--etcd-tls" else "")

@@ -21,7 +21,7 @@ def incidents_of(run: JobRun, began_s: float) -> list[IncidentSummary]:
 
     began_s: Unix time from which their times count.
     """
-    found: dict[tuple[str, str], IncidentSummary] = {}
+    incidents: dict[tuple[str, str], IncidentSummary] = {}
     for life in run.lives:
         for (kind, text), seen in life.incidents.items():
             first_s, last_s = (run.at(life, s) - began_s for s in (seen.first_s, seen.last_s))
@@ -33,7 +33,7 @@ def incidents_of(run: JobRun, began_s: float) -> list[IncidentSummary]:
                 nodes=(life.node,),
                 text=text,
             )
-            if (old := found.get((kind, text))) is not None:
+            if (old := incidents.get((kind, text))) is not None:
                 new = replace(
                     new,
                     first_s=min(first_s, old.first_s),
@@ -41,8 +41,8 @@ def incidents_of(run: JobRun, began_s: float) -> list[IncidentSummary]:
                     count=seen.count + old.count,
                     nodes=tuple(dict.fromkeys((*old.nodes, life.node))),
                 )
-            found[kind, text] = new
-    return sorted(found.values(), key=lambda incident: incident.first_s)
+            incidents[kind, text] = new
+    return sorted(incidents.values(), key=lambda incident: incident.first_s)
 
 
 def checkpoints_of(run: JobRun, began_s: float) -> list[CheckpointSummary]:
@@ -54,10 +54,10 @@ def checkpoints_of(run: JobRun, began_s: float) -> list[CheckpointSummary]:
     for life in run.lives:
         for step, save in life.saves.items():
             parts[step].append((life, run.at(life, save.at_s) - began_s))
-    found = []
+    checkpoints = []
     for step, writers in sorted(parts.items()):
         saves = [life.saves[step] for life, _ in writers]
-        found.append(
+        checkpoints.append(
             CheckpointSummary(
                 at_s=max(at_s for _, at_s in writers),
                 step=step,
@@ -67,7 +67,7 @@ def checkpoints_of(run: JobRun, began_s: float) -> list[CheckpointSummary]:
                 committed=any(save.committed for save in saves),
             )
         )
-    return found
+    return checkpoints
 
 
 def snapshot_totals(run: JobRun, logs: Sequence[NodeLog]) -> list[SnapshotSummary]:
@@ -77,11 +77,11 @@ def snapshot_totals(run: JobRun, logs: Sequence[NodeLog]) -> list[SnapshotSummar
     for life in run.lives:
         if life.snapshots.count or life.snapshots.failed:
             lives[life.node].append(life)
-    found = []
+    summaries = []
     for node, those in lives.items():
         totals = [life.snapshots for life in those]
         count = sum(total.count for total in totals)
-        found.append(
+        summaries.append(
             SnapshotSummary(
                 node=node,
                 count=round(count),
@@ -94,4 +94,4 @@ def snapshot_totals(run: JobRun, logs: Sequence[NodeLog]) -> list[SnapshotSummar
                 estimated=node in thinned,
             )
         )
-    return found
+    return summaries

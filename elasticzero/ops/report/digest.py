@@ -117,12 +117,12 @@ def _take_state(life: AgentLife, name: str, event: Mapping[str, Any], at_s: floa
             seen = SeenRound(at_s, str(event["kind"]), str(event["reason"]))
             life.rounds.setdefault(generation, seen)
         case "start":
-            _own(life, int(event["generation"])).started_s = at_s
+            _part_of(life, int(event["generation"])).started_s = at_s
         case "restored":
-            _own(life, int(event["generation"])).restored_s = at_s
+            _part_of(life, int(event["generation"])).restored_s = at_s
         case "plain":
             life.plain = True
-            _own(life, int(event["generation"])).restored_s = at_s
+            _part_of(life, int(event["generation"])).restored_s = at_s
         case "paced":
             life.snapshots.every = int(event["every"])
         case "kept":
@@ -137,19 +137,19 @@ def _take_state(life: AgentLife, name: str, event: Mapping[str, Any], at_s: floa
             pass
 
 
-def _own(life: AgentLife, generation: int) -> OwnPart:
-    return life.own.setdefault(generation, OwnPart())
+def _part_of(life: AgentLife, generation: int) -> OwnPart:
+    return life.parts.setdefault(generation, OwnPart())
 
 
 def _take_step(life: AgentLife, event: Mapping[str, Any], at_s: float) -> Mapping[str, Any]:
     """Takes in a step; returns it with the waits of the steps before it that the log lacks."""
     step, generation = int(event["step"]), int(event["generation"])
     step_s, wait_s = float(event["step_s"]), float(event["data_wait_s"])
-    own = _own(life, generation)
-    count = max(1, step - own.last_step) if own.last_step_s is not None else 1
-    if own.first_step_s is None:
-        own.first_step_s = at_s
-    own.last_step_s, own.last_step = at_s, max(own.last_step, step)
+    part = _part_of(life, generation)
+    count = max(1, step - part.last_step) if part.last_step_s is not None else 1
+    if part.first_step_s is None:
+        part.first_step_s = at_s
+    part.last_step_s, part.last_step = at_s, max(part.last_step, step)
     life.total_steps = max(life.total_steps, int(event.get("total", 0)))
     own_s = event.get("compute_s")
     compute_s = float(own_s) if _is_number(own_s) else math.nan
@@ -168,11 +168,11 @@ def _take_capture(life: AgentLife, event: Mapping[str, Any], every: int) -> Mapp
     seconds = float(event["seconds"])
     if event["checkpoint"] or event["direct"]:
         return event
-    found = life.snapshots
-    found.count += every
-    found.stall_s += seconds * every
-    found.longest_s = max(found.longest_s, seconds)
-    found.bytes += float(event["bytes"]) * every
+    totals = life.snapshots
+    totals.count += every
+    totals.stall_s += seconds * every
+    totals.longest_s = max(totals.longest_s, seconds)
+    totals.bytes += float(event["bytes"]) * every
     return {**event, "seconds": seconds * every} if every > 1 else event
 
 
@@ -224,8 +224,8 @@ def _take_incident(
     text = event.get(described)
     if text is None:
         return
-    found = life.incidents.get((kind, str(text)))
-    if found is not None:
-        found.count, found.last_s = found.count + 1, at_s
+    incident = life.incidents.get((kind, str(text)))
+    if incident is not None:
+        incident.count, incident.last_s = incident.count + 1, at_s
     elif len(life.incidents) < MOST_INCIDENTS:
         life.incidents[kind, str(text)] = SeenIncident(at_s, at_s)

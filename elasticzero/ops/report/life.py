@@ -121,7 +121,7 @@ class AgentLife:
     total_steps: int = 0
     worlds: dict[int, SeenWorld] = field(default_factory=dict)
     rounds: dict[int, SeenRound] = field(default_factory=dict)
-    own: dict[int, OwnPart] = field(default_factory=dict)
+    parts: dict[int, OwnPart] = field(default_factory=dict)
     recoveries: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     failures: deque[SeenFailure] = field(default_factory=lambda: deque(maxlen=MOST_FAILURES))
     saves: dict[int, SeenSave] = field(default_factory=dict)

@@ -34,7 +34,12 @@ class LogFile:
 def find_logs(directory: Path, job: str | None) -> tuple[str, list[LogFile]]:
     """Returns the name of a job and its logs, in a directory of one node, one job or several jobs.
 
-    job: the job that is wanted of several. Raises `UserError` if there is no such log.
+    Args:
+        directory: the directory of a node's logs, of a job's, or of several jobs'.
+        job: the job to choose of several; None: there is only one.
+
+    Raises:
+        UserError: there is no such log, or there are several jobs and none is chosen.
     """
     directory = directory.absolute()
     if not directory.is_dir():
@@ -43,7 +48,7 @@ def find_logs(directory: Path, job: str | None) -> tuple[str, list[LogFile]]:
     if (directory / EVENTS_FILE).is_file():
         return job or directory.parent.name, [_log_file(directory / EVENTS_FILE)]
     try:
-        own = sorted(directory.glob(f"*/{EVENTS_FILE}"))
+        node_logs = sorted(directory.glob(f"*/{EVENTS_FILE}"))
         below: dict[str, list[Path]] = {}
         for path in sorted(directory.glob(f"*/*/{EVENTS_FILE}")):
             below.setdefault(path.parent.parent.name, []).append(path)
@@ -51,8 +56,8 @@ def find_logs(directory: Path, job: str | None) -> tuple[str, list[LogFile]]:
         raise UserError(f"{directory} cannot be read: {error.strerror}") from None
     if job is not None and job in below:
         return job, list(map(_log_file, below[job]))
-    if own:
-        return job or directory.name, list(map(_log_file, own))
+    if node_logs:
+        return job or directory.name, list(map(_log_file, node_logs))
     names = list_text(below, NAMES_SHOWN)
     if job is not None and below:
         raise UserError(f"{directory} has no logs of job {job!r}, only those of: {names}")

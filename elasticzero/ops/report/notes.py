@@ -22,23 +22,23 @@ def on_logs(run: JobRun, worlds: Sequence[SeenWorld], logs: Sequence[NodeLog]) -
 
     worlds: those of the run, in order.
     """
-    found = []
+    notes = []
     there = {life.node for life in run.lives}
     missing = list(dict.fromkeys(n for w in worlds for n in w.members if n not in there))
     if missing:
-        found.append(
+        notes.append(
             f"The logs of {many_text(len(missing), 'node')} are missing: {names_text(missing)}. "
             "Their states are inferred from the logs of others; failures and checkpoints of their "
             "own are not on this page."
         )
     if worlds and worlds[0].generation > 1:
-        found.append(
+        notes.append(
             f"The logs begin at generation {worlds[0].generation}. Totals of time count from the "
             "beginning of the job; all else counts from there."
         )
     for log in logs:
         if log.cut_bytes:
-            found.append(
+            notes.append(
                 f"Of the log of {log.node} the newest {size_text(log.bytes)} were read, and "
                 f"{size_text(log.cut_bytes)} before them left out. Waits in that part count as "
                 "productive where no total of the agents says otherwise."
@@ -46,24 +46,24 @@ def on_logs(run: JobRun, worlds: Sequence[SeenWorld], logs: Sequence[NodeLog]) -
     thinned = [log for log in logs if log.every > 1]
     if thinned:
         most = max(log.every for log in thinned)
-        found.append(
+        notes.append(
             f"The logs are long: of {many_text(len(thinned), 'node')}, one step in {most} or more "
             "often was read. Curves and step times are samples; totals are not affected."
         )
     for node, clock_s in sorted(run.clocks_s.items()):
         late = "behind" if clock_s > 0 else "ahead"
-        found.append(
+        notes.append(
             f"The clock of {node} is {span_text(abs(clock_s))} {late}; its times were corrected."
         )
     if run.earlier:
-        found.append(
+        notes.append(
             f"The logs also hold {many_text(run.earlier, 'earlier run')} of this job, which this "
             "page leaves out."
         )
     unread = {life.node: life.unread for life in run.lives if life.unread}
     if unread:
-        found.append(
+        notes.append(
             f"{many_text(sum(unread.values()), 'line')} could not be read, in the logs of "
             f"{names_text(sorted(unread))}."
         )
-    return found
+    return notes

@@ -74,22 +74,22 @@ def _runs(lives: Sequence[AgentLife]) -> list[list[AgentLife]]:
         follows = min(life.worlds, default=0) > max(before.worlds, default=0) > 0
         if before.node == life.node and before.outcome is None and follows:
             group[find(index)] = find(index - 1)
-    found: dict[int, list[AgentLife]] = defaultdict(list)
+    by_group: dict[int, list[AgentLife]] = defaultdict(list)
     for index, life in enumerate(lives):
-        found[find(index)].append(life)
-    return _with_loose(list(found.values()))
+        by_group[find(index)].append(life)
+    return _with_loose(list(by_group.values()))
 
 
 def _with_loose(runs: Sequence[list[AgentLife]]) -> list[list[AgentLife]]:
     """Returns the runs that have a world; the newest has the lives without one that are as new."""
-    known = [run for run in runs if any(life.worlds for life in run)]
+    with_world = [run for run in runs if any(life.worlds for life in run)]
     loose = [run for run in runs if not any(life.worlds for life in run)]
-    if not known:
+    if not with_world:
         return [[life for run in loose for life in run]]
-    last = max(known, key=lambda run: max(life.ended_s for life in run))
+    last = max(with_world, key=lambda run: max(life.ended_s for life in run))
     began_s = min(life.began_s for life in last)
     last += [life for run in loose for life in run if life.ended_s >= began_s]
-    return known
+    return with_world
 
 
 def _clocks(lives: Sequence[AgentLife]) -> dict[str, float]:
@@ -109,14 +109,16 @@ def _clocks(lives: Sequence[AgentLife]) -> dict[str, float]:
     for _ in range(len(counts)):  # a node may share worlds only with one that is compared before
         seen: dict[str, list[float]] = defaultdict(list)
         for times in read.values():
-            known = [at_s + clocks_s[node] for node, at_s in times.items() if node in clocks_s]
-            for node, at_s in times.items() if known else ():
+            world_starts = [
+                at_s + clocks_s[node] for node, at_s in times.items() if node in clocks_s
+            ]
+            for node, at_s in times.items() if world_starts else ():
                 if node not in clocks_s:
-                    seen[node].append(median(known) - at_s)
+                    seen[node].append(median(world_starts) - at_s)
         if not seen:
             break
-        for node, found in seen.items():
-            clocks_s[node] = value if abs(value := median(found)) >= CLOCK_S else 0.0
+        for node, offsets in seen.items():
+            clocks_s[node] = value if abs(value := median(offsets)) >= CLOCK_S else 0.0
     return {node: value for node, value in clocks_s.items() if value}
 
 

@@ -31,11 +31,11 @@ Step = tuple[int, int]
 def committed_limits(resume_steps: Mapping[int, int]) -> dict[int, float]:
     """Returns the last step of each generation that counts, from the steps at which all begin."""
     limit = float("inf")
-    found: dict[int, float] = {}
+    limits: dict[int, float] = {}
     for generation in sorted(resume_steps, reverse=True):
-        found[generation] = limit
+        limits[generation] = limit
         limit = min(limit, resume_steps[generation])
-    return found
+    return limits
 
 
 def step_points(run: JobRun, began_s: float) -> tuple[Point, ...]:
@@ -58,16 +58,16 @@ def loss_points(
     The loss of a step is the mean of the ranks that logged one. limits: the last step of each
     generation that counts.
     """
-    found: dict[Step, list[float]] = {}
+    sums: dict[Step, list[float]] = {}
     for life in run.lives:
         shift_s = run.at(life, 0.0) - began_s
         for generation, step, at_s, loss in rows_of(life.losses, LOSS_ROW):
-            entry = found.setdefault((int(generation), int(step)), [at_s + shift_s, 0.0, 0.0])
+            entry = sums.setdefault((int(generation), int(step)), [at_s + shift_s, 0.0, 0.0])
             entry[1] += loss
             entry[2] += 1
     kept: list[Point] = []
     wasted: list[Point] = []
-    for (generation, step), (at_s, total, count) in found.items():
+    for (generation, step), (at_s, total, count) in sums.items():
         counts = step <= limits.get(generation, float("inf"))
         (kept if counts else wasted).append((at_s, total / count))
     return (
@@ -104,18 +104,18 @@ def step_times(run: JobRun) -> tuple[NodeStepTimes, ...]:
     if len(compared) < 2:
         return ()
     waits_s = {node: _mean(row.wait_s for row in rows) for node, rows in compared.items()}
-    found = []
+    node_times = []
     for node, rows in compared.items():
         others_s = median(wait_s for other, wait_s in waits_s.items() if other != node)
-        found.append(_node_times(node, rows, waits_s[node], others_s))
-    return tuple(sorted(found, key=_slowness, reverse=True))
+        node_times.append(_node_times(node, rows, waits_s[node], others_s))
+    return tuple(sorted(node_times, key=_slowness, reverse=True))
 
 
 def _compared(nodes: Mapping[str, _NodeStep]) -> Mapping[str, _NodeStep]:
     """Returns the times of all nodes in one step with their ratios."""
     mean_s = _mean(row.step_s for row in nodes.values())
-    known = [row.compute_s for row in nodes.values() if not math.isnan(row.compute_s)]
-    middle_s = median(known) if len(known) > 1 else math.nan
+    compute_times = [row.compute_s for row in nodes.values() if not math.isnan(row.compute_s)]
+    middle_s = median(compute_times) if len(compute_times) > 1 else math.nan
     return {
         node: replace(
             row,
@@ -153,10 +153,10 @@ def _slowness(times: NodeStepTimes) -> tuple[bool, float, float]:
 
 def _known_median(numbers: Iterable[float]) -> float | None:
     """Returns the median of those that are numbers; None: none is."""
-    known = [number for number in numbers if not math.isnan(number)]
-    return median(known) if known else None
+    present = [number for number in numbers if not math.isnan(number)]
+    return median(present) if present else None
 
 
 def _mean(numbers: Iterable[float]) -> float:
-    found: Sequence[float] = list(numbers)
-    return sum(found) / len(found)
+    values: Sequence[float] = list(numbers)
+    return sum(values) / len(values)

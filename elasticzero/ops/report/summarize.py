@@ -86,7 +86,7 @@ def summarize_run(
     worlds = [stage.world for stage in stages]
     spent = seconds_by_generation(worlds, end.seconds)
     generations = _generations(stages, end, spent)
-    nodes = list(dict.fromkeys([life.node for life in run.lives if life.worlds or life.own]))
+    nodes = list(dict.fromkeys([life.node for life in run.lives if life.worlds or life.parts]))
     nodes += [n for world in worlds for n in world.members]
     nodes += [life.node for life in run.lives]
     nodes = list(dict.fromkeys(nodes))
@@ -133,12 +133,12 @@ def summarize_run(
 
 def _stages(run: JobRun) -> list[_Stage]:
     """Returns the generations in order."""
-    found: dict[int, _Stage] = {}
+    stages: dict[int, _Stage] = {}
     for life in run.lives:
         for generation, world in life.worlds.items():
             at_s = run.at(life, world.at_s)
-            if generation not in found or at_s < found[generation].at_s:
-                found[generation] = _Stage(
+            if generation not in stages or at_s < stages[generation].at_s:
+                stages[generation] = _Stage(
                     world=world,
                     at_s=at_s,
                     round=None,
@@ -148,10 +148,10 @@ def _stages(run: JobRun) -> list[_Stage]:
                     reached=world.resume_step,
                 )
     for life in run.lives:
-        for generation in life.own.keys() | life.rounds.keys():
-            if generation in found:
-                found[generation] = _merged(found[generation], life, generation, run)
-    return [found[generation] for generation in sorted(found)]
+        for generation in life.parts.keys() | life.rounds.keys():
+            if generation in stages:
+                stages[generation] = _merged(stages[generation], life, generation, run)
+    return [stages[generation] for generation in sorted(stages)]
 
 
 def _merged(stage: _Stage, life: AgentLife, generation: int, run: JobRun) -> _Stage:
@@ -164,8 +164,8 @@ def _merged(stage: _Stage, life: AgentLife, generation: int, run: JobRun) -> _St
             named = seen if stage.round.kind == "boundary" else stage.round
             seen = replace(named, at_s=first_s)
         stage = replace(stage, round=seen)
-    own = life.own.get(generation)
-    if own is None:
+    part = life.parts.get(generation)
+    if part is None:
         return stage
 
     def at(at_s: float | None) -> float | None:
@@ -173,10 +173,10 @@ def _merged(stage: _Stage, life: AgentLife, generation: int, run: JobRun) -> _St
 
     return replace(
         stage,
-        restored_s=_earliest(stage.restored_s, at(own.restored_s)),
-        first_step_s=_earliest(stage.first_step_s, at(own.first_step_s)),
-        last_step_s=_latest(stage.last_step_s, at(own.last_step_s)),
-        reached=max(stage.reached, own.last_step),
+        restored_s=_earliest(stage.restored_s, at(part.restored_s)),
+        first_step_s=_earliest(stage.first_step_s, at(part.first_step_s)),
+        last_step_s=_latest(stage.last_step_s, at(part.last_step_s)),
+        reached=max(stage.reached, part.last_step),
     )
 
 
@@ -192,14 +192,14 @@ def _end(run: JobRun, *, running: bool) -> _End:
     ended = [life for life in run.lives if life.outcome is not None]
     last_s = max(run.at(life, life.ended_s) for life in run.lives)
     if ended:
-        known = max(ended, key=lambda life: sum(_exit_seconds(life).values()))
-        outcome = OUTCOMES.get(str(known.outcome), "unknown")
-        exit_event = known.exit or {}
+        fullest = max(ended, key=lambda life: sum(_exit_seconds(life).values()))
+        outcome = OUTCOMES.get(str(fullest.outcome), "unknown")
+        exit_event = fullest.exit or {}
         reason = str(exit_event.get("reason", ""))
         if early := exit_event.get("end_reason"):
             reason = f"{reason}: {early}"
-        at_s = run.at(known, known.ended_s)
-        seconds = _exit_seconds(known) or _account_seconds(run, at_s)
+        at_s = run.at(fullest, fullest.ended_s)
+        seconds = _exit_seconds(fullest) or _account_seconds(run, at_s)
         return _End(outcome=outcome, reason=reason, at_s=at_s, seconds=seconds)
     errors = [life.error for life in run.lives if life.error]
     return _End(
@@ -212,33 +212,33 @@ def _end(run: JobRun, *, running: bool) -> _End:
 
 def _exit_seconds(life: AgentLife) -> dict[str, float]:
     """Returns where the job's time went as the agent said at its end; empty if it did not."""
-    given = life.exit.get("seconds") if life.exit is not None else None
-    items = given.items() if isinstance(given, Mapping) else ()
+    stored = life.exit.get("seconds") if life.exit is not None else None
+    items = stored.items() if isinstance(stored, Mapping) else ()
     return {str(kind): float(s) for kind, s in items if isinstance(s, (int, float)) and s > 0}
 
 
 def _account_seconds(run: JobRun, until_s: float) -> dict[str, float]:
     """Returns where the job's time went by the log of the agent that saw most of it."""
-    known = [life for life in run.lives if life.account is not None]
-    if not known:
+    lives = [life for life in run.lives if life.account is not None]
+    if not lives:
         first_s = min(run.at(life, life.began_s) for life in run.lives)
         return {"regroup": until_s - first_s} if until_s > first_s else {}
-    best = max(known, key=lambda life: (life.generation, run.at(life, life.ended_s)))
+    best = max(lives, key=lambda life: (life.generation, run.at(life, life.ended_s)))
     assert best.account is not None
-    found = best.account.seconds(until_s - run.at(best, 0.0))
-    return {kind: seconds for kind, seconds in found.items() if seconds > 0}
+    totals = best.account.seconds(until_s - run.at(best, 0.0))
+    return {kind: seconds for kind, seconds in totals.items() if seconds > 0}
 
 
 def _generations(
     stages: Sequence[_Stage], end: _End, spent: Mapping[int, Mapping[str, float]]
 ) -> list[GenerationSummary]:
-    found: list[GenerationSummary] = []
+    summaries: list[GenerationSummary] = []
     for stage, following in zip_longest(stages, stages[1:]):
-        world, before = stage.world, found[-1] if found else None
+        world, before = stage.world, summaries[-1] if summaries else None
         kind: ChangeKind = "start"
         label = "start"
         if before is not None:
-            ended = stages[len(found) - 1].round
+            ended = stages[len(summaries) - 1].round
             kind, label = change_of(
                 ended.kind if ended is not None else None,
                 world.reason,
@@ -247,7 +247,7 @@ def _generations(
             )
         next_step = following.world.resume_step if following is not None else 0
         ended_s = (following.at_s if following is not None else end.at_s) - end.began_s
-        found.append(
+        summaries.append(
             GenerationSummary(
                 number=world.generation,
                 began_s=max(0.0, stage.at_s - end.began_s),
@@ -264,7 +264,7 @@ def _generations(
                 seconds=spent.get(world.generation, {}),
             )
         )
-    return found
+    return summaries
 
 
 def _recoveries(
@@ -275,26 +275,26 @@ def _recoveries(
         for generation, event in life.recoveries.items():
             if generation not in seen or _known(event) > _known(seen[generation]):
                 seen[generation] = event
-    found = []
-    for begun, stage in zip(generations, stages, strict=True):
-        recovered = seen.get(begun.number)
+    recoveries = []
+    for summary, stage in zip(generations, stages, strict=True):
+        recovered = seen.get(summary.number)
         if recovered is None:
             continue
         phases = {phase: _seconds(recovered.get(f"{phase}_s")) for phase in PHASES}
         at_s = stage.first_step_s if stage.first_step_s is not None else stage.at_s
-        found.append(
+        recoveries.append(
             RecoverySummary(
-                generation=begun.number,
+                generation=summary.number,
                 at_s=at_s - began_s,
-                kind=begun.kind,
-                label=begun.label,
-                cause=begun.cause,
-                steps_lost=begun.steps_redone,
+                kind=summary.kind,
+                label=summary.label,
+                cause=summary.cause,
+                steps_lost=summary.steps_redone,
                 seconds=sum(s for s in phases.values() if s is not None),
                 phases=phases,
             )
         )
-    return found
+    return recoveries
 
 
 def _known(event: Mapping[str, Any]) -> int:
@@ -309,7 +309,7 @@ def _faults(
     run: JobRun, generations: Sequence[GenerationSummary], stages: Sequence[_Stage], end: _End
 ) -> list[FaultSummary]:
     traces = _traces(run)
-    found: list[FaultSummary] = []
+    faults: list[FaultSummary] = []
     last_step_s: float | None = None
     for (before, after), (stage, following) in zip(
         pairwise(generations), pairwise(stages), strict=True
@@ -319,8 +319,8 @@ def _faults(
             continue
         at_s = stage.round.at_s if stage.round is not None else following.at_s
         stepped_s = following.first_step_s
-        known = stepped_s is not None and last_step_s is not None
-        found.append(
+        is_measured = stepped_s is not None and last_step_s is not None
+        faults.append(
             FaultSummary(
                 at_s=at_s - end.began_s,
                 generation=before.number,
@@ -328,7 +328,7 @@ def _faults(
                 cause=after.cause,
                 lost=tuple(node for node in before.members if node not in after.members),
                 steps_lost=after.steps_redone,
-                pause_s=(stepped_s or 0.0) - (last_step_s or 0.0) if known else None,
+                pause_s=(stepped_s or 0.0) - (last_step_s or 0.0) if is_measured else None,
                 survived=True,
                 details=traces.get(before.number, ""),
             )
@@ -338,7 +338,7 @@ def _faults(
         number = stages[-1].world.generation if stages else 0
         reason = end.reason or (ended.reason if ended is not None else "the job failed")
         _, label = change_of(ended.kind if ended is not None else "failure", reason, (), ())
-        found.append(
+        faults.append(
             FaultSummary(
                 at_s=(ended.at_s if ended is not None else end.at_s) - end.began_s,
                 generation=number,
@@ -351,7 +351,7 @@ def _faults(
                 details=traces.get(number, ""),
             )
         )
-    return found
+    return faults
 
 
 def _traces(run: JobRun) -> dict[int, str]:
@@ -359,8 +359,8 @@ def _traces(run: JobRun) -> dict[int, str]:
     first: dict[int, SeenFailure] = {}
     for life in run.lives:
         for failure in life.failures:
-            known = first.setdefault(failure.generation, failure)
-            if failure.at_s < known.at_s:
+            earliest = first.setdefault(failure.generation, failure)
+            if failure.at_s < earliest.at_s:
                 first[failure.generation] = failure
     return {generation: failure.traceback for generation, failure in first.items()}
 

@@ -47,8 +47,8 @@ def sampled(lines: Iterable[bytes], every: int) -> Iterator[bytes]:
             left_out, is_first = None, True
             yield line
             continue
-        found = _STEP.search(line, head.end())
-        keep = found is None or int(found[1]) % every == 0 or _CHECKPOINT in line
+        match = _STEP.search(line, head.end())
+        keep = match is None or int(match[1]) % every == 0 or _CHECKPOINT in line
         if head[1] == b"step":
             keep, is_first = keep or is_first, False
             left_out = None if keep else line
@@ -95,21 +95,21 @@ def coarse(spans: Sequence[Span], whole_s: float, columns: int) -> list[Span]:
             ):
                 left_s, right_s = column * width_s, (column + 1) * width_s
                 filled[column][what] += max(0.0, min(end_s, right_s) - max(start_s, left_s))
-        found = []
+        coarse_spans = []
         for column, seconds in sorted(filled.items()):
             what = max(seconds, key=lambda name: seconds[name])
             if sum(seconds.values()) >= width_s / 2:
-                found.append((column * width_s, (column + 1) * width_s, what))
-        spans = found
+                coarse_spans.append((column * width_s, (column + 1) * width_s, what))
+        spans = coarse_spans
     return _joined(spans)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
     """Returns the spans with neighbours joined that are equal and touch."""
-    found: list[Span] = []
+    joined: list[Span] = []
     for start_s, end_s, what in spans:
-        if found and found[-1][2] == what and start_s - found[-1][1] < 1e-6:
-            found[-1] = (found[-1][0], end_s, what)
+        if joined and joined[-1][2] == what and start_s - joined[-1][1] < 1e-6:
+            joined[-1] = (joined[-1][0], end_s, what)
         else:
-            found.append((start_s, end_s, what))
-    return found
+            joined.append((start_s, end_s, what))
+    return joined

@@ -36,28 +36,28 @@ def node_states(
     run: JobRun, courses: Sequence[Course], nodes: Sequence[str], began_s: float
 ) -> dict[str, tuple[Span, ...]]:
     """Returns the states of each node in order, in seconds since `began_s`."""
-    found: dict[str, list[Span]] = {node: [] for node in nodes}
+    states: dict[str, list[Span]] = {node: [] for node in nodes}
     for life in run.lives:
         shift_s = run.at(life, 0.0) - began_s
-        found[life.node] += [(a + shift_s, b + shift_s, what) for a, b, what in _of_life(life)]
+        states[life.node] += [(a + shift_s, b + shift_s, what) for a, b, what in _of_life(life)]
     logged = {life.node for life in run.lives}
     for course in courses:
         for node in course.members:
             if node not in logged:
                 spans = _of_course(course, course.ended_s)
-                found[node] += [(a - began_s, b - began_s, what) for a, b, what in spans]
-    return {node: tuple(_in_order(spans)) for node, spans in found.items()}
+                states[node] += [(a - began_s, b - began_s, what) for a, b, what in spans]
+    return {node: tuple(_in_order(spans)) for node, spans in states.items()}
 
 
 def _in_order(spans: Sequence[Span]) -> list[Span]:
     """Returns the spans that are not empty, in order, without those before the run began."""
-    found: list[Span] = []
+    ordered: list[Span] = []
     until_s = 0.0
     for start_s, end_s, what in sorted(spans):
         if end_s > max(start_s, until_s):
-            found.append((max(start_s, until_s), end_s, what))
+            ordered.append((max(start_s, until_s), end_s, what))
             until_s = end_s
-    return found
+    return ordered
 
 
 def _of_life(life: AgentLife) -> list[Span]:
@@ -73,12 +73,12 @@ def _of_life(life: AgentLife) -> list[Span]:
             if world.at_s < left_at_s:
                 spans.append((world.at_s, end_s, "waiting"))
             continue
-        own, ended = life.own.get(world.generation), life.rounds.get(world.generation)
+        part, ended = life.parts.get(world.generation), life.rounds.get(world.generation)
         course = Course(
             generation=world.generation,
             members=world.members,
             began_s=world.at_s,
-            restored_s=own.restored_s if own is not None else None,
+            restored_s=part.restored_s if part is not None else None,
             round_s=ended.at_s if ended is not None else None,
             ended_s=end_s,
         )
@@ -91,8 +91,8 @@ def _left_at(life: AgentLife, worlds: Sequence[SeenWorld]) -> float:
     infinity for an agent that did not leave."""
     if life.exit is None or life.exit.get("code") != ExitCode.LEFT:
         return math.inf
-    own = [world.at_s for world in worlds if life.node in world.members]
-    later = [world.at_s for world in worlds if world.at_s > max(own, default=math.inf)]
+    joined = [world.at_s for world in worlds if life.node in world.members]
+    later = [world.at_s for world in worlds if world.at_s > max(joined, default=math.inf)]
     return min(later, default=math.inf)
 
 

@@ -222,7 +222,7 @@ class TrackerFeed(AgentExtension):
         waits."""
         run_parallel(
             self._processes,
-            lambda each: each.close(outcome, CLOSE_S, discard=discard),
+            lambda process: process.close(outcome, CLOSE_S, discard=discard),
             threads=len(self._processes),
         )
         self._processes = []

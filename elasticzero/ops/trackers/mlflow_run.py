@@ -60,15 +60,15 @@ def open_mlflow_run(place: str, job: str, *, begins: bool) -> MlflowRun:
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
     experiment = mlflow.set_experiment(name).experiment_id
     client = mlflow.MlflowClient()
-    found = client.search_runs(
+    runs = client.search_runs(
         [experiment],
         filter_string=f"tags.`{JOB_TAG}` = '{job}'",
         order_by=["attributes.start_time DESC"],
         max_results=1,
     )
-    if not found or (begins and STEP_TAG in found[0].data.tags):
+    if not runs or (begins and STEP_TAG in runs[0].data.tags):
         run = client.create_run(experiment, run_name=job, tags={JOB_TAG: job})
     else:
-        run = found[0]
+        run = runs[0]
         client.update_run(run.info.run_id, status="RUNNING")
     return MlflowRun(client, run)

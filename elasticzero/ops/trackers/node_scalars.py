@@ -102,24 +102,24 @@ class NodeScalars:
                 if rows and size > MOST_BYTES:
                     break
                 rows.append(row)
-            more = begin + len(rows) < self._serial
+            has_more = begin + len(rows) < self._serial
             through = self._through()
             return {
                 "generation": self._generation,
                 "through": through,
                 "serial": begin + len(rows),
                 "left_out": begin - serial if serial <= begin else 0,
-                "more": more,
+                "more": has_more,
                 "rows": rows,
             }
 
     def answer(self, serial: int) -> dict[str, Any]:
         """Returns `since` to the leading agent, and notes that it has asked."""
-        found = self.since(serial)
+        answer = self.since(serial)
         self.asked_s = time.monotonic()
-        if found["through"] is None and not found["more"]:
+        if answer["through"] is None and not answer["more"]:
             self.drained.set()
-        return found
+        return answer
 
     def _through(self) -> int | None:
         """Returns the last step for which no worker will log any more; None: none logs at all."""
@@ -127,6 +127,6 @@ class NodeScalars:
 
     def _close_through(self, step: int | None) -> None:
         """Closes the entries up to a step; None: all."""
-        for each in sorted(s for s in self._open if step is None or s <= step):
-            self._closed.append(self._open.pop(each))
+        for entry_step in sorted(s for s in self._open if step is None or s <= step):
+            self._closed.append(self._open.pop(entry_step))
             self._serial += 1

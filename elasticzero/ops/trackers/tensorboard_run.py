@@ -71,7 +71,7 @@ def open_tensorboard_run(place: str, job: str, *, begins: bool) -> TensorBoardRu
     """Opens the newest run of a job in a directory, or a new one."""
     folder = Path(place).absolute() / job
     names = os.listdir(folder) if folder.is_dir() else []
-    newest = max((int(found[1]) for name in names if (found := _RUN.match(name))), default=1)
+    newest = max((int(match[1]) for name in names if (match := _RUN.match(name))), default=1)
     if begins and _last_step(folder / f"run-{newest}") != NOTHING:
         newest += 1
     return TensorBoardRun(folder / f"run-{newest}")
@@ -79,10 +79,10 @@ def open_tensorboard_run(place: str, job: str, *, begins: bool) -> TensorBoardRu
 
 def _files(directory: Path) -> list[Path]:
     """Returns a run's event files, oldest first, by the seconds in their names."""
-    found = (
+    numbered = (
         (int(match[1]), path) for path in directory.glob("*") if (match := _FILE.match(path.name))
     )
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(numbered)]
 
 
 def _next_file(directory: Path) -> Path:

@@ -49,13 +49,13 @@ def _answer(answers: TextIO, **values: Any) -> None:
     answers.flush()
 
 
-def main(given: Mapping[str, Any]) -> int:
+def main(request: Mapping[str, Any]) -> int:
     """Runs the process; returns its exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a tracker prints is no answer
-    target = TrackerTarget(given["kind"], given["place"])
+    target = TrackerTarget(request["kind"], request["place"])
     try:
-        tracker = open_tracker(target, given["job"], begins=given["begins"])
+        tracker = open_tracker(target, request["job"], begins=request["begins"])
         write_requests(tracker, sys.stdin, answers)
     except Exception as error:  # noqa: BLE001 - whatever a tracker raises is told to the agent
         text = " ".join(str(error).split()) or "no message"

@@ -221,10 +221,10 @@ def _change(args: argparse.Namespace, lines: list[str]) -> int:
         return int(ExitCode.DONE)
     if shutil.which("kubectl") is None:
         raise OperatorError("--apply needs kubectl, which is not on PATH")
-    found = subprocess.run(["sh", "-eu", "-c", script], check=False)
-    if found.returncode != 0:
+    completed = subprocess.run(["sh", "-eu", "-c", script], check=False)
+    if completed.returncode != 0:
         raise OperatorError(
-            f"kubectl failed with exit code {found.returncode}: what it printed stands above; the "
-            "commands before it have been run"
+            f"kubectl failed with exit code {completed.returncode}: what it printed stands above; "
+            "the commands before it have been run"
         )
     return int(ExitCode.DONE)

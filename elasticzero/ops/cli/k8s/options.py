@@ -14,9 +14,9 @@ from elasticzero.options.option import Option
 from elasticzero.spans import STRATEGIES
 
 
-def _option(group: str, flag: str, text: str, default: Any = "", **more: Any) -> Option:
+def _option(group: str, flag: str, text: str, default: Any = "", **fields: Any) -> Option:
     """Returns an option; an empty default is not shown."""
-    return Option((flag,), text, default or None, own=False, group=group, **more)
+    return Option((flag,), text, default or None, own=False, group=group, **fields)
 
 
 def _switch(group: str, flag: str, text: str) -> Option:

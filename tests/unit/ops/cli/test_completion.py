@@ -11,7 +11,7 @@ from elasticzero.ops.cli.completion import completions
 def found(line: str) -> tuple[list[str], str]:
     """Whole words and what the shell adds, for a line up to the cursor."""
     result = completions(line.split(" "), build_parser)
-    return list(result.words), result.rest
+    return list(result.descriptions), result.rest
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ VERSIONS = VersionFacts(
 LIMITS = LimitFacts(open_files=65536, processes=100000)
 FINE = MachineFacts(
     etcd=ETCD,
-    port=PortFacts(port=9400, given=False),
+    port=PortFacts(port=9400, is_given=False),
     peers=(PeerFacts(host="b", states={9400: "open", 49152: "refused"}),),
     memory=MEMORY,
     storage=StorageFacts(where="/c", trial=TRIAL, free_bytes=900 * GIB),
@@ -73,7 +73,7 @@ FINE = MachineFacts(
     clock_synchronized=True,
     versions=VERSIONS,
     limits=LIMITS,
-    cloud=CloudFacts(choice="auto", found="AWS"),
+    cloud=CloudFacts(choice="auto", cloud="AWS"),
 )
 
 
@@ -154,10 +154,10 @@ def test_a_clock_that_differs_from_etcds(ahead_s: float, text: str) -> None:
 
 
 def test_ports() -> None:
-    one(judge_port(PortFacts(port=9400, given=True)), "ok", "port 9400 is free")
-    taken = PortFacts(port=9400, given=True, error="Address already in use")
+    one(judge_port(PortFacts(port=9400, is_given=True)), "ok", "port 9400 is free")
+    taken = PortFacts(port=9400, is_given=True, error="Address already in use")
     one(judge_port(taken), "problem", "port 9400 cannot be used: Address already", "--http-port")
-    one(judge_port(replace(taken, given=False)), "note", "takes the next free one")
+    one(judge_port(replace(taken, is_given=False)), "note", "takes the next free one")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +292,6 @@ def test_the_clock() -> None:
 
 def test_the_cloud() -> None:
     one(judge_cloud(CloudFacts(choice="none")), "ok", "no notices are read")
-    one(judge_cloud(CloudFacts(choice="auto", found="GCP")), "ok", "server of GCP answers")
+    one(judge_cloud(CloudFacts(choice="auto", cloud="GCP")), "ok", "server of GCP answers")
     one(judge_cloud(CloudFacts(choice="auto", errors=("x",))), "note", "only SIGTERM")
     one(judge_cloud(CloudFacts(choice="aws", errors=("no route",))), "problem", "aws: no route")
