@@ -27,14 +27,14 @@ class NumberRange:
     """Unit in the plural, such as steps."""
     least: int
     includes_least: bool = True
-    words: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
     """Words that it takes in place of a number."""
 
     @property
     def text(self) -> str:
         """Returns the range for people, such as "steps: 0 or more, or auto"."""
         numbers = f"{self.least} or more" if self.includes_least else f"more than {self.least}"
-        return f"{self.unit}: {', or '.join((numbers, *self.words))}"
+        return f"{self.unit}: {', or '.join((numbers, *self.alternatives))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Option:
     """True if the flag may be given several times."""
     pet: bool = False
     """True if torchrun has an option of this name, with a variable `PET_<OPTION>`."""
-    own: bool = True
+    has_variable: bool = True
     """True if the option is this project's and has a variable `ELASTICZERO_<OPTION>`."""
 
     also_from: str = ""
@@ -83,7 +83,7 @@ class Option:
     @property
     def variables(self) -> tuple[str, ...]:
         """Returns the environment variables that give the option, the strongest first."""
-        ours = (self.variable,) if self.own else ()
+        ours = (self.variable,) if self.has_variable else ()
         pet = (f"PET_{self.name.upper()}",) if self.pet else ()
         return (*ours, *pet, *filter(None, [self.also_from]))
 

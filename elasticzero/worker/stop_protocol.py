@@ -76,11 +76,11 @@ def run_stop_protocol(
 ) -> int:
     """Runs the stop protocol in the thread that has claimed it; ends the process, or returns its
     exit code if it may be used again."""
-    code, own = _explain(link, error, state)
+    code, is_cause = _explain(link, error, state)
     kept = False
     try:
         answered = _hand_over(link, str(error) or type(error).__name__, state)
-        kept = may_keep and answered and not own and link.assignment.keep
+        kept = may_keep and answered and not is_cause and link.assignment.keep
     except BaseException as lost:  # noqa: BLE001 - the end of the process: what is left is to say so
         code = _report_lost_state(link, lost, state.step)
     finally:

@@ -33,14 +33,14 @@ def hosted(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
     Raises `OperatorError` where this node was told to start it and cannot.
     """
     address = listening_address(etcd.host)
-    if etcd.here and address is None:
+    if etcd.starts_here and address is None:
         address = EVERYWHERE  # the name leads here by way of a service's address
-    if address is None or etcd.here is False:
+    if address is None or etcd.starts_here is False:
         log_line(f"waiting for the etcd at {etcd.endpoint}, which that host starts")
         yield False
         return
     if _port_in_use(address, etcd.port):
-        if etcd.here:
+        if etcd.starts_here:
             raise OperatorError(
                 f"port {etcd.port} of {address} is taken, but this node is to start an etcd there: "
                 "end the process that has it, or choose another port on all nodes"
@@ -51,7 +51,7 @@ def hosted(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
         try:
             stack.enter_context(EtcdServer(address=_bracketed(address), port=etcd.port))
         except OperatorError:
-            if etcd.here or not _port_in_use(address, etcd.port):
+            if etcd.starts_here or not _port_in_use(address, etcd.port):
                 raise
             yield from _use_existing(etcd, log_line)  # which was a moment faster
             return

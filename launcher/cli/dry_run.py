@@ -129,7 +129,7 @@ def _option_table(args: argparse.Namespace, options: Sequence[Option]) -> str:
     rows = []
     for option in options:
         source = args.sources[option.name]
-        ours = (option.own or option in LOCAL_OPTIONS) and option is not DRY_RUN
+        ours = (option.has_variable or option in LOCAL_OPTIONS) and option is not DRY_RUN
         if ours or (source.origin > Origin.DEFAULT and option is not DRY_RUN):
             name = option.flags[0].removeprefix("--")
             rows.append((name, _value_text(option, getattr(args, option.name)), source.text))

@@ -163,8 +163,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        words = None if args is None else self.prepare(args)
-        values, unknown = super().parse_known_args(words, namespace)
+        arguments = None if args is None else self.prepare(args)
+        values, unknown = super().parse_known_args(arguments, namespace)
         if not hasattr(values, "prog"):
             values.prog = self.prog
         if self.complete is not None and not unknown:
@@ -195,7 +195,7 @@ def add_command(
         "arguments", nargs=argparse.REMAINDER, help="The script gets these arguments."
     )
     script.required = arguments.required = False  # the file of --config may give both
-    parser.prepare = lambda words: spelled_out(words, options)
+    parser.prepare = lambda command_line: spelled_out(command_line, options)
 
 
 def add_options(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
@@ -298,5 +298,5 @@ def _typed(option: Option) -> Callable[[str], Any]:
 
 
 def _required_word(option: Option) -> str:
-    variable = f" (or {option.variable})" if option.own else ""
+    variable = f" (or {option.variable})" if option.has_variable else ""
     return f"{option.flags[0]} {option.metavar}{variable}"

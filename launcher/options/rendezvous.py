@@ -51,7 +51,7 @@ class HostedEtcd:
 
     host: str
     port: int
-    here: bool | None
+    starts_here: bool | None
     """True if this node starts it; None: it does if the host is this machine."""
 
     @property
@@ -142,7 +142,7 @@ def _hosted(
                     "be one that all nodes know, such as 29400"
                 )
             return None
-        return HostedEtcd(host=host, port=port, here=is_host)
+        return HostedEtcd(host=host, port=port, starts_here=is_host)
     if most_nodes == 1 or (backend is None and options["master_addr"] is None):
         return None
     if endpoint is not None:
@@ -151,7 +151,7 @@ def _hosted(
         host, port = options["master_addr"] or "127.0.0.1", options["master_port"] or STATIC_PORT
     rank = options["node_rank"]
     is_first = is_host if is_host is not None or rank is None else rank == 0
-    return HostedEtcd(host=host.strip("[]"), port=port, here=is_first)
+    return HostedEtcd(host=host.strip("[]"), port=port, starts_here=is_first)
 
 
 def split_endpoint(text: str, default_port: int) -> tuple[str, int]:

@@ -19,15 +19,15 @@ TEE, TEE_STREAMS = "--tee", "--tee-streams"
 _SHORT = {"-t": TEE}
 
 
-def spelled_out(words: Sequence[str], options: Iterable[Option]) -> list[str]:
-    """Returns the words, with whole names and `--option=value` in those before the script.
+def spelled_out(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
+    """Returns the arguments, with whole names and `--option=value` in those before the script.
 
     Raises `UserError` for a prefix that fits several options of torchrun.
     """
     by_flag = {flag: option for option in options for flag in option.flags}
     by_flag |= {flag: by_flag[long] for flag, long in _SHORT.items() if long in by_flag}
     taken: list[str] = []
-    rest = list(words)
+    rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
         flag, value = _split_word(word, by_flag)
@@ -66,7 +66,9 @@ def _complete_flag(flag: str, by_flag: dict[str, Option]) -> str:
     fitting = {
         option.flags[0]
         for name, option in by_flag.items()
-        if name.startswith(flag) and name.startswith("--") and (option.pet or not option.own)
+        if name.startswith(flag)
+        and name.startswith("--")
+        and (option.pet or not option.has_variable)
     }
     if len(fitting) > 1:
         raise UserError(f"{flag} could be {' or '.join(sorted(fitting))}; write the whole name")

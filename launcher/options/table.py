@@ -46,7 +46,7 @@ DRY_RUN = Option(
     "workers' command and their environment.",
     False,
     is_switch=True,
-    own=False,
+    has_variable=False,
     in_local="taken",
     in_file=False,
 )
@@ -302,7 +302,7 @@ TEE_STREAMS = Option(
     ("--tee-streams",),
     argparse.SUPPRESS,
     metavar="STREAMS",
-    own=False,
+    has_variable=False,
     also_from="PET_TEE",
     in_local="taken",
     in_file=False,
@@ -326,12 +326,14 @@ of another; `--help-all` and the reference have every option."""
 
 LOCAL_OPTIONS = grouped(
     "the cluster on this machine",
-    Option(("--nodes",), "The cluster starts with N nodes.", type=int, metavar="N", own=False),
+    Option(
+        ("--nodes",), "The cluster starts with N nodes.", type=int, metavar="N", has_variable=False
+    ),
     Option(
         ("--nnodes",),
         "The job runs on MIN to MAX nodes. (default: 1:N)",
         metavar="MIN:MAX",
-        own=False,
+        has_variable=False,
     ),
     Option(
         ("--fault",),
@@ -339,7 +341,7 @@ LOCAL_OPTIONS = grouped(
         "WHAT:NODE@STEP chooses the node.",
         metavar="WHAT@STEP",
         is_list=True,
-        own=False,
+        has_variable=False,
     ),
 )
 """Options of `local` that `run` does not have, or has with another meaning."""

@@ -18,18 +18,18 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _NEVER = frozenset({"SIGKILL", "SIGSTOP"})
 
 
-def _mapped(flag: str, help: str, metavar: str | None = None, **more: Any) -> Option:
-    flags = (flag, *more.pop("also", ()))
-    in_local = more.pop("in_local", "absent")
+def _mapped(flag: str, help: str, metavar: str | None = None, **fields: Any) -> Option:
+    flags = (flag, *fields.pop("also", ()))
+    in_local = fields.pop("in_local", "absent")
     return Option(
         flags,
         help,
         metavar=metavar,
         pet=True,
-        own=False,
+        has_variable=False,
         in_local=in_local,
         group="options of torchrun",
-        **more,
+        **fields,
     )
 
 
@@ -137,7 +137,7 @@ IDLE = tuple(
         is_switch=flag == "--run-path",
         default=False if flag == "--run-path" else None,
         pet=flag not in _WITHOUT_VARIABLE,
-        own=False,
+        has_variable=False,
         in_local="absent",
         group="options of torchrun without effect",
     )

@@ -137,8 +137,8 @@ def deadlock(me: str, reports: Sequence[Report | None]) -> Alarm | None:
     waiting = [r.failure for r in reports if r is not None and r.failure is not None]
     waiting.sort(key=lambda failure: not failure.final)
     parts = [f"rank {failure.rank}: {failure.message}" for failure in waiting[:RANKS_SHOWN]]
-    more = [f"and {len(waiting) - RANKS_SHOWN} more"] if len(waiting) > RANKS_SHOWN else []
-    reason = "; ".join(["the ranks wait for each other", *parts, *more])
+    omission = [f"and {len(waiting) - RANKS_SHOWN} more"] if len(waiting) > RANKS_SHOWN else []
+    reason = "; ".join(["the ranks wait for each other", *parts, *omission])
     left = next((failure.rank for failure in waiting if failure.final), None)
     return Alarm(node=me, kind="hang", reason=reason, left=left)
 

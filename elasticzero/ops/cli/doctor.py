@@ -39,13 +39,13 @@ OWN_OPTIONS = grouped(
         "This other node must be reached at all ports.",
         metavar="HOST",
         is_list=True,
-        own=False,
+        has_variable=False,
     ),
     Option(
         ("--snapshot-size",),
         "The snapshots of a node take SIZE bytes, as `elasticzero plan` computes them.",
         metavar="SIZE",
-        own=False,
+        has_variable=False,
     ),
 )
 

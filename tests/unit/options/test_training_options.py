@@ -210,7 +210,7 @@ def test_an_option_takes_the_numbers_of_its_range(row: Option, tmp_path: Path) -
     others = {rows[name].variable: value_of(rows[name], tmp_path) for name in names}
     assert row.range is not None
     least = row.range.least if row.range.includes_least else row.range.least + 1
-    for taken in (str(least), str(least + 8), *row.range.words):
+    for taken in (str(least), str(least + 8), *row.range.alternatives):
         read_settings({**others, row.variable: taken})
     with pytest.raises(UserError, match=row.flags[0]):
         read_settings({**others, row.variable: str(least - 1)})

@@ -16,11 +16,11 @@ from elasticzero.spans import STRATEGIES
 
 def _option(group: str, flag: str, text: str, default: Any = "", **fields: Any) -> Option:
     """Returns an option; an empty default is not shown."""
-    return Option((flag,), text, default or None, own=False, group=group, **fields)
+    return Option((flag,), text, default or None, has_variable=False, group=group, **fields)
 
 
 def _switch(group: str, flag: str, text: str) -> Option:
-    return Option((flag,), text, False, is_switch=True, own=False, group=group)
+    return Option((flag,), text, False, is_switch=True, has_variable=False, group=group)
 
 
 NODES, PODS, ETCD, TRAINING = "nodes", "pods", "etcd", "training"

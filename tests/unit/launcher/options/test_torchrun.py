@@ -195,7 +195,7 @@ def test_where_nodes_meet(
     place = found(*words.split(), nodes=nodes)
     expected = None
     if hosted is not None:
-        expected = HostedEtcd(host=hosted[0], port=hosted[1], here=hosted[2])
+        expected = HostedEtcd(host=hosted[0], port=hosted[1], starts_here=hosted[2])
     assert (place.etcd, place.hosted) == (etcd, expected)
 
 
