@@ -70,7 +70,9 @@ class HostProbe:
 
     def _refused(self, addresses: Mapping[str, str]) -> dict[str, str]:
         answers = run_parallel(addresses.values(), _is_refused, threads=THREADS)
-        return {key: addresses[key] for key, so in zip(addresses, answers, strict=True) if so}
+        return {
+            key: addresses[key] for key, refused in zip(addresses, answers, strict=True) if refused
+        }
 
 
 def _is_refused(address: str) -> bool:

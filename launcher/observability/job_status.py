@@ -120,11 +120,11 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
         statuses: The answers of the agents, by node.
     """
     world, leader = job.world, job.leader
-    leads = leader.node if leader is not None else None
+    leader_node = leader.node if leader is not None else None
     member_statuses = [statuses[node] for node in job.members if node in statuses]
-    leader_status = statuses.get(leads or "", member_statuses[0] if member_statuses else {})
+    leader_status = statuses.get(leader_node or "", member_statuses[0] if member_statuses else {})
     requested = job.control.nnodes
-    nodes = _nodes(job, leads, phases, statuses, leader_status)
+    nodes = _nodes(job, leader_node, phases, statuses, leader_status)
     return {
         "job": job.name,
         "state": _job_state(job, [n["state"] for n in nodes if n["role"] != "spare"]),
@@ -134,7 +134,7 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
         "nnodes": list(requested) if requested is not None else leader_status.get("nnodes"),
         "resume_step": world.resume.step if world is not None else 0,
         "reason": world.reason if world is not None else "waiting for nodes",
-        "leader": leads,
+        "leader": leader_node,
         "page": page_address(leader) if leader is not None else None,
         "step": _greatest(member_statuses, "step"),
         "total_steps": leader_status.get("total_steps"),
@@ -179,8 +179,8 @@ def _nodes(
     nodes = []
     for node, member in job.nodes.items():
         status, index = statuses.get(node, {}), placed.get(node)
-        trains = status if index is not None else {}
-        speed = trains.get("steps_per_s")
+        training = status if index is not None else {}
+        speed = training.get("steps_per_s")
         nodes.append(
             {
                 "node": node,
@@ -191,10 +191,10 @@ def _nodes(
                 "strikes": struck.get(node, 0),
                 "set_aside_s": leader_status.get("set_aside_s", {}).get(node),
                 "set_aside_for": aside.get(node),
-                "step": trains.get("step"),
-                "step_age_s": trains.get("step_age_s"),
+                "step": training.get("step"),
+                "step_age_s": training.get("step_age_s"),
                 "step_s": 1 / speed if speed else None,
-                "compute_s": max((trains.get("compute_s") or {}).values(), default=None),
+                "compute_s": max((training.get("compute_s") or {}).values(), default=None),
                 "compute_ratio": ratios.get(node),
                 "up_s": status.get("up_s"),
                 "silent": node in job.members and node not in statuses and job.done is None,

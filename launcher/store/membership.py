@@ -182,8 +182,8 @@ class Membership:
         lease = self._lease
         if lease is None:
             return
-        unlooked_s = now_s - self._last_check_s + self._ttl_s / 3
-        longest_s = max(OUTAGE_SHARE_OF_TTL * self._ttl_s, unlooked_s)
+        unchecked_s = now_s - self._last_check_s + self._ttl_s / 3
+        longest_s = max(OUTAGE_SHARE_OF_TTL * self._ttl_s, unchecked_s)
         if self._last_confirmed_s and lease.confirmed_s - self._last_confirmed_s > longest_s:
             self.note_outage(lease.confirmed_s)
         self._last_check_s = now_s

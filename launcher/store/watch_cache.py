@@ -282,15 +282,15 @@ class FirstSeen:
         self._first = {key: first.get(key, now_s) for key in keys}
         return self._first
 
-    def since(self, generation: int, so: bool, now_s: float) -> float | None:
+    def since(self, generation: int, holds: bool, now_s: float) -> float | None:
         """Returns since when a state has lasted in this generation; None if it does not hold.
 
         Args:
             generation: Number of the generation.
-            so: Whether the state holds now.
+            holds: Whether the state holds now.
             now_s: Present time.
         """
-        if not so:
+        if not holds:
             self._first = {}
             return None
         key = str(generation)

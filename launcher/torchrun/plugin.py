@@ -247,11 +247,11 @@ class Handler(RendezvousHandler):
             self._wait(lambda: False, place, deadline_s)
         return None
 
-    def _wait(self, so: Callable[[], bool], place: NodePlacement, deadline_s: float) -> bool:
+    def _wait(self, condition: Callable[[], bool], place: NodePlacement, deadline_s: float) -> bool:
         """Waits for a condition.
 
         Args:
-            so: Returns whether the condition holds.
+            condition: Returns whether the condition holds.
             place: This node's place in its world.
             deadline_s: Time (monotonic) at which the wait ends with an error.
 
@@ -260,7 +260,7 @@ class Handler(RendezvousHandler):
         """
         from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-        while not so():
+        while not condition():
             if self._node.change().lost or self._node.closed():
                 return False
             if time.monotonic() > deadline_s:

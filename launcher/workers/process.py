@@ -150,9 +150,9 @@ def fork(
             os.close(fd)
         worker_socket.close()
     channel = Channel(agent_socket)
-    its_fd = numbers[3] if store_fd is not None else None
+    worker_store_fd = numbers[3] if store_fd is not None else None
     with suppress(ChannelClosed):
-        channel.send(replace(assignment, store_fd=its_fd))
+        channel.send(replace(assignment, store_fd=worker_store_fd))
     agent_socket.setblocking(False)  # a worker that reads no more must not hold the agent up
     worker = Worker(assignment.rank, local_rank, pid, channel, log, log_start)
     worker.stdout_log, worker.stdout_start = stdout_log, stdout_start

@@ -20,10 +20,10 @@ def diagnose_endpoint(endpoint: Endpoint, access: Access) -> str | None:
     """Returns what must be changed for this endpoint to answer; None: nothing that a connection
     shows."""
     try:
-        with _connect(endpoint) as knock:
+        with _connect(endpoint) as sock:
             if not endpoint.tls:
-                return _why_not_plain(knock, endpoint)
-            with tls_context(access).wrap_socket(knock, server_hostname=endpoint.host) as tls:
+                return _why_not_plain(sock, endpoint)
+            with tls_context(access).wrap_socket(sock, server_hostname=endpoint.host) as tls:
                 tls.recv(1)  # in TLS 1.3 a refused certificate is told of here
     except ssl.SSLError as error:
         return _why_no_tls(error, endpoint, access)
@@ -68,20 +68,20 @@ def _why_plain(endpoint: Endpoint) -> str:
 def _speaks_plainly(endpoint: Endpoint) -> bool:
     """Returns whether a request without TLS is answered."""
     try:
-        with _connect(endpoint) as knock:
-            knock.sendall(f"GET /version HTTP/1.0\r\nHost: {endpoint}\r\n\r\n".encode())
-            return b" 200 " in knock.recv(64)
+        with _connect(endpoint) as sock:
+            sock.sendall(f"GET /version HTTP/1.0\r\nHost: {endpoint}\r\n\r\n".encode())
+            return b" 200 " in sock.recv(64)
     except OSError:
         return False
 
 
-def _why_not_plain(knock: socket.socket, endpoint: Endpoint) -> str | None:
+def _why_not_plain(sock: socket.socket, endpoint: Endpoint) -> str | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the question is only whether it speaks TLS at all
     context.set_alpn_protocols(["h2"])
     try:
-        context.wrap_socket(knock).close()
+        context.wrap_socket(sock).close()
     except ssl.SSLError as error:
         if "alert" not in _reason(error):
             return None
