@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,13 @@ import torch
 from torch import Tensor
 
 import elasticzero.checkpoint
+from elasticzero.launcher.local.cluster import Node
 from elasticzero.launcher.observability.lineage import Lineage, committed
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.processes import descendants
 from tests.integration.clusters import (
     REGRESSION,
+    Story,
     events_in,
     story,
     traces_in,
@@ -148,23 +155,48 @@ def test_a_killed_worker_costs_at_most_a_step_under_ddp(
     check_weights(checkpoints, reference)
 
 
-@pytest.mark.timeout(120)
-def test_the_leader_may_die(
+@pytest.mark.timeout(180)
+def test_a_leader_falls_silent_and_comes_back_and_another_dies(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
+    """Every process of the first leader's node is suspended, as a machine may be for a while."""
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--checkpoint-dir", str(checkpoints)]
+    words = ["--nnodes", "1:3", "--lease-ttl", "2", "--checkpoint-dir", str(checkpoints)]
     words += [str(REGRESSION), "--pause", "0.05"]
     with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
         told.wait_for_step(20)
-        leader = told.of("world")[0]["members"][0]
-        told.cluster.kill_node(told.cluster.nodes[leader])
+        told.pause(0.4)
+        silent = leader(told)
+        suspended = [silent.process.pid, *descendants(silent.process.pid)]
+        send(suspended, signal.SIGSTOP)
+        told.wait_for_first_step(2)
+        assert silent.name not in members(told)
+        send(suspended, signal.SIGCONT)
+        told.wait("its return", lambda: silent.name in members(told) and told.generation > 2)
+        told.wait_for_first_step(told.generation)
+        told.cluster.kill_node(leader(told))
+        told.wait_for_first_step(told.generation + 1)
         codes = told.wait_for_end()
-    assert sorted(codes.values()) == [-9, 0, 0]
-    assert told.generation == 2
-    assert told.lineage.recomputed <= 1
+    assert sorted(codes.values()) == [-9, 0, 0], told.logs()
+    assert all(told.lineage.lost(generation) <= 1 for generation in told.lineage.resume_steps)
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
+
+
+def members(told: Story) -> list[str]:
+    """The nodes of the newest world, the leader first."""
+    world = max(told.of("world"), key=lambda event: event["generation"])
+    return list(world["members"])
+
+
+def leader(told: Story) -> Node:
+    return told.cluster.nodes[members(told)[0]]
+
+
+def send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 @pytest.mark.timeout(120)

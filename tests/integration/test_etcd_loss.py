@@ -17,8 +17,6 @@ from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.etcd_members import Members
 from tests.integration.test_elastic_training import check_samples, check_weights
 
-pytestmark = pytest.mark.slow
-
 TTL_S = 2
 LATE_S = 30.0
 """A generous deadline."""
@@ -91,6 +89,7 @@ def test_training_outlives_a_wiped_etcd(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_training_outlives_an_old_backup_of_etcd(
     tmp_path: Path, job: str, reference: dict[str, Tensor]
@@ -119,6 +118,7 @@ def test_training_outlives_an_old_backup_of_etcd(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_node_that_came_to_the_emptied_etcd_joins_the_others(
     tmp_path: Path, job: str, reference: dict[str, Tensor]
@@ -144,6 +144,7 @@ def test_a_node_that_came_to_the_emptied_etcd_joins_the_others(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kills", [False, True], ids=["training", "after a kill"])
 def test_sigterm_keeps_its_time_while_etcd_is_away(tmp_path: Path, job: str, kills: bool) -> None:

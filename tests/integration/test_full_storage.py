@@ -34,7 +34,7 @@ LAYOUT = Layout(
     world_size=1, tensors={"a": TensorSpec("F32", (NUMEL,))}, groups=(Group("even", ("a",)),)
 )
 OLD, TOKEN, NEW = (f"g{generation:06d}-{'0' * 16}" for generation in (1, 2, 3))
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 LAST = steps_in(10, 3)
 
 
@@ -52,7 +52,9 @@ def newest(checkpoints: Path) -> int | None:
     return catalog.newest_good(open_directory(checkpoints))
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", 1), ("zero2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "nodes"), [("ddp", 1), pytest.param("zero2", 2, marks=pytest.mark.slow)]
+)
 def test_a_disk_full_at_the_end_loses_nothing_once_there_is_room(
     strategy: str, nodes: int, tmp_path: Path, job: str, etcd: EtcdServer,
     reference: dict[str, Tensor],
@@ -79,6 +81,7 @@ def test_a_disk_full_at_the_end_loses_nothing_once_there_is_room(
         check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_job_and_says_what_is_lost(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
@@ -101,6 +104,7 @@ def test_a_disk_that_stays_full_ends_the_job_and_says_what_is_lost(
             assert expected in terminal(told, node), terminal(told, node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_job_that_is_given_up_saves_its_state_first(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
@@ -116,6 +120,7 @@ def test_a_job_that_is_given_up_saves_its_state_first(
     assert "the checkpoint of step 37 has all that was done" in terminal(told)
 
 
+@pytest.mark.slow
 def test_storage_that_is_read_only_as_a_job_is_given_up_is_tried_again(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
@@ -135,6 +140,7 @@ def test_storage_that_is_read_only_as_a_job_is_given_up_is_tried_again(
         assert newest(checkpoints) == 57, told.logs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_while_a_full_disk_is_waited_for_keeps_its_time(
     sent: signal.Signals, code: int, tmp_path: Path, job: str, etcd: EtcdServer
@@ -157,6 +163,7 @@ def test_a_signal_while_a_full_disk_is_waited_for_keeps_its_time(
             assert expected in terminal(told), terminal(told)
 
 
+@pytest.mark.slow
 def test_leftovers_of_failed_saves_make_room_for_the_next(tmp_path: Path) -> None:
     """12 of 20 MB were parts of saves that had failed: every later one failed for want of room."""
     draft = draft_of(LAYOUT, generation=2, token=TOKEN, step=9)
@@ -192,6 +199,7 @@ def test_leftovers_of_failed_saves_make_room_for_the_next(tmp_path: Path) -> Non
     assert "3 files of saves that failed removed, for want of space" in over.notes
 
 
+@pytest.mark.slow
 def test_a_save_tried_again_does_not_copy_its_parts_twice(tmp_path: Path) -> None:
     """A disk that had room for one copy of a part had none for a second beside it."""
     draft = draft_of(LAYOUT, generation=2, token=TOKEN, step=9)

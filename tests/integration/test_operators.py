@@ -63,7 +63,6 @@ def ram_only(told: Story) -> bool:
     return {world["tier"] for world in told.of("world") if world["generation"] > 1} == {"ram"}
 
 
-@pytest.mark.slow
 def test_two_operators_drain_scale_and_stop_a_job(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:

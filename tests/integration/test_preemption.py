@@ -20,8 +20,6 @@ from tests.clouds import Aws, Azure, Gcp
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
-pytestmark = pytest.mark.slow
-
 SHORT = ("--lease-ttl", "2", "--settle", "10")
 
 
@@ -68,6 +66,7 @@ def test_a_spot_interruption_of_the_leader_costs_no_step(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_nodes_are_preempted_at_once(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
@@ -96,6 +95,7 @@ def test_two_nodes_are_preempted_at_once(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_step_longer_than_the_grace_is_given_up(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
@@ -120,6 +120,7 @@ def test_a_step_longer_than_the_grace_is_given_up(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_sigterm_to_every_process_of_a_node_twice_and_while_others_regroup(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
@@ -142,6 +143,7 @@ def test_sigterm_to_every_process_of_a_node_twice_and_while_others_regroup(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_notice_before_the_first_world(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     words = ["--nnodes", "2:2", *SHORT, "--preemption", "azure", str(REGRESSION)]

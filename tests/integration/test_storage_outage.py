@@ -14,7 +14,7 @@ from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.mounts import disk_that_freezes, freeze, let_write, small_disk, thaw
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def words(checkpoints: Path, strategy: str, *more: str) -> list[str]:
@@ -31,7 +31,7 @@ def logs_of_workers(told: Story) -> str:
     return "".join(path.read_text() for path in told.directory().glob("*/0.log"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero2"])
 def test_storage_that_is_read_only_as_a_generation_starts_ends_nothing(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -61,6 +61,7 @@ def test_storage_that_is_read_only_as_a_generation_starts_ends_nothing(
         check_weights(disk / "c", reference)
 
 
+@pytest.mark.slow
 def test_storage_that_does_not_answer_as_a_generation_starts_ends_nothing(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -85,6 +86,7 @@ def test_storage_that_does_not_answer_as_a_generation_starts_ends_nothing(
         check_weights(disk / "c", reference)
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_while_storage_is_read_only_takes_its_place(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_node_that_comes_while_storage_is_read_only_takes_its_place(
         check_weights(disk / "c", reference)
 
 
+@pytest.mark.slow
 def test_a_fresh_job_does_not_begin_on_storage_that_is_read_only(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
