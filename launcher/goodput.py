@@ -3,23 +3,23 @@
 Pure: every time comes in as an argument, in seconds of one clock.
 
 Classes of the time, as one member of the job sees it; the first rule that applies counts:
- G1 Between two ends of steps of one generation, or from the restored state to its first step: the
-    time for which the step waited for its batch is `data_wait`. The time for which training waited
-    for a copy of its state is `snapshot`, or `checkpoint` if the copy becomes one. The rest is
-    `productive`. It becomes `wasted` when a later generation does the step again.
- G2 From the last step of a generation until its round opens: `detect`. The part of a step that was
-    lost in flight is in it, because no clock shows when the fault struck.
- G3 From there, or from the begin of the first agent, until workers start: `idle` while fewer than
-    MIN nodes are registered; `parked` while enough are registered, but fewer than MIN may take
-    part, as some are drained or set aside; otherwise `regroup`.
- G4 From the start of workers until their state is in place: `connect` and `restore` for as long as
-    the worker measured; the rest is `startup`. A generation that fails before that has only
-    `startup`.
- G5 After the last step of a job that ends: `checkpoint` for as long as the last save took; the rest
-    is `productive`.
- G6 A script that makes no visible steps is `productive` from the start of its workers.
- G7 Time that no living agent saw, as when all nodes were lost: `productive` for the steps that were
-    saved, at the mean of the last steps; the rest is `idle`.
+ G1  Between two ends of steps of one generation, or from the restored state to its first step: the
+     time for which the step waited for its batch is `data_wait`. The time for which training
+     waited for a copy of its state is `snapshot`, or `checkpoint` if the copy becomes one. The
+     rest is `productive`. It becomes `wasted` when a later generation does the step again.
+ G2  From the last step of a generation until its round opens: `detect`. The part of a step that
+     was lost in flight is in it, because no clock shows when the fault struck.
+ G3  From there, or from the begin of the first agent, until workers start: `idle` while fewer than
+     MIN nodes are registered; `parked` while enough are registered, but fewer than MIN may take
+     part, as some are drained or set aside; otherwise `regroup`.
+ G4  From the start of workers until their state is in place: `connect` and `restore` for as long
+     as the worker measured; the rest is `startup`. A generation that fails before that has only
+     `startup`.
+ G5  After the last step of a job that ends: `checkpoint` for as long as the last save took; the
+     rest is `productive`.
+ G6  A script that makes no visible steps is `productive` from the start of its workers.
+ G7  Time that no living agent saw, as when all nodes were lost: `productive` for the steps that
+     were saved, at the mean of the last steps; the rest is `idle`.
 Invariant: the seconds of all classes add up to the time since the job began.
 
 The time of steps is kept in groups, which are the larger the longer ago the steps were. Of a group
