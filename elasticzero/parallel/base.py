@@ -87,7 +87,7 @@ class Strategy(Protocol):
     """Lays one model and its optimizer over the ranks of one generation."""
 
     model: nn.Module
-    """What the user calls."""
+    """The model that the user calls."""
     optimizers: Optimizers
     gradient_hook: GradientHook | None
     """`finish` calls it with the gradients, before their norm is taken."""

@@ -64,7 +64,7 @@ class Replicated:
             self._gradients = BucketQueue(self._sums)
         self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
-        """Of the last gradient."""
+        """Norm of the last gradient."""
         self._factor = 1.0
         """Holds the factor of the last call of `finish`."""
         self.model: nn.Module = setting.model

@@ -38,7 +38,7 @@ class GradientHook:
     step: Callable[[], int]
     """Returns the number of steps applied so far."""
     sums: dict[str, float] = field(default_factory=dict)
-    """What the function has returned in the newest step, summed over all ranks, by parameter."""
+    """Values of the function in the newest step, summed over all ranks, by parameter."""
 
     def call(self, gradients: Mapping[str, tuple[int, Tensor]]) -> dict[str, float]:
         """Calls the function with each gradient, which it may change, and returns its results.

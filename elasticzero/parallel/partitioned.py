@@ -65,7 +65,7 @@ class PartitionedOptimizer:
         self.gradient_hook: GradientHook | None = None
         self._ranks = mesh.world_size
         self._first_row = mesh.replica == 0
-        """Whether sums over the ranks count this rank's pieces: other rows have the same."""
+        """True if sums over the ranks count this rank's pieces; other rows have the same pieces."""
         self._agreement = agreement
         self._norm: Tensor | None = None
         self.has_state = any(g.nature.makes_state_at_once for g in optimizers.groups)
@@ -74,7 +74,7 @@ class PartitionedOptimizer:
         self._differ = False
         """Ranks have run different blocks."""
         self.losses = LossCheck()
-        """Of the global batch, on this rank."""
+        """Checks the losses of the global batch on this rank."""
         self.loss = 0.0
         """Mean over the newest complete global batch, on all ranks."""
 

@@ -43,7 +43,7 @@ class _Written:
     """Says where a capture lies."""
 
     size: int = 0
-    """Its bytes in shared memory."""
+    """Number of its bytes in shared memory."""
     manifest: str = ""
     """This rank's own manifest of a shard on storage; empty: it lies in shared memory."""
 

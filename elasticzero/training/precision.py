@@ -33,7 +33,7 @@ class Compute:
     precision: str = "fp32"
     """One of `FORMATS`."""
     compiled: bool | str = False
-    """Whether `torch.compile` is applied; a text is its mode."""
+    """True if `torch.compile` is applied; a text is its mode."""
 
     def __post_init__(self) -> None:
         if self.precision not in FORMATS:

@@ -63,7 +63,7 @@ class Place:
     load: str | PathLike[str] | None
     """Files with the model's first values; None: the model has them."""
     saving: bool
-    """Whether checkpoints are written."""
+    """True if checkpoints are written."""
     save: Callable[[Manifest, list[TensorPiece]], None] | None
     """Saves without an agent; None: an agent does."""
 

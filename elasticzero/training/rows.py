@@ -23,8 +23,8 @@ class Rows:
 
     mesh: Mesh
     agreement: NodeAgreement | None = None
-    """What binds the ranks of a row to a step; None: a rank holds the whole state, or a row is the
-    world."""
+    """Agreement that binds the ranks of a row to a step; None: a rank holds the whole state, or a
+    row is the world."""
 
     @classmethod
     def arrange(cls, assignment: Assignment, groups: ProcessGroups | None, strategy: str) -> Rows:

@@ -80,7 +80,7 @@ class StepEvent(Enum):
     BATCHES = auto()
     """`session.batches` is iterated for the first time."""
     BATCHES_MIDWAY = auto()
-    """The same, where a part of a global batch's gradient is computed and not applied."""
+    """`session.batches` begins while a part of a global batch's gradient is not applied."""
     BEGIN = auto()
     """A global batch begins."""
     GIVE = auto()
@@ -90,25 +90,25 @@ class StepEvent(Enum):
     TURN = auto()
     """`session.backward(only=…)` is called for other optimizers, or the same."""
     TURN_OF_PARTS = auto()
-    """The same, in a global batch of several micro-batches, in this world or another."""
+    """It is called so in a global batch of several micro-batches, in this world or another."""
     BACKWARD = auto()
     """`session.backward` is called."""
     BACKWARD_OF_OTHERS = auto()
-    """The same, for other optimizers than those of the micro-batch before."""
+    """`session.backward` is called for other optimizers than in the micro-batch before."""
     WEIGH = auto()
     """The loss is valid, and its gradient is computed."""
     WEIGH_UNLIKE = auto()
-    """The same, with a weight where a micro-batch before had none, or the other way round."""
+    """The loss has a weight where a micro-batch before had none, or the other way round."""
     BACKWARD_OVER = auto()
     """The gradient is computed."""
     STEP = auto()
     """`session.step` is called."""
     STEP_OF_OTHERS = auto()
-    """The same, for other optimizers than those of the backward."""
+    """`session.step` is called for other optimizers than those of the backward."""
     NEXT = auto()
     """The script asks the loop for the next micro-batch."""
     NEXT_TOO_LATE = auto()
-    """The same, of a loop that another has followed."""
+    """The script asks a loop for a micro-batch after another has followed it."""
     CHANGE = auto()
     """The optimizers begin to step."""
     APPLIED = auto()

@@ -43,7 +43,7 @@ class LaidModel:
     rows: Rows
     """The rows of ranks that hold the whole state each."""
     guard: StepGuard = field(default_factory=StepGuard)
-    """What decides whether steps are applied."""
+    """Decides whether steps are applied."""
     gradients: HiddenGradients = field(default_factory=lambda: HiddenGradients(()))
     """The gradients of parameters that are partitioned."""
 
@@ -89,7 +89,7 @@ class TrainingState:
         self._source = captures.source
         self._mirrored = captures.mirrored
         self._mirrors = bool(link.assignment.mirrors) and model.strategy.shards > 1
-        """Whether this rank keeps live copies of others' parts of the state."""
+        """True if this rank keeps live copies of others' parts of the state."""
         self.step = 0
         """Number of global batches that are applied or skipped, by which a state is known."""
         self.position = DataPosition()

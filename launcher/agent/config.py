@@ -57,7 +57,7 @@ class AgentOptions:
     """Directory on a disk, for snapshots that find no room in shared memory; it belongs to this
     agent alone."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
-    """What the options say to every worker."""
+    """Settings that the options give every worker."""
     flops_per_sample: float | None = None
     """Floating-point operations of the model for one sample; None: not stated."""
     peak_flops: float | None = None

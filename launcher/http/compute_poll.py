@@ -20,7 +20,7 @@ from elasticzero.launcher.secrets import Secret
 POLL_S = 10.0
 """Least seconds from one poll of all agents to the next."""
 POLL_A_NODE_S = 0.05
-"""The same for each node, in large worlds."""
+"""Least seconds for each node between two polls, in large worlds."""
 THREADS = 8
 """Number of agents that are asked at a time."""
 

@@ -14,7 +14,7 @@ from elasticzero.launcher.observability.metrics import PHASES
 from elasticzero.launcher.protocol.documents import Report, World
 
 LeaveSource = Literal["aws", "gcp", "azure", "operator", "signal"]
-"""What made a node leave: a cloud's notice, an operator's drain, or a signal."""
+"""Source of a node's leave: a cloud's notice, an operator's drain, or a signal."""
 PREEMPTIONS: tuple[LeaveSource, ...] = ("aws", "gcp", "azure", "signal")
 MAX_NODES = 64
 """Maximum number of nodes that are no members and whose interruptions are remembered."""

@@ -109,7 +109,7 @@ class World:
     shard: ShardOver = field(default="world", metadata=OMIT_DEFAULT)
     """Ranks among which the strategy divides state."""
     redundancy: str = field(default="snapshot", metadata=OMIT_DEFAULT)
-    """What a lost node's part of the state is read from: a name of `REDUNDANCIES`."""
+    """Source of a lost node's part of the state: a name of `REDUNDANCIES`."""
     micro_batch: int | None = field(default=None, metadata=OMIT_DEFAULT)
     """Most samples of a micro-batch of automatic size; None: memory has sufficed so far."""
     left_out: tuple[LeftOutBatch, ...] = field(default=(), metadata=OMIT_DEFAULT)

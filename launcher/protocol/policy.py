@@ -24,7 +24,7 @@ class JobPolicy:
     strategy: str = "ddp"
     shard: ShardOver = "world"
     redundancy: str = "snapshot"
-    """What a lost node's part of the state is read from: a name of `REDUNDANCIES`."""
+    """Source of a lost node's part of the state: a name of `REDUNDANCIES`."""
     max_restarts: int = 3
     """Number of failures in a row without progress after which the job has failed."""
     join_timeout_s: float = 600.0

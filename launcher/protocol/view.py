@@ -81,7 +81,7 @@ class GroupOrder(Enum):
     STOP = auto()
     """They are to stop where they are."""
     KILL_UNSAVED = auto()
-    """Those that did not write a snapshot were killed."""
+    """Workers that did not write a snapshot were killed."""
     KILL = auto()
     """All were killed."""
 
@@ -115,18 +115,18 @@ class WorkerGroupState:
     silent_s: float = 0.0
     """Longest time that one of the workers has made no step, where steps are due."""
     before_step_s: float = 0.0
-    """The same before the first step of the generation, and out of the loop over batches."""
+    """Longest time without a step before the generation's first one, or out of the loop."""
     frozen_s: float = 0.0
     """Longest time that one of the workers has been suspended by a signal, until its training is
     over."""
     stopped_s: float = 0.0
-    """The same, whatever the worker was doing."""
+    """Longest time that a worker has been suspended, whatever it was doing."""
     longest_step_s: float = 0.0
     """Longest of the last steps, with the time between steps."""
     examination: Literal["none", "open", "over"] = "none"
     """State of the examination of workers that make no step, since their last step."""
     stalled: Failure | None = None
-    """What the workers wait for, after an examination that found none to blame here."""
+    """Failure that the workers wait for, after an examination found none to blame here."""
 
     @property
     def attached(self) -> bool:

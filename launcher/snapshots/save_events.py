@@ -39,7 +39,7 @@ class SaveFailed:
 
 
 SaveEvent = SnapshotHeld | SaveFinished | SaveFailed | Tagged
-"""What the threads that hold and save captures report to the agent's loop."""
+"""Events that the threads which hold and save captures report to the agent's loop."""
 
 
 def finished_event(generation: int, step: int, error: str | None) -> SaveFinished:

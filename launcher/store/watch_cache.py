@@ -66,13 +66,13 @@ class WatchCache:
         self._latest: dict[str, PrefixState] = {}
         self._subscriptions: dict[str, Watch] = {}
         self._decoded: dict[str, tuple[Entry, Any]] = {}
-        """By key: an entry, and the document that it held."""
+        """Entry of each key, with the document that it held."""
         self._retained: dict[str, Entry] = {}
-        """By key: what stood in the store before it lost its data."""
+        """Entry of each key in the store before it lost its data."""
         self._suspected_history: int | None = None
         """History in which the world shrank: what the store said after that is of another one."""
         self._gathered: dict[str, tuple[PrefixState, dict[str, Any]]] = {}
-        """By prefix: a state, and its documents by node."""
+        """State of each prefix, with its documents by node."""
 
     def follow(self, prefixes: Iterable[str]) -> None:
         """Follows exactly these prefixes from now on."""

@@ -26,7 +26,7 @@ class SharedFile:
     path: str
     """Place below the root of a checkout, and below `elasticzero/share` of a wheel."""
     about: str
-    """What the file is, as the list has it."""
+    """Description of the file, as the list shows it."""
 
 
 SHARED_FILES = {

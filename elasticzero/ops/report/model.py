@@ -26,9 +26,9 @@ class GenerationSummary:
     ended_s: float
     kind: ChangeKind
     label: str
-    """What led to it, in two words."""
+    """Its cause, in two words."""
     cause: str
-    """What led to it, in a sentence of the agents."""
+    """Its cause, in a sentence of the agents."""
     members: tuple[str, ...]
     world_size: int
     resume_step: int
@@ -154,7 +154,7 @@ class NodeLog:
     cut_bytes: int = 0
     """Bytes at the beginning that were left out."""
     every: int = 1
-    """Of so many steps, one was read."""
+    """Number of steps of which one was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class RunSummary:
     snapshots: tuple[SnapshotSummary, ...]
     step_times: tuple[NodeStepTimes, ...]
     states: Mapping[str, tuple[Span, ...]]
-    """What each node did over time."""
+    """Spans of each node's states, in the order of time."""
     steps: tuple[Point, ...]
     """Time and number of steps, in the order in which they were done."""
     losses: tuple[Point, ...]
@@ -196,7 +196,7 @@ class RunSummary:
     wasted_losses: tuple[Point, ...]
     """Time and loss of the steps that were done again."""
     notes: tuple[str, ...] = field(default=())
-    """What a reader must know of the logs: parts that are missing, clocks that differ."""
+    """Sentences about the logs: parts that are missing, clocks that differ."""
 
     @property
     def survived(self) -> tuple[FaultSummary, ...]:

@@ -65,7 +65,7 @@ class _Stage:
     world: SeenWorld
     at_s: float
     round: SeenRound | None
-    """Its end, at the time when the first agent saw it."""
+    """End of the generation, at the time when the first agent saw it."""
     restored_s: float | None
     first_step_s: float | None
     last_step_s: float | None

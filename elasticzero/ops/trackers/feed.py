@@ -39,7 +39,7 @@ _AFTER = re.compile(r"after=(\d{1,12})\Z")
 POLL_S = 2.0
 """Least seconds from one round of questions to the next."""
 POLL_A_NODE_S = 0.05
-"""The same for each node, in large worlds."""
+"""Least seconds for each node between two rounds, in large worlds."""
 THREADS = 8
 """Number of agents that are asked at a time."""
 HOLD_S = 30.0

@@ -34,7 +34,7 @@ class StepEntry:
     at: float
     """Unix time of the last value."""
     values: dict[str, list[float]] = field(default_factory=dict)
-    """By name: the sum, and the number of values."""
+    """Sum and number of the values of each name."""
 
 
 class NodeScalars:

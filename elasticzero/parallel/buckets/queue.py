@@ -138,7 +138,7 @@ class Backward:
     complete: bool
     """Its exchanges bring the last that the global batch adds to a bucket."""
     after: Intake
-    """What becomes of a gradient that comes after its bucket's exchange has begun."""
+    """Treatment of a gradient that comes after its bucket's exchange has begun."""
 
 
 class BucketQueue(Generic[B]):

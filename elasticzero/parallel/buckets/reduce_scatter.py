@@ -89,7 +89,7 @@ class ScatteredBucket(GradientBucket):
         self.complete = False
         """The exchange under way is the global batch's last of this bucket."""
         self.buffers: list[Tensor] = []
-        """What the pool has lent."""
+        """Buffers that the pool has lent."""
         super().__init__(bucket.names, bucket.parameters)
 
     def clear(self) -> None:

@@ -16,13 +16,13 @@ class ParameterPiece:
 
     name: str
     start: int
-    """Its first element in the flattened parameter."""
+    """Index of its first element in the flattened parameter."""
     parameter: nn.Parameter
-    """What the optimizer sees: 1-D, or the whole parameter in its shape."""
+    """Parameter that the optimizer sees: 1-D, or the whole parameter in its shape."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     counts: bool = True
-    """Whether its gradient counts in the global norm here: not in a second copy of it."""
+    """True if its gradient counts in the global norm here; False for a second copy of it."""
     values: Tensor | None = None
     """The model's own elements, in 16 bits, where `parameter` is their 32-bit master."""
 
