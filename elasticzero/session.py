@@ -116,7 +116,11 @@ class Session:
         saved, and the job ends as finished, with this reason. A run that is begun anew from its
         last checkpoint (`--restart`) continues training.
 
-        reason: the text that the job ends with. Raises `UserError` for anything but a text.
+        Args:
+            reason: the text that the job ends with.
+
+        Raises:
+            UserError: the reason is no text.
         """
         self._prepared("stop").ask_to_stop(argument_checks.stop_reason(reason))
 
@@ -124,9 +128,14 @@ class Session:
         """Has the state of the next boundary between steps saved as a checkpoint.
 
         Any rank may call this, at any time; calls of several ranks are one save. After `step` has
-        returned True, in `on_epoch_end` and after a loop it is the state at the call. tag: a name
-        for the step, as "best", which `tags/best.json` in the checkpoint directory has from then
-        on. Raises `UserError` for a text that is no tag, and without `--checkpoint-dir`.
+        returned True, in `on_epoch_end` and after a loop it is the state at the call.
+
+        Args:
+            tag: a name for the step, as "best", which `tags/best.json` in the checkpoint directory
+                has from then on; None: the step has no name.
+
+        Raises:
+            UserError: the text is no tag, or there is no `--checkpoint-dir`.
         """
         if (training := self._prepared("checkpoint")).copy is None:
             raise UserError("call session.restore() before session.checkpoint(…)")
@@ -145,16 +154,27 @@ class Session:
     ) -> tuple[nn.Module, Made]:
         """Divides the model and its optimizer among the ranks, and returns both.
 
-        Use the model that this returns, not the one that was given. model: an `nn.Module` on any
-        device. optimizer: a function that takes the list of parameters and returns a torch
-        optimizer, or a dict of several, each for parameters of its own. strategy: ddp, zero1,
-        zero2, zero3 or auto; by default that of `--strategy`. precision: fp32, or bf16 or fp16 for
-        a forward in 16 bits, whose results have 32; fp16 has its losses scaled. compile: whether
-        `torch.compile` is applied to the model, or with which mode. cpu_offload: whether zero3
-        keeps parameters, gradients and optimizer state in host memory; auto takes zero3 then. load:
-        a directory, a URL or a file of Hugging Face safetensors, from which rank 0 reads all
-        parameters and persistent buffers where training begins. Raises `UserError` for another
-        model or optimizer, for files that do not fit the model, and if called twice.
+        Use the model that this returns, not the one that was given.
+
+        Args:
+            model: an `nn.Module` on any device.
+            optimizer: a function that takes the list of parameters and returns a torch optimizer,
+                or a dict of several, each for parameters of its own.
+            strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
+            precision: fp32, or bf16 or fp16 for a forward in 16 bits, whose results have 32; fp16
+                has its losses scaled.
+            compile: whether `torch.compile` is applied to the model, or with which mode.
+            cpu_offload: whether zero3 keeps parameters, gradients and optimizer state in host
+                memory; auto takes zero3 then.
+            load: a directory, a URL or a file of Hugging Face safetensors, from which rank 0 reads
+                all parameters and persistent buffers where training begins.
+
+        Returns:
+            The model to call, and the optimizer, or the dict of them, as `optimizer` made it.
+
+        Raises:
+            UserError: the model or the optimizer is of another kind, files do not fit the model, or
+                this was called before.
         """
         generation = self._generation
         if generation.training is not None:
@@ -170,8 +190,14 @@ class Session:
     def track(self, name: str, thing: S) -> S:
         """Makes an object part of the state that is saved and restored, and returns it.
 
-        Call it before `restore`. name: unique, without "/". thing: an object with `state_dict` and
-        `load_state_dict`, such as a scheduler. Raises `UserError` for another name or object.
+        Call it before `restore`.
+
+        Args:
+            name: unique, without "/".
+            thing: an object with `state_dict` and `load_state_dict`, such as a scheduler.
+
+        Raises:
+            UserError: the name or the object is of another kind, or `restore` was called.
         """
         training = self._prepared("track")
         if training.copy is not None:
@@ -185,8 +211,11 @@ class Session:
     def restore(self) -> None:
         """Loads the state that this generation starts from: a snapshot or a checkpoint.
 
-        Without either, the fresh model stays as it is. Raises `UserError` if called twice, and
-        `CheckpointMismatch` if the state does not fit the model, optimizer or tracked objects.
+        Without either, the fresh model stays as it is.
+
+        Raises:
+            UserError: this was called before.
+            CheckpointMismatch: the state does not fit the model, optimizer or tracked objects.
         """
         training = self._prepared("restore")
         if training.copy is not None:
@@ -222,23 +251,29 @@ class Session:
         object has ended, so that `for epoch in range(3)` around one with `epochs=1` is the same as
         `epochs=3`.
 
-        dataset: has a length and is indexed by number, or is a stream: an `ez.Stream`, or an
-        `IterableDataset` that gives the same samples each time; or is a `DataLoader`, whose
-        arguments are taken over: its batch is the `micro_batch`, and `global_batch` as many as the
-        first loop over a loader began with ranks. global_batch: samples in a step over all ranks.
-        epochs: passes over the dataset, after which the loop ends. steps: global batches, after
-        which it ends; give `epochs`, `steps` or both. micro_batch: samples at once on one rank, by
-        default all of its share; auto: half as many each time that memory does not suffice.
-        virtual_batch: cuts each global batch into slices of so many samples, which are the
-        micro-batches, on whatever ranks; each has random states and buffers of its own, so that
-        dropout and the like do not depend on the world; `global_batch` must be a multiple, and a
-        stream's `readers` one of the number of slices. shuffle: whether each epoch has an order of
-        its own. seed: with the epoch's number it chooses the order. sampler: gives the indices of
-        an epoch in place of `shuffle`; it is iterated once an epoch, with seeded generators.
-        collate_fn: makes a batch of a list of samples, as that of a `DataLoader`. num_workers:
-        processes that load data. drop_last: leaves out the samples at an epoch's end that make no
-        whole global batch. on_epoch_end: called on all ranks after the last step of each epoch,
-        before the state is captured; its effect on what is tracked counts exactly once.
+        Args:
+            dataset: has a length and is indexed by number, or is a stream: an `ez.Stream`, or an
+                `IterableDataset` that gives the same samples each time; or is a `DataLoader`, whose
+                arguments are taken over: its batch is the `micro_batch`, and `global_batch` as many
+                as the first loop over a loader began with ranks.
+            global_batch: samples in a step over all ranks.
+            epochs: passes over the dataset, after which the loop ends.
+            steps: global batches, after which it ends; give `epochs`, `steps` or both.
+            micro_batch: samples at once on one rank, by default all of its share; auto: half as
+                many each time that memory does not suffice.
+            virtual_batch: cuts each global batch into slices of so many samples, which are the
+                micro-batches, on whatever ranks; each has random states and buffers of its own, so
+                that dropout and the like do not depend on the world; `global_batch` must be a
+                multiple, and a stream's `readers` one of the number of slices.
+            shuffle: whether each epoch has an order of its own.
+            seed: with the epoch's number it chooses the order.
+            sampler: gives the indices of an epoch in place of `shuffle`; it is iterated once an
+                epoch, with seeded generators.
+            collate_fn: makes a batch of a list of samples, as that of a `DataLoader`.
+            num_workers: processes that load data.
+            drop_last: leaves out the samples at an epoch's end that make no whole global batch.
+            on_epoch_end: called on all ranks after the last step of each epoch, before the state is
+                captured; its effect on what is tracked counts exactly once.
         """
         argument_checks.check_arguments(others)
         if (training := self._prepared("batches")).copy is None:
@@ -273,22 +308,33 @@ class Session:
 
         A micro-batch of weight 0 takes no part: its loss may be anything.
 
-        loss: a tensor with one element. weight: the divisor of the mean, if it is not the number of
-        samples (tokens, say); give it for every micro-batch or for none. only: names of optimizers,
-        of the dict of them; no other parameters get a gradient. Raises `UserError` for a loss of
-        another shape, and for a second call for one micro-batch, unless `step(only=…)` was called.
+        Args:
+            loss: a tensor with one element.
+            weight: the divisor of the mean, if it is not the number of samples (tokens, say); give
+                it for every micro-batch or for none.
+            only: names of optimizers, of the dict of them; no other parameters get a gradient.
+
+        Raises:
+            UserError: the loss has another shape, or this is a second call for one micro-batch and
+                `step(only=…)` was not called.
         """
         self._work.backward(self._prepared("backward"), loss, weight, only)
 
     def step(
         self, max_grad_norm: float | None = None, *, only: str | Collection[str] | None = None
     ) -> bool:
-        """Ends a micro-batch; True if it was a global batch's last, and its step is applied.
+        """Ends a micro-batch, and applies the step of a global batch after its last one.
 
-        max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters; None:
-        no limit. only: as given to `backward`; those optimizers are stepped. Where a loss or a
-        gradient is NaN or infinite the step is not applied: all ranks get False with
-        `--on-nonfinite skip` or a loss scale, and `NotFinite` without.
+        Where a loss or a gradient is NaN or infinite the step is not applied: all ranks get False
+        with `--on-nonfinite skip` or a loss scale, and `NotFinite` without.
+
+        Args:
+            max_grad_norm: limit of the norm of the whole gradient of the optimizer's parameters;
+                None: no limit.
+            only: as given to `backward`; these optimizers are stepped.
+
+        Returns:
+            True if the micro-batch was its global batch's last, and the step is applied.
         """
         return self._work.step(self._prepared("step"), max_grad_norm, only)
 
@@ -296,9 +342,16 @@ class Session:
         """Calls `function(name, elements)` with each parameter's gradient, before it is stepped.
 
         The gradient is complete, and not clipped yet; what the function changes in place counts.
-        function: takes a parameter's name and, as a 1-D tensor, the elements of its gradient that
-        this rank steps: all of them under ddp. It may return a number; `sums` of what this returns
-        has their sum over all ranks, by name. Raises `UserError` for a second function.
+
+        Args:
+            function: takes a parameter's name and, as a 1-D tensor, the elements of its gradient
+                that this rank steps: all of them under ddp. It may return a number.
+
+        Returns:
+            The hook; its `sums` has the sum of the returned numbers over all ranks, by name.
+
+        Raises:
+            UserError: a function was given before.
         """
         strategy = self._prepared("on_gradients").strategy
         if strategy.gradient_hook is not None:
@@ -319,9 +372,11 @@ class Session:
         The ranks divide the batches; the result does not depend on their number. Meanwhile the
         model is in eval mode and gradients are off, and training continues as if nothing happened.
 
-        dataset: as for `batches`; of a `DataLoader`, its batch size and `collate_fn` count. fn: a
-        function that takes a batch and returns its mean, a number or a dict of numbers. batch_size:
-        number of samples in a batch. collate_fn: as for `batches`.
+        Args:
+            dataset: as for `batches`; of a `DataLoader`, its batch size and `collate_fn` count.
+            fn: a function that takes a batch and returns its mean, a number or a dict of numbers.
+            batch_size: number of samples in a batch.
+            collate_fn: as for `batches`.
         """
         training = self._prepared("evaluate")
         reader = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)
@@ -357,7 +412,10 @@ class Session:
         """Marks a section of the script that makes no steps and is no hang; use it with `with`.
 
         `--hang-timeout` does not count in the section, on any rank, nor is it part of a step's
-        time. Sections may be nested. doing: a text such as "compiling", which appears in messages.
+        time. Sections may be nested.
+
+        Args:
+            doing: a text such as "compiling", which appears in messages.
         """
         began_s = time.monotonic()
         try:

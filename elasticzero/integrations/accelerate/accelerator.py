@@ -56,10 +56,19 @@ class Accelerator(accelerate.Accelerator):
         strategy: str | None = None,
         **others: Any,
     ) -> None:
-        """global_batch: samples in a step over all ranks; by default as many as the loader's
-        `batch_size` and `gradient_accumulation_steps` make of the ranks with which training begins.
-        strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`. The other
-        arguments are those of accelerate."""
+        """Opens the session of this generation.
+
+        Args:
+            *args: the arguments of accelerate's `Accelerator`.
+            global_batch: samples in a step over all ranks; by default as many as the loader's
+                `batch_size` and `gradient_accumulation_steps` make of the ranks with which training
+                begins.
+            strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
+            **others: likewise those of accelerate.
+
+        Raises:
+            UserError: an argument of accelerate has no effect here.
+        """
         for name, advice in REFUSED.items():
             if others.get(name):
                 raise UserError(f"elasticzero's Accelerator takes no {name}: {advice}")
@@ -178,8 +187,19 @@ class Accelerator(accelerate.Accelerator):
         yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> GradientNorm:
-        """Limits the norm of the whole gradient in the coming step; what this returns has it after
-        that step."""
+        """Limits the norm of the whole gradient in the coming step.
+
+        Args:
+            parameters: has no effect; the gradient of all parameters is clipped.
+            max_norm: the limit.
+            norm_type: must be 2.
+
+        Returns:
+            The norm before clipping, which is known after that step.
+
+        Raises:
+            UserError: another norm is asked for, or `prepare` was not called.
+        """
         if norm_type != 2 or self.elastic_optimizer is None:
             raise UserError("accelerator.clip_grad_norm_ clips by the 2-norm, after prepare")
         self.elastic_optimizer.max_grad_norm = max_norm

@@ -62,6 +62,14 @@ class ElasticLoader:
     def __init__(
         self, loader: DataLoader[Any], session: Session, size: LoopSize, accumulated: int
     ) -> None:
+        """Takes the script's training loader.
+
+        Args:
+            loader: has the dataset, the batch size and how samples are loaded.
+            session: gives the micro-batches.
+            size: has the samples in a step over all ranks.
+            accumulated: micro-batches of a step on one rank in the world that training began with.
+        """
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
         self._loader, self._session, self._size = loader, session, size
         self._accumulated = accumulated
@@ -133,7 +141,14 @@ class ElasticScheduler:
     def __init__(
         self, scheduler: LRScheduler, optimizer: ElasticOptimizer, size: LoopSize, batch: int
     ) -> None:
-        """batch: samples of a step on one rank in that world."""
+        """Takes the script's scheduler.
+
+        Args:
+            scheduler: it is stepped by `step`, where the optimizer was.
+            optimizer: the prepared one.
+            size: has the samples in a step over all ranks.
+            batch: samples of a step on one rank in the world that training began with.
+        """
         self.scheduler = scheduler
         self._optimizer, self._size, self._batch = optimizer, size, batch
 

@@ -84,6 +84,13 @@ def only_loader(dataloader: Any, *, others: bool) -> DataLoader[Any]:
 
 
 def share_of_rank(loader: DataLoader[Any], rank: int, world_size: int) -> DistributedSampler[Any]:
-    """Returns the sampler of a rank's part of a dataset for validation, as Lightning's ddp has
-    it: some samples are on two ranks where their number does not divide."""
+    """Returns the sampler of a rank's part of a dataset for validation, as Lightning's ddp has it.
+
+    Some samples are on two ranks where their number does not divide.
+
+    Args:
+        loader: has the dataset.
+        rank: that of this process.
+        world_size: number of ranks among which the samples are divided.
+    """
     return DistributedSampler(loader.dataset, world_size, rank, shuffle=False)

@@ -81,10 +81,16 @@ class Elastic(Strategy):
         seed: int | None = None,
         **others: Any,
     ) -> None:
-        """strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
-        global_batch: samples in a step over all ranks; by default as many as the loader's
-        `batch_size` and `accumulate_grad_batches` make of the ranks with which training begins.
-        seed: chooses the orders of samples; by default that of `seed_everything`, or 0."""
+        """Makes the strategy of one trainer.
+
+        Args:
+            strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
+            global_batch: samples in a step over all ranks; by default as many as the loader's
+                `batch_size` and `accumulate_grad_batches` make of the ranks with which training
+                begins.
+            seed: chooses the orders of samples; by default that of `seed_everything`, or 0.
+            **others: the arguments of Lightning's `Strategy`.
+        """
         super().__init__(**others)
         self.launch_environment = hide()
         self._strategy, self._global_batch, self._seed = strategy, global_batch, seed
@@ -157,7 +163,13 @@ class Elastic(Strategy):
         self._launcher = Launcher(self)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns the mean or the sum of a tensor over the ranks."""
+        """Reduces a tensor over the ranks; any other value is returned as it is.
+
+        Args:
+            tensor: the value of this rank.
+            group: has no effect; all ranks take part.
+            reduce_op: mean, sum, max or min, as Lightning or torch names them; None: sum.
+        """
         if self.world_size == 1 or not isinstance(tensor, Tensor):
             return tensor
         total = tensor.detach().clone().to(self.root_device)
@@ -185,6 +197,16 @@ class Elastic(Strategy):
         return objects[0]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensors of all ranks, stacked; in a world of one, the tensor as it is.
+
+        Args:
+            tensor: that of this rank, of the same shape on all.
+            group: has no effect; all ranks take part.
+            sync_grads: must be False, as no gradients are gathered.
+
+        Raises:
+            UserError: `sync_grads` is True.
+        """
         if self.world_size == 1:
             return tensor
         if sync_grads:
@@ -306,7 +328,16 @@ class Elastic(Strategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **_: Any
     ) -> Any:
-        """Computes a step's gradients by `closure`, and applies them."""
+        """Computes a step's gradients, and applies them.
+
+        Args:
+            optimizer: has no effect; the session has the only one.
+            closure: computes the loss and the gradients.
+            model: has no effect; the session has the only one.
+
+        Returns:
+            The result of `closure`.
+        """
         result = closure()
         assert self.lightning_module is not None
         self.session.step(max_grad_norm=self.lightning_module.trainer.gradient_clip_val or None)

@@ -49,7 +49,13 @@ METHODS: Mapping[str, str] = {
 
 
 def check_training_arguments(args: Any, resume_from_checkpoint: Any, trial: Any) -> None:
-    """Raises `UserError` for an argument of `TrainingArguments` or `train` that has no effect."""
+    """Raises `UserError` for an argument of `TrainingArguments` or `train` that has no effect.
+
+    Args:
+        args: the trainer's `TrainingArguments`.
+        resume_from_checkpoint: as given to `train`; a folder is refused.
+        trial: as given to `train`; any is refused.
+    """
     for name, (refused, advice) in ARGUMENTS.items():
         value = getattr(args, name, None)
         if hasattr(args, name) and refused(value):

@@ -30,9 +30,15 @@ class Trainer(transformers.Trainer):
     control: Any
 
     def __init__(self, *args: Any, global_batch: int | None = None, **others: Any) -> None:
-        """global_batch: samples in a step over all ranks; by default as many as
-        `per_device_train_batch_size` and `gradient_accumulation_steps` make of the ranks with which
-        training begins. The other arguments are those of transformers."""
+        """Makes the trainer, which has a session while `train` runs.
+
+        Args:
+            *args: the arguments of transformers' `Trainer`.
+            global_batch: samples in a step over all ranks; by default as many as
+                `per_device_train_batch_size` and `gradient_accumulation_steps` make of the ranks
+                with which training begins.
+            **others: likewise those of transformers.
+        """
         self.elastic_launch = hide()
         self.elastic_loop: TrainingLoop | None = None
         self.elastic_global_batch = global_batch
@@ -53,10 +59,17 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Trains from the newest state of the job to the end, and returns what transformers does.
+        """Trains from the newest state of the job to the end.
 
-        resume_from_checkpoint: True or nothing; training goes on in any case. Ends the process with
-        `UserError` for an argument that has no effect here.
+        Ends the process with `UserError` for an argument that has no effect here.
+
+        Args:
+            resume_from_checkpoint: True or nothing; training goes on in any case.
+            trial: must be None, as a job is no search for hyperparameters.
+            ignore_keys_for_eval: outputs of the model that evaluations leave out.
+
+        Returns:
+            The steps, the mean loss and the metrics, as transformers returns them.
         """
 
         def generation(session: Session) -> None:
