@@ -25,8 +25,8 @@ REPORT = GPT.parent.parent / "build" / "demo-report.html"
 JOB = "demo"
 
 
-def elasticzero(*words: str) -> list[str]:
-    return [sys.executable, "-m", "elasticzero.launcher.cli", *words]
+def elasticzero(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "elasticzero.launcher.cli", *arguments]
 
 
 def say(text: str) -> None:
@@ -35,12 +35,12 @@ def say(text: str) -> None:
 
 def train(runs: Path, options: argparse.Namespace) -> None:
     """Three nodes, one SIGKILL, one newcomer."""
-    words = ["local", "--nodes", "3", "--job", JOB, "--log-dir", str(runs / "logs")]
-    words += ["--strategy", "zero2", "--checkpoint-dir", str(runs / "checkpoints")]
-    words += ["--checkpoint-every", str(options.checkpoint_every)]
-    words += ["--fault", f"kill-node@{options.kill_at}", "--fault", f"join@{options.join_at}"]
-    words += [str(GPT), "--steps", str(options.steps), "--trace"]
-    subprocess.run(elasticzero(*words), check=True)
+    arguments = ["local", "--nodes", "3", "--job", JOB, "--log-dir", str(runs / "logs")]
+    arguments += ["--strategy", "zero2", "--checkpoint-dir", str(runs / "checkpoints")]
+    arguments += ["--checkpoint-every", str(options.checkpoint_every)]
+    arguments += ["--fault", f"kill-node@{options.kill_at}", "--fault", f"join@{options.join_at}"]
+    arguments += [str(GPT), "--steps", str(options.steps), "--trace"]
+    subprocess.run(elasticzero(*arguments), check=True)
 
 
 def events(runs: Path) -> Iterator[dict[str, Any]]:
@@ -79,15 +79,15 @@ def check_samples(runs: Path, options: argparse.Namespace) -> None:
 def report(runs: Path, path: Path) -> None:
     """The page that says what happened, made from the logs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    words = ["report", str(runs / "logs" / JOB), "--output", str(path)]
-    subprocess.run(elasticzero(*words), check=True)
+    arguments = ["report", str(runs / "logs" / JOB), "--output", str(path)]
+    subprocess.run(elasticzero(*arguments), check=True)
 
 
 def validation_loss(text: str) -> float:
-    found = re.findall(r"validation loss ([0-9.]+)", text)
-    if not found:
+    losses = re.findall(r"validation loss ([0-9.]+)", text)
+    if not losses:
         raise SystemExit("error: the training printed no validation loss")
-    return float(found[-1])
+    return float(losses[-1])
 
 
 def reshard_and_evaluate(runs: Path, options: argparse.Namespace) -> None:
@@ -96,13 +96,13 @@ def reshard_and_evaluate(runs: Path, options: argparse.Namespace) -> None:
     before = validation_loss(logs)
     say(f"validation loss on 3 ranks: {before:.6f}")
     source, target = runs / "checkpoints", runs / "resharded"
-    words = ["checkpoint", "reshard", str(source), str(target), "--world-size", "1"]
-    subprocess.run(elasticzero(*words), check=True)
-    words = ["run", "--checkpoint-dir", str(target), "--log-dir", str(runs / "logs"), "--tee"]
-    words += ["--http-port", "0", "--job", f"{JOB}-evaluate", "--strategy", "zero2"]
-    words += [str(GPT), "--steps", str(options.steps)]
-    found = subprocess.run(elasticzero(*words), check=True, capture_output=True, text=True)
-    after = validation_loss(found.stdout)
+    arguments = ["checkpoint", "reshard", str(source), str(target), "--world-size", "1"]
+    subprocess.run(elasticzero(*arguments), check=True)
+    arguments = ["run", "--checkpoint-dir", str(target), "--log-dir", str(runs / "logs"), "--tee"]
+    arguments += ["--http-port", "0", "--job", f"{JOB}-evaluate", "--strategy", "zero2"]
+    arguments += [str(GPT), "--steps", str(options.steps)]
+    completed = subprocess.run(elasticzero(*arguments), check=True, capture_output=True, text=True)
+    after = validation_loss(completed.stdout)
     say(f"validation loss on 1 rank, from the resharded checkpoint: {after:.6f}")
     if abs(before - after) > 1e-5:
         raise SystemExit(f"error: the two validation losses differ by {abs(before - after):.2e}")

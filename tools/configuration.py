@@ -97,12 +97,12 @@ def _option_table(options: Iterable[Option], required: Sequence[str] = ()) -> st
 
 
 def _flags(option: Option) -> str:
-    words = [f"{flag} {option.metavar or ''}".strip() for flag in option.flags]
+    spellings = [f"{flag} {option.metavar or ''}".strip() for flag in option.flags]
     if option.choices:
-        words = [f"{flag} {{{','.join(option.choices)}}}" for flag in option.flags]
+        spellings = [f"{flag} {{{','.join(option.choices)}}}" for flag in option.flags]
     if option.has_off:
-        words.append(f"--no-{option.flags[0].removeprefix('--')}")
-    return "<br>".join(code(word) for word in words)
+        spellings.append(f"--no-{option.flags[0].removeprefix('--')}")
+    return "<br>".join(code(word) for word in spellings)
 
 
 def _default(option: Option) -> str:
@@ -142,9 +142,9 @@ COMMAND_PAGES: dict[str, Callable[[Parser], list[str]]] = {
 
 def _options_of(parser: argparse.ArgumentParser, omit: Sequence[str] = ()) -> list[str]:
     """A table of what argparse knows of a command."""
-    known = {option.name: option for option in getattr(parser, "options", ())}
+    by_name = {option.name: option for option in getattr(parser, "options", ())}
     rows = [
-        _row(action, known.get(action.dest), getattr(parser, "required", ()))
+        _row(action, by_name.get(action.dest), getattr(parser, "required", ()))
         for action in parser._actions
         if action.dest not in ("help", *omit) and action.help != argparse.SUPPRESS
     ]
@@ -159,7 +159,7 @@ def _row(
     flags = [flag for flag in action.option_strings if "_" not in flag]
     value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
     value = f"{{{','.join(map(str, action.choices))}}}" if action.choices else value
-    words = [f"{flag} {value}".strip() for flag in flags] or [str(value)]
+    spellings = [f"{flag} {value}".strip() for flag in flags] or [str(value)]
     variable = option.variables[0] if option and option.variables else ""
     needed = action.required or action.dest in required
     text, told = split_default(action.help or "")
@@ -169,7 +169,7 @@ def _row(
     is_list = isinstance(action, argparse._AppendAction)
     several = " The option may be given several times." if is_list else ""
     return (
-        "<br>".join(map(code, words)),
+        "<br>".join(map(code, spellings)),
         "required" if needed else default,
         code(variable),
         marked(sentence(text) + several),

@@ -58,19 +58,19 @@ class Answers:
     def series(self, target: Mapping[str, Any]) -> list[tuple[str, list[float], list[float]]]:
         """Returns the name, the seconds since the job's start and the values of each series."""
         query = as_grafana_sends(target["expr"], JOB, RATE_INTERVAL)
-        found = []
+        drawn = []
         for one in self.server.query_range(query, self.start_s, self.end_s):
             points = [(float(at) - self.start_s, float(value)) for at, value in one["values"]]
             points = [(at, value) for at, value in points if math.isfinite(value)]
             if points:
                 name = named(target["legendFormat"], one["metric"])
-                found.append((name, [at for at, _ in points], [value for _, value in points]))
-        return found
+                drawn.append((name, [at for at, _ in points], [value for _, value in points]))
+        return drawn
 
 
 def named(legend: str, labels: Mapping[str, str]) -> str:
     """Returns the name of a series, as Grafana makes it from the labels."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend)
 
 
 def formatter(unit: str) -> Formatter:
@@ -173,31 +173,31 @@ class Place:
 
 
 def _draw_number(axes: Axes, panel: Mapping[str, Any], answers: Answers) -> bool:
-    found = answers.series(panel["targets"][0])
-    if found:
-        text = shown_number(found[0][2][-1], panel["fieldConfig"]["defaults"]["unit"])
+    series = answers.series(panel["targets"][0])
+    if series:
+        text = shown_number(series[0][2][-1], panel["fieldConfig"]["defaults"]["unit"])
         axes.text(0.5, 0.42, text, fontsize=20, ha="center", va="center", transform=axes.transAxes)
-    return bool(found)
+    return bool(series)
 
 
 def _draw_series(axes: Axes, panel: Mapping[str, Any], answers: Answers) -> bool:
     defaults = panel["fieldConfig"]["defaults"]
-    found = [one for target in panel["targets"] for one in answers.series(target)]
-    if not found:
+    series = [one for target in panel["targets"] for one in answers.series(target)]
+    if not series:
         axes.set_axis_off()
         return False
     if "stacking" in defaults["custom"]:
-        times = sorted({at for _, ats, _ in found for at in ats})
-        known = [dict(zip(ats, values, strict=True)) for _, ats, values in found]
-        layers = [[one.get(at, 0.0) for at in times] for one in known]
-        names = [name for name, _, _ in found]
+        times = sorted({at for _, ats, _ in series for at in ats})
+        values_at = [dict(zip(ats, values, strict=True)) for _, ats, values in series]
+        layers = [[one.get(at, 0.0) for at in times] for one in values_at]
+        names = [name for name, _, _ in series]
         chosen = dict(zip(names, cycle(COLOURS), strict=False)) | _chosen_colours(panel)
         colours = [chosen[name] for name in names]
         axes.stackplot(times, layers, labels=names, colors=colours, alpha=0.85)
     else:
-        for name, times, values in found:
+        for name, times, values in series:
             _draw_line(axes, name, times, values)
-    lowest = min(min(values) for _, _, values in found)
+    lowest = min(min(values) for _, _, values in series)
     axes.set_ylim(bottom=min(0.0, lowest))
     axes.set_xlim(0, answers.end_s - answers.start_s)
     axes.yaxis.set_major_formatter(formatter(defaults["unit"]))
@@ -248,40 +248,42 @@ def _draw_line(axes: Axes, name: str, times: list[float], values: list[float]) -
 
 def agents(logs: Path) -> list[str]:
     """Returns the addresses of all agents that have served metrics, from their event logs."""
-    found = []
+    addresses = []
     for file in logs.glob("*/events.jsonl"):
         for line in file.read_text().splitlines():
             if '"serving"' in line and line.endswith("}"):
-                found.append(f"127.0.0.1:{json.loads(line)['port']}")
-    return found
+                addresses.append(f"127.0.0.1:{json.loads(line)['port']}")
+    return addresses
 
 
 def watch_job(folder: Path, server: Prometheus) -> Answers:
     """Runs a job under the server until it ends; its agents become targets as they start."""
-    words = ["local", "--nodes", "3", "--job", JOB, "--log-dir", str(folder / "logs")]
-    words += ["--strategy", "zero2", "--checkpoint-dir", str(folder / "checkpoints")]
-    words += ["--checkpoint-every", "100", "--flops-per-sample", "6e8", "--peak-flops", "1e11"]
-    words += [word for fault in FAULTS for word in ("--fault", fault)]
-    words += [str(ROOT / "examples" / "gpt.py"), "--steps", str(STEPS)]
-    command = [sys.executable, "-m", "elasticzero.launcher.cli", *words]
-    start_s, known = time.time(), list[str]()
+    arguments = ["local", "--nodes", "3", "--job", JOB, "--log-dir", str(folder / "logs")]
+    arguments += ["--strategy", "zero2", "--checkpoint-dir", str(folder / "checkpoints")]
+    arguments += ["--checkpoint-every", "100", "--flops-per-sample", "6e8", "--peak-flops", "1e11"]
+    arguments += [word for fault in FAULTS for word in ("--fault", fault)]
+    arguments += [str(ROOT / "examples" / "gpt.py"), "--steps", str(STEPS)]
+    command = [sys.executable, "-m", "elasticzero.launcher.cli", *arguments]
+    start_s, targets = time.time(), list[str]()
     with subprocess.Popen(command, cwd=ROOT) as running:
         while running.poll() is None:
             addresses = agents(folder / "logs" / JOB)
-            if addresses != known:
-                known = addresses
-                write_targets(folder / "prometheus" / "targets.json", known)
+            if addresses != targets:
+                targets = addresses
+                write_targets(folder / "prometheus" / "targets.json", targets)
             time.sleep(0.3)
     if running.returncode:
         raise SystemExit(f"error: the job ended with exit code {running.returncode}")
     present = server.query_range(f'elasticzero_job_step{{job_id="{JOB}"}}', start_s, time.time())
     seen_s = [float(at) for one in present for at, _ in one["values"]]
     start_s, end_s = min(seen_s), max(seen_s)
-    known_at: dict[int, float] = {}
+    first_seen: dict[int, float] = {}
     for one in server.query_range(f'elasticzero_job_generation{{job_id="{JOB}"}}', start_s, end_s):
         for at, number in one["values"]:
-            known_at[int(number)] = min(float(at) - start_s, known_at.get(int(number), math.inf))
-    generations = tuple((at, number) for number, at in sorted(known_at.items()) if number > 1)
+            first_seen[int(number)] = min(
+                float(at) - start_s, first_seen.get(int(number), math.inf)
+            )
+    generations = tuple((at, number) for number, at in sorted(first_seen.items()) if number > 1)
     return Answers(server=server, start_s=start_s, end_s=end_s, generations=generations)
 
 

@@ -121,16 +121,16 @@ def base_files() -> Mapping[str, str]:
 
 def overlay_files(place: str) -> Mapping[str, str]:
     """The text of each file of an overlay, by its name."""
-    head, found = head_of(place), difference(rendered(BASE), rendered(place))
+    head, changes = head_of(place), difference(rendered(BASE), rendered(place))
     deletions = "".join(
         "  - patch: |\n" + "".join(f"      {row}\n" for row in yaml_text([patch]).splitlines())
-        for patch in found.deletions
+        for patch in changes.deletions
     )
-    added = {"added.yaml": head + yaml_text(found.added)} if found.added else {}
+    added = {"added.yaml": head + yaml_text(changes.added)} if changes.added else {}
     patches = f"patches:\n  - path: patches.yaml\n{deletions}"
     return {
         "kustomization.yaml": head + kustomization(["../../base", *added], patches),
-        "patches.yaml": head + ORDER + yaml_text(found.patches),
+        "patches.yaml": head + ORDER + yaml_text(changes.patches),
         **added,
     }
 
@@ -162,8 +162,8 @@ def stale_files(*, write: bool) -> list[str]:
 
 def _others(texts: Mapping[Path, str]) -> list[Path]:
     """The YAML files of these folders, and of overlays that there are no more, that none makes."""
-    found = [path for kind in WRITTEN for path in sorted((FOLDER / kind).rglob("*.yaml"))]
-    return [path for path in found if path.relative_to(FOLDER) not in texts]
+    written = [path for kind in WRITTEN for path in sorted((FOLDER / kind).rglob("*.yaml"))]
+    return [path for path in written if path.relative_to(FOLDER) not in texts]
 
 
 def main() -> int:

@@ -47,17 +47,17 @@ def draw_page(running: Any, address: str, name: str, *, width: int, dark: bool) 
         few.save(FOLDER / name, optimize=True)
 
 
-def draw_top(found: dict[str, Any]) -> None:
+def draw_top(job: dict[str, Any]) -> None:
     """Draws the screen of `elasticzero top` as SVG, in a font of the reader's machine."""
     console = Console(record=True, width=COLUMNS, height=ROWS, file=io.StringIO())
     screen = job_screen(
-        found,
+        job,
         width=COLUMNS,
         height=ROWS,
         clock=lambda at: time.strftime("%H:%M:%S", time.gmtime(at)),
     )
     console.print(screen)
-    image = console.export_svg(title=f"elasticzero top --job {found['job']}", unique_id="top")
+    image = console.export_svg(title=f"elasticzero top --job {job['job']}", unique_id="top")
     image = re.sub(r"\s*@font-face \{.*?\}", "", image, flags=re.DOTALL)
     lines = [line.rstrip() for line in image.splitlines()]
     (FOLDER / "top.svg").write_text("\n".join(lines) + "\n")
@@ -69,9 +69,9 @@ def main() -> int:
         print("error: no Chromium: apt-get install chromium, or google-chrome", file=sys.stderr)
         return 1
     FOLDER.mkdir(exist_ok=True)
-    found = document(waiting=["node-6"])
-    draw_top(found)
-    with served_page(found) as address, browser(path) as running:
+    job = document(waiting=["node-6"])
+    draw_top(job)
+    with served_page(job) as address, browser(path) as running:
         draw_page(running, address, "status-page.png", width=1180, dark=False)
         draw_page(running, address, "status-page-dark.png", width=1180, dark=True)
     return 0

@@ -33,14 +33,14 @@ class Prometheus:
             return json.loads(answer.read())["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
-        return found
+        series: list[dict[str, Any]] = self.get("query", query=expression)["result"]
+        return series
 
     def query_range(self, expression: str, start_s: float, end_s: float) -> list[dict[str, Any]]:
         """Returns the value of a query at each second; times are Unix times."""
         span = {"start": f"{start_s:.3f}", "end": f"{end_s:.3f}", "step": "1"}
-        found: list[dict[str, Any]] = self.get("query_range", query=expression, **span)["result"]
-        return found
+        series: list[dict[str, Any]] = self.get("query_range", query=expression, **span)["result"]
+        return series
 
     def values(self, expression: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Returns the result of a query by these labels."""

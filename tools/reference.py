@@ -31,8 +31,8 @@ FOLDER = ROOT / "docs" / "reference"
 
 
 def session() -> str:
-    found = source.class_named("Session", "elasticzero/session.py")
-    functions = list(source.functions(found.body))
+    session_class = source.class_named("Session", "elasticzero/session.py")
+    functions = list(source.functions(session_class.body))
     methods = [function for function in functions if not function.is_property]
     order = {name: place for place, name in enumerate(prose.SESSION_ORDER)}
     methods.sort(key=lambda function: order.get(function.name, len(order)))
@@ -175,30 +175,30 @@ def checkpoint_format() -> str:
 def _json_type(text: str) -> str:
     """A type of Python as one of JSON."""
     plain = {"int": "integer", "str": "string", "Rule": "string", "str | None": "string or null"}
-    if found := re.fullmatch(r"tuple\[(.+), \.\.\.\]", text):
-        return f"array of {prose.PLURALS[found[1]]}"
+    if items := re.fullmatch(r"tuple\[(.+), \.\.\.\]", text):
+        return f"array of {prose.PLURALS[items[1]]}"
     return plain.get(text, "object")
 
 
 def _strings(path: str) -> list[tuple[str, str]]:
     """The constants of a module that a string describes, and that string."""
     body = source.module(path).body
-    found = []
+    constants = []
     for before, after in pairwise(body):
         match before, after:
             case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(
                 value=ast.Constant(value=str(text))
             ):
-                found.append((name, source.plain(text)))
+                constants.append((name, source.plain(text)))
             case _:
                 continue
-    return found
+    return constants
 
 
 def rules() -> str:
-    found = {path: source.rules(path) for path in source.files()}
+    rules_of = {path: source.rules(path) for path in source.files()}
     letters: dict[str, list[str]] = defaultdict(list)
-    for path, listed in found.items():
+    for path, listed in rules_of.items():
         for letter in sorted({rule.letter for rule in listed}):
             letters[letter].append(path)
     order = [(letter, path) for letter in sorted(letters) for path in letters[letter]]
@@ -207,7 +207,7 @@ def rules() -> str:
     for letter, path in order:
         rows = [
             (f"{rule.letter}{rule.number}", marked(sentence(rule.text)))
-            for rule in found[path]
+            for rule in rules_of[path]
             if rule.letter == letter
         ]
         parts += [f"## {letter}: {path}", table(("Rule", "What it says first"), rows)]

@@ -27,18 +27,18 @@ def browser() -> str:
     return path
 
 
-def elasticzero(*words: str) -> None:
-    command = [sys.executable, "-m", "elasticzero.launcher.cli", *words]
+def elasticzero(*arguments: str) -> None:
+    command = [sys.executable, "-m", "elasticzero.launcher.cli", *arguments]
     subprocess.run(command, check=True, cwd=ROOT)
 
 
 def run_job(folder: Path) -> Path:
     """Runs a job; returns the directory of its logs."""
-    words = ["local", "--nodes", "3", "--job", JOB, "--log-dir", str(folder / "logs")]
-    words += ["--strategy", "zero2", "--checkpoint-dir", str(folder / "checkpoints")]
-    words += ["--checkpoint-every", "50"]
-    words += [word for fault in FAULTS for word in ("--fault", fault)]
-    elasticzero(*words, str(ROOT / "examples" / "gpt.py"), "--steps", "240")
+    arguments = ["local", "--nodes", "3", "--job", JOB, "--log-dir", str(folder / "logs")]
+    arguments += ["--strategy", "zero2", "--checkpoint-dir", str(folder / "checkpoints")]
+    arguments += ["--checkpoint-every", "50"]
+    arguments += [word for fault in FAULTS for word in ("--fault", fault)]
+    elasticzero(*arguments, str(ROOT / "examples" / "gpt.py"), "--steps", "240")
     return folder / "logs" / JOB
 
 

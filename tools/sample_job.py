@@ -168,9 +168,9 @@ def document(nodes: Sequence[str] = NODES[-1], *, waiting: Sequence[str] = ()) -
         for i, name in enumerate(nodes)
     } | {name: {"up_s": ages[name]} for name in waiting}
     phases = dict.fromkeys(nodes, "restored")
-    found = collect_status(job, phases, statuses)
+    status = collect_status(job, phases, statuses)
     return job_document(
-        found,
+        status,
         copy.deepcopy(history),
         at=BEGAN_S + ENDS_S,
         node=nodes[0],
@@ -180,11 +180,11 @@ def document(nodes: Sequence[str] = NODES[-1], *, waiting: Sequence[str] = ()) -
 
 
 @contextmanager
-def served_page(found: dict[str, Any]) -> Iterator[str]:
+def served_page(job: dict[str, Any]) -> Iterator[str]:
     """The address of a status page that shows this job, with its token."""
     with AgentServer(
         listen("127.0.0.1", 0),
-        routes={**page_routes(), **job_routes(lambda *, pass_on: found)},
+        routes={**page_routes(), **job_routes(lambda *, pass_on: job)},
         snapshots=None,  # type: ignore[arg-type]
         events=None,  # type: ignore[arg-type]
         token=lambda: Secret(TOKEN),

@@ -56,11 +56,11 @@ def module(path: str) -> ast.Module:
 
 def files() -> list[str]:
     """Every source file of the package, below the root; `elasticzero` has links to the others."""
-    found = [
+    paths = [
         path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")
     ]
     linked = [Path("elasticzero") / name for name in PACKAGES[1:]]
-    return sorted(str(p) for p in found if not any(p.is_relative_to(link) for link in linked))
+    return sorted(str(p) for p in paths if not any(p.is_relative_to(link) for link in linked))
 
 
 def class_named(name: str, folder: str) -> ast.ClassDef:
@@ -88,25 +88,25 @@ def sections(text: str) -> dict[str, str]:
 
 def entries(section: str) -> tuple[tuple[str, str], ...]:
     """Divides a section into its entries `name: what it is`; further lines are indented more."""
-    found = re.findall(r"^    (\w+): (.*(?:\n(?: {5,}.*)?)*)", section, re.MULTILINE)
-    return tuple((name, plain(text)) for name, text in found)
+    named = re.findall(r"^    (\w+): (.*(?:\n(?: {5,}.*)?)*)", section, re.MULTILINE)
+    return tuple((name, plain(text)) for name, text in named)
 
 
 def fields(node: ast.ClassDef) -> list[Documented]:
     """The public fields, or members, that a class body gives; a string after one describes it."""
-    found: list[Documented] = []
+    documented: list[Documented] = []
     for statement in node.body:
         match statement:
             case ast.AnnAssign(target=ast.Name(id=name), annotation=kind, value=value):
                 default = "" if value is None else ast.unparse(value)
-                found.append(Documented(name, ast.unparse(kind), "", default))
+                documented.append(Documented(name, ast.unparse(kind), "", default))
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                found.append(Documented(name, ast.unparse(value), ""))
-            case ast.Expr(value=ast.Constant(value=str(text))) if found:
-                found[-1] = replace(found[-1], text=plain(text))
+                documented.append(Documented(name, ast.unparse(value), ""))
+            case ast.Expr(value=ast.Constant(value=str(text))) if documented:
+                documented[-1] = replace(documented[-1], text=plain(text))
             case _:
                 continue
-    return [item for item in found if not item.name.startswith("_")]
+    return [item for item in documented if not item.name.startswith("_")]
 
 
 def functions(body: list[ast.stmt]) -> Iterator[Function]:
@@ -132,20 +132,24 @@ def constructor(node: ast.ClassDef) -> Function:
     [made] = [s for s in node.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
     renamed = copy.copy(made)
     renamed.name, renamed.returns = node.name, ast.Name(node.name)
-    [found] = functions([renamed])
-    return replace(found, text=f"{plain(ast.get_docstring(node))}\n\n{found.text}")
+    [function] = functions([renamed])
+    return replace(function, text=f"{plain(ast.get_docstring(node))}\n\n{function.text}")
 
 
 def _signature(node: ast.FunctionDef, *, manages: bool) -> str:
     """As a caller writes it: without `self`, and without what catches misspelt arguments."""
-    given = node.args
-    given.args = [argument for argument in given.args if argument.arg not in ("self", "cls")]
-    if given.kwarg is not None and given.kwarg.annotation is not None:
-        given.kwarg = None if ast.unparse(given.kwarg.annotation) == "Never" else given.kwarg
+    parameters = node.args
+    parameters.args = [
+        argument for argument in parameters.args if argument.arg not in ("self", "cls")
+    ]
+    if parameters.kwarg is not None and parameters.kwarg.annotation is not None:
+        parameters.kwarg = (
+            None if ast.unparse(parameters.kwarg.annotation) == "Never" else parameters.kwarg
+        )
     returns = ast.unparse(node.returns) if node.returns is not None else "None"
     if manages:
         returns = "ContextManager[None]"
-    parts = [_part(part) for part in _parts(ast.unparse(given)) if part]
+    parts = [_part(part) for part in _parts(ast.unparse(parameters)) if part]
     line = f"{node.name}({', '.join(parts)}) -> {returns}"
     if len(line) <= 88:
         return line

@@ -117,8 +117,8 @@ def _box(
 def _titles(path: str) -> dict[str, str]:
     """What a module's docstring says of each part, by the name of its class."""
     text = ast.get_docstring(source.module(path)) or ""
-    found = re.findall(r"^ (\w+) {2,}(\S.*?)(?=\. |\.?$)", text, re.MULTILINE)
-    return {name: title.replace("`", "") for name, title in found}
+    titles = re.findall(r"^ (\w+) {2,}(\S.*?)(?=\. |\.?$)", text, re.MULTILINE)
+    return {name: title.replace("`", "") for name, title in titles}
 
 
 def _labels(machine: Machine) -> dict[Enum, str]:

@@ -34,8 +34,8 @@ STORY = "tests/integration/test_plain_scripts.py"
 def changed_files() -> set[str]:
     """Returns the paths of a change, from the root of the repository."""
 
-    def git(*words: str) -> list[str]:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    def git(*arguments: str) -> list[str]:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.split()
 
     base = (git("merge-base", "HEAD", "main") or git("merge-base", "HEAD", "origin/main"))[:1]
@@ -83,12 +83,12 @@ def distances(changed: Set[str], imports: Mapping[str, Set[str]]) -> dict[str, i
     for file, names in imports.items():
         for name in names:
             importers[name].add(file)
-    found = dict.fromkeys(sorted(changed), 0)
-    reached = set(found)
+    nearest = dict.fromkeys(sorted(changed), 0)
+    reached = set(nearest)
     for distance in range(1, FARTHEST + 1):
-        reached = {file for name in reached for file in importers[module_of(name)]} - set(found)
-        found |= dict.fromkeys(sorted(reached), distance)
-    return found
+        reached = {file for name in reached for file in importers[module_of(name)]} - set(nearest)
+        nearest |= dict.fromkeys(sorted(reached), distance)
+    return nearest
 
 
 def chosen(near: Mapping[str, int], seconds: Mapping[str, float]) -> tuple[list[str], list[str]]:
