@@ -39,22 +39,22 @@ def run(framework: str, whose: str, steps: int) -> float:
             "theirs": ["--redirects=3", "--log-dir", logs],
             "ours": ["--preemption=none", "--http-port=0", "--log-dir", logs],
         }
-        words = [*launchers[whose], *options[whose], str(RANK), framework, whose, str(steps)]
+        arguments = [*launchers[whose], *options[whose], str(RANK), framework, whose, str(steps)]
         done = subprocess.run(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", *arguments],
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
             check=False,
         )
-        said = [path.read_text() for path in sorted(Path(logs).rglob("*")) if path.is_file()]
-        lines = [line for text in [done.stdout, *said] for line in text.splitlines()]
+        logged = [path.read_text() for path in sorted(Path(logs).rglob("*")) if path.is_file()]
+        lines = [line for text in [done.stdout, *logged] for line in text.splitlines()]
     told = [line for line in lines if line.startswith('{"seconds"')]
-    found: list[list[float]] = [json.loads(line)["seconds"] for line in told]
-    if done.returncode or not found:
-        raise SystemExit(f"error: {words} ended with {done.returncode}\n{done.stderr[-2000:]}")
-    return statistics.median(found[0])
+    timings: list[list[float]] = [json.loads(line)["seconds"] for line in told]
+    if done.returncode or not timings:
+        raise SystemExit(f"error: {arguments} ended with {done.returncode}\n{done.stderr[-2000:]}")
+    return statistics.median(timings[0])
 
 
 def measure(framework: str, pairs: int, steps: int) -> dict[str, Any]:
@@ -66,15 +66,15 @@ def measure(framework: str, pairs: int, steps: int) -> dict[str, Any]:
     return {"framework": framework, "seconds": seconds}
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(comparisons: list[dict[str, Any]]) -> str:
     lines = ["| | with DDP, ms | adapter, ms | ratio | 95 % range | wanted | |", "|" + "---|" * 7]
-    for each in found:
-        theirs, ours = each["seconds"]["theirs"], each["seconds"]["ours"]
+    for comparison in comparisons:
+        theirs, ours = comparison["seconds"]["theirs"], comparison["seconds"]["ours"]
         ratio = Ratio.of(ours, theirs)
         met = "met" if ratio.low <= MOST else "NOT met"
         medians = [f"{statistics.median(seconds) * 1e3:.1f}" for seconds in (theirs, ours)]
         lines.append(
-            f"| {each['framework']} | {medians[0]} | {medians[1]} | {ratio.median:.3f} | "
+            f"| {comparison['framework']} | {medians[0]} | {medians[1]} | {ratio.median:.3f} | "
             f"{ratio.low:.3f} to {ratio.high:.3f} | ≤ {MOST} | {met} |"
         )
     return "\n".join(lines)
@@ -86,15 +86,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps that are counted in a turn")
     parser.add_argument("--record", action="store_true", help="write the table and the figures")
     options = parser.parse_args()
-    found = [measure(framework, options.pairs, options.steps) for framework in FRAMEWORKS]
-    text = table(found)
+    comparisons = [measure(framework, options.pairs, options.steps) for framework in FRAMEWORKS]
+    text = table(comparisons)
     print(text)
     if options.record:
         about = machine("torch")
         command = f"python benchmarks/adapters.py {' '.join(sys.argv[1:])}".strip()
-        words = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-        publish("adapters", f"```\n{command}\n```\n\n{words}\n\n{text}")
-        figures = {"machine": about, "command": command, "found": found}
+        setting = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
+        publish("adapters", f"```\n{command}\n```\n\n{setting}\n\n{text}")
+        figures = {"machine": about, "command": command, "found": comparisons}
         print(record(f"adapters-{date.today()}", figures))
 
 

@@ -29,8 +29,8 @@ class Texts(Dataset[Any]):
         return 100_000
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        words = torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": words, "labels": words}
+        tokens = torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
 
 
 def model() -> nn.Module:
@@ -38,10 +38,10 @@ def model() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    found: nn.Module = GPT2LMHeadModel(
+    gpt: nn.Module = GPT2LMHeadModel(
         GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=256, n_layer=4, n_head=4)
     )
-    return found
+    return gpt
 
 
 def by_transformers(ours: bool, steps: int, folder: str) -> list[float]:

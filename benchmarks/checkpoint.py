@@ -63,39 +63,39 @@ class Place:
 
     def rows(self, cases: Iterable[str]) -> Iterator[Row]:
         """Run the cases; first those at the world that writes, then those that change it."""
-        wanted = [case for case in cases if case in CASES]
-        if set(wanted) & {"load", "reshard", "offline"}:
-            wanted.insert(sum(case in ("stall", "write") for case in wanted), "files")
-        for case in wanted:
+        chosen = [case for case in cases if case in CASES]
+        if set(chosen) & {"load", "reshard", "offline"}:
+            chosen.insert(sum(case in ("stall", "write") for case in chosen), "files")
+        for case in chosen:
             if case in ("stall", "write", "files", "load"):
                 yield from self._ranks(RANKS, case)
-        if "reshard" in wanted:
+        if "reshard" in chosen:
             yield from self._ranks(MORE_RANKS, "reshard")
-        if "offline" in wanted:
+        if "offline" in chosen:
             yield from self._offline()
 
     def memory(self, what: str) -> Memory:
         """How far a fresh process of one rank grows."""
-        (found,) = self._launch(RANKS, [what], script="checkpoint_memory.py")
-        return Memory(**found)
+        (measured,) = self._launch(RANKS, [what], script="checkpoint_memory.py")
+        return Memory(**measured)
 
     def profiles(self) -> list[Profile]:
         """Where the time goes, at the world that writes and at another."""
-        found = [
+        rows_by_world = [
             self._launch(world, ["profile"], script="checkpoint_profile.py")
             for world in (RANKS, MORE_RANKS)
         ]
         about: dict[str, Any] = {"place": self.where, "state_bytes": self.size}
-        return [Profile(**about | row) for rows in found for row in rows]
+        return [Profile(**about | row) for rows in rows_by_world for row in rows]
 
     def _ranks(self, world: int, case: str) -> Iterator[Row]:
         """One case, in processes of its own: what a peer keeps in memory harms no other."""
         seconds: dict[tuple[str, str], list[float]] = {}
-        for found in self._launch(world, [case]):
-            key = (found["case"], found["variant"])
-            seconds.setdefault(key, []).append(found["seconds"])
-            said = f"{self.where} {in_words(self.size)}: {key[0]}: {key[1]}"
-            print(f"{said}: {found['seconds']:.3f} s", file=sys.stderr, flush=True)
+        for measured in self._launch(world, [case]):
+            key = (measured["case"], measured["variant"])
+            seconds.setdefault(key, []).append(measured["seconds"])
+            label = f"{self.where} {in_words(self.size)}: {key[0]}: {key[1]}"
+            print(f"{label}: {measured['seconds']:.3f} s", file=sys.stderr, flush=True)
         for (case, variant), times in seconds.items():
             yield self._row(case, variant, times)
 

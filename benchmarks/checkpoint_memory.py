@@ -26,13 +26,13 @@ def private_bytes() -> int:
 
 def shared_bytes(folder: Path) -> int:
     """Of all files in a folder; a file with several names counts once."""
-    found = {}
+    bytes_by_inode = {}
     for place, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
                 status = os.stat(os.path.join(place, name))
-                found[status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
+                bytes_by_inode[status.st_ino] = status.st_blocks * 512
+    return sum(bytes_by_inode.values())
 
 
 class Peak:

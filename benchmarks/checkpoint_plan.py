@@ -95,13 +95,13 @@ def commit_s(world: int) -> float:
         return seconds(lambda: commit.commit(storage, draft, wait_s=60.0))
 
 
-def table(found: list[Growth]) -> str:
+def table(growths: list[Growth]) -> str:
     lines = [
         "| ranks | tensors | manifest KiB | write it ms | read it ms | one rank plans ms "
         "| byte ranges | commit s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in found:
+    for row in growths:
         lines.append(
             f"| {row.ranks} | {row.tensors} | {row.manifest_bytes >> 10} "
             f"| {row.to_json_s * 1e3:.1f} | {row.from_json_s * 1e3:.1f} | {row.plan_s * 1e3:.1f} "

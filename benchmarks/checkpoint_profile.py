@@ -61,8 +61,8 @@ class Profile:
     @property
     def rest_s(self) -> float:
         """Python: the manifest, the plan, cutting it into parts; and waiting for another thread."""
-        known = (self.copy_s, self.read_s, self.write_s, self.checksum_s, self.open_s)
-        return self.total_s - sum(known)
+        parts = (self.copy_s, self.read_s, self.write_s, self.checksum_s, self.open_s)
+        return self.total_s - sum(parts)
 
 
 def profiled(work: Callable[[], object]) -> dict[str, float]:
@@ -72,22 +72,22 @@ def profiled(work: Callable[[], object]) -> dict[str, float]:
     work()
     profile.disable()
     stats = pstats.Stats(profile)
-    found = {"total_s": 0.0, **dict.fromkeys(KINDS.values(), 0.0)}
+    seconds = {"total_s": 0.0, **dict.fromkeys(KINDS.values(), 0.0)}
     for (file, _, name), (_, _, own_s, _, _) in stats.stats.items():  # type: ignore[attr-defined]
-        found["total_s"] += own_s
+        seconds["total_s"] += own_s
         for part, kind in KINDS.items():
             if file == "~" and (f".{part}>" in name or f"'{part}'" in name):
-                found[kind] += own_s
-    return found
+                seconds[kind] += own_s
+    return seconds
 
 
-def table(found: list[Profile], in_words: Callable[[int], str]) -> str:
+def table(profiles: list[Profile], in_words: Callable[[int], str]) -> str:
     lines = [
         "| profile, a rank | where | state | its MiB | total ms | copy_ | preadv | write, fsync "
         "| xxh3 | open, close | Python |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in found:
+    for row in profiles:
         parts = (row.total_s, row.copy_s, row.read_s, row.write_s, row.checksum_s, row.open_s)
         cells = " | ".join(f"{1000 * seconds:.1f}" for seconds in (*parts, row.rest_s))
         about = f"{row.case}: {row.variant} | {row.place} | {in_words(row.state_bytes)}"
@@ -115,29 +115,29 @@ def _profile(rank: Rank, case: str, variants: Mapping[str, Variant], ours: str) 
     """Of the fastest round of the plain variant and of ours."""
     for name in (PLAIN[case], ours):
         rounds = [_round(rank, case, variants[name]) for _ in range(rank.order.rounds)]
-        best = min(rounds, key=lambda found: found["total_s"])
+        best = min(rounds, key=lambda seconds: seconds["total_s"])
         rank.tell({"case": case, "variant": name, "bytes": rank.state.bytes, **best})
 
 
 def _round(rank: Rank, case: str, variant: Variant) -> dict[str, float]:
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     with variant() as work:
-        rank.time(lambda: found.update(profiled(work)), allocates=case in ("stall", "write"))
-    return found
+        rank.time(lambda: seconds.update(profiled(work)), allocates=case in ("stall", "write"))
+    return seconds
 
 
 def _offline(rank: Rank) -> None:
     """The tool's work by one worker, and how long the program takes to begin it."""
     source, target = rank.place / "ours", rank.place / "profiled"
     step = open_directory(source).step(step_directory(STEP))
-    found = profiled(
+    seconds = profiled(
         lambda: reshard(
             step, open_directory(target), TargetShape(world_size=3), CopyOptions(workers=1)
         )
     )
     shutil.rmtree(target)
     name = "elasticzero checkpoint reshard, one worker"
-    rank.tell({"case": "offline", "variant": name, "bytes": 2 * rank.state.bytes, **found})
+    rank.tell({"case": "offline", "variant": name, "bytes": 2 * rank.state.bytes, **seconds})
     command = [sys.executable, "-m", "elasticzero.launcher.cli", "checkpoint", "reshard", "--help"]
     began_s = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

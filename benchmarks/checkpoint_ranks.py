@@ -100,9 +100,9 @@ class Rank:
             return in_memory or variant != "elasticzero, from shared memory"
         return variant == "dcp.async_save"
 
-    def tell(self, found: Mapping[str, object]) -> None:
+    def tell(self, row: Mapping[str, object]) -> None:
         if self.order.rank == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(row), flush=True)
 
     def time(self, work: Work, *, allocates: bool) -> float:
         """Seconds that the slowest rank needs. `allocates`: it finds free memory warm."""

@@ -134,9 +134,9 @@ def targets_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def memory_table(found: list[Memory]) -> str:
+def memory_table(memory: list[Memory]) -> str:
     lines = ["| peak extra memory of a rank | MiB | of its shard |", "|---|---|---|"]
-    for row in found:
+    for row in memory:
         share = row.bytes / row.shard_bytes
         lines.append(f"| {row.what} | {row.bytes >> 20} | {share:.2f} |")
     return "\n".join(lines)
@@ -170,8 +170,8 @@ class Report:
             return self
         before = json.loads(path.read_text())
         old = [Row(**row | {"seconds": tuple(row["seconds"])}) for row in before["rows"]]
-        found = {(row.place, row.bytes, row.case) for row in self.rows}
-        rows = [row for row in old if (row.place, row.bytes, row.case) not in found] + self.rows
+        measured = {(row.place, row.bytes, row.case) for row in self.rows}
+        rows = [row for row in old if (row.place, row.bytes, row.case) not in measured] + self.rows
         place = list(dict.fromkeys((row.place, row.bytes) for row in old + self.rows))
         cases = list(dict.fromkeys(row.case for row in old + self.rows))
         return replace(
@@ -193,9 +193,9 @@ class Report:
         name = f"checkpoint-{date.today()}{'-cold' if self.cold else ''}"
         whole = self.after(RESULTS / f"{name}.json") if add else self
         path = record(name, {"commit": commit, "machine": about, **asdict(whole)})
-        words = (
+        setting = (
             f"{about_in_words(about, commit)}, torch {about['torch']}, "
             f"safetensors {about['safetensors']}; medians and fastest of {self.rounds} rounds."
         )
-        page = publish(f"checkpoint {kind}", f"```\n{whole.command}\n```\n\n{words}\n\n{whole}")
+        page = publish(f"checkpoint {kind}", f"```\n{whole.command}\n```\n\n{setting}\n\n{whole}")
         print(f"recorded in {path} and {page}")

@@ -76,8 +76,8 @@ def publish(name: str, text: str, pages: Path = RESULTS) -> Path:
     first, last = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
     page = pages / f"{name.partition(' ')[0]}.md"
     before, _, rest = page.read_text().partition(first)
-    _, found, after = rest.partition(last)
-    if not found:
+    _, mark, after = rest.partition(last)
+    if not mark:
         raise SystemExit(f"error: {page} has no {first} ... {last}")
     page.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")
     return page

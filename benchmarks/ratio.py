@@ -17,9 +17,9 @@ class Ratio:
 
     @classmethod
     def of(cls, own_s: list[float], reference_s: list[float]) -> Ratio:
-        found = sorted(own / other for own, other in zip(own_s, reference_s, strict=True))
-        count = len(found)
+        ratios = sorted(ours / other for ours, other in zip(own_s, reference_s, strict=True))
+        count = len(ratios)
         reach = 0.98 * math.sqrt(count)
         low = max(0, math.floor(count / 2 - reach))
         high = min(count - 1, math.ceil(count / 2 + reach) - 1)
-        return cls(median=statistics.median(found), low=found[low], high=found[high])
+        return cls(median=statistics.median(ratios), low=ratios[low], high=ratios[high])

@@ -32,23 +32,23 @@ def say(text: str) -> None:
 
 def struck(options: argparse.Namespace, endpoint: str, runs: Path) -> list[Row]:
     """Every case, strategies by turns in each round, then the peer."""
-    found: dict[tuple[str, str], list[Struck]] = defaultdict(list)
+    blows: dict[tuple[str, str], list[Struck]] = defaultdict(list)
     strategies = options.strategies.split(",")
     for number in range(options.rounds):
         for strategy in strategies:
             for case, one in round_of(strategy, endpoint, runs, options.lease_ttl).items():
-                found[case, strategy].append(one)
+                blows[case, strategy].append(one)
                 say(f"round {number + 1}: {strategy}, {case}: {one.seconds:.3f} s")
     for number in range(options.peer):
         for case in PEER_CASES:
             seconds = torchrun(case, runs)
-            found[case, "torchrun"].append(Struck(seconds=seconds, recomputed=0))
+            blows[case, "torchrun"].append(Struck(seconds=seconds, recomputed=0))
             say(f"torchrun {number + 1}: {case}: {seconds:.3f} s")
     return [
-        Row(case=case, launcher=launcher, found=tuple(found[case, launcher]))
+        Row(case=case, launcher=launcher, found=tuple(blows[case, launcher]))
         for case in CASES
         for launcher in [*strategies, "torchrun"]
-        if found.get((case, launcher))
+        if blows.get((case, launcher))
     ]
 
 

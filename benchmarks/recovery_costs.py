@@ -48,7 +48,7 @@ class Overhead:
     @property
     def shares(self) -> list[float]:
         """Of a step, by pairs of neighbouring blocks."""
-        return [own / bare - 1.0 for own, bare in zip(self.own_s, self.bare_s, strict=True)]
+        return [ours / bare - 1.0 for ours, bare in zip(self.own_s, self.bare_s, strict=True)]
 
     @property
     def share(self) -> float:
@@ -116,12 +116,12 @@ def overhead(strategy: str, endpoint: str, runs: Path, pairs: int) -> Overhead:
 
         wait_for("the end of the training", ended, GIVE_UP_S + pairs * PAIR_S)
     try:
-        found = json.loads(out.read_text())
+        blocks = json.loads(out.read_text())
     except FileNotFoundError:
         raise SystemExit(f"error: {t.cluster.log_dir / t.cluster.job} says why it failed") from None
     return Overhead(
         strategy=strategy,
-        bare=found["bare"],
-        own_s=tuple(found["own_s"]),
-        bare_s=tuple(found["bare_s"]),
+        bare=blocks["bare"],
+        own_s=tuple(blocks["own_s"]),
+        bare_s=tuple(blocks["bare_s"]),
     )

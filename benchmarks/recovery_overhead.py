@@ -43,8 +43,8 @@ def bare(name: str, session: ez.Session) -> tuple[str, Step]:
     """Returns the same strategy without a session, torch's own where torch has it, and its name."""
     model = network().to(session.device)
     if name == "ddp":
-        own = [session.device.index] if session.device.type == "cuda" else None
-        reduced = DistributedDataParallel(model, device_ids=own)
+        devices = [session.device.index] if session.device.type == "cuda" else None
+        reduced = DistributedDataParallel(model, device_ids=devices)
         return "torch DDP", torch_step(reduced, adam(reduced.parameters()))
     if name == "zero3":
         linear = [layer for layer in model if isinstance(layer, nn.Linear)]
@@ -82,8 +82,8 @@ def train(session: ez.Session, pairs: int, out: Path) -> None:
         session.backward(nn.functional.mse_loss(model(x), y))
         session.step()
     if session.rank == 0:  # the first block warms up
-        found = {"bare": what, "own_s": own_s[1:], "bare_s": bare_s[1:]}
-        out.write_text(json.dumps(found))
+        blocks = {"bare": what, "own_s": own_s[1:], "bare_s": bare_s[1:]}
+        out.write_text(json.dumps(blocks))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ def torchrun(case: str, runs: Path) -> float:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--rdzv-backend"]
-    words += ["c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "b", "--max-restarts"]
-    words += ["100", "--nproc-per-node", "1", str(HERE / "recovery_torchrun.py"), str(notes)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--rdzv-backend"]
+    command += ["c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "b", "--max-restarts"]
+    command += ["100", "--nproc-per-node", "1", str(HERE / "recovery_torchrun.py"), str(notes)]
     environment = {**os.environ, **cluster_environment(2)}
     agents: list[subprocess.Popen[bytes]] = []
 
@@ -43,7 +43,7 @@ def torchrun(case: str, runs: Path) -> float:
     try:
         for _ in range(2):
             quiet = subprocess.DEVNULL
-            agents.append(subprocess.Popen(words, env=environment, stdout=quiet, stderr=quiet))
+            agents.append(subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet))
             time.sleep(1.0)
         wait_for("torchrun's steady training", steady)
         before = {line[2] for line in lines()}

@@ -58,8 +58,8 @@ class Report:
 
     def most_s(self, case: str) -> float:
         """The target of a case."""
-        given = {"worker": 0.5, "node": 1.0, "silent": self.lease_ttl_s + 1.0}
-        return given.get(case, 0.5)
+        limits = {"worker": 0.5, "node": 1.0, "silent": self.lease_ttl_s + 1.0}
+        return limits.get(case, 0.5)
 
     def times_table(self) -> str:
         """Every case and strategy beside its target."""
@@ -84,13 +84,13 @@ class Report:
 
     def noticed(self) -> str:
         """How soon an agent knows of its worker's death."""
-        known = [s.noticed_s for row in self.rows for s in row.found if s.noticed_s is not None]
-        if not known:
+        delays = [s.noticed_s for row in self.rows for s in row.found if s.noticed_s is not None]
+        if not delays:
             return ""
-        middle, worst = statistics.median(known) * 1000, max(known) * 1000
+        middle, worst = statistics.median(delays) * 1000, max(delays) * 1000
         return (
             f"From SIGKILL of a worker until its own agent knows: {middle:.0f} ms (median of "
-            f"{len(known)}), {worst:.0f} ms at most."
+            f"{len(delays)}), {worst:.0f} ms at most."
         )
 
     def rest_table(self) -> str:
@@ -101,10 +101,10 @@ class Report:
             "| agent | | its fork server |",
             "|---|---|---|---|---|",
         ]
-        cores = max(found.agent_cores for found in self.rest)
-        size = max(found.agent_bytes for found in self.rest)
-        server_cores = max(found.server_cores for found in self.rest)
-        server_bytes = max(found.server_bytes for found in self.rest)
+        cores = max(resting.agent_cores for resting in self.rest)
+        size = max(resting.agent_bytes for resting in self.rest)
+        server_cores = max(resting.server_cores for resting in self.rest)
+        server_bytes = max(resting.server_bytes for resting in self.rest)
         lines.append(
             f"| share of a core, % | ≤ {MOST_CORES * 100:g} | {cores * 100:.2f} "
             f"| {verdict(cores <= MOST_CORES)} | {server_cores * 100:.2f} |"
@@ -122,15 +122,15 @@ class Report:
             "| a training step | without | without, ms | with, ms | wanted | overhead | 95 % | |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for found in self.overheads:
-            low, high = found.likely
-            bare_ms = statistics.median(found.bare_s) * 1000
-            own_ms = statistics.median(found.own_s) * 1000
+        for overhead in self.overheads:
+            low, high = overhead.likely
+            bare_ms = statistics.median(overhead.bare_s) * 1000
+            own_ms = statistics.median(overhead.own_s) * 1000
             lines.append(
-                f"| {found.strategy} | {found.bare} | {bare_ms:.1f} | {own_ms:.1f} "
-                f"| ≤ {MOST_SHARE * 100:g} % | {found.share * 100:+.1f} % "
+                f"| {overhead.strategy} | {overhead.bare} | {bare_ms:.1f} | {own_ms:.1f} "
+                f"| ≤ {MOST_SHARE * 100:g} % | {overhead.share * 100:+.1f} % "
                 f"| {low * 100:+.1f} to {high * 100:+.1f} % "
-                f"| {verdict(found.share <= MOST_SHARE)} |"
+                f"| {verdict(overhead.share <= MOST_SHARE)} |"
             )
         return "\n".join(lines)
 
@@ -145,9 +145,9 @@ class Report:
         document = {"commit": commit, "machine": about, **asdict(self)}
         where = "recovery gpu" if about["gpu"] else "recovery"
         path = record(f"{where.replace(' ', '-')}-{date.today()}", document)
-        words = (
+        setting = (
             f"{about_in_words(about, commit)}, torch {about['torch']}; medians of {self.rounds} "
             f"rounds, lease TTL {self.lease_ttl_s} s."
         )
-        page = publish(where, f"```\n{self.command}\n```\n\n{words}\n\n{self}")
+        page = publish(where, f"```\n{self.command}\n```\n\n{setting}\n\n{self}")
         print(f"recorded in {path} and {page}")

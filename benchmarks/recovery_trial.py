@@ -34,11 +34,11 @@ class Struck:
     """From SIGKILL of a worker until its own agent knew."""
 
 
-def wait_for(what: str, found: Callable[[], T | None], give_up_s: float = GIVE_UP_S) -> T:
-    """What `found` gives, once it gives something."""
+def wait_for(what: str, poll: Callable[[], T | None], give_up_s: float = GIVE_UP_S) -> T:
+    """Returns what `poll` returns, once it is not None."""
     deadline_s = time.monotonic() + give_up_s
     while time.monotonic() < deadline_s:
-        value = found()
+        value = poll()
         if value is not None:
             return value
         time.sleep(0.01)
@@ -106,11 +106,11 @@ class Trial:
     def next_step_s(self, before: int) -> float:
         """When the first step of a generation above `before` was done."""
 
-        def found() -> float | None:
+        def next_step() -> float | None:
             self.look()
             return min((s for g, s in self.first_s.items() if g > before), default=None)
 
-        return wait_for("the next step", found)
+        return wait_for("the next step", next_step)
 
     def strike(self, blow: Callable[[], int | None]) -> Struck:
         """From a blow to the next step done. blow: gives the process id of a killed worker."""
@@ -141,11 +141,11 @@ class Trial:
 
 @contextmanager
 def trial(
-    endpoint: str, runs: Path, words: list[str], script: list[str], *, nodes: int = 2
+    endpoint: str, runs: Path, options: list[str], script: list[str], *, nodes: int = 2
 ) -> Iterator[Trial]:
     """A cluster of `nodes` agents that run a script of this folder."""
     job = f"bench-{time.time_ns()}"
-    common = ["--etcd", endpoint, "--nnodes", "1:3", "--settle", "1", "--http-port", "0", *words]
+    common = ["--etcd", endpoint, "--nnodes", "1:3", "--settle", "1", "--http-port", "0", *options]
     script = [str(HERE / script[0]), *script[1:]]
     cluster = Cluster([*common, *script], job, runs, cluster_environment(nodes))
     try:
@@ -162,20 +162,20 @@ def round_of(strategy: str, endpoint: str, runs: Path, lease_ttl_s: int) -> dict
     strategy: its name; with `+keep` behind it workers' processes are kept.
     """
     name, _, keep = strategy.partition("+")
-    words = ["--strategy", name, "--lease-ttl", str(lease_ttl_s)]
-    words += ["--keep-workers"] if keep else []
-    words += ["--checkpoint-dir", str(runs / f"saved-{time.time_ns()}")]
-    found: dict[str, Struck] = {}
-    with trial(endpoint, runs, words, ["recovery_ours.py"]) as t:
+    options = ["--strategy", name, "--lease-ttl", str(lease_ttl_s)]
+    options += ["--keep-workers"] if keep else []
+    options += ["--checkpoint-dir", str(runs / f"saved-{time.time_ns()}")]
+    blows: dict[str, Struck] = {}
+    with trial(endpoint, runs, options, ["recovery_ours.py"]) as t:
         cluster = t.cluster
         t.steady()
-        found["worker"] = t.strike(lambda: cluster.kill_worker(t.last_node))
-        found["join"] = t.change(cluster.start_node)
-        found["drain"] = t.change(lambda: cluster.drain(t.last_node))
+        blows["worker"] = t.strike(lambda: cluster.kill_worker(t.last_node))
+        blows["join"] = t.change(cluster.start_node)
+        blows["drain"] = t.change(lambda: cluster.drain(t.last_node))
         victim = t.last_node
-        found["silent"] = t.strike(lambda: t.silence(victim))
+        blows["silent"] = t.strike(lambda: t.silence(victim))
         cluster.kill_node(victim)
         t.change(cluster.start_node)
         victim = t.last_node
-        found["node"] = t.strike(lambda: cluster.kill_node(victim))
-    return found
+        blows["node"] = t.strike(lambda: cluster.kill_node(victim))
+    return blows

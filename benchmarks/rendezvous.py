@@ -196,8 +196,8 @@ def play(agents: int, number: int, options: argparse.Namespace) -> Round:
         everyone = [*stay, vanish]
 
         def last(crowds: list[Crowd], event: str, generation: int) -> float:
-            found = [crowd.wait(event, patience_s, generation=generation) for crowd in crowds]
-            return max(float(event["at_s"]) for event in found)
+            events = [crowd.wait(event, patience_s, generation=generation) for crowd in crowds]
+            return max(float(event["at_s"]) for event in events)
 
         for crowd in everyone:
             crowd.wait("ready", patience_s)
@@ -275,8 +275,8 @@ def main() -> None:
                 flush=True,
             )
         sizes.append(Size(agents=agents, rounds=tuple(rounds)))
-    words = ["python", "benchmarks/rendezvous.py", *sys.argv[1:]]
-    report = Report(command=" ".join(words), sizes=sizes)
+    command = ["python", "benchmarks/rendezvous.py", *sys.argv[1:]]
+    report = Report(command=" ".join(command), sizes=sizes)
     print(f"\n{report}")
     if options.record:
         report.record()

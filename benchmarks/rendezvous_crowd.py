@@ -355,20 +355,20 @@ class Crowd:
             print(json.dumps({"event": event, **fields}), flush=True)
 
     def _work(self, index: int) -> None:
-        mine = [client for client in self.clients if client.thread == index]
+        clients = [client for client in self.clients if client.thread == index]
         try:
-            for client in self._in_turn(index, mine):
+            for client in self._in_turn(index, clients):
                 client.queued = False
                 client.turn()
         except Exception:  # noqa: BLE001 - the top of a thread: the process is of no use without it
             traceback.print_exc()
             os._exit(1)
 
-    def _in_turn(self, index: int, mine: Sequence[Client]) -> Iterator[Client]:
+    def _in_turn(self, index: int, clients: Sequence[Client]) -> Iterator[Client]:
         """Whoever was woken, and whoever's time to look at the clock has come; first everybody."""
-        yield from mine
+        yield from clients
         while True:
-            soonest = min(mine, key=lambda client: client.due_s)
+            soonest = min(clients, key=lambda client: client.due_s)
             left_s = soonest.due_s - time.monotonic()
             if left_s <= 0:
                 yield soonest

@@ -184,9 +184,9 @@ class Report:
         document = {"commit": commit, "machine": about, **asdict(self)}
         path = record(f"rendezvous-{date.today()}", document)
         rounds = len(self.sizes[0].rounds)
-        words = (
+        setting = (
             f"{about_in_words(about, commit)}, Python {about['python']}, "
             f"grpcio {about['grpcio']}; medians of {rounds} rounds."
         )
-        page = publish("rendezvous", f"```\n{self.command}\n```\n\n{words}\n\n{self}")
+        page = publish("rendezvous", f"```\n{self.command}\n```\n\n{setting}\n\n{self}")
         print(f"recorded in {path} and {page}")

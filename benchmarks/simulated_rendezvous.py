@@ -90,14 +90,14 @@ def measure(nodes: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("nodes", type=int, nargs="*", default=[10, 100, 1000])
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(
         "| nodes | all know the world | all know the next, 1 % lost | requests a node to join "
         "(most) | requests a node in a round (most) | at rest, all nodes | world |\n"
         "|---|---|---|---|---|---|---|",
         flush=True,
     )
-    for nodes in given.nodes:
+    for nodes in options.nodes:
         began_s = time.monotonic()
         row = measure(nodes)
         print(

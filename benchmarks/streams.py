@@ -129,16 +129,16 @@ def seconds_of_stream(reads: Callable[[int, int], Iterator[Sample]], workers: in
 
 def throughput(folder: Path, kind: str, workers: int, pairs: int) -> dict[str, Any]:
     reads = partial(read, folder, kind)
-    found: dict[str, list[float]] = {"loader": [], "stream": []}
+    seconds: dict[str, list[float]] = {"loader": [], "stream": []}
     for _ in range(pairs):
-        found["loader"].append(seconds_of_loader(reads, workers))
-        found["stream"].append(seconds_of_stream(reads, workers))
-    return {"kind": kind, "workers": workers, "samples": SHARDS * KINDS[kind], "seconds": found}
+        seconds["loader"].append(seconds_of_loader(reads, workers))
+        seconds["stream"].append(seconds_of_stream(reads, workers))
+    return {"kind": kind, "workers": workers, "samples": SHARDS * KINDS[kind], "seconds": seconds}
 
 
 def step_seconds(data: Any, schedule: RankSchedule, at: DataPosition, steps: int) -> list[float]:
     """Returns the time in the data path of each step."""
-    found = []
+    waits = []
     batches = schedule.steps(at)
     for _ in range(steps):
         began_s = time.perf_counter()
@@ -146,10 +146,10 @@ def step_seconds(data: Any, schedule: RankSchedule, at: DataPosition, steps: int
         data.look_ahead(batch, after)
         for _ in schedule.parts(batch):
             next(data)
-        found.append(time.perf_counter() - began_s)
+        waits.append(time.perf_counter() - began_s)
         time.sleep(STEP_S)
     data.close()
-    return found[10:]
+    return waits[10:]
 
 
 def steps_of_each(folder: Path, workers: int, steps: int) -> dict[str, list[float]]:
@@ -193,26 +193,26 @@ def resume_seconds(used: int = 10_000_000, shards: int = 20_000, size: int = 1_0
     return took_s
 
 
-def tables(found: dict[str, Any]) -> str:
+def tables(figures: dict[str, Any]) -> str:
     heads = (
         "samples | workers | DataLoader, a second | stream, a second | ratio | 95 % range | wanted"
     )
     lines = [f"| {heads} | |"]
     lines.append("|" + "---|" * 8)
-    for each in found["throughput"]:
-        loader, stream = each["seconds"]["loader"], each["seconds"]["stream"]
+    for case in figures["throughput"]:
+        loader, stream = case["seconds"]["loader"], case["seconds"]["stream"]
         ratio = Ratio.of(loader, stream)
-        rates = [each["samples"] / statistics.median(seconds) for seconds in (loader, stream)]
+        rates = [case["samples"] / statistics.median(seconds) for seconds in (loader, stream)]
         met = "met" if ratio.high >= LEAST_THROUGHPUT else "NOT met"
         lines.append(
-            f"| {each['kind']} | {each['workers']} | {rates[0]:,.0f} | {rates[1]:,.0f} | "
+            f"| {case['kind']} | {case['workers']} | {rates[0]:,.0f} | {rates[1]:,.0f} | "
             f"{ratio.median:.2f} | {ratio.low:.2f} to {ratio.high:.2f} | "
             f"≥ {LEAST_THROUGHPUT} | {met} |"
         )
     heads = "median, ms | mean, ms | beyond DataLoader, ms | wanted"
     lines += ["", f"| time in the data path of a 50 ms step | {heads} | |", "|" + "---|" * 6]
-    means_ms = {name: statistics.mean(each) * 1e3 for name, each in found["steps"].items()}
-    for name, seconds in found["steps"].items():
+    means_ms = {name: statistics.mean(seconds) * 1e3 for name, seconds in figures["steps"].items()}
+    for name, seconds in figures["steps"].items():
         beyond_ms = means_ms[name] - means_ms[PEER]
         judged = "met" if beyond_ms <= MOST_STEP_MS else "NOT met"
         verdict = (
@@ -220,7 +220,7 @@ def tables(found: dict[str, Any]) -> str:
         )
         row = [name, f"{statistics.median(seconds) * 1e3:.2f}", f"{means_ms[name]:.2f}", *verdict]
         lines.append(f"| {' | '.join(row)} |")
-    resume_s = found["resume_s"]
+    resume_s = figures["resume_s"]
     met = "met" if resume_s <= MOST_RESUME_S else "NOT met"
     lines += [
         "",
@@ -239,7 +239,7 @@ def main() -> None:
         folder = Path(name)
         for kind in KINDS:
             write(folder, kind)
-        found = {
+        figures = {
             "throughput": [
                 throughput(folder, kind, workers, options.pairs)
                 for kind in KINDS
@@ -248,15 +248,15 @@ def main() -> None:
             "steps": steps_of_each(folder, 1, 10 + 20 * options.pairs),
             "resume_s": statistics.median(resume_seconds() for _ in range(3)),
         }
-    text = tables(found)
+    text = tables(figures)
     print(text)
     if options.record:
         about = machine("torch")
         command = f"python benchmarks/streams.py {' '.join(sys.argv[1:])}".strip()
-        words = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-        publish("streams", f"```\n{command}\n```\n\n{words}\n\n{text}")
+        setting = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
+        publish("streams", f"```\n{command}\n```\n\n{setting}\n\n{text}")
         path = record(
-            f"streams-{date.today()}", {"machine": about, "command": command, "found": found}
+            f"streams-{date.today()}", {"machine": about, "command": command, "found": figures}
         )
         print(path)
 

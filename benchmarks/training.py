@@ -62,7 +62,7 @@ STEPS = {"17M": 8, "105M": 3}
 LIMIT_S = 1800
 
 
-def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
+def run_ranks(ranks: int, order: dict[str, Any]) -> dict[str, Any]:
     """Returns what rank 0 of so many ranks prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -72,7 +72,7 @@ def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     common |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(RANK), json.dumps(given)],
+            [sys.executable, str(RANK), json.dumps(order)],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE if rank == 0 else None,
             text=True,
@@ -86,24 +86,24 @@ def run_ranks(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
             process.kill()
             process.wait()
     if processes[0].returncode:
-        raise SystemExit(f"error: rank 0 of {given} exited with {processes[0].returncode}")
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])  # DeepSpeed prints more lines
-    return found
+        raise SystemExit(f"error: rank 0 of {order} exited with {processes[0].returncode}")
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])  # DeepSpeed prints more lines
+    return result
 
 
 def measure(size: str, ranks: int, pairs: int) -> dict[str, Any]:
     """Returns seconds a step by contender, for each group."""
-    given = {"width": WIDTHS[size], "pairs": pairs, "steps": STEPS[size]}
-    seconds = [run_ranks(ranks, given | {"contenders": group})["seconds"] for group in GROUPS]
+    order = {"width": WIDTHS[size], "pairs": pairs, "steps": STEPS[size]}
+    seconds = [run_ranks(ranks, order | {"contenders": group})["seconds"] for group in GROUPS]
     return {"size": size, "ranks": ranks, "seconds": seconds}
 
 
 def measure_memory(size: str, ranks: int) -> dict[str, Any]:
     """Returns the greatest anonymous memory of each contender alone, in bytes."""
-    given = {"width": WIDTHS[size], "pairs": 2, "steps": 3}
+    order = {"width": WIDTHS[size], "pairs": 2, "steps": 3}
     names = dict.fromkeys(name for group in GROUPS for name in group)
     memory = {
-        name: run_ranks(ranks, given | {"contenders": [name], "memory": True})["anonymous_bytes"]
+        name: run_ranks(ranks, order | {"contenders": [name], "memory": True})["anonymous_bytes"]
         for name in names
     }
     return {"size": size, "ranks": ranks, "anonymous_bytes": memory}
@@ -118,26 +118,26 @@ def planned_bytes(strategy: str, size: str, ranks: int) -> int:
     return rank_memory(strategy, model, STATE_SIZES["adamw"], line_up).total
 
 
-def lines_of(found: dict[str, Any], headings: str, rows: Iterable[Sequence[str]]) -> str:
+def lines_of(result: dict[str, Any], headings: str, rows: Iterable[Sequence[str]]) -> str:
     """Returns a table under a line that says what was measured."""
-    about = f"{found['size']} parameters, {found['ranks']} ranks:"
+    about = f"{result['size']} parameters, {result['ranks']} ranks:"
     rule = "|" + "---|" * (headings.count("|") - 1)
     return "\n".join([about, "", headings, rule, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def memory_table(found: dict[str, Any]) -> str:
+def memory_table(result: dict[str, Any]) -> str:
     rows = []
-    for name, grown in found["anonymous_bytes"].items():
+    for name, grown in result["anonymous_bytes"].items():
         row = [name, f"{grown / 1e6:.0f}"]
         if name in STRATEGIES:
-            planned = planned_bytes(name, found["size"], found["ranks"])
+            planned = planned_bytes(name, result["size"], result["ranks"])
             ratio = grown / planned
             met = "met" if ratio <= MOST_MEMORY else "NOT met"
             row += [f"{planned / 1e6:.0f}", f"{ratio:.2f}", f"≤ {MOST_MEMORY}", met]
         else:
             row += [""] * 4
         rows.append(row)
-    return lines_of(found, "| | anonymous memory, MB | planned, MB | ratio | wanted | |", rows)
+    return lines_of(result, "| | anonymous memory, MB | planned, MB | ratio | wanted | |", rows)
 
 
 def judged(name: str, group: dict[str, list[float]], ranks: int) -> list[str]:
@@ -152,13 +152,13 @@ def judged(name: str, group: dict[str, list[float]], ranks: int) -> list[str]:
     return [*row, f"≤ {most:g}", "met" if ratio.low <= most else "NOT met"]
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     rows = [
-        [name, f"{statistics.median(seconds) * 1e3:.0f}", *judged(name, group, found["ranks"])]
-        for group in found["seconds"]
+        [name, f"{statistics.median(seconds) * 1e3:.0f}", *judged(name, group, result["ranks"])]
+        for group in result["seconds"]
         for name, seconds in group.items()
     ]
-    return lines_of(found, "| | step, ms | against | ratio | 95 % range | wanted | |", rows)
+    return lines_of(result, "| | step, ms | against | ratio | 95 % range | wanted | |", rows)
 
 
 def main() -> None:
@@ -173,21 +173,21 @@ def main() -> None:
     if unknown := [size for size in sizes if size not in WIDTHS]:
         parser.error(f"--sizes: {unknown[0]!r} is not one of {', '.join(WIDTHS)}")
     if options.memory:
-        found = [measure_memory(size, options.ranks) for size in sizes]
-        tables = "\n\n".join(memory_table(each) for each in found)
+        results = [measure_memory(size, options.ranks) for size in sizes]
+        tables = "\n\n".join(memory_table(result) for result in results)
     else:
-        found = [measure(size, options.ranks, options.pairs) for size in sizes]
-        tables = "\n\n".join(table(each) for each in found)
+        results = [measure(size, options.ranks, options.pairs) for size in sizes]
+        tables = "\n\n".join(table(result) for result in results)
     print(tables)
     if options.record:
         about = machine("torch")
         command = f"python benchmarks/training.py {' '.join(sys.argv[1:])}"
         text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-        words = ["training", *["memory"] * options.memory]
-        part = " ".join(words if options.ranks == 2 else [*words, f"{options.ranks} ranks"])
+        parts = ["training", *["memory"] * options.memory]
+        part = " ".join(parts if options.ranks == 2 else [*parts, f"{options.ranks} ranks"])
         publish(part, f"```\n{command}\n```\n\n{text}\n\n{tables}")
         name = f"{part.replace(' ', '-')}-{date.today()}"
-        print(record(name, {"machine": about, "command": command, "sizes": found}))
+        print(record(name, {"machine": about, "command": command, "sizes": results}))
 
 
 if __name__ == "__main__":

@@ -115,17 +115,17 @@ def load_libraries(names: Iterable[str]) -> None:
             step(x, x)
 
 
-def measure(given: dict[str, Any]) -> dict[str, Any]:
+def measure(order: dict[str, Any]) -> dict[str, Any]:
     """Returns seconds a step, by contender and turn, and how much anonymous memory this process
     has had at its peak beyond what it had before the model."""
-    x = torch.randn(SAMPLES, given["width"], generator=torch.Generator().manual_seed(1))
+    x = torch.randn(SAMPLES, order["width"], generator=torch.Generator().manual_seed(1))
     y = x.roll(1, 1)
-    if given.get("memory"):
-        load_libraries(given["contenders"])
+    if order.get("memory"):
+        load_libraries(order["contenders"])
     gc.collect()
     forget_peak()
     before = resident_bytes()
-    steps = {name: contender(name, given["width"]) for name in given["contenders"]}
+    steps = {name: contender(name, order["width"]) for name in order["contenders"]}
     gc.collect()
     taken = dict.fromkeys(steps, 0)
 
@@ -141,9 +141,9 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     for name in steps:
         block(name, WARM_UP_STEPS)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(given["pairs"]):
+    for turn in range(order["pairs"]):
         for name in list(steps) if turn % 2 == 0 else reversed(steps):
-            seconds[name].append(block(name, given["steps"]))
+            seconds[name].append(block(name, order["steps"]))
     now = resident_bytes()
     peak = now["VmHWM"] - now["RssFile"] - now["RssShmem"]
     return {"seconds": seconds, "anonymous_bytes": peak - before["RssAnon"]}
@@ -152,8 +152,8 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    found = measure(json.loads(sys.argv[1]))
+    result = measure(json.loads(sys.argv[1]))
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)  # with nothing to tear down
