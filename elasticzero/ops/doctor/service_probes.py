@@ -85,7 +85,13 @@ def _timed_writes(endpoints: Sequence[str], access: Access) -> tuple[list[float]
 
 
 def port_facts(host: str, port: int, *, is_given: bool) -> PortFacts:
-    """Returns whether a server could listen at a port of this machine."""
+    """Returns whether a server could listen at a port of this machine.
+
+    Args:
+        host: the address to listen at.
+        port: the port to try.
+        is_given: whether the operator chose the port; else an agent takes the next free one.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()

@@ -66,10 +66,17 @@ def drain_script(job: str, node: str, namespace: str) -> list[str]:
 def replace_member_script(
     name: str, index: int, members: int, namespace: str, *, tls: bool
 ) -> list[str]:
-    """Returns the commands that put a new member of etcd in the place of one whose volume is
-    lost or damaged.
+    """Returns the commands that replace a member of etcd whose volume is lost or damaged.
 
-    index: that of the lost member's pod; members: how many there are in all.
+    Args:
+        name: the job's.
+        index: that of the lost member's pod.
+        members: number of members in all.
+        namespace: the pods' namespace; empty: that of the current context.
+        tls: whether the members speak TLS.
+
+    Raises:
+        UserError: the name is invalid, or there is no such member or no other one left.
     """
     check_job_name(name, "k8s replace-etcd-member")
     if not 0 <= index < members or members < 3:

@@ -20,7 +20,10 @@ def names_text(names: Sequence[str]) -> str:
 def on_logs(run: JobRun, worlds: Sequence[SeenWorld], logs: Sequence[NodeLog]) -> list[str]:
     """Returns what a reader of the page must know of the logs.
 
-    worlds: those of the run, in order.
+    Args:
+        run: the lives of the agents whose logs were read.
+        worlds: those of the run, in order.
+        logs: how each node's log was read.
     """
     notes = []
     there = {life.node for life in run.lives}

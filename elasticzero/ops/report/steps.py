@@ -55,8 +55,12 @@ def loss_points(
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """Returns time and loss of the steps that count, and of those that were done again.
 
-    The loss of a step is the mean of the ranks that logged one. limits: the last step of each
-    generation that counts.
+    The loss of a step is the mean of the ranks that logged one.
+
+    Args:
+        run: the lives of the agents, with the losses that they logged.
+        limits: the last step of each generation that counts.
+        began_s: Unix time from which the points' times count.
     """
     sums: dict[Step, list[float]] = {}
     for life in run.lives:

@@ -83,8 +83,13 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 def coarse(spans: Sequence[Span], whole_s: float, columns: int) -> list[Span]:
     """Returns at most `columns` spans: of each column of time, what takes most of it.
 
-    Fewer spans than that are returned as they are, equal neighbours joined. The spans are in order
-    and do not overlap. Time in which nothing is stays so.
+    Fewer spans than that are returned as they are, equal neighbours joined. Time without a span
+    stays without one.
+
+    Args:
+        spans: in order, without overlaps.
+        whole_s: seconds that all columns cover together.
+        columns: maximum number of spans that are returned.
     """
     if len(spans) > columns and whole_s > 0:
         width_s = whole_s / columns

@@ -35,7 +35,14 @@ class Course:
 def node_states(
     run: JobRun, courses: Sequence[Course], nodes: Sequence[str], began_s: float
 ) -> dict[str, tuple[Span, ...]]:
-    """Returns the states of each node in order, in seconds since `began_s`."""
+    """Returns the states of each node in order, in seconds since `began_s`.
+
+    Args:
+        run: the lives of the agents whose logs were read.
+        courses: the generations, from which the states of nodes without a log are inferred.
+        nodes: names of all nodes that the result has.
+        began_s: Unix time from which the states' times count.
+    """
     states: dict[str, list[Span]] = {node: [] for node in nodes}
     for life in run.lives:
         shift_s = run.at(life, 0.0) - began_s

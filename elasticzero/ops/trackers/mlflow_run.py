@@ -52,7 +52,13 @@ class MlflowRun:
 
 
 def open_mlflow_run(place: str, job: str, *, begins: bool) -> MlflowRun:
-    """Opens the newest run of a job, or a new one. place: a tracking URI; empty: MLflow's own."""
+    """Opens the newest run of a job, or a new one.
+
+    Args:
+        place: a tracking URI; empty: the one that MLflow chooses.
+        job: the job's name.
+        begins: whether the job begins, so that a run which has steps is another job's.
+    """
     import mlflow
 
     if place:

@@ -68,7 +68,13 @@ class TensorBoardRun:
 
 
 def open_tensorboard_run(place: str, job: str, *, begins: bool) -> TensorBoardRun:
-    """Opens the newest run of a job in a directory, or a new one."""
+    """Opens the newest run of a job in a directory, or a new one.
+
+    Args:
+        place: the directory, which has a folder for each job.
+        job: the job's name.
+        begins: whether the job begins, so that a run which has steps is another job's.
+    """
     folder = Path(place).absolute() / job
     names = os.listdir(folder) if folder.is_dir() else []
     newest = max((int(match[1]) for name in names if (match := _RUN.match(name))), default=1)

@@ -80,7 +80,13 @@ class WandbRun:
 
 
 def open_wandb_run(place: str, job: str, *, begins: bool) -> WandbRun:
-    """Opens the newest run of a job, or a new one. place: a directory."""
+    """Opens the newest run of a job, or a new one.
+
+    Args:
+        place: the directory of the runs' files.
+        job: the job's name.
+        begins: whether the job begins, so that a run which has steps is another job's.
+    """
     import wandb
 
     folder = Path(place).absolute()
