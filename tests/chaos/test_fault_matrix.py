@@ -83,7 +83,7 @@ def play(
     with (
         EtcdServer(address=address) as etcd,
         story(
-            tmp_path, etcd.endpoint, job, words, nodes=len(first), each=first, place=place
+            tmp_path, etcd.endpoint, job, words, nodes=len(first), environments=first, place=place
         ) as told,
     ):
         dice = random.Random(f"{seed} {strategy} {shape} {survivors} {cells}")

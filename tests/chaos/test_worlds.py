@@ -95,7 +95,7 @@ def train(cell: Cell, pool: Pool, folder: Path, job: str, etcd: EtcdServer) -> d
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [*words, str(SCRIPT), json.dumps(told)]
         with story(
-            folder, etcd.endpoint, job, command, nodes=nodes, each=[own] * nodes
+            folder, etcd.endpoint, job, command, nodes=nodes, environments=[own] * nodes
         ) as followed:
             strike(followed, nodes, random.Random(str(cell)))
             codes = followed.wait_for_end()

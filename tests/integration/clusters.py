@@ -36,8 +36,8 @@ PROCESSES_EVERY_S = 0.25
 """So often a story looks which processes there are; it reads hundreds of files for that."""
 
 
-def elasticzero(*words: str) -> list[str]:
-    return [sys.executable, "-m", "elasticzero.launcher.cli", *words]
+def elasticzero(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "elasticzero.launcher.cli", *arguments]
 
 
 @dataclass(kw_only=True)
@@ -174,8 +174,8 @@ class Story(JobStory):
         self.pause(0.0)
         self.wait("the end", lambda: not self.cluster.running(), patience_s)
         codes = {name: node.process.returncode for name, node in self.cluster.nodes.items()}
-        known = [int(code) for code in ExitCode]
-        assert all(code < 0 or code in known for code in codes.values()), self.logs()
+        exit_codes = [int(code) for code in ExitCode]
+        assert all(code < 0 or code in exit_codes for code in codes.values()), self.logs()
         return codes
 
     def node(self, index: int) -> Node:
@@ -216,18 +216,18 @@ def story(
     tmp_path: Path,
     endpoint: str,
     job: str,
-    words: Sequence[str],
+    options: Sequence[str],
     *,
     nodes: int,
-    each: Sequence[Mapping[str, str]] = (),
+    environments: Sequence[Mapping[str, str]] = (),
     place: Callable[[str], Placement] = on_loopback,
 ) -> Iterator[Story]:
     """A cluster of `nodes` agents with these words after `elasticzero run`.
 
-    each: what stands in the environment of each node besides. place: where each runs.
+    environments: what stands in the environment of each node besides. place: where each runs.
     """
     common = ["--etcd", endpoint, "--http-port", "0", "--preemption", "none"]
-    common += ["--settle", str(SETTLE_S), *words]
+    common += ["--settle", str(SETTLE_S), *options]
     log_dir = tmp_path / "logs"
     log_dir.mkdir(exist_ok=True)
     shared = {**cluster_environment(nodes), "TESTER_PAUSE_FILE": str(log_dir / "pause")}
@@ -235,7 +235,7 @@ def story(
     told = Story(cluster)
     try:
         for i in range(nodes):
-            cluster.environment = {**shared, **each[i]} if each else shared
+            cluster.environment = {**shared, **environments[i]} if environments else shared
             cluster.start_node()
         yield told
         told.look()

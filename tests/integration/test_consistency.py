@@ -183,7 +183,7 @@ def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
 ) -> None:
     each = [{}, {"TESTER_UNLIKE": "global_batch=10"}]
     told_words = words("", "--nnodes", "2:2")
-    with story(tmp_path, etcd.endpoint, job, told_words, nodes=2, each=each) as told:
+    with story(tmp_path, etcd.endpoint, job, told_words, nodes=2, environments=each) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {ExitCode.USAGE}, told.logs()
     assert told.step == 0

@@ -51,7 +51,9 @@ def test_a_spot_interruption_of_the_leader_costs_no_step(
     with ExitStack() as stack:
         machines = [stack.enter_context(Aws()) for _ in range(3)]
         each = [machine.environment for machine in machines]
-        told = stack.enter_context(story(tmp_path, etcd.endpoint, job, words, nodes=3, each=each))
+        told = stack.enter_context(
+            story(tmp_path, etcd.endpoint, job, words, nodes=3, environments=each)
+        )
         told.wait_for_step(10)
         leader = told.cluster.nodes[told.of("world")[0]["members"][0]]
         machines[int(leader.name.rpartition("-")[2])].interrupt(118)
@@ -82,7 +84,7 @@ def test_two_nodes_are_preempted_at_once(
             job,
             words,
             nodes=3,
-            each=[doomed.environment, safe.environment, doomed.environment],
+            environments=[doomed.environment, safe.environment, doomed.environment],
         ) as told,
     ):
         told.wait_for_step(10)
@@ -149,7 +151,9 @@ def test_a_notice_before_the_first_world(tmp_path: Path, job: str, etcd: EtcdSer
     words = ["--nnodes", "2:2", *SHORT, "--preemption", "azure", str(REGRESSION)]
     with (
         Azure() as machine,
-        story(tmp_path, etcd.endpoint, job, words, nodes=1, each=[machine.environment]) as told,
+        story(
+            tmp_path, etcd.endpoint, job, words, nodes=1, environments=[machine.environment]
+        ) as told,
     ):
         told.wait("the node", lambda: told.of("registered"))
         machine.schedule("Preempt", 30)

@@ -34,7 +34,7 @@ def test_prometheus_answers_every_query_about_a_job_with_a_killed_worker(
     slow.write_text("0.3")
     each = [{}, {}, {"TESTER_PAUSE_FILE": str(slow)}]
     rules_file = root / "k8s" / "components" / "monitoring" / "rules.yaml"
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3, each=each) as told:
+    with story(tmp_path, etcd.endpoint, job, words, nodes=3, environments=each) as told:
         told.wait_for_step(2)
         ports = {node: e["port"] for node, e in told.told if e["event"] == "serving"}
         addresses = [f"127.0.0.1:{port}" for port in ports.values()]

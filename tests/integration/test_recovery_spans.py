@@ -137,7 +137,7 @@ def test_agents_send_a_recovery_each_and_outlive_a_collector_that_is_away(
         away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         words = ["--nnodes", "2", str(REGRESSION), "--pause", "0.05"]
         each = [{ENDPOINT: collector.endpoint}, {ENDPOINT: away}]
-        with story(tmp_path, etcd.endpoint, job, words, nodes=2, each=each) as told:
+        with story(tmp_path, etcd.endpoint, job, words, nodes=2, environments=each) as told:
             told.wait_for_step(3)
             told.cluster.kill_worker(told.node(0))
             assert told.wait_for_end() == {"node-0": 0, "node-1": 0}

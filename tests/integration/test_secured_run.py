@@ -60,7 +60,9 @@ def test_a_run_behind_locks_survives_a_killed_node(
     secrets = {ETCD_PASSWORD: PASSWORD, TOKEN: JOB_TOKEN}
     with Members(tmp_path / "etcd", tls=tls, options=options) as etcd:
         etcd.enable_users("trainer", PASSWORD)
-        with story(tmp_path, etcd.endpoints, job, words, nodes=3, each=[secrets] * 3) as told:
+        with story(
+            tmp_path, etcd.endpoints, job, words, nodes=3, environments=[secrets] * 3
+        ) as told:
             told.wait_for_step(15)
             check_no_process_shows(told, agents_may=True)
             port = told.of("serving")[0]["port"]

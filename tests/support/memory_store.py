@@ -98,9 +98,9 @@ class MemoryServer:
     def read(self, prefix: str, limit: int) -> PrefixState:
         with self.changed:
             self.tick()
-            found = [e for key, e in self._entries.items() if key.startswith(prefix)]
-            found.sort(key=lambda entry: (entry.create_revision, entry.key))
-            chosen = found[:limit] if limit else found
+            under_prefix = [e for key, e in self._entries.items() if key.startswith(prefix)]
+            under_prefix.sort(key=lambda entry: (entry.create_revision, entry.key))
+            chosen = under_prefix[:limit] if limit else under_prefix
             entries = MappingProxyType({entry.key: entry for entry in chosen})
             return PrefixState(revision=self._revision, entries=entries)
 
@@ -258,9 +258,9 @@ class MemoryStore:
     def snapshot(self, prefix: str, limit: int = 0) -> PrefixState:
         """What stands under a prefix, in the history that it is of."""
         with self._server.changed:
-            found = self._server.read(prefix, limit)
-            self._answered(found.revision)
-            return replace(found, history=self._history.number)
+            state = self._server.read(prefix, limit)
+            self._answered(state.revision)
+            return replace(state, history=self._history.number)
 
     def count(self, prefix: str, revision: int) -> int:
         self._check("count")
@@ -402,8 +402,8 @@ class _MemoryWatch:
             while not self._closed:
                 if self._store.reachable:
                     snapshot = self._store.snapshot(self._prefix)
-                    known = (told.history, told.entries) if told is not None else None
-                    if known != (snapshot.history, snapshot.entries):
+                    last = (told.history, told.entries) if told is not None else None
+                    if last != (snapshot.history, snapshot.entries):
                         return snapshot
                 self._server.changed.wait(self._server.next_expiry_s())
         return None

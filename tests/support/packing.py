@@ -43,7 +43,7 @@ class Blocks(Tensor):
         return cls(inner["codes"], inner["scale"], **options)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, *given: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, *arguments: Any) -> Any:  # type: ignore[override]
         raise NotImplementedError(func)
 
 

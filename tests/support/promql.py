@@ -21,10 +21,10 @@ _GROUPING = re.compile(r"\b(?:by|on|ignoring|group_left|without) ?\(([^)]*)\)")
 
 def series() -> dict[str, set[str]]:
     """The labels of every series that agents serve, by its name."""
-    found: dict[str, set[str]] = {}
+    labels_of: dict[str, set[str]] = {}
     for metric in (*Metrics().descriptions, *JOB_METRICS):
-        found |= {name: set(labels) for name, labels in metric.series.items()}
-    return found
+        labels_of |= {name: set(labels) for name, labels in metric.series.items()}
+    return labels_of
 
 
 def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
@@ -39,17 +39,17 @@ def groupings(expression: str) -> set[str]:
     return {label.strip() for label in lists.split(",") if label.strip()}
 
 
-def mistakes(expression: str, known: Mapping[str, set[str]]) -> list[str]:
+def mistakes(expression: str, labels_of: Mapping[str, set[str]]) -> list[str]:
     """What a query names that no agent serves."""
-    found = []
+    texts = []
     available = set(TARGET_LABELS)
     for name, labels in selectors(expression):
-        if name not in known:
-            found.append(f"no metric {name}")
+        if name not in labels_of:
+            texts.append(f"no metric {name}")
             continue
-        available |= known[name]
-        found += [f"no label {x} of {name}" for x in labels - known[name] - TARGET_LABELS]
-    return found + [f"no label {label}" for label in groupings(expression) - available]
+        available |= labels_of[name]
+        texts += [f"no label {x} of {name}" for x in labels - labels_of[name] - TARGET_LABELS]
+    return texts + [f"no label {label}" for label in groupings(expression) - available]
 
 
 def rules(root: Path) -> list[dict[str, Any]]:

@@ -82,11 +82,11 @@ class Slurm:
     def __post_init__(self) -> None:
         for name in ("bin", "submitted", "steps", "states", "requeued"):
             (self.folder / name).mkdir(parents=True)
-        given = {"python": sys.executable, "folder": str(self.folder), "job": str(FIRST_JOB)}
+        settings = {"python": sys.executable, "folder": str(self.folder), "job": str(FIRST_JOB)}
         programs = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}
         for name, text in programs.items():
             program = self.folder / "bin" / name
-            for key, value in given.items():
+            for key, value in settings.items():
                 text = text.replace(f"{{{key}!r}}", repr(value)).replace(f"{{{key}}}", value)
             program.write_text(text)
             program.chmod(0o755)
@@ -147,14 +147,18 @@ class Slurm:
             if task.process is not None and task.process.poll() is None:
                 yield from (task.process.pid, *descendants(task.process.pid))
 
-    def _submit(self, wanted: Mapping[str, object]) -> None:
-        text = Path(str(wanted["script"])).read_text()
+    def _submit(self, submission: Mapping[str, object]) -> None:
+        text = Path(str(submission["script"])).read_text()
         lines = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
-        words = [*lines, *[str(word) for word in _list(wanted["options"])]]
-        found = [_OPTION.fullmatch(word) for word in words]
-        self._options = {match[1]: match[2] or "" for match in found if match}
-        self._command = ["bash", str(wanted["script"]), *map(str, _list(wanted["arguments"]))]
-        environment = wanted["environment"]
+        options = [*lines, *[str(word) for word in _list(submission["options"])]]
+        matches = [_OPTION.fullmatch(word) for word in options]
+        self._options = {match[1]: match[2] or "" for match in matches if match}
+        self._command = [
+            "bash",
+            str(submission["script"]),
+            *map(str, _list(submission["arguments"])),
+        ]
+        environment = submission["environment"]
         assert isinstance(environment, dict)
         self._environment = environment
         first, _, last = self._options["array"].partition("-")

@@ -120,19 +120,19 @@ class Server:
         return int(answer), read
 
     def _begin(self) -> socket.socket:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [sys.executable, "-m", "tests.support.warm_server", str(there.fileno()), *IMPORTED]
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.support.warm_server", str(far.fileno()), *IMPORTED]
         environment = {k: v for k, v in _at_start.items() if k != "PYTHONPATH"}
         self._process = _cold_popen(
-            words,
+            command,
             cwd=ROOT,
             env=environment | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
-            pass_fds=[there.fileno()],
+            pass_fds=[far.fileno()],
             start_new_session=True,
         )
-        there.close()
-        return here
+        far.close()
+        return near
 
     def close(self) -> None:
         if self._socket is not None:
@@ -178,7 +178,7 @@ class WarmPopen(subprocess.Popen[Any]):
         started = None
         if request is not None and _starter is not None:
             ends = (values["p2cread"], values["c2pwrite"], values["errwrite"])
-            standard = [own if end == -1 else end for own, end in enumerate(ends)]
+            standard = [number if end == -1 else end for number, end in enumerate(ends)]
             started = _starter.start(request, [*standard, *values["pass_fds"]])
         if started is None:
             super()._execute_child(*parts)  # type: ignore[misc]
@@ -233,28 +233,28 @@ def requested(values: Mapping[str, Any]) -> Request | None:
         or values["process_group"] >= 0
     ):
         return None
-    words = values["args"]
-    if isinstance(words, (str, bytes, os.PathLike)):
+    arguments = values["args"]
+    if isinstance(arguments, (str, bytes, os.PathLike)):
         return None
-    words = [os.fsdecode(word) for word in words]
+    arguments = [os.fsdecode(word) for word in arguments]
     bound_by = 0
     binder = bound_to_this_process([])
-    if words[:5] == binder[:5]:
-        bound_by, words = int(words[5]), words[len(binder) :]
-    if len(words) < 2 or words[0] != sys.executable:
+    if arguments[:5] == binder[:5]:
+        bound_by, arguments = int(arguments[5]), arguments[len(binder) :]
+    if len(arguments) < 2 or arguments[0] != sys.executable:
         return None
-    if words[1] == "-m" or words[1] == "-c":
-        if len(words) < 3:
+    if arguments[1] == "-m" or arguments[1] == "-c":
+        if len(arguments) < 3:
             return None
-    elif words[1].startswith("-") or not os.path.isfile(
-        os.path.join(values["cwd"] or "", words[1])
+    elif arguments[1].startswith("-") or not os.path.isfile(
+        os.path.join(values["cwd"] or "", arguments[1])
     ):
         return None
     environment = dict(os.environ if values["env"] is None else values["env"])
     if not _follows(environment):
         return None
     return Request(
-        arguments=words[1:],
+        arguments=arguments[1:],
         environment={os.fsdecode(k): os.fsdecode(v) for k, v in environment.items()},
         directory=os.fsdecode(values["cwd"] or os.getcwd()),
         new_session=bool(values["start_new_session"]),

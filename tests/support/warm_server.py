@@ -102,17 +102,17 @@ def become(request: Request, fds: list[int], parent: int) -> None:
 
 def fork_spare() -> tuple[int, socket.socket]:
     """Forks a process that waits for one request; returns its number and its socket."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent, pid = os.getpid(), os.fork()
     if pid:
-        there.close()
-        return pid, here
-    here.close()
+        far.close()
+        return pid, near
+    near.close()
     die_with_parent(parent)
-    data, fds, _, _ = socket.recv_fds(there, MAX_REQUEST_BYTES, 64)
+    data, fds, _, _ = socket.recv_fds(far, MAX_REQUEST_BYTES, 64)
     if not data:
         os._exit(0)
-    there.detach()
+    far.detach()
     request = Request.decode(data)
     become(request, fds, parent)
     run_python(request)
@@ -120,17 +120,17 @@ def fork_spare() -> tuple[int, socket.socket]:
 
 def fork_server() -> socket.socket:
     """Forks a server like this one below this process; returns its socket."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if os.fork():
-        there.close()
-        return here
-    here.close()
+        far.close()
+        return near
+    near.close()
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     request = None
     with suppress(ConnectionResetError):
-        request = serve(there)
+        request = serve(far)
     if request is None:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)

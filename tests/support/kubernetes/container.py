@@ -30,7 +30,7 @@ JOIN_S = 15.0
 class Start:
     """What a container's process starts with."""
 
-    words: Sequence[str]
+    command: Sequence[str]
     environment: Mapping[str, str]
     directory: Path
     log: Path
@@ -46,10 +46,10 @@ class Container:
         """True: its pod is being deleted, and most probes end."""
         self._address = address
         self._ended = threading.Event()
-        words = [sys.executable, "-P", init_process.__file__, *start.words]
+        command = [sys.executable, "-P", init_process.__file__, *start.command]
         with start.log.open("ab") as file:
             self._process = subprocess.Popen(
-                bound_to_this_process(words),
+                bound_to_this_process(command),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -58,8 +58,8 @@ class Container:
                 start_new_session=True,
             )
         self._threads = [
-            threading.Thread(target=self._probe, args=each, name=f"{each[0]} probe", daemon=True)
-            for each in health.probes.items()
+            threading.Thread(target=self._probe, args=probe, name=f"{probe[0]} probe", daemon=True)
+            for probe in health.probes.items()
         ]
         for thread in self._threads:
             thread.start()

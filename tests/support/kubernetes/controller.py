@@ -148,7 +148,7 @@ def _count(spec: JobSpec, status: JobStatus, pods: Sequence[PodState]) -> JobSta
     valid = range(spec.completions)
     completed = {index for index in status.completed if index in valid}
     failed_indexes = {index for index in status.failed_indexes if index in valid}
-    failures = {index: each for index, each in status.failures.items() if index in valid}
+    failures = {index: count for index, count in status.failures.items() if index in valid}
     settled = set(status.settled)
     failed, streak = status.failed, status.streak
     limit = spec.backoff_limit_per_index
@@ -168,11 +168,11 @@ def _count(spec: JobSpec, status: JobStatus, pods: Sequence[PodState]) -> JobSta
         before = failures.get(pod.index, Failures())
         failures[pod.index], streak = (
             Failures(
-                counted=each.counted + (not ignored),
-                ignored=each.ignored + ignored,
+                counted=count.counted + (not ignored),
+                ignored=count.ignored + ignored,
                 last_s=pod.finished_s,
             )
-            for each in (before, streak)
+            for count in (before, streak)
         )
         failed += not ignored
         fails_index = rule is not None and rule.action == "FailIndex"
@@ -245,13 +245,13 @@ def _manage(
     active = [pod for pod in pods if pod.is_active]
     if spec.suspend:
         return _without(status, active)
-    wanted = max(0, min(spec.completions - len(status.completed), spec.parallelism))
-    if surplus := _surplus(spec, active, len(active) - wanted):
+    target = max(0, min(spec.completions - len(status.completed), spec.parallelism))
+    if surplus := _surplus(spec, active, len(active) - target):
         return _without(status, surplus)
     held = [] if spec.replaces_terminating else [pod for pod in pods if pod.is_terminating]
     taken = {pod.index for pod in (*active, *held)} | status.completed | status.failed_indexes
     free = [index for index in range(spec.completions) if index not in taken]
-    chosen = free[: max(0, wanted - len(active) - len(held))]
+    chosen = free[: max(0, target - len(active) - len(held))]
     waits = {index: _wait_s(status, spec, index, now_s, backoff) for index in chosen}
     actions = tuple(CreatePod(index) for index, wait_s in waits.items() if wait_s <= 0)
     later = [wait_s for wait_s in waits.values() if wait_s > 0]

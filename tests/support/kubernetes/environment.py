@@ -36,9 +36,9 @@ class PodFields:
 
     def value(self, path: str) -> str:
         """Returns the value of a `fieldPath`; raises `Invalid` for one that is not played."""
-        if found := _FIELD_OF_MAP.fullmatch(path):
-            values = self.labels if found[1] == "labels" else self.annotations
-            return values.get(found[2], "")
+        if match := _FIELD_OF_MAP.fullmatch(path):
+            values = self.labels if match[1] == "labels" else self.annotations
+            return values.get(match[2], "")
         fields = {
             "metadata.name": self.name,
             "metadata.namespace": self.namespace,
@@ -52,14 +52,14 @@ class PodFields:
         return fields[path]
 
 
-def expand(text: str, known: Mapping[str, str]) -> str:
+def expand(text: str, variables: Mapping[str, str]) -> str:
     """Replaces $(NAME) by the value of NAME; $$ is a dollar, and unknown names stay as they are."""
 
     def replacement(match: re.Match[str]) -> str:
         name = match[1]
         if name is None:
             return "$"
-        return known.get(name, match[0])
+        return variables.get(name, match[0])
 
     return _REFERENCE.sub(replacement, text)
 
@@ -74,17 +74,17 @@ def environment(
     """
     if "envFrom" in container:
         raise Invalid("envFrom is not played")
-    known: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for entry in container.get("env", ()):
         name = entry["name"]
         if "valueFrom" in entry:
             value = _value_from(name, entry["valueFrom"], pod, objects)
         else:
-            value = expand(entry.get("value", ""), known)
+            value = expand(entry.get("value", ""), variables)
         if value is not None:
-            known[name] = value
-    known.setdefault(INDEX_VARIABLE, pod.annotations[INDEX_ANNOTATION])
-    return known
+            variables[name] = value
+    variables.setdefault(INDEX_VARIABLE, pod.annotations[INDEX_ANNOTATION])
+    return variables
 
 
 def _value_from(
@@ -112,15 +112,15 @@ def command(
     container: Manifest,
     entrypoint: Sequence[str],
     default_arguments: Sequence[str],
-    known: Mapping[str, str],
+    variables: Mapping[str, str],
 ) -> list[str]:
     """Returns the words that a container runs: `command` replaces the image's ENTRYPOINT and CMD,
     `args` its CMD alone."""
     if "command" in container:
-        words = [*container["command"], *container.get("args", ())]
+        arguments = [*container["command"], *container.get("args", ())]
     else:
-        words = [*entrypoint, *container.get("args", default_arguments)]
-    return [expand(str(word), known) for word in words]
+        arguments = [*entrypoint, *container.get("args", default_arguments)]
+    return [expand(str(word), variables) for word in arguments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,10 @@ class Mounts:
 
 def volume(pod_spec: Manifest, name: str) -> Mapping[str, Any]:
     """Returns a volume of a pod by its name; raises `Invalid`."""
-    for each in pod_spec.get("volumes", ()):
-        if each["name"] == name:
-            found: Mapping[str, Any] = each
-            return found
+    for candidate in pod_spec.get("volumes", ()):
+        if candidate["name"] == name:
+            named: Mapping[str, Any] = candidate
+            return named
     raise Invalid(f"the pod has no volume {name}")
 
 
@@ -153,13 +153,13 @@ def service_variables(services: Mapping[str, Mapping[str, int]]) -> dict[str, st
     services: ports by name of each Service that has a cluster IP; headless ones set nothing
     (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for name, ports in services.items():
         prefix = name.upper().replace("-", "_")
         first = next(iter(ports.values()))
-        found[f"{prefix}_SERVICE_HOST"] = SERVICE_ADDRESS
-        found[f"{prefix}_SERVICE_PORT"] = str(first)
-        found[f"{prefix}_PORT"] = f"tcp://{SERVICE_ADDRESS}:{first}"
+        variables[f"{prefix}_SERVICE_HOST"] = SERVICE_ADDRESS
+        variables[f"{prefix}_SERVICE_PORT"] = str(first)
+        variables[f"{prefix}_PORT"] = f"tcp://{SERVICE_ADDRESS}:{first}"
         for port_name, port in ports.items():
-            found[f"{prefix}_SERVICE_PORT_{port_name.upper().replace('-', '_')}"] = str(port)
-    return found
+            variables[f"{prefix}_SERVICE_PORT_{port_name.upper().replace('-', '_')}"] = str(port)
+    return variables

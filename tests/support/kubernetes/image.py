@@ -57,9 +57,9 @@ def _instruction(image: Image, word: str, rest: str) -> Image:
         case "CMD":
             fields["arguments"] = _exec_form(word, rest)
         case "COPY":
-            words = [each for each in shlex.split(rest) if not each.startswith("--")]
+            places = [argument for argument in shlex.split(rest) if not argument.startswith("--")]
             if "--from=" not in rest:
-                source, target = words
+                source, target = places
                 fields["copied"] = {**image.copied, target: source}
     return Image(**fields)
 
@@ -74,12 +74,12 @@ def _pairs(rest: str) -> list[tuple[str, str]]:
     if "=" not in rest.split()[0]:
         name, _, value = rest.partition(" ")
         return [(name, value.strip())]
-    found = [word.partition("=") for word in shlex.split(rest)]
-    return [(name, value) for name, _, value in found]
+    parts = [word.partition("=") for word in shlex.split(rest)]
+    return [(name, value) for name, _, value in parts]
 
 
-def _substituted(text: str, known: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda match: known.get(match[1] or match[2], ""), text)
+def _substituted(text: str, variables: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], ""), text)
 
 
 def _exec_form(word: str, rest: str) -> tuple[str, ...]:

@@ -127,7 +127,9 @@ def _failure_rule(rule: Manifest, containers: frozenset[str], *, has_limit: bool
         raise Invalid("podFailurePolicy: a rule has either onExitCodes or onPodConditions")
     if "onPodConditions" in rule:
         patterns = rule["onPodConditions"]
-        conditions = frozenset((each["type"], each.get("status", "True")) for each in patterns)
+        conditions = frozenset(
+            (pattern["type"], pattern.get("status", "True")) for pattern in patterns
+        )
         return FailureRule(action=rule["action"], conditions=conditions)
     codes = rule["onExitCodes"]
     values, name = frozenset(codes["values"]), codes.get("containerName")
@@ -137,8 +139,8 @@ def _failure_rule(rule: Manifest, containers: frozenset[str], *, has_limit: bool
         raise Invalid(f"podFailurePolicy: operator {codes['operator']}")
     if name is not None and name not in containers:
         raise Invalid(f"podFailurePolicy: the pod has no container {name}")
-    found = ExitCodes(operator=codes["operator"], values=values, container=name)
-    return FailureRule(action=rule["action"], exit_codes=found)
+    exit_codes = ExitCodes(operator=codes["operator"], values=values, container=name)
+    return FailureRule(action=rule["action"], exit_codes=exit_codes)
 
 
 def _success_rule(rule: Manifest, completions: int) -> SuccessRule:
@@ -157,11 +159,11 @@ def _success_rule(rule: Manifest, completions: int) -> SuccessRule:
 
 def intervals(text: str) -> frozenset[int]:
     """Returns the indexes of a text such as `0,2-3`, as in `succeededIndexes`."""
-    found: set[int] = set()
+    indexes: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        indexes |= set(range(int(first), int(last or first) + 1))
+    return frozenset(indexes)
 
 
 def patched(

@@ -129,28 +129,28 @@ class Pod:
         inside = container.get("workingDir", substitutes.image.directory)
         place = places.setdefault(inside, self.directory / "work")
         place.mkdir(parents=True, exist_ok=True)
-        mounts = Mounts({path: str(here) for path, here in places.items()})
-        own = environment(container, self.fields, objects)
+        mounts = Mounts({path: str(outside) for path, outside in places.items()})
+        declared = environment(container, self.fields, objects)
         links = self.spec.get("enableServiceLinks", True)
-        known = {**(service_variables(services) if links else {}), **own}
+        variables = {**(service_variables(services) if links else {}), **declared}
         image = substitutes.image
-        words = command(container, image.entrypoint, image.arguments, known)
-        known = {**image.environment, **known}
+        arguments = command(container, image.entrypoint, image.arguments, variables)
+        variables = {**image.environment, **variables}
         for path, variable in substitutes.folder_variables.items():
             if path in mounted:
-                known.setdefault(variable, path)
-        known |= dict.fromkeys(substitutes.address_variables, self.fields.ip)
+                variables.setdefault(variable, path)
+        variables |= dict.fromkeys(substitutes.address_variables, self.fields.ip)
 
-        def here(text: str) -> str:
+        def as_mounted(text: str) -> str:
             text = mounts.here(text)
             for pattern, address in substitutes.addresses.items():
                 text = re.sub(pattern, address, text)
             return text
 
         start = Start(
-            words=[here(word) for word in words],
+            command=[as_mounted(argument) for argument in arguments],
             environment={
-                **{name: here(value) for name, value in known.items()},
+                **{name: as_mounted(value) for name, value in variables.items()},
                 **substitutes.variables,
             },
             directory=place,
@@ -161,24 +161,24 @@ class Pod:
 
     def _mount(self, mount: Manifest, substitutes: Substitutes, objects: Objects) -> Path:
         name: str = mount["name"]
-        found = volume(self.spec, name)
-        if "emptyDir" in found:
-            in_memory = found["emptyDir"].get("medium") == "Memory"
+        source = volume(self.spec, name)
+        if "emptyDir" in source:
+            in_memory = source["emptyDir"].get("medium") == "Memory"
             place = (self.memory if in_memory else self.directory) / name
-        elif "persistentVolumeClaim" in found:
-            place = substitutes.claims[found["persistentVolumeClaim"]["claimName"]]
-        elif "configMap" in found or "secret" in found:
+        elif "persistentVolumeClaim" in source:
+            place = substitutes.claims[source["persistentVolumeClaim"]["claimName"]]
+        elif "configMap" in source or "secret" in source:
             key = (
-                ("ConfigMap", found["configMap"]["name"])
-                if "configMap" in found
-                else ("Secret", found["secret"]["secretName"])
+                ("ConfigMap", source["configMap"]["name"])
+                if "configMap" in source
+                else ("Secret", source["secret"]["secretName"])
             )
             place = self.directory / name
             place.mkdir(parents=True, exist_ok=True)
             for file, text in objects[key].items():
                 (place / file).write_text(text)
         else:
-            raise Invalid(f"volume {mount['name']}: {', '.join(found)} is not played")
+            raise Invalid(f"volume {mount['name']}: {', '.join(source)} is not played")
         place.mkdir(parents=True, exist_ok=True)
         return place / str(mount.get("subPath", ""))
 
