@@ -16,10 +16,10 @@ FIXED_ORDER = tuple(line_up for line_up in LINE_UPS if line_up[0] != "zero3")
 """Those that `--deterministic` takes."""
 DRAWN = {
     "test": {
-        "float64, zero2, 4 ranks, node",
+        "bits, zero1, 4 ranks, world",
     },
     "slow": {
-        "bits, zero1, 4 ranks, world",
+        "float64, zero2, 4 ranks, node",
         "bf16, zero3, 2 ranks, node",
         "float64, zero3, 2 ranks, world, 3 faults",
         "bits, zero2, 3 ranks, world, 3 faults",
