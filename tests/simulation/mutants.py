@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         name="a node that has come anew is taken for what it was",
         file="protocol/regroup.py",
-        right="return found.incarnation == member.incarnation\n    ttl_s",
+        right="return registration.incarnation == member.incarnation\n    ttl_s",
         wrong="return True\n    ttl_s",
         sure=False,
     ),
@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant(
         name="the first world does not wait for MIN",
         file="protocol/leader.py",
-        right="if here < policy.min_nodes:",
-        wrong="if here < 1:",
+        right="if ready < policy.min_nodes:",
+        wrong="if ready < 1:",
     ),
     Mutant(
         name="the next world does not wait for MIN",
@@ -230,7 +230,7 @@ MUTANTS = (
     Mutant(
         name="a newcomer that cannot train ends the job",
         file="protocol/failure_policy.py",
-        right="return found if len(good) >= max(1, least) else {}",
+        right="return apart if len(good) >= max(1, least) else {}",
         wrong="return {}",
     ),
     Mutant(
@@ -242,8 +242,8 @@ MUTANTS = (
     Mutant(
         name="nodes with bad input are set aside though too few are left",
         file="protocol/failure_policy.py",
-        right="good = [node for node in here if node not in found]",
-        wrong="good = list(here)",
+        right="good = [node for node in present if node not in apart]",
+        wrong="good = list(present)",
         sure=False,
     ),
     Mutant(
@@ -298,8 +298,8 @@ MUTANTS = (
     Mutant(
         name="a worker that waits for a peer is to blame",
         file="protocol/hang_rules.py",
-        right='        guilty = False\n        found = f"it seems',
-        wrong='        found = f"it seems',
+        right='        guilty = False\n        state = f"it seems',
+        wrong='        state = f"it seems',
     ),
     Mutant(
         name="nobody looks at workers that make no step",
@@ -328,14 +328,14 @@ MUTANTS = (
     Mutant(
         name="of two histories the lower generation goes on",
         file="protocol/documents.py",
-        right="return mine > its if mine != its else",
-        wrong="return mine < its if mine != its else",
+        right="return order > other_order if order != other_order else",
+        wrong="return order < other_order if order != other_order else",
     ),
     Mutant(
         name="what was reported is not put again where a look finds it lost",
         file="agent/observer.py",
-        right="        if entry is None or (found.history, entry.mod_revision) != self._put_at:\n",
-        wrong="        if False:\n",
+        right="if entry is None or (reports.history, entry.mod_revision) != self._put_at:\n",
+        wrong="if False:\n",
         sure=False,
     ),
     Mutant(
@@ -354,8 +354,8 @@ MUTANTS = (
     Mutant(
         name="who must save is told once, whoever is lost since",
         file="protocol/regroup.py",
-        right="if not mine or (told and set(mine) <= set(view.saved_ranks)):",
-        wrong="if not mine or told:",
+        right="if not ranks or (told and set(ranks) <= set(view.saved_ranks)):",
+        wrong="if not ranks or told:",
         sure=False,
     ),
     Mutant(
