@@ -17,7 +17,7 @@ class GivenOptimizer:
     """Describes an optimizer of a model that the session has not laid over the ranks yet."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self._given, self._model = optimizer, model
+        self._original, self._model = optimizer, model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def __call__(self, parameters: Any) -> Optimizer:
@@ -25,7 +25,7 @@ class GivenOptimizer:
 
         Raises `UserError` if its class takes others, or it has parameters of another model.
         """
-        original, now = self._given, dict(self._model.named_parameters())
+        original, now = self._original, dict(self._model.named_parameters())
         taken = inspect.signature(type(original)).parameters
         every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
         options = {k: v for k, v in original.defaults.items() if every or k in taken}

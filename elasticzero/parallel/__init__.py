@@ -1,4 +1,4 @@
-"""The strategies: how parameters, gradients and optimizer state lie over the ranks.
+"""Has the strategies, which lay parameters, gradients and optimizer state over the ranks.
 
 `ddp` keeps everything whole on each rank, `zero1` partitions the optimizer state, `zero2` the
 gradients too, `zero3` also the parameters. A gradient is the mean over the global batch in all of

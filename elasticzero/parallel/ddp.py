@@ -1,4 +1,4 @@
-"""Strategy `ddp`: every rank holds everything, and a queue of buckets sums the gradients."""
+"""Implements `ddp`: every rank holds everything, and a queue of buckets sums the gradients."""
 
 from __future__ import annotations
 

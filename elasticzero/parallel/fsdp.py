@@ -1,4 +1,4 @@
-"""Strategy `zero3`: torch's FSDP2 partitions parameters, gradients and optimizer state by rows.
+"""Implements `zero3`: torch's FSDP2 partitions parameters, gradients and state by rows.
 
 The optimizer works on plain tensors that share memory with this rank's rows, or on 32-bit masters
 of rows that have 16 bits. FSDP2 does not take 0-dim parameters, which stay whole on every rank; so

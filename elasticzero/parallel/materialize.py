@@ -44,8 +44,8 @@ class Materializer:
         """Raises `UserError` for a module with tensors on meta that get no values."""
         self._device = device
         self._stored = stored
-        self._begun = frozenset(id(t) for m in model.modules() for t in _own(m) if t.is_meta)
-        self._waiting = set(self._begun)
+        self._on_meta = frozenset(id(t) for m in model.modules() for t in _own(m) if t.is_meta)
+        self._waiting = set(self._on_meta)
         for name, module in model.named_modules() if self._waiting else ():
             tensors = (
                 *module.named_parameters(recurse=False),
@@ -67,7 +67,7 @@ class Materializer:
 
     def gives(self, tensor: Tensor) -> bool:
         """Returns whether this tensor of the model gets its memory and its values from here."""
-        return id(tensor) in self._begun
+        return id(tensor) in self._on_meta
 
     def put_stand_ins(self, model: nn.Module) -> None:
         """Replaces each tensor on meta by one on the device that shows its shape and holds a single

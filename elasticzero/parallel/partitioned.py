@@ -1,4 +1,4 @@
-"""The user's optimizer over pieces of parameters, for the strategies that partition its state."""
+"""Runs the user's optimizer on pieces of parameters, where a strategy partitions its state."""
 
 from __future__ import annotations
 

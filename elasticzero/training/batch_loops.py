@@ -54,16 +54,16 @@ class Datasets:
     possible."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._entries: dict[int, tuple[Callable[[], Any], int]] = {}
         self._count = 0
         self._last: tuple[Any, Callable[[], Any]] | None = None
         self.note_printed = False
 
     def number(self, dataset: Any) -> int:
-        entry = self._known.get(id(dataset))
+        entry = self._entries.get(id(dataset))
         if entry is not None and entry[0]() is dataset:
             return entry[1]
-        self._known[id(dataset)] = _reference(dataset), self._count
+        self._entries[id(dataset)] = _reference(dataset), self._count
         self._count += 1
         return self._count - 1
 

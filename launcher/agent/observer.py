@@ -92,7 +92,7 @@ class ClusterObserver:
         """History and revision at which the last of them was put."""
         self.bad_steps: set[int] = set()
         """Steps whose checkpoints were found damaged."""
-        self._found: dict[int, str] = {}
+        self._damage: dict[int, str] = {}
         """Messages of workers about the damage, by step."""
         self._memory_read_s = 0.0
         self._lost_s = 0.0
@@ -292,8 +292,8 @@ class ClusterObserver:
         failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
         bad = {f.bad_step: f.message for f in failures if f.bad_step is not None}
         self.bad_steps |= bad.keys()
-        self._found |= bad
-        return self._storage_probe.poll({step: self._found[step] for step in self.bad_steps})
+        self._damage |= bad
+        return self._storage_probe.poll({step: self._damage[step] for step in self.bad_steps})
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:

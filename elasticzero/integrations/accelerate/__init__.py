@@ -1,4 +1,4 @@
-"""The `Accelerator` of accelerate on nodes that come and go: `docs/accelerate.md`.
+"""Runs accelerate's `Accelerator` on nodes that come and go: `docs/accelerate.md`.
 
 Import it before anything of accelerate is made. Supported: accelerate 1.10 and later.
 """

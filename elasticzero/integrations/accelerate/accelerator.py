@@ -162,7 +162,16 @@ class Accelerator(accelerate.Accelerator):
         return replacements
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **others: Any) -> None:
-        """Adds the gradient of a micro-batch's mean loss; weight: as of `session.backward`."""
+        """Adds the gradient of a micro-batch's mean loss to that of the global batch.
+
+        Args:
+            loss: a tensor with one element.
+            weight: as of `session.backward`.
+            **others: must be empty.
+
+        Raises:
+            UserError: another argument is given.
+        """
         if others:
             raise UserError(f"accelerator.backward takes no {', '.join(sorted(others))}")
         self.session.backward(loss, weight)

@@ -37,7 +37,7 @@ class LoopSize:
 
 
 class GradientNorm:
-    """The norm of a step's whole gradient, which is known once the optimizer has stepped."""
+    """Holds the norm of a step's whole gradient, which is known once the optimizer has stepped."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._step = session, session.step_count

@@ -1,4 +1,4 @@
-"""A strategy of Lightning for nodes that come and go: `docs/lightning.md`.
+"""Runs Lightning's `Trainer` on nodes that come and go: `docs/lightning.md`.
 
 Import it before a `lightning.Trainer` is made. Supported: lightning 2.6.
 """

@@ -1,4 +1,4 @@
-"""The `Trainer` of transformers on nodes that come and go: `docs/transformers.md`.
+"""Runs transformers' `Trainer` on nodes that come and go: `docs/transformers.md`.
 
 Import it before `TrainingArguments` are made, which open a process group where they find a
 launcher. Supported: transformers 4.57 to 5, accelerate 1.10 and later.

@@ -17,13 +17,13 @@ class OptimizerFactory:
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
         optimizer = trainer.optimizer
-        self._given = None if optimizer is None else GivenOptimizer(optimizer, trainer.model)
+        self._factory = None if optimizer is None else GivenOptimizer(optimizer, trainer.model)
         self._scheduler: LRScheduler | None = trainer.lr_scheduler
 
     def __call__(self, parameters: Any) -> Optimizer:
         """Returns the optimizer, without state; its parameters are those of the trainer's model."""
-        if self._given is not None:
-            return self._given(parameters)
+        if self._factory is not None:
+            return self._factory(parameters)
         self._trainer.optimizer = None
         made: Optimizer = self._trainer.create_optimizer()
         return made

@@ -21,7 +21,7 @@ _PACKAGE = Path(version.__file__).parent  # the folder of the whole package
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """A file that the package brings for people to use."""
+    """Describes a file that the package brings for people to use."""
 
     path: str
     """Place below the root of a checkout, and below `elasticzero/share` of a wheel."""

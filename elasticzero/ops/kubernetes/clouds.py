@@ -78,7 +78,13 @@ CLOUDS: Mapping[str, CloudNodes] = {
 
 
 def grace_of(cloud: CloudNodes, *, spot: bool, period_s: int | None) -> Grace:
-    """Returns the grace of a pod; period_s: the period that was asked for, if one was."""
+    """Returns the grace of a pod.
+
+    Args:
+        cloud: the kind of nodes, which sets the default.
+        spot: whether the cloud may take a node back at any time.
+        period_s: the period that the operator chose, in seconds; None: none was chosen.
+    """
     if period_s is not None:
         return Grace(period_s=period_s, agent_s=period_s - max(1, min(END_S, period_s // 3)))
     return cloud.spot if spot else ON_DEMAND

@@ -33,11 +33,14 @@ def scale_script(job: str, nnodes: tuple[int, int], namespace: str) -> list[str]
 
 
 def drain_script(job: str, node: str, namespace: str) -> list[str]:
-    """Returns the commands by which a node leaves, and its machine takes no pod until it is
-    uncordoned.
+    """Returns the commands by which a node leaves, and its machine is cordoned.
 
-    node: its name in `elasticzero status`, or its index. The pod that replaces it is another node,
-    on another machine.
+    The pod that replaces it is another node, on another machine.
+
+    Args:
+        job: the job's name.
+        node: its name in `elasticzero status`, or its index.
+        namespace: the pods' namespace; empty: that of the current context.
     """
     index = node.partition("-")[0]
     if not index.isdigit():

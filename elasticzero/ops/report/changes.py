@@ -24,8 +24,11 @@ def change_of(
 ) -> tuple[ChangeKind, str]:
     """Returns the kind of the change between two generations, and a name for it.
 
-    round_kind: kind of the round between them; None: no log has it. cause: the reason of the second
-    one. before, after: their members.
+    Args:
+        round_kind: kind of the round between them; None: no log has it.
+        cause: the reason of the second one.
+        before: names of the first one's nodes.
+        after: names of the second one's nodes.
     """
     lost = _LOST.search(cause) is not None
     if round_kind in FAULTS or lost or (round_kind is None and _FAILED.search(cause)):

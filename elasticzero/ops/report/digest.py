@@ -55,7 +55,10 @@ def parsed(lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
 def digest(node: str, events: Iterable[Mapping[str, Any]], every: int = 1) -> list[AgentLife]:
     """Returns the lives of a node's agents, oldest first, from the events of the node's log.
 
-    every: of so many steps, the log has the events of one.
+    Args:
+        node: name of the node.
+        events: those of its log, in order.
+        every: number of steps of which the log has the events of one.
     """
     lives: list[AgentLife] = []
     unread = 0

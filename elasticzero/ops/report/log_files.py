@@ -79,8 +79,13 @@ def _log_file(path: Path) -> LogFile:
 def read_run(job: str, files: Sequence[LogFile], *, running: bool = False) -> RunSummary:
     """Returns what the logs say of the last run of a job.
 
-    running: the job was running when its agents were asked. Raises `UserError` if a log cannot be
-    read, or none holds an event.
+    Args:
+        job: the job's name.
+        files: the logs of its nodes.
+        running: whether the job was running when its agents were asked.
+
+    Raises:
+        UserError: a log cannot be read, or none holds an event.
     """
     lives: list[AgentLife] = []
     logs: list[NodeLog] = []

@@ -77,8 +77,11 @@ def summarize_run(
 ) -> RunSummary:
     """Returns all that the page says of a run.
 
-    logs: how much of each node's log there was. running: the job was running when its agents were
-    asked.
+    Args:
+        job: the job's name.
+        run: the lives of the agents whose logs were read.
+        logs: how much of each node's log there was.
+        running: whether the job was running when its agents were asked.
     """
     stages = _stages(run)
     end = _end(run, running=running)

@@ -144,11 +144,14 @@ class TrackerFeed(AgentExtension):
             self._thread.start()
 
     def close(self, outcome: str | None) -> None:
-        """Ends the trackers. The leader of a job that is over writes all that was logged, and so
-        does one that leaves no other node behind.
+        """Ends the trackers.
 
-        Another agent waits until the leader has received what this node's workers have logged.
-        outcome: of the job; None: it goes on without this node, or later.
+        The leader of a job that is over writes all that was logged, and so does one that leaves no
+        other node behind. Another agent waits until the leader has received what this node's
+        workers have logged.
+
+        Args:
+            outcome: that of the job; None: it goes on without this node, or later.
         """
         self._end(outcome)
         self._write_events()
@@ -218,8 +221,12 @@ class TrackerFeed(AgentExtension):
                 process.write(rows)
 
     def _end_processes(self, outcome: str | None, *, discard: bool) -> None:
-        """Ends the trackers' processes, all at a time. discard: the next leader writes what
-        waits."""
+        """Ends the trackers' processes, all at a time.
+
+        Args:
+            outcome: that of the job; None: it goes on.
+            discard: whether the rows that wait are dropped, because the next leader writes them.
+        """
         run_parallel(
             self._processes,
             lambda process: process.close(outcome, CLOSE_S, discard=discard),

@@ -57,7 +57,8 @@ def open_mlflow_run(place: str, job: str, *, begins: bool) -> MlflowRun:
     Args:
         place: a tracking URI; empty: the one that MLflow chooses.
         job: the job's name.
-        begins: whether the job begins, so that a run which has steps is another job's.
+        begins: whether the job begins anew, from its first step, so that it has a new run, unless
+            the newest one holds nothing yet.
     """
     import mlflow
 

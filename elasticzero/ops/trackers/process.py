@@ -46,15 +46,19 @@ class TrackerProcess:
     ) -> None:
         """Starts the process.
 
-        begins: as of `open_tracker`. log: file for what the process prints. tell: receives what
-        people should know, and whether something has failed.
+        Args:
+            target: the kind of tracker, and its place.
+            job: the job's name.
+            begins: as of `open_tracker`.
+            log: file for what the process prints.
+            tell: receives what people should know, and whether something has failed.
         """
         self._target = target
         self._spec = {"kind": target.kind, "place": target.place, "job": job}
         self._begins = begins
         self._log = log
         self._tell = tell
-        self._said = ""
+        self._last_failure = ""
         self._rows: deque[Row] = deque()
         self._dropped = 0
         self._changed = threading.Condition()
@@ -78,8 +82,10 @@ class TrackerProcess:
     def close(self, outcome: str | None, timeout_s: float, *, discard: bool = False) -> None:
         """Ends the process once it has written what is left, or after `timeout_s`.
 
-        outcome: that of the job; None: it goes on. discard: what waits is not written any more,
-        because another node writes it.
+        Args:
+            outcome: that of the job; None: it goes on.
+            timeout_s: seconds after which the process is killed.
+            discard: whether the rows that wait are dropped, because another node writes them.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -135,7 +141,7 @@ class TrackerProcess:
             with self._changed:
                 while self._rows and self._rows[0].step <= written["written"]:
                     self._rows.popleft()
-            self._said = ""
+            self._last_failure = ""
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process is not None and self._process.stdin is not None
@@ -169,6 +175,6 @@ class TrackerProcess:
 
     def _say_failure(self, text: str) -> None:
         """Tells of a failure, unless it is the last one again."""
-        if text != self._said:
+        if text != self._last_failure:
             self._tell(f"--log-to {self._target.kind} {text}", True)
-        self._said = text
+        self._last_failure = text

@@ -73,7 +73,8 @@ def open_tensorboard_run(place: str, job: str, *, begins: bool) -> TensorBoardRu
     Args:
         place: the directory, which has a folder for each job.
         job: the job's name.
-        begins: whether the job begins, so that a run which has steps is another job's.
+        begins: whether the job begins anew, from its first step, so that it has a new run, unless
+            the newest one holds nothing yet.
     """
     folder = Path(place).absolute() / job
     names = os.listdir(folder) if folder.is_dir() else []

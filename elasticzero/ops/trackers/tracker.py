@@ -25,14 +25,21 @@ class Tracker(Protocol):
         """Writes steps that follow each other; raises any error of the tracker."""
 
     def close(self, outcome: str | None) -> None:
-        """Ends the work of this process. outcome: of the whole job; None: it goes on."""
+        """Ends the work of this process.
+
+        Args:
+            outcome: that of the whole job; None: it goes on.
+        """
 
 
 def open_tracker(target: TrackerTarget, job: str, *, begins: bool) -> Tracker:
     """Opens the newest run of a job, or a new one.
 
-    begins: the job begins anew, from its first step, so that it has a new run, unless the newest
-    one holds nothing yet.
+    Args:
+        target: the kind of tracker, and its place.
+        job: the job's name.
+        begins: whether the job begins anew, from its first step, so that it has a new run, unless
+            the newest one holds nothing yet.
     """
     module = import_module(f"elasticzero.ops.trackers.{target.kind}_run")
     opened: Tracker = getattr(module, f"open_{target.kind}_run")(target.place, job, begins=begins)

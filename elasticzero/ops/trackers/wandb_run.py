@@ -85,7 +85,8 @@ def open_wandb_run(place: str, job: str, *, begins: bool) -> WandbRun:
     Args:
         place: the directory of the runs' files.
         job: the job's name.
-        begins: whether the job begins, so that a run which has steps is another job's.
+        begins: whether the job begins anew, from its first step, so that it has a new run, unless
+            the newest one holds nothing yet.
     """
     import wandb
 

@@ -1,1 +1,1 @@
-"""The script's optimizers: their groups, what they work on, and the state that they keep."""
+"""Describes the script's optimizers: their groups, what they work on, and their state."""

@@ -129,7 +129,7 @@ class Optimizers:
 
     @cached_property
     def group_of(self) -> dict[str, OptimizerGroup]:
-        """The group of each parameter, by its name."""
+        """Returns the group of each parameter, by its name."""
         return {name: group for group in self.groups for name in group.names}
 
     @property
