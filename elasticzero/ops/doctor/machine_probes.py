@@ -40,20 +40,20 @@ _ASK_TORCH = """
 import json, warnings
 warnings.simplefilter("ignore")
 import torch
-found = {"version": torch.__version__, "devices": 0, "cuda": torch.version.cuda}
-found["nccl"], found["error"] = None, ""
+facts = {"version": torch.__version__, "devices": 0, "cuda": torch.version.cuda}
+facts["nccl"], facts["error"] = None, ""
 if torch.version.cuda is not None:
     try:
-        found["devices"] = torch.cuda.device_count()
+        facts["devices"] = torch.cuda.device_count()
         if torch.distributed.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         torch.cuda.init()
     except Exception as error:
-        found["error"] = str(error).splitlines()[0] if str(error) else type(error).__name__
-        found["devices"] = 0
+        facts["error"] = str(error).splitlines()[0] if str(error) else type(error).__name__
+        facts["devices"] = 0
 else:
-    found["error"] = "this torch is built without CUDA"
-print(json.dumps(found))
+    facts["error"] = "this torch is built without CUDA"
+print(json.dumps(facts))
 """
 
 
