@@ -1,7 +1,7 @@
 """Opens the storage that a path or URL means.
 
-The object store is imported where a URL means one: a job on disk does without fsspec and its
-import.
+What opens a kind of storage is imported where a URL means that kind: a job on disk does without
+fsspec, and a command that opens no storage without either.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import urllib.parse
 from pathlib import Path
 
 from elasticzero.checkpoint.storage.base import Directory, Storage
-from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import UserError
 
 _URL_OF_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/|$)")
@@ -27,6 +26,8 @@ def open_directory(url: str | os.PathLike[str]) -> Directory:
     """
     path = _disk_path(url)
     if path is not None:
+        from elasticzero.checkpoint.storage.disk import DiskDirectory
+
         return DiskDirectory(path)
     from elasticzero.checkpoint.storage.object_store import ObjectDirectory, file_system
 
@@ -38,6 +39,8 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
     """Returns the files directly at a path or URL, which is as for `open_directory`."""
     path = _disk_path(url)
     if path is not None:
+        from elasticzero.checkpoint.storage.disk import DiskStorage
+
         return DiskStorage(path)
     from elasticzero.checkpoint.storage.object_store import ObjectStorage, file_system
 

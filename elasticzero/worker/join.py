@@ -23,7 +23,8 @@ from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.errors import ExitCode, StorageError, UserError
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import Assignment
-from elasticzero.ipc.messages import Attached, Failed
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import Attached
 
 log = logging.getLogger(__name__)
 

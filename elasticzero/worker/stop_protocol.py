@@ -40,7 +40,8 @@ from elasticzero.errors import (
     script_traceback,
 )
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack, exit_now
-from elasticzero.ipc.messages import Blame, Captured, Failed, Stopping
+from elasticzero.ipc.failure import Blame, Failed
+from elasticzero.ipc.messages import Captured, Stopping
 from elasticzero.text import count_text
 
 SAVE_WAIT_S = 30.0

@@ -9,11 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 from elasticzero.errors import ElasticZeroError, ExitCode
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Attached,
     Captured,
     DataChanged,
-    Failed,
     Logged,
     MemoryShort,
     Restored,

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from elasticzero.ipc.assignment import KnownError, LeftOutBatch, Resume, Source
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from elasticzero.launcher.goodput import TimeSpent
 from elasticzero.serialization import OMIT_DEFAULT, decode, decode_rows, encode
 from elasticzero.spans import ShardOver

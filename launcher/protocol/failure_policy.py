@@ -49,7 +49,7 @@ from collections.abc import Collection, Mapping
 from typing import get_args
 
 from elasticzero.errors import same_error
-from elasticzero.ipc.messages import Blame
+from elasticzero.ipc.failure import Blame
 from elasticzero.launcher.protocol.documents import (
     Failure,
     FailureRecord,

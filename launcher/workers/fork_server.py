@@ -29,7 +29,8 @@ from typing import Any, NoReturn
 
 from elasticzero.errors import UserError, is_final, is_peer_error, one_line, script_traceback
 from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE, Channel, ChannelClosed
-from elasticzero.ipc.messages import Failed, Message, ScriptEnded
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import Message, ScriptEnded
 from elasticzero.launcher.workers.script_exit import exit_process
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
 from elasticzero.serialization import decode, encode

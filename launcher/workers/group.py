@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticzero.ipc.assignment import Assignment
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Abort,
     Attached,
-    Failed,
     Finished,
     Message,
     Request,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Attached,
     Busy,
-    Failed,
     Finished,
     Located,
     LoopExited,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.position import DataPosition
 from elasticzero.data.sampling import BatchPlan, SampleOrder
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.chaos.worlds import DRAWN, FIXED_ORDER, LINE_UPS, SHAPES, Cell, cells_of
 from tests.integration.clusters import Story, story

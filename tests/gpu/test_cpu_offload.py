@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.ipc.assignment import Resume
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from tests.integration import training_offload
 from tests.integration.training_harness import Pool
 

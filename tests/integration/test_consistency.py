@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import SCRIPTS, Story, story
 from tests.integration.reference import undisturbed

@@ -13,7 +13,7 @@ from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.steps.catalog import newest_good
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.ipc.assignment import Resume
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from tests.integration.training_harness import Pool
 
 SCRIPT = Path(__file__).parent / "training_offload.py"

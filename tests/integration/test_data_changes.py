@@ -17,7 +17,8 @@ import pytest
 from elasticzero.data.sampling import SampleOrder
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
-from elasticzero.ipc.messages import DataChanged, Failed
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import DataChanged
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, story, traces_in
 from tests.integration.reference import order_of_samples, trained_on

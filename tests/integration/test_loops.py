@@ -14,7 +14,8 @@ import pytest
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.data.sampling import SampleOrder
 from elasticzero.ipc.assignment import Resume
-from elasticzero.ipc.messages import FLAG_LEAVE, Failed, Finished, Request, Stopping
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import FLAG_LEAVE, Finished, Request, Stopping
 from tests.integration.scripts import loops
 from tests.integration.training_harness import Pool, Running
 

@@ -16,9 +16,9 @@ import pytest
 
 from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.ipc.channel import Channel, ChannelClosed
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     FLAG_GROW,
-    Failed,
     Message,
     Request,
     SaveState,

@@ -17,7 +17,7 @@ import torch
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.steps.catalog import newest_good
 from elasticzero.checkpoint.storage.urls import open_directory
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 

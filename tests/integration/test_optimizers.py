@@ -16,7 +16,8 @@ from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.steps.catalog import newest_good
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.ipc.assignment import Resume
-from elasticzero.ipc.messages import Failed, Stepped
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import Stepped
 from elasticzero.spans import STRATEGIES
 from tests.integration import training_gan
 from tests.integration.training_harness import Pool

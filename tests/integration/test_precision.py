@@ -13,7 +13,7 @@ from torch import nn
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.data.position import DataPosition
 from elasticzero.data.sampling import BatchPlan, SampleOrder
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 from tests.integration.training_precision import (

@@ -16,7 +16,7 @@ from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.steps.catalog import newest_good
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.ipc.assignment import Resume
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from elasticzero.options.settings import SpikeLimit
 from elasticzero.spans import STRATEGIES
 from tests.integration.test_precision import SCRIPT, collated

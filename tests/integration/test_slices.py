@@ -18,7 +18,7 @@ from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.seeding import seed_generators
 from elasticzero.data.slices import run_of, slice_seed, slices_of
 from elasticzero.ipc.assignment import Resume
-from elasticzero.ipc.messages import Failed
+from elasticzero.ipc.failure import Failed
 from tests.integration.clusters import elasticzero, events_in
 from tests.integration.training_harness import Pool, Running
 from tests.integration.training_slices import OPTIMIZERS, SAMPLES, Model, Samples, loss_of

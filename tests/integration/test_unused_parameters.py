@@ -14,7 +14,8 @@ from torch import Tensor
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.data.position import DataPosition
 from elasticzero.data.sampling import BatchPlan, SampleOrder
-from elasticzero.ipc.messages import Failed, Stepped
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import Stepped
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 from tests.integration.training_unused import (

@@ -16,13 +16,13 @@ from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     FLAG_LEAVE,
     FLAG_STOP,
     Abort,
     Attached,
     Captured,
-    Failed,
     Logged,
     Request,
     Stepped,

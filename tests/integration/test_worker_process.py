@@ -18,12 +18,12 @@ from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume, Source
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     FLAG_GROW,
     FLAG_LEAVE,
     Abort,
     Captured,
-    Failed,
     Finished,
     Request,
     Restored,

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from elasticzero.ipc.assignment import Assignment, Resume
-from elasticzero.ipc.messages import Failed, Stepped
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import Stepped
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.group import Received, WorkerGroup
 from elasticzero.launcher.workers.process import worker_environment

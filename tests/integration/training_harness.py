@@ -20,10 +20,10 @@ from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.ipc.channel import Channel, ChannelClosed
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     AbandonSave,
     Captured,
-    Failed,
     Finished,
     Message,
     Saved,

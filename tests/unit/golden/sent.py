@@ -20,7 +20,8 @@ from elasticzero.comm.node_agreement import NodeAgreement
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.ipc.assignment import Assignment, WorkerSettings, torchrun_environment
 from elasticzero.ipc.channel import Channel
-from elasticzero.ipc.messages import Failed, Logged, Message, Stepped
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import Logged, Message, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.status import Latest, agent_status
 from elasticzero.launcher.goodput import TimeSpent

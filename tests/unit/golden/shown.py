@@ -18,11 +18,11 @@ from typing import Any, cast
 
 from elasticzero import __version__, errors
 from elasticzero.cli.main import build_parser
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Attached,
     Captured,
     DataChanged,
-    Failed,
     Finished,
     Logged,
     MemoryShort,

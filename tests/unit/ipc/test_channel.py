@@ -11,7 +11,8 @@ import pytest
 
 from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import Failed, Logged, Message, SaveState, Stepped
+from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.messages import Logged, Message, SaveState, Stepped
 
 Ends = tuple[Channel, Channel]
 

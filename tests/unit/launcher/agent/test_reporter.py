@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import StoreUnavailable
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Captured,
     DataChanged,
-    Failed,
     MemoryShort,
     Restored,
     SnapshotHeld,

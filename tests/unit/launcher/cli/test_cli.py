@@ -29,6 +29,7 @@ from elasticzero.launcher.options.validation import (
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.options.option import Option
 from elasticzero.options.settings import TrainingSettings
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("2:4", (2, 4)), ("3:3", (3, 3))])
@@ -170,6 +171,22 @@ def test_an_empty_variable_is_none(
         "error: --etcd HOST:PORT (or ELASTICZERO_ETCD) and --job ID (or ELASTICZERO_JOB) must "
         f"be given\nsee: elasticzero {command} --help\n"
     )
+
+
+NOT_FOR_A_STATUS = ("ctypes", "elasticzero.checkpoint.storage.disk", "elasticzero.ipc.messages")
+"""What the commands that look at a job need no more than its documents do, and takes long to
+import."""
+
+
+def test_commands_on_a_job_import_only_what_they_need() -> None:
+    script = (
+        "import sys\n"
+        "import elasticzero.cli.commands, elasticzero.launcher.cli.control\n"
+        "import elasticzero.launcher.cli.status\n"
+        f"needless = sys.modules.keys() & set({NOT_FOR_A_STATUS!r})\n"
+        "assert not needless, needless\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
 
 
 def test_a_word_after_the_command_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticzero.ipc.assignment import Resume, Source
-from elasticzero.ipc.messages import Blame
+from elasticzero.ipc.failure import Blame
 from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,

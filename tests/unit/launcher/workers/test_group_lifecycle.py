@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticzero.ipc.channel import Channel
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Attached,
-    Failed,
     Finished,
     Message,
     Restored,
