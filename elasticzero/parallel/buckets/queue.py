@@ -154,6 +154,8 @@ class BucketQueue(Generic[B]):
         """The session's backward that runs; None: none does."""
         self._parts_known = False
         """A global batch in which all parameters take part is over."""
+        self._spoilt = ""
+        """A parameter whose sum has a part of a backward that has failed; empty: none has."""
         for bucket in exchange.buckets:
             if exchange.keeps:
                 exchange.lend(bucket)
@@ -189,6 +191,8 @@ class BucketQueue(Generic[B]):
         Raises:
             UserError: A gradient came after its bucket's exchange had begun.
         """
+        if self._spoilt:
+            raise too_late(self._spoilt)
         exchange, everything = self._exchange, inputs is None
         # where inputs are named, each has its gradient in one part
         parts_known = self._parts_known or not everything
@@ -209,6 +213,10 @@ class BucketQueue(Generic[B]):
             (loss * fraction).backward(inputs=inputs)
             if running.summed:
                 self._begin_rest(running)
+        except BaseException:
+            exchanged = (b.names[0] for b in self._active if b.intake is not Intake.OPEN)
+            self._spoilt = next(exchanged, "")
+            raise
         finally:
             self._running = None
         if part.last:
@@ -218,6 +226,7 @@ class BucketQueue(Generic[B]):
 
     def clear(self) -> None:
         """Drops the gradients, which were applied."""
+        self._spoilt = ""
         for bucket in self._exchange.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None

@@ -412,6 +412,55 @@ def test_gradients_in_parts_that_the_first_batch_has_not_shown(kind: Kind) -> No
     trained(kind, one_bucket([BOTH], [BOTH]), body)
 
 
+def failing(value: Tensor) -> Tensor:
+    """Returns a copy whose backward raises."""
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise ArithmeticError("the script's own")
+
+    copied = value.clone()
+    copied.register_hook(fail)
+    return copied
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+def test_a_backward_that_failed_after_a_sum_has_begun_is_not_begun_again(kind: Kind) -> None:
+    """The sums have what it computed, so that a second one would count twice."""
+
+    def body(trainer: Trainer) -> None:
+        trainer.step(0)
+        first, last = (bucket.parameters[0] for bucket in trainer.exchange.buckets)
+        part = MicroBatch(positions=Span(0, 1), weight=1, last=True)
+        with pytest.raises(ArithmeticError, match="the script's own"):
+            trainer.queue.backward(failing(last.sum()) + first.sum(), 1.0, part)
+        with pytest.raises(UserError, match="got a gradient after the gradients were summed"):
+            trainer.queue.backward(last.sum() + first.sum(), 1.0, part)
+        trainer.exchange.finish()
+        trainer.queue.clear()
+        trainer.step(1)
+
+    case = one_bucket([BOTH], [BOTH])
+    case.bucket_of = [0, 1]
+    trained(kind, case, body)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+def test_a_backward_that_failed_before_any_sum_is_begun_again(kind: Kind) -> None:
+    def body(trainer: Trainer) -> dict[str, Tensor | None]:
+        trainer.step(0)
+        part = MicroBatch(positions=Span(0, 1), weight=1, last=True)
+        with pytest.raises(ArithmeticError, match="the script's own"):
+            trainer.queue.backward(failing(trainer.parameters[0].sum()), 1.0, part)
+        return trainer.step(1)
+
+    case = one_bucket([BOTH], [BOTH])
+    sums, _ = trained(kind, case, body)
+    if kind == "ddp":
+        check_whole(sums, plain_sums(case, 1))
+    else:
+        check_chunks(case, kind, sums, plain_sums(case, 1))
+
+
 @pytest.mark.parametrize(("kind", "is_taken"), [("ddp", True), ("zero1", True), ("zero2", False)])
 def test_a_backward_of_the_scripts_own_between_micro_batches(kind: Kind, is_taken: bool) -> None:
     """Kept buckets are still open for it; those of stage 2 have been summed."""
