@@ -115,7 +115,8 @@ def test_a_job_is_followed_through_the_death_of_a_node(
         assert "does not answer" in window.text("#lost")
     asked = window.requests
     assert {request.method for request in asked} == {"GET"}
-    assert {r.url for r in asked if not r.url.startswith("data:")} == {address, f"{address}job"}
+    addresses = {r.url for r in asked if not r.url.startswith("data:")}
+    assert addresses == {address, f"{address}job/page"}
     assert token not in page.content()
     refused = [text for text in window.complaints if "ERR_CONNECTION_REFUSED" not in text]
     assert not refused, "the agent's end is the only trouble"

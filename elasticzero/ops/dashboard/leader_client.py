@@ -12,9 +12,9 @@ from elasticzero.launcher.secrets import Secret
 
 LEADER_TIMEOUT_S = 3.0
 """Seconds within which the leading agent must answer, which may wait for others itself."""
-JOB, OWN_JOB = "/job", "/job/own"
-"""Paths of the status of the job from the agent that leads, and of that from the agent that is
-asked."""
+JOB, OWN_JOB, JOB_PAGE = "/job", "/job/own", "/job/page"
+"""Paths of the status of the job from the agent that leads, of that from the agent that is asked,
+and of the former as the body of the status page."""
 
 
 def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] | None:

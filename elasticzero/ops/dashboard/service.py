@@ -4,7 +4,9 @@
    which it asks for at most once in a while however many screens there are.
 2. Another agent passes on what the leader answers to it at `/job/own`. It asks the first members of
    the world, in the order in which they would lead.
-3. While none of those leads, the agent answers from what it has seen itself, and says so: `leads`
+3. `/job/page` is that answer as the body of the status page. It is written in the thread of a
+   request, once for each answer however many browsers ask.
+4. While none of those leads, the agent answers from what it has seen itself, and says so: `leads`
    is false. The nodes that it has not asked are `silent`.
 """
 
@@ -27,9 +29,10 @@ from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
-from elasticzero.ops.dashboard.leader_client import JOB, OWN_JOB, query_leader
+from elasticzero.ops.dashboard.body import status_page_body
+from elasticzero.ops.dashboard.leader_client import JOB, JOB_PAGE, OWN_JOB, query_leader
 from elasticzero.ops.dashboard.memory import JobMemory
-from elasticzero.ops.dashboard.page import status_page
+from elasticzero.ops.dashboard.page import BODY_POLICY, status_page
 
 REFRESH_S = 0.5
 """Least seconds between two answers that are made anew."""
@@ -41,6 +44,7 @@ until its lease has lapsed."""
 CANDIDATES = 3
 """Number of members that are asked whether they lead; those that come later do not see the other
 nodes."""
+HTML = "text/html; charset=utf-8"
 
 
 class DashboardAgent(Protocol):
@@ -144,7 +148,7 @@ def page_routes() -> dict[str, Route]:
 
     def answer(query: str) -> Answer:
         page, headers = status_page()
-        return Answer(content=page, kind="text/html; charset=utf-8", headers=headers)
+        return Answer(content=page, kind=HTML, headers=headers)
 
     return {"/": Route(answer=answer, served_to="everyone")}
 
@@ -162,7 +166,29 @@ def job_routes(document: Callable[..., Mapping[str, Any]]) -> dict[str, Route]:
         OWN_JOB: Route(
             answer=lambda query: json_answer(document(pass_on=False)), served_to="status readers"
         ),
+        JOB_PAGE: Route(answer=PageBody(document).answer, served_to="status readers"),
     }
+
+
+class PageBody:
+    """Answers with the body of the status page, and keeps it until the document is another one."""
+
+    def __init__(self, document: Callable[..., Mapping[str, Any]]) -> None:
+        """document: returns the status of the job, as for `job_routes`."""
+        self._document = document
+        self._lock = threading.Lock()
+        self._written_of: tuple[str, float] | None = None
+        self._answer = Answer(content=b"")
+
+    def answer(self, query: str) -> Answer:
+        document = self._document(pass_on=True)
+        version = document["node"], document["at"]
+        with self._lock:
+            if version != self._written_of:
+                content = status_page_body(document).encode()
+                self._answer = Answer(content=content, kind=HTML, headers=BODY_POLICY)
+                self._written_of = version
+            return self._answer
 
 
 def job_document(

@@ -13,9 +13,11 @@ import yaml
 
 from elasticzero.launcher.observability.compute_time import STRAGGLER_RATIO
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
+from elasticzero.ops.dashboard.body_tables import node_table
 from tests.support.promql import mistakes, panel_queries, rules, selectors, series
 from tests.unit.renders import kustomized
 from tools import monitoring
+from tools.sample_job import document
 
 TESTS = Path(__file__).parent / "alerts.test.yaml"
 
@@ -51,8 +53,10 @@ def test_each_alert_has_a_case_that_fires_and_one_that_does_not(root: Path) -> N
 def test_a_straggler_is_one_for_the_alert_as_on_screens(root: Path) -> None:
     (rule,) = (rule for rule in rules(root) if rule["alert"] == "ElasticZeroStraggler")
     assert rule["expr"].split()[-2:] == [">", str(STRAGGLER_RATIO)]
-    page = (root / "elasticzero" / "ops" / "dashboard" / "page.html").read_text()
-    assert f"STRAGGLER_RATIO = {STRAGGLER_RATIO}," in page
+    (member,) = document(["node-0"])["nodes"]
+    for ratio, marked in ((STRAGGLER_RATIO, False), (STRAGGLER_RATIO + 0.01, True)):
+        shown = node_table([{**member, "compute_ratio": ratio}])[0]
+        assert ("All others wait for this node" in shown) == marked
 
 
 def test_each_alert_leads_to_its_entry_in_the_runbook(root: Path) -> None:

@@ -235,7 +235,7 @@ def time_section(summary: RunSummary) -> str:
             escaped(TIME_MEANINGS.get(kind, ("", ""))[1]),
             span_text(summary.seconds.get(kind, 0.0)),
             f"{summary.seconds.get(kind, 0.0):,.2f}",
-            share_text(summary.seconds.get(kind, 0.0) / whole_s) if whole_s > 0 else "–",
+            escaped(share_text(summary.seconds.get(kind, 0.0) / whole_s)) if whole_s > 0 else "–",
         )
         for kind in dict.fromkeys([*TIME_CLASSES, *kinds])
     ]
