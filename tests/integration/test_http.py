@@ -29,6 +29,7 @@ from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
 from elasticzero.ops.dashboard.service import job_routes, page_routes
 from tests.support.deadlines import patience
+from tools.sample_job import document
 
 TOKEN = "the-job's-own-password"
 CONTENT = os.urandom(3_000_000)
@@ -179,6 +180,20 @@ def test_an_open_status_needs_no_token_and_opens_nothing_else(agent: Agent) -> N
             assert ask(server, path)[0] == 401
 
 
+def test_the_body_of_the_page_is_for_those_who_may_read_the_job(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, as a document in a browser, it may load and run nothing."""
+    monkeypatch.setattr(agent, "job", lambda *, pass_on: document())
+    agent.open_status = True
+    with agent.serve() as server:
+        status, headers, body = ask(server, "/job/page")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    policy = headers["Content-Security-Policy"].split("; ")
+    assert policy == ["default-src 'none'", "frame-ancestors 'none'", "sandbox"]
+    assert b'id="job">gpt-1b<' in body and TOKEN.encode() not in body
+
+
 def test_the_page_needs_no_token_and_allows_its_own_parts_alone(server: AgentServer) -> None:
     status, headers, body = ask(server, "/")
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
@@ -268,7 +283,7 @@ def test_no_range_of_an_empty_file(server: AgentServer) -> None:
     assert ask(server, "/snapshots/3/120/empty", Range="bytes=0-", **BEARER)[0] == 416
 
 
-@pytest.mark.parametrize("path", [FILE, "/status", "/job", "/job/own", "/events"])
+@pytest.mark.parametrize("path", [FILE, "/status", "/job", "/job/own", "/job/page", "/events"])
 @pytest.mark.parametrize(
     "authorization",
     [

@@ -116,6 +116,17 @@ def test_the_leader_asks_the_others_and_they_pass_its_answer_on(served: Served) 
         assert {n["state"] for n in found["nodes"]} == {"training"}
 
 
+def test_every_agent_writes_the_page_of_what_the_leader_answers(served: Served) -> None:
+    for name in "abc":
+        body = get(served.servers[name].port, "/job/page", TOKEN)
+        assert "from a, which leads" in body
+        assert '<span id="step">12</span>' in body
+        assert body.count('<td class="optional">member</td>') == 2
+    served.servers["a"].close()
+    body = get(served.servers["c"].port, "/job/page", TOKEN)
+    assert "No agent that leads the job answers c." in body
+
+
 def test_an_agent_that_is_asked_for_its_own_asks_nobody(served: Served) -> None:
     found = served.job("b", "/job/own")
     assert (found["node"], found["leads"]) == ("b", False)

@@ -156,6 +156,90 @@ def test_names_and_messages_are_text(window: Window) -> None:
         assert not window.complaints
 
 
+SHOWN = "[...document.querySelectorAll('#nodes tr')].filter((row) => row.offsetHeight > 0)"
+
+
+def test_all_of_many_nodes_are_shown_when_asked_for(window: Window) -> None:
+    """Also once the agent does not answer any more."""
+    found = document([f"node-{i}" for i in range(200)])
+    found["nodes"][150]["state"] = "gone"
+    page = window.page
+    with served_page(found) as address:
+        page.goto(address)
+        window.wait("document.querySelectorAll('#nodes tr').length === 200")
+        assert page.evaluate(f"{SHOWN}.length") == 40
+        first = "document.querySelector('#nodes tr td').textContent"
+        assert page.evaluate(first) == "node-150"
+        page.click("#more")
+        assert page.evaluate(f"{SHOWN}.length") == 200
+        assert page.evaluate(first) == "node-0"
+        assert window.text("#more") == "Show fewer"
+    window.wait("!document.querySelector('#lost').hidden")
+    page.click("#more")
+    assert page.evaluate(f"{SHOWN}.length") == 40
+    assert page.evaluate(first) == "node-150"
+    assert window.text("#more") == "Show all 200 nodes"
+
+
+def test_the_pointer_reads_a_curve(window: Window) -> None:
+    with served_page(document()) as address:
+        page = window.page
+        page.goto(address)
+        page.wait_for_selector("#loss svg")
+        assert window.text("#lossread") == "mean and range over steps"
+        page.hover("#loss .plot")
+        window.wait("document.querySelector('#lossread').textContent.startsWith('step 2,9')")
+        assert page.locator("#loss .cursor circle").count() == 1
+        page.wait_for_timeout(2500)
+        assert window.text("#lossread").startswith("step 2,9"), "a new body keeps it"
+        page.hover("#goodput .plot")
+        window.wait("/^14:33:\\d\\d: 9\\d/.test(document.querySelector('#goodread').textContent)")
+        assert window.text("#lossread") == "mean and range over steps"
+        assert not window.complaints
+
+
+def test_what_stays_the_same_is_left_in_place(window: Window) -> None:
+    """A reader's scrolling, focus and selection outlive the next answer."""
+    found = document([f"node-{i}" for i in range(60)])
+    with served_page(found) as address:
+        page = window.page
+        page.set_viewport_size({"width": 390, "height": 800})
+        page.goto(address)
+        page.wait_for_selector("#loss svg")
+        page.evaluate("document.querySelector('#nodes').closest('.scroll').scrollLeft = 40")
+        page.focus("#more")
+        found["step"] += 7
+        found["nodes"][0]["step"] += 7
+        found["at"] += 1
+        window.wait(f"document.querySelector('#step').textContent === '{found['step']:,}'")
+        assert page.evaluate("document.querySelector('#nodes').closest('.scroll').scrollLeft") == 40
+        assert page.evaluate("document.activeElement.id") == "more"
+        assert not window.complaints
+
+
+@pytest.mark.parametrize(
+    ("zone", "event", "ticks"),
+    [
+        ("UTC", "14:48:26", ["14:20", "14:30", "14:40", "14:50"]),
+        ("Asia/Kolkata", "20:18:26", ["19:50", "20:00", "20:10", "20:20"]),
+        ("Asia/Kathmandu", "20:33:26", ["20:00", "20:10", "20:20", "20:30"]),
+        ("America/New_York", "10:48:26", ["10:20", "10:30", "10:40", "10:50"]),
+    ],
+)
+def test_times_are_those_of_the_reader(
+    chromium: Any, zone: str, event: str, ticks: list[str]
+) -> None:
+    """An axis has round times of the reader's zone, also where that is not a whole hour away."""
+    with served_page(document()) as address:
+        context = chromium.new_context(timezone_id=zone)
+        page = context.new_page()
+        page.goto(address)
+        page.wait_for_selector("#loss svg")
+        assert page.locator("#events time").first.inner_text() == event
+        assert page.locator("#goodput .moments text").all_text_contents() == ticks
+        context.close()
+
+
 @pytest.mark.parametrize(("width", "dark"), SIZES)
 @pytest.mark.parametrize("nodes", [4, 200])
 def test_nothing_overlaps_or_is_cut(

@@ -13,7 +13,7 @@ _TICKS_S = (
 )
 _MOMENT_TICKS_S = (
     *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200),
-    *(86400, 172800, 604800, 2419200),
+    *(86400, 172800, 604800),
 )
 _DAYS_S = 172800
 """Seconds of an axis from which on its labels are days."""
@@ -27,11 +27,11 @@ def moment_ticks(first: float, last: float, most: int) -> tuple[int, list[tuple[
     """
     whole_s = last - first
     least_s = 86400 if whole_s > _DAYS_S else 1
-    steps = [s for s in _MOMENT_TICKS_S if s >= least_s]
-    step_s = next((s for s in steps if whole_s / s <= most), steps[-1])
+    steps = (s for s in _MOMENT_TICKS_S if s >= least_s and whole_s / s <= most)
+    step_s = next(steps, math.ceil(whole_s / most / 86400) * 86400)
     pattern = "%d %b" if whole_s > _DAYS_S else "%H:%M" if whole_s >= 600 else "%H:%M:%S"
     start = math.floor(first / step_s)
-    count = min(math.floor(last / step_s) - start + 1, most + 2)
+    count = math.floor(last / step_s) - start + 1
     times = [float((start + i) * step_s) for i in range(count)]
     return step_s, [(at, utc_text(at, pattern)) for at in times]
 

@@ -9,12 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from elasticzero.launcher.goodput import TIME_CLASSES
-from elasticzero.ops.page.ticks import time_ticks, value_ticks
 from elasticzero.ops.report.html.page import report_page
 from elasticzero.ops.report.html.sentences import PHASE_NAMES, TIME_MEANINGS
 from elasticzero.ops.report.model import FaultSummary, RunSummary
 from elasticzero.ops.report.summarize import PHASES
-from elasticzero.text import share_text, span_text
 from tests.unit.ops.report.made_up import BEGIN_S, MadeUpJob, eventful
 
 EVIL = "<script>alert(1)</script>\x1b[31m\"'&\ud800"
@@ -177,49 +175,6 @@ def test_ten_thousand_generations_are_a_page_of_at_most_two_megabytes() -> None:
     assert len(page.encode()) < 2_000_000
     assert "32 of 200 nodes are shown" in reader.text
     assert "The 40 longest of 10,000 are shown" in reader.text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0 s"),
-        (0.00042, "0.42 ms"),
-        (0.0312, "31.2 ms"),
-        (0.35, "0.35 s"),
-        (41.23, "41.2 s"),
-        (59.97, "1 min"),
-        (125.0, "2 min 5 s"),
-        (11520.0, "3 h 12 min"),
-        (90000.0, "1 d 1 h"),
-        (-2.0, "-2 s"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert span_text(seconds) == text
-
-
-def test_shares() -> None:
-    assert [share_text(s) for s in (0.0, 0.0004, 0.714, 1.0)] == [
-        "0.0%",
-        "<0.1%",
-        "71.4%",
-        "100.0%",
-    ]
-
-
-@pytest.mark.parametrize("whole_s", [0.004, 0.7, 17.0, 95.0, 4000.0, 90_000.0, 604_800.0, 3e7])
-def test_ticks_of_time_are_few_and_differ(whole_s: float) -> None:
-    ticks = time_ticks(whole_s, 8)
-    assert 2 <= len(ticks) <= 9
-    assert len({text for _, text in ticks}) == len(ticks)
-    assert all(0 <= at_s <= whole_s * (1 + 1e-9) for at_s, _ in ticks)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 3.0), (2.61, 5.2), (-0.001, 0.004), (1e6, 3e9)])
-def test_ticks_of_values_lie_within_the_range(low: float, high: float) -> None:
-    ticks = value_ticks(low, high, 5)
-    assert 2 <= len(ticks) <= 6
-    assert all(low - 1e-9 <= tick <= high * (1 + 1e-9) for tick in ticks)
 
 
 def test_no_tag_is_left_of_a_cut_text() -> None:
