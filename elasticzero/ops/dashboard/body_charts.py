@@ -21,7 +21,7 @@ from elasticzero.ops.page.charts import (
     y_axis,
 )
 from elasticzero.ops.page.markup import element, escaped, tooltip
-from elasticzero.ops.page.style import COLOURS
+from elasticzero.ops.page.style import colour_name
 from elasticzero.ops.page.ticks import moment_ticks, value_ticks
 from elasticzero.text import many_text, number_text, share_text, span_text
 
@@ -165,7 +165,9 @@ def _block_number(text: str, left: float, right: float) -> list[str]:
 
 def time_bar(seconds: Mapping[str, float], whole_s: float) -> str:
     """Returns the bar of where the time went, the longest class first."""
-    parts = [(_colour(kind), s, f"{_name(kind)}: {span_text(s)}") for kind, s in _longest(seconds)]
+    parts = [
+        (colour_name(kind), s, f"{_name(kind)}: {span_text(s)}") for kind, s in _longest(seconds)
+    ]
     return stacked_bar(parts, whole_s, "time", "The job's time by class")
 
 
@@ -174,7 +176,7 @@ def time_legend(seconds: Mapping[str, float], whole_s: float) -> str:
     items = (
         element(
             "li",
-            element("i", class_=f"swatch c-{_colour(kind)}"),
+            element("i", class_=f"swatch c-{colour_name(kind)}"),
             element("span", escaped(_name(kind))),
             element("span", span_text(s), class_="n"),
             element("b", escaped(share_text(s / whole_s)), class_="n"),
@@ -187,10 +189,6 @@ def time_legend(seconds: Mapping[str, float], whole_s: float) -> str:
 
 def _longest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(seconds.items(), key=lambda item: -item[1])
-
-
-def _colour(kind: str) -> str:
-    return kind if kind in COLOURS else "other"
 
 
 def _name(kind: str) -> str:

@@ -108,6 +108,11 @@ footer { color: var(--muted); font-size: 13px; margin-top: 20px; }
 """
 
 
+def colour_name(kind: str) -> str:
+    """Returns the name of the colour of a class of time, which may be one of another version."""
+    return kind if kind in COLOURS else "other"
+
+
 def style_sheet(sheet: str) -> str:
     """Returns the style of a page. sheet: what it adds to the style of both pages."""
     painted = "".join(

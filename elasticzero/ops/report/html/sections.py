@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from elasticzero.launcher.goodput import TIME_CLASSES
 from elasticzero.ops.page.charts import stacked_bar
 from elasticzero.ops.page.markup import element, escaped, legend, section, swatch, table
-from elasticzero.ops.page.style import COLOURS
+from elasticzero.ops.page.style import colour_name
 from elasticzero.ops.report.html.charts import (
     ChangeMark,
     curve_chart,
@@ -143,12 +143,14 @@ def _generation_table(summary: RunSummary) -> str:
         bar = _time_bar(summary.before_first, "Time before the first generation")
         why = element("span", "before the first generation", class_="muted")
         rows.insert(0, ("–", span_text(0.0), span_text(before_s), "", "", bar, why))
-    keys = legend([(_colour(kind), class_name(kind)) for kind in kinds])
+    keys = legend([(colour_name(kind), class_name(kind)) for kind in kinds])
     return keys + table(head, rows, numbers=(0, 1, 2, 3, 4))
 
 
 def _time_bar(seconds: Mapping[str, float], label: str) -> str:
-    parts = [(_colour(kind), seconds[kind], _part(kind, seconds[kind])) for kind in _order(seconds)]
+    parts = [
+        (colour_name(kind), seconds[kind], _part(kind, seconds[kind])) for kind in _order(seconds)
+    ]
     return stacked_bar(parts, sum(seconds.values()), "low", label)
 
 
@@ -212,17 +214,13 @@ def _part(kind: str, seconds: float) -> str:
     return f"{class_name(kind)}: {span_text(seconds)}"
 
 
-def _colour(kind: str) -> str:
-    return kind if kind in COLOURS else "other"
-
-
 def time_section(summary: RunSummary) -> str:
     """Returns the section on where each second went."""
     whole_s = summary.wall_s
     kinds = _present_classes(summary)
     bar = stacked_bar(
         [
-            (_colour(kind), summary.seconds[kind], _part(kind, summary.seconds[kind]))
+            (colour_name(kind), summary.seconds[kind], _part(kind, summary.seconds[kind]))
             for kind in kinds
         ],
         whole_s,
@@ -231,7 +229,7 @@ def time_section(summary: RunSummary) -> str:
     )
     rows = [
         (
-            swatch(_colour(kind), class_name(kind)),
+            swatch(colour_name(kind), class_name(kind)),
             escaped(TIME_MEANINGS.get(kind, ("", ""))[1]),
             span_text(summary.seconds.get(kind, 0.0)),
             f"{summary.seconds.get(kind, 0.0):,.2f}",
