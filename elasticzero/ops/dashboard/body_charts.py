@@ -115,9 +115,9 @@ def generation_chart(document: Mapping[str, Any]) -> str:
             trained = record["at"] if document["plain"] else ended
         left, middle, right = (plot.x(at) for at in (record["at"], trained, ended))
         top, text = plot.y(record["ranks"]), tooltip(_generation_text(record))
-        for start, end, kind in ((left, middle, "startup"), (middle, right, "productive")):
-            path = block(start, end, top, UNITS)
-            blocks.append(element("path", text, d=path, class_=f"c-{kind}"))
+        starts = element("path", d=block(left, middle, top, UNITS), class_="c-startup")
+        trains = element("path", d=block(middle, right, top, UNITS), class_="c-productive")
+        blocks.append(element("g", text, starts, trains))
         numbers += _block_number(str(record["generation"]), middle, right)
         if index + 1 < len(records):
             gaps.append(_gap(plot, ended, records[index + 1]))
