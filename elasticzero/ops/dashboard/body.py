@@ -205,7 +205,8 @@ def _saved_tile(
 
 def _curves(document: Mapping[str, Any]) -> str:
     """Returns the loss, and beside it where the time went."""
-    caption = "mean and range over steps"
+    losses = rows_of(document["history"].get("loss"))
+    caption = "mean and range over steps" if len(losses) > 1 else ""
     reading = element("span", caption, id="lossread", data_caption=caption)
     seconds = {k: s for k, s in (document["seconds"] or {}).items() if s is not None and s > 0}
     whole_s = sum(seconds.values())

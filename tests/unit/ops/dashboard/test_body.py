@@ -142,6 +142,7 @@ def test_a_job_without_a_generation_is_a_page_too() -> None:
     page = body(empty())
     assert page.texts["line"] == "No generation yet"
     assert page.texts["loss"] == "The script has logged no loss yet"
+    assert page.texts["lossread"] == ""
     assert page.texts["goodput"] == "Not known yet"
     assert page.texts["timeline"] == "No generation yet"
     assert page.is_hidden("alone"), "nobody leads a job that has no generation"
