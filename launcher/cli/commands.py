@@ -133,6 +133,7 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
     resolved = resolve_run(args)
     options, rendezvous = resolved.options, resolved.rendezvous
     least, most = resolved.nodes
+    factories = extensions()  # no import may lie between the claim and the handler of SIGTERM
     logging_setup.set_up(options.node, args.log_level, args.log_format)
     coordination = Coordination(
         endpoints=endpoints_of(args),
@@ -149,7 +150,7 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
             claim=claim,
             signals=resolved.signals,
             lines=resolved.lines,
-            extensions=extensions(),
+            extensions=factories,
         )
         return int(run_agent(options, coordination, network, launching))
 

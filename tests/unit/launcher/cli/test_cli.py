@@ -16,8 +16,11 @@ from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.cli.main import build_parser, main, parse
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.agent.extensions import ExtensionFactory
+from elasticzero.launcher.cli.commands import add_run
 from elasticzero.launcher.local.command import Fault, agent_arguments, most_nodes, parse_fault
 from elasticzero.launcher.observability.event_log import EventReader
+from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.options.validation import (
@@ -171,6 +174,26 @@ def test_an_empty_variable_is_none(
         "error: --etcd HOST:PORT (or ELASTICZERO_ETCD) and --job ID (or ELASTICZERO_JOB) must "
         f"be given\nsee: elasticzero {command} --help\n"
     )
+
+
+def test_extensions_are_imported_before_a_name_is_claimed(tmp_path: Path) -> None:
+    """A claim ends by SIGTERM only once there is a handler, which `run_agent` sets at once."""
+    claims: list[Path] = []
+
+    def extensions() -> tuple[ExtensionFactory, ...]:
+        claims.extend((tmp_path / "memory").iterdir())
+        raise UserError("the extensions are asked for")
+
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "train.py").touch()
+    parser = Parser(prog="elasticzero run")
+    add_run(parser, extensions)
+    words = ["--node-name", "n", "--snapshot-dir", str(tmp_path / "memory")]
+    words += ["--log-dir", str(tmp_path / "logs"), str(tmp_path / "train.py")]
+    args = parser.parse_args(words)
+    with pytest.raises(UserError, match="the extensions are asked for"):
+        args.run_command(args)
+    assert claims == []
 
 
 NOT_FOR_A_STATUS = ("ctypes", "elasticzero.checkpoint.storage.disk", "elasticzero.ipc.messages")
