@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 import elasticzero as ez
-from elasticzero.training import strategy_choice
+from elasticzero.training import preparation, strategy_choice
 
 LAYERS, WIDTH, STEPS = 24, 256, 3
 
@@ -105,6 +105,8 @@ def seeming_ram(memory: Path = Path(), cgroup: Path = Path()) -> int:
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
+    # Of a whole part the thread of the collective may keep a copy for a moment after its end.
+    preparation.PART_BYTES = 1 << 19
     if "ram" in told:
         strategy_choice.free_ram_bytes = seeming_ram
     ez.run(train)
