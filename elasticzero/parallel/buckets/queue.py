@@ -154,8 +154,8 @@ class BucketQueue(Generic[B]):
         """The session's backward that runs; None: none does."""
         self._parts_known = False
         """A global batch in which all parameters take part is over."""
-        self._spoilt = ""
-        """A parameter whose sum has a part of a backward that has failed; empty: none has."""
+        self._closed_for = ""
+        """A parameter of a global batch that takes no further backward, by F4; empty: it does."""
         for bucket in exchange.buckets:
             if exchange.keeps:
                 exchange.lend(bucket)
@@ -191,8 +191,8 @@ class BucketQueue(Generic[B]):
         Raises:
             UserError: A gradient came after its bucket's exchange had begun.
         """
-        if self._spoilt:
-            raise too_late(self._spoilt)
+        if self._closed_for:
+            raise too_late(self._closed_for)
         exchange, everything = self._exchange, inputs is None
         # where inputs are named, each has its gradient in one part
         parts_known = self._parts_known or not everything
@@ -214,19 +214,24 @@ class BucketQueue(Generic[B]):
             if running.summed:
                 self._begin_rest(running)
         except BaseException:
-            exchanged = (b.names[0] for b in self._active if b.intake is not Intake.OPEN)
-            self._spoilt = next(exchanged, "")
+            if any(bucket.intake is not Intake.OPEN for bucket in self._active):
+                self._close()
             raise
         finally:
             self._running = None
         if part.last:
             self._parts_known = self._parts_known or everything
-            for bucket in exchange.buckets:
-                bucket.intake = Intake.CLOSED
+            self._close()
+
+    def _close(self) -> None:
+        """Takes no further gradient until the next global batch."""
+        self._closed_for = next((bucket.names[0] for bucket in self._active), "")
+        for bucket in self._exchange.buckets:
+            bucket.intake = Intake.CLOSED
 
     def clear(self) -> None:
         """Drops the gradients, which were applied."""
-        self._spoilt = ""
+        self._closed_for = ""
         for bucket in self._exchange.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None

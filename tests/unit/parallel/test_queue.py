@@ -445,6 +445,26 @@ def test_a_backward_that_failed_after_a_sum_has_begun_is_not_begun_again(kind: K
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+def test_a_global_batch_that_was_not_applied_takes_no_further_backward(kind: Kind) -> None:
+    """A script that catches the error of its step goes on with gradients that nobody dropped."""
+
+    def body(trainer: Trainer) -> None:
+        part = MicroBatch(positions=Span(0, 1), weight=1, last=True)
+        for _ in range(2):
+            trainer.queue.backward(
+                torch.cat([p.view(-1) for p in trainer.parameters]).sum(), 1.0, part
+            )
+            trainer.exchange.finish()
+            with pytest.raises(UserError, match="got a gradient after the gradients were summed"):
+                trainer.queue.backward(torch.ones((), requires_grad=True) * 1, 1.0, part)
+            with pytest.raises(UserError, match="got a gradient after the gradients were summed"):
+                trainer.queue.backward(trainer.parameters[0].sum(), 1.0, part)
+            trainer.queue.clear()
+
+    trained(kind, one_bucket([BOTH]), body)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
 def test_a_backward_that_failed_before_any_sum_is_begun_again(kind: Kind) -> None:
     def body(trainer: Trainer) -> dict[str, Tensor | None]:
         trainer.step(0)
