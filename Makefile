@@ -23,6 +23,7 @@ PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results
 # Tests run at a time, on two cores: those of clusters wait for a third of their time. Whole files, the longest first.
 JOBS ?= 3
 RUNNERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# pytest's own limit ends a run between two tests, with a summary; `timeout` ends one that hangs elsewhere.
 # A part of the slow tests, drawn by a text: make slow SHARE=0.1 SEED=text
 SHARE ?= 1
 SEED ?= $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
@@ -54,10 +55,11 @@ demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (ab
 	$(RUN) examples/demo.py
 
 test: $(READY) tools ## unit tests, and a story of each kind of fault with real processes (about 10 minutes)
-	$(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 2400
+	timeout --foreground --kill-after=10 2700 $(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 2400
 
 slow: $(READY) tools ## the other stories and cases, each python started anew (about 50 minutes; SHARE=0.1 for a tenth)
-	TESTS_COLD=1 $(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 7200 -m "slow and not chaos" \
+	TESTS_COLD=1 timeout --foreground --kill-after=10 7500 $(RUN) -m pytest -ra -q $(RUNNERS) \
+	  --session-timeout 7200 -m "slow and not chaos" \
 	  --share $(SHARE) --seed $(SEED)
 
 quick: $(READY) ## tests of what the change touched (under a minute)
