@@ -267,7 +267,7 @@ class Loops:
             data.close()
             work.report(training)
             self._link.send(LoopExited())
-        tracker.move_to(tracker.now.end(loop))
+        work.end_loop(loop)
 
     def _without_left_out(self, schedule: RankSchedule, dataset: int) -> RankSchedule:
         """Returns the schedule that leaves out the batches of this dataset that are to be."""

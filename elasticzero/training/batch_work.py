@@ -109,6 +109,12 @@ class BatchWork:
         self._plan, self._slices = plan, slices
         self.tracker.record(StepEvent.OPEN)
 
+    def end_loop(self, loop: int) -> None:
+        """Drops what loop number `loop` needed, which has come to its end."""
+        state = self.tracker.move_to(self.tracker.now.end(loop))
+        if state.loop == loop:
+            self._plan = self._slices = None
+
     def begin(self, batch: GlobalBatch) -> None:
         """Begins a global batch."""
         self.tracker.move_to(self.tracker.now.begin(batch))
