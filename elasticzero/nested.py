@@ -23,7 +23,6 @@ JSON."""
 _MAX_INT_BITS = 8192
 """Maximum size of an integer; Python reads no decimal number of more than 4,300 digits."""
 _SHOWN_CHARACTERS = 100
-_TAGS = frozenset({"$array", "$float", "$map", "$tensor", "$tuple"})
 
 
 def flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

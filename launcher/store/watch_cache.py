@@ -175,11 +175,6 @@ class WatchCache:
         revision = entry.mod_revision if entry is not None else 0
         return (self._retained_world(stored) or stored), revision
 
-    def world_value(self) -> bytes | None:
-        """Returns the stored bytes of the world."""
-        entry = self._entry(WORLD, WORLD)
-        return entry.value if entry is not None else None
-
     def lost_world(self) -> World | None:
         """Returns the world that the store has lost, where it outranks the one that the store holds
         now."""
