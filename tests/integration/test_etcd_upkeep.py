@@ -26,6 +26,7 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.etcd_members import Members, Tls
 from tests.support.deadlines import patience
 from tests.unit.manifests import agent_of, agents_of, environment, pod_of
+from tools.manifests import rendered
 
 KUBECTL = f"""#!{sys.executable}
 import json, os, shutil, subprocess, sys
@@ -117,43 +118,33 @@ def certificates(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("certificates")
-    command = [str(root / "k8s" / "certificates.sh"), "train", "ml"]
+    command = [str(root / "k8s" / "certificates.sh"), "elasticzero", "ml"]
     env = {**os.environ, "CERTIFICATES": str(folder)}
     made = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
     assert made.returncode == 0, made.stderr
     return folder, made.stdout
 
 
-def test_the_certificate_has_every_name_of_the_manifests(
-    root: Path, certificates: tuple[Path, str]
-) -> None:
+def test_the_certificate_has_every_name_of_the_manifests(certificates: tuple[Path, str]) -> None:
     folder, _ = certificates
-    overlay = root / "k8s" / "overlays" / "tls"
-    manifests = [
-        manifest
-        for path in ("agents.yaml", "etcd.yaml")
-        for manifest in yaml.safe_load_all((overlay / path).read_text())
-    ]
-    endpoints = environment(agent_of(agents_of(manifests)))["ELASTICZERO_ETCD"].split(",")
+    variables = environment(agent_of(agents_of(rendered("overlays/tls"))))
+    endpoints = variables["ELASTICZERO_ETCD"].split(",")
     held = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
     names = held.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     hosts = set(names.get_values_for_type(x509.DNSName))
     assert {e.removeprefix("https://").partition(":")[0] for e in endpoints} <= hosts
-    assert "train-etcd" in hosts, "the backup asks any member"
-    assert "train-etcd-2.train-etcd.ml.svc.cluster.local" in hosts
+    assert "elasticzero-etcd" in hosts, "the backup asks any member"
+    assert "elasticzero-etcd-2.elasticzero-etcd.ml.svc.cluster.local" in hosts
     assert not [host for host in hosts if host.startswith("*")]
 
 
 def test_the_printed_commands_make_the_secrets(
-    root: Path, certificates: tuple[Path, str], program: Callable[[str], str]
+    certificates: tuple[Path, str], program: Callable[[str], str]
 ) -> None:
     folder, printed = certificates
-    overlay = root / "k8s" / "overlays" / "tls"
-    documents = list(yaml.safe_load_all((overlay / "etcd.yaml").read_text()))
-    documents += list(yaml.safe_load_all((overlay / "agents.yaml").read_text()))
-    wanted = {
+    needed = {
         volume["secret"]["secretName"]
-        for manifest in documents
+        for manifest in rendered("overlays/tls")
         if manifest["kind"] in ("StatefulSet", "Job")
         for volume in pod_of(manifest)["volumes"]
         if "secret" in volume
@@ -165,7 +156,7 @@ def test_the_printed_commands_make_the_secrets(
         assert found.returncode == 0, found.stderr
         secret = yaml.safe_load(found.stdout)
         made[secret["metadata"]["name"]] = secret["data"].keys()
-    assert made.keys() == wanted
+    assert made.keys() == needed
     assert all(keys == {"ca.crt", "tls.crt", "tls.key"} for keys in made.values())
     assert not [path for path in folder.glob("*.key") if path.stat().st_mode & 0o077]
 

@@ -15,7 +15,7 @@ from elasticzero.ops.cli.show import SHARED_FILES
 
 FOLDERS = ("examples", "k8s/components")
 """Folders that the build maps into the package, as tests/integration/test_packaging.py checks."""
-PAGES = ("README.md", "docs/*.md", "examples/**/*", "k8s/*.md")
+PAGES = ("README.md", "docs/*.md", "examples/**/*.*")
 COMMAND = re.compile(r"elasticzero show ([\w./-]+)(?: +> *([\w.-]+))?")
 
 
@@ -25,7 +25,7 @@ def commands(root: Path) -> list[tuple[str, str, str]]:
         (str(page.relative_to(root)), name, target)
         for pattern in PAGES
         for page in sorted(root.glob(pattern))
-        if page.is_file()
+        if page.suffix in (".md", ".py", ".sh", ".sbatch", ".toml")
         for name, target in COMMAND.findall(page.read_text())
     ]
 
