@@ -131,9 +131,11 @@ class Pool:
     ) -> Running:
         """The first `world_size` workers of a world of `of` (all of it), one a node, or `row` a
         node; `given` goes into each assignment, and `odd` changes those of single ranks. Nodes hold
-        no snapshots of worlds before it, unless it goes on from them."""
+        no snapshots of worlds before it, unless it goes on from them. Without `reports_held` no
+        worker is told that a snapshot is held, so that the first one stays in flight."""
         of, row = given.pop("of", world_size), given.pop("row", 1)
         odd = given.pop("odd", {})
+        reports_held = given.pop("reports_held", True)
         self._started += 1
         self._memories += given.get("resume", Resume(tier="fresh")).tier != "ram"
         store = socket.socket()
@@ -173,7 +175,7 @@ class Pool:
             workers.append(self._start(assignment, launch, store))
             assignments.append(assignment)
         store.close()
-        self._worlds.append(Running(self, workers, assignments))
+        self._worlds.append(Running(self, workers, assignments, reports_held=reports_held))
         return self._worlds[-1]
 
     def _memory_of(self, node: int) -> Path:
@@ -200,9 +202,17 @@ class Pool:
 class Running:
     """One generation."""
 
-    def __init__(self, pool: Pool, workers: list[Worker], assignments: list[Assignment]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        workers: list[Worker],
+        assignments: list[Assignment],
+        *,
+        reports_held: bool,
+    ) -> None:
         self.pool = pool
         self.workers = workers
+        self._reports_held = reports_held
         self.overs: list[SaveFinished] = []
         """Every save that has ended, on whatever node."""
         self._complete: set[str] = set()
@@ -262,6 +272,8 @@ class Running:
 
         for node, saver in self._savers.items():
             for news in saver.events():
+                if isinstance(news, SnapshotHeld) and not self._reports_held:
+                    continue
                 said: Message = (
                     news
                     if isinstance(news, (SnapshotHeld, Tagged))
