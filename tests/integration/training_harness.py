@@ -51,8 +51,10 @@ PRELOAD = (
 M = TypeVar("M")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
+    """One process of a world. A later one may have its process id."""
+
     rank: int
     node: str
     pid: int
@@ -80,7 +82,9 @@ class Pool:
         self._server.wait_until_ready()
         self._started = 0
         self._memories = 0
-        self._ended: dict[int, int] = {}
+        self._alive: dict[int, Worker] = {}
+        """Workers whose end the server has not reported, by process id."""
+        self._ended: dict[Worker, int] = {}
         self._worlds: list[Running] = []
 
     def __enter__(self) -> Pool:
@@ -103,9 +107,9 @@ class Pool:
             running.close()
         self._worlds.clear()
 
-    def ended(self) -> dict[int, int]:
-        """Exit codes by process id, of all worlds so far."""
-        self._ended |= dict(self._server.ended())
+    def ended(self) -> dict[Worker, int]:
+        """Exit codes of the workers of all worlds so far that have ended."""
+        self._ended |= {self._alive.pop(pid): code for pid, code in self._server.ended()}
         return self._ended
 
     def fileno(self) -> int:
@@ -190,13 +194,16 @@ class Pool:
         mine, theirs = socket.socketpair()
         bell = os.open(os.devnull, os.O_WRONLY)  # the harness waits for the channels themselves
         fds = [log_fd, theirs.fileno(), bell] + ([store.fileno()] if assignment.rank == 0 else [])
+        self.ended()  # a worker that has ended may have had the process id of this one
         pid, numbers = self._server.start(launch, fds)
         os.close(log_fd)
         os.close(bell)
         theirs.close()
-        channel = Channel(mine)
-        channel.send(replace(assignment, store_fd=numbers[3] if len(numbers) > 3 else None))
-        return Worker(assignment.rank, assignment.node, pid, channel, log)
+        worker = Worker(assignment.rank, assignment.node, pid, Channel(mine), log)
+        self._alive[pid] = worker
+        store_fd = numbers[3] if len(numbers) > 3 else None
+        worker.channel.send(replace(assignment, store_fd=store_fd))
+        return worker
 
 
 class Running:
@@ -232,7 +239,7 @@ class Running:
         """Sends SIGKILL to the workers that have not ended, which may do so at this moment."""
         ended = self.pool.ended()
         for worker in self.workers:
-            if worker.exit_code is None and worker.pid not in ended:
+            if worker.exit_code is None and worker not in ended:
                 with suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
 
@@ -260,14 +267,14 @@ class Running:
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
                         worker.channel.send(SaveState(write=self._wanted(worker, message)))
-            if worker.pid in ended:
+            if worker in ended:
                 last = _receive(worker.channel)
                 worker.heard += last
                 for message in last:
                     if isinstance(message, Captured):
                         self._savers[worker.node].captured(message)
                 worker.channel.close()
-                worker.exit_code = ended[worker.pid]
+                worker.exit_code = ended[worker]
                 worker.ended_s = time.monotonic()
 
         for node, saver in self._savers.items():
