@@ -254,12 +254,14 @@ def test_nodes_that_were_told_different_things_about_checkpoints_agree(
     pool: Pool, tmp_path: Path
 ) -> None:
     directory = tmp_path / "checkpoints"
-    told = {"strategy": "ddp", "steps": 5, "pause": 0.3}  # a save is over before the next is due
+    told = {"strategy": "ddp", "steps": 5, "pause": 0.3}
     given = {"checkpoint_dir": str(directory), "checkpoint_every": 2}
     odd = {1: lambda a: replace(a, checkpoint_every=3)}
     running = start(pool, tmp_path, 2, told, odd=odd, **given)
     assert running.finish() == 5
-    assert steps_in(directory) == [step_directory(step) for step in (2, 4, 5)]
+    # On a busy machine the save of step 2 may still run when step 4 is due, which then waits.
+    possible = [[step_directory(step) for step in steps] for steps in ((2, 4, 5), (2, 5))]
+    assert steps_in(directory) in possible, "those of rank 0's interval, not of rank 1's"
     odd = {0: lambda a: replace(a, checkpoint_dir=None)}
     running = start(pool, tmp_path, 2, told, odd=odd, **(given | {"checkpoint_dir": "unused"}))
     assert running.finish() == 5
