@@ -46,6 +46,8 @@ class Placement:
     """Command that executes the words after it, such as `ip netns exec NAME`."""
     address: str = "127.0.0.1"
     environment: Mapping[str, str] = field(default_factory=dict)
+    command_line: str = "elasticzero.cli"
+    """Module that has the command line; a release that `environment` names may have another."""
 
 
 def on_loopback(node: str) -> Placement:
@@ -86,7 +88,7 @@ class Cluster:
         events = EventReader(directory)
         events.skip()
         at = self.place(name)
-        command = [*at.command_prefix, sys.executable, "-m", "elasticzero.cli", "run"]
+        command = [*at.command_prefix, sys.executable, "-m", at.command_line, "run"]
         command += ["--job", self.job, "--node-name", name, "--log-dir", str(self.log_dir)]
         command += ["--host", at.address, "--http-host", at.address, *self.command]
         with log.open("ab") as file:

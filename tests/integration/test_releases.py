@@ -25,7 +25,7 @@ def placed(before: Mapping[str, str]) -> Callable[[str], Placement]:
 
     def place(node: str) -> Placement:
         if node in OLD:
-            return Placement(environment=before)
+            return Placement(environment=before, command_line="elasticzero.launcher.cli")
         return Placement(environment={"ELASTICZERO_ZONE": f"zone-{int(node[-1]) % 2}"})
 
     return place

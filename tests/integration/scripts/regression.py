@@ -23,8 +23,6 @@ from torch.utils.data import TensorDataset
 
 import elasticzero as ez
 from elasticzero.parallel import mirror
-from elasticzero.parallel.buckets import all_reduce, layout
-from elasticzero.parallel.fixed_order import layout as fixed_layout
 
 SAMPLES = 331
 SMALL_BUCKET_BYTES = 400
@@ -176,6 +174,10 @@ def ask_for_checkpoints(session: ez.Session, asks: str | None) -> None:
 def train(session: ez.Session, options: argparse.Namespace) -> None:
     holds = Holds(options.holds)
     if options.holds:
+        # The release before, which also runs this script, has these elsewhere.
+        from elasticzero.parallel.buckets import all_reduce, layout
+        from elasticzero.parallel.fixed_order import layout as fixed_layout
+
         layout.BUCKET_BYTES = fixed_layout.MESSAGE_BYTES = SMALL_BUCKET_BYTES
         all_reduce.BUCKET_BYTES = all_reduce.FIRST_BUCKET_BYTES = SMALL_BUCKET_BYTES
     model, optimizer = session.prepare(
