@@ -39,7 +39,7 @@ def test_state_in_host_memory_is_the_same_through_faults_and_worlds(
         folder = tmp_path / offload
         given: dict[str, Any] = {"checkpoint_dir": str(folder), "checkpoint_every": 2}
         told = TOLD | {"offload": offload, "dtype": dtype, "steps": 9}
-        words = [json.dumps(told | {"die": [1, 5], "pause": 0.05})]
+        words = [json.dumps(told | {"die": [1, 5], "saved": str(folder)})]
         running = pool.start(SCRIPT, words, 2, generation=1, **given)
         running.until(running.ended)
         assert newest_good(open_directory(str(folder))) in (2, 4), running.logs()

@@ -27,7 +27,8 @@ LEAVES = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 pathlib.Path("/data/ready").touch()
-time.sleep(600)
+while True:
+    time.sleep(0.01)
 """
 FORKS = """
 import os, pathlib, subprocess, sys

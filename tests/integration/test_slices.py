@@ -108,7 +108,8 @@ def test_losses_with_dropout_are_those_of_one_plain_process(
     told: dict[str, Any] = {"strategy": strategy, "dtype": "float64", "clip": 0.5}
     told |= {"weighted": weighted, "log": str(tmp_path / "log")}
     saves = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 5}
-    first = start(pool, 3, told | {"steps": 30, "die": [1, 8]}, generation=1, **saves)
+    doomed = told | {"steps": 30, "die": [1, 8], "saved": saves["checkpoint_dir"]}
+    first = start(pool, 3, doomed, generation=1, **saves)
     first.until(first.ended)
     step = 5
     nodes: dict[str, Any] = {"row": 2, "shard": "node"}
@@ -166,6 +167,7 @@ def test_deterministic_weights_are_the_same_bits_after_a_kill(
     given: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "deterministic": True}
     given |= {"checkpoint_every": 5}
     doomed = told | {"strategy": strategies[0], "steps": 30, "die": [1, 7]}
+    doomed["saved"] = given["checkpoint_dir"]
     first = start(pool, 3, doomed, generation=1, **given)
     first.until(first.ended)
     step = 5

@@ -51,9 +51,17 @@ def test_what_a_command_prints_and_returns(mark: str, tmp_path: Path) -> None:
     assert python("-c", "import sys; sys.exit('a reason')").stderr == "a reason\n"
 
 
+def test_processes_stay_warm_once_torch_has_set_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import of its compiler sets it for good, in whichever test comes first."""
+    if os.environ.get("TESTS_COLD") != "1":
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+        assert python("-c", IS_WARM).returncode == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_process(number: signal.Signals) -> None:
-    code = "import time; print('ready', flush=True); time.sleep(600)"
+    """Short sleeps: Python handles a signal that comes just before a sleep only after it."""
+    code = "import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"

@@ -250,7 +250,7 @@ def test_what_a_script_says_of_its_stop_is_no_failure(server: ForkServer, tmp_pa
     code = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        "print('up', flush=True)\ntime.sleep(60)\n"
+        "print('up', flush=True)\nwhile True: time.sleep(0.01)\n"
     )
     play = Play(server, tmp_path, code)
     play.wait(lambda: "up" in play.log())

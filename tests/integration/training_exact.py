@@ -1,7 +1,8 @@
 """A small double-precision model, trained under a strategy: prints nothing, writes its weights.
 
 Argument: JSON with strategy, steps or epochs, and at will batch, micro, clip, weighted, width,
-pause (seconds a step), out and log (files), die and fail ([rank, step]).
+pause (seconds a step), out and log (files), die and fail ([rank, step]), and saved (a directory
+that must have a checkpoint before one dies).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import elasticzero as ez
+from elasticzero.checkpoint.steps.catalog import newest_good
+from elasticzero.checkpoint.storage.urls import open_directory
 
 SAMPLES = 53
 FULL_BYTES = 3000
@@ -134,6 +137,8 @@ def stick(session: ez.Session) -> None:
 def fault(session: ez.Session, options: dict[str, Any]) -> None:
     """What the test asks this rank to do at a step."""
     if [session.rank, session.step_count] == options.get("die"):
+        while "saved" in options and newest_good(open_directory(options["saved"])) is None:
+            time.sleep(0.01)
         os.kill(os.getpid(), 9)
     rank, first, last = options.get("full", [-1, 0, 0])
     if session.rank == rank:

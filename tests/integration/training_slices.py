@@ -1,8 +1,9 @@
 """A model with dropout, batch statistics and random samples, trained in slices.
 
 Argument: JSON with strategy, steps and dtype, and at will batch, virtual, clip, weighted, workers,
-optimizer, die ([rank, step]), pause (seconds a step), stream (the samples are one), log (a file for
-the losses of slices) and out (one for the result).
+optimizer, die ([rank, step]) with saved (a directory, in which it first waits for a checkpoint),
+pause (seconds a step), stream (the samples are one), log (a file for the losses of slices) and out
+(one for the result).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import elasticzero as ez
+from elasticzero.checkpoint.steps.catalog import newest_good
+from elasticzero.checkpoint.storage.urls import open_directory
 
 SAMPLES = 47
 
@@ -166,6 +169,8 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
             losses = []
             time.sleep(options.get("pause", 0.0))
             if [session.rank, session.step_count] == options.get("die"):
+                while newest_good(open_directory(options["saved"])) is None:
+                    time.sleep(0.01)
                 os.kill(os.getpid(), 9)
     if "out" in options:
         value = session.evaluate(

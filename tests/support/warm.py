@@ -42,7 +42,7 @@ IMPORTED_AT_START = (
     "CUDA",
 )
 """Beginnings of variables that have been read by the time a process is forked."""
-FOLLOWED = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED")
+FOLLOWED = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 """Those of them that a forked process follows none the less."""
 
 _cold_popen = subprocess.Popen

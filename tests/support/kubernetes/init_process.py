@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 from elasticzero.processes import adopt_orphans, bound_to_this_process, kill_descendants
@@ -25,7 +26,8 @@ def main(command: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     process = subprocess.Popen(bound_to_this_process(command), stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
-    code = process.wait()
+    while (code := process.poll()) is None:
+        time.sleep(0.02)  # one long wait would hold up a signal that came just before it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kill_descendants(END_S)
     return code if code >= 0 else 128 - code
