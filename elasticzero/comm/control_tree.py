@@ -195,8 +195,16 @@ def _broken(error: OSError) -> dist.DistNetworkError:
 def join(info: RankInfo, store: Store) -> MaxTree:
     """Connects to the rank above and to those below; every rank at the rendezvous calls it.
 
-    Raises `DistNetworkError` if a rank is not reached, or does not connect, within half of
-    `info.connect_timeout_s`.
+    Args:
+        info: This rank's place, and the time limit, of which a share counts here.
+        store: The store of the rendezvous, where ranks leave their addresses.
+
+    Returns:
+        The connected tree.
+
+    Raises:
+        DistNetworkError: A rank is not reached, or does not connect, within half of
+            `info.connect_timeout_s`.
     """
     above, below = relatives(info.rank, info.world_size)
     limit_s = info.connect_timeout_s * SHARE
@@ -249,6 +257,15 @@ def _accept(
     """Yields the connection of each of these ranks once it has authenticated itself.
 
     Any other connection is closed, and one that sends nothing delays no rank.
+
+    Args:
+        info: This rank's place, and the password by which connections prove that they belong.
+        listener: The socket at which the ranks below connect.
+        missing: The ranks that are waited for; a rank is removed once it has connected.
+        limit_s: Seconds within which all of them must have connected.
+
+    Raises:
+        DistNetworkError: A rank did not connect in time.
     """
     deadline_s = time.monotonic() + limit_s
     with closing(_Handshake(listener, _proof(info))) as handshake:

@@ -37,8 +37,12 @@ class NodeAgreement:
     """Decides about the global batches of one generation, on one rank."""
 
     def __init__(self, root: Path, token: str) -> None:
-        """Opens the file, and removes those of earlier generations. root: a directory in shared
-        memory. token: of the generation."""
+        """Opens the file, and removes those of earlier generations.
+
+        Args:
+            root: A directory in shared memory.
+            token: The token of the generation.
+        """
         path = root / f"{PREFIX}{token}"
         for old in root.glob(f"{PREFIX}*"):
             if old != path:

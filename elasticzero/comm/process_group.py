@@ -57,6 +57,15 @@ class ProcessGroups:
         tree: MaxTree,
         sockets: frozenset[str],
     ) -> None:
+        """Takes over the groups that `connect` has set up.
+
+        Args:
+            info: This rank's place among the ranks.
+            device: The device of the tensors that collectives take.
+            tree: The tree by which ranks exchange a few numbers.
+            sockets: The TCP connections of the default group, named as `socket_fds` does; `shut`
+                closes them.
+        """
         self.rank_info = info
         self.control_tree = tree
         self._sockets = sockets
@@ -186,10 +195,20 @@ class ProcessGroups:
             self.control_tree.allreduce_max(0)
 
     def barrier(self, call: Call, number: int = 0, where: str = "") -> int:
-        """Waits until all ranks make this call; returns the greatest of their numbers.
+        """Waits until all ranks make this call.
 
-        Raises `UserError` on a rank that makes another call than the rest, and `RetryError` on the
-        rest. where: this rank's place, for the message.
+        Args:
+            call: The call that all ranks are expected to make.
+            number: This rank's number, such as 1 for a request; by default 0, for a call that
+                carries none.
+            where: This rank's place, which follows the call in the message of an error.
+
+        Returns:
+            The greatest of the ranks' numbers.
+
+        Raises:
+            UserError: This rank makes another call than the rest.
+            RetryError: Another rank makes another call.
         """
         if self.rank_info.world_size == 1:
             return number
@@ -200,7 +219,17 @@ class ProcessGroups:
         return maxima[0]
 
     def all_equal(self, call: Call, number: int, where: str = "") -> bool:
-        """Returns whether all ranks give the same number, of 63 bits; raises as `barrier` does."""
+        """Returns whether all ranks give the same number; all ranks call this together.
+
+        Args:
+            call: The call that all ranks are expected to make.
+            number: This rank's number, of 63 bits.
+            where: This rank's place, which follows the call in the message of an error.
+
+        Raises:
+            UserError: This rank makes another call than the rest.
+            RetryError: Another rank makes another call.
+        """
         if self.rank_info.world_size == 1:
             return True
         rank = self.rank_info.rank
@@ -348,6 +377,14 @@ def connect(info: RankInfo, device: torch.device, store: TCPStore) -> ProcessGro
 
     The loss of a peer raises an error of torch. The caller needs a watchdog as its limit, because
     torch's store can block far past its timeout.
+
+    Args:
+        info: This rank's place, the token that keeps generations apart, and the time limits.
+        device: The device of the tensors that collectives take; a GPU means NCCL, the CPU gloo.
+        store: The store that `rendezvous` has returned.
+
+    Returns:
+        The groups, whose ranks have all made one collective.
     """
     before = {name for name, _ in socket_fds()}
     if device.type == "cuda":

@@ -14,11 +14,18 @@ from elasticzero.ipc.agent_client import AgentClient
 def broadcast_from_rank_zero(
     groups: ProcessGroups | None, tensors: Mapping[str, Tensor], link: AgentClient
 ) -> RuntimeError | None:
-    """Fills these tensors with rank 0's; returns the error of a lost peer, after which each rank
-    has its own. All ranks call this together.
+    """Fills these tensors with rank 0's; all ranks call this together.
 
     Of buffers each rank's own are as valid for the step: a complete snapshot has one rank's, and a
     divided one has rank 0's.
+
+    Args:
+        groups: The process groups; None for one process alone, which changes nothing.
+        tensors: The tensors that are filled in place, by names that are the same on all ranks.
+        link: The client of the agent, which says whether the generation has ended.
+
+    Returns:
+        The error of a lost peer, after which each rank has its own values; None: there was none.
     """
     if groups is None or not tensors or link.aborted is not None:
         return None

@@ -70,9 +70,15 @@ class RankInfo:
 def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
     """Connects to rank 0's store, and returns it once every rank has registered there.
 
-    Raises `RetryError` when rank 0's host is not reached within `info.connect_timeout_s`, and when
-    a rank has not come within `info.start_timeout_s`; a peer that goes away later is an error of
-    torch's own.
+    A peer that goes away later is an error of torch's own.
+
+    Args:
+        info: This rank's place, the addresses at which ranks meet, and the time limits.
+        allow: Sets the time limit of the step that follows; by default nothing limits it.
+
+    Raises:
+        RetryError: Rank 0's host is not reached within `info.connect_timeout_s`, or a rank has not
+            come within `info.start_timeout_s`.
     """
     deadline_s = time.monotonic() + info.start_timeout_s
     if info.store_fd is None:
@@ -140,7 +146,16 @@ def _wait_for_host(info: RankInfo, deadline_s: float) -> None:
 
 
 def _probe(host: str, port: int, limit_s: float) -> OSError | None:
-    """Returns the error of one try to connect, or None; of several addresses a refusal counts."""
+    """Tries once to connect.
+
+    Args:
+        host: Name or address of the host.
+        port: TCP port on it.
+        limit_s: Seconds that the try may take for one address.
+
+    Returns:
+        The error, or None if the host was reached; where several addresses fail, a refusal counts.
+    """
     try:
         socket.create_connection((host, port), limit_s, all_errors=True).close()
     except OSError as error:
@@ -153,7 +168,16 @@ def _probe(host: str, port: int, limit_s: float) -> OSError | None:
 
 def _wait_for_all(info: RankInfo, arrivals: PrefixStore, deadline_s: float) -> None:
     """Waits for the other ranks with one call, because torch prints a warning for each wait that
-    times out."""
+    times out.
+
+    Args:
+        info: This rank's place, for the message.
+        arrivals: The keys of the ranks that have come.
+        deadline_s: The end of the wait, by the monotonic clock.
+
+    Raises:
+        RetryError: A rank has not come by then.
+    """
     try:
         left_s = max(0.01, deadline_s - time.monotonic())
         arrivals.wait(["all"], timedelta(seconds=left_s))
@@ -166,7 +190,16 @@ def _wait_for_all(info: RankInfo, arrivals: PrefixStore, deadline_s: float) -> N
 
 def _poll_for_all(info: RankInfo, arrivals: PrefixStore, deadline_s: float) -> None:
     """Waits for the other ranks on rank 0, which polls its own store and names the missing
-    ranks."""
+    ranks.
+
+    Args:
+        info: This rank's place, for the message.
+        arrivals: The keys of the ranks that have come.
+        deadline_s: The end of the wait, by the monotonic clock.
+
+    Raises:
+        RetryError: A rank has not come by then; the message names all such ranks.
+    """
     began_s = time.monotonic()
     report_after_s, reported = REPORT_AFTER_S, ""
     while not arrivals.check(["all"]):
