@@ -39,7 +39,16 @@ PACKAGES = ("torch", "numpy", "elasticzero")
 
 def of_model(named: NamedModel, strategy: str, assignment: Assignment) -> Description:
     """Describes the names, shapes and dtypes of the model's state, which parameters are trained,
-    and what the bits of their gradients depend on."""
+    and what the bits of their gradients depend on.
+
+    Args:
+        named: The model's parameters and buffers by name.
+        strategy: The strategy's name.
+        assignment: This rank's settings, of which `deterministic` counts.
+
+    Returns:
+        The description, of one entry for each parameter and buffer besides the settings.
+    """
     description = {"strategy": strategy, "--deterministic": str(assignment.deterministic)}
     if assignment.deterministic:
         description["number of threads"] = str(torch.get_num_threads())
@@ -77,6 +86,9 @@ def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) ->
         loop: The loop's number.
         allowed: The changes of data that the loop makes use of; only then is that option compared,
             of which ranks of the release before have nothing.
+
+    Returns:
+        The description, by the names of the arguments.
     """
     plan = schedule.plan
     whole = -(-plan.global_batch // schedule.world_size)

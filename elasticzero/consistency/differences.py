@@ -107,7 +107,13 @@ def _listed(items: Sequence[str]) -> str:
 
 def split(rank_tables: Sequence[Table], nodes: Sequence[str], name: str) -> str:
     """Returns the ranks that have each value of `name`, such as "rank 0 on node-a has 5d1c…, rank 1
-    on node-b has 77a0…"."""
+    on node-b has 77a0…".
+
+    Args:
+        rank_tables: The table of each rank.
+        nodes: The node of each rank.
+        name: The name whose values are told; it may be missing in a table.
+    """
     counted = Counter(_value(table, name) for table in rank_tables)
     parts = []
     for value in counted:

@@ -78,7 +78,13 @@ class SigningInterval:
     """Step of the last digest, and the time when it was finished."""
 
     def digested(self, step: int, began_s: float, ended_s: float) -> None:
-        """Records that the digest of the state of `step` was computed in this time."""
+        """Records that the digest of the state of `step` was computed in this time.
+
+        Args:
+            step: The optimizer step of the state.
+            began_s: Beginning of the computation, by the monotonic clock.
+            ended_s: Its end, by the same clock.
+        """
         last, self._last = self._last, (step, ended_s)
         self._digest_s.append(ended_s - began_s)
         if last is None or step <= last[0]:
