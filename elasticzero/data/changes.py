@@ -125,7 +125,13 @@ def _other_data(plan: LoopPlan, position: DataPosition) -> str:
 
 
 def _refused(plan: LoopPlan, position: DataPosition, needed: Collection[DataChange]) -> UserError:
-    """Returns the error for a loop that would go on with changes that are not allowed."""
+    """Returns the error for a loop that would go on with changes that are not allowed.
+
+    Args:
+        plan: The loop's plan, as the script has it now.
+        position: Where training stopped.
+        needed: The changes that the loop would make, at least one.
+    """
     faults, then, instead = [], [], []
     if "batch" in needed:
         before = position.global_batch

@@ -124,7 +124,13 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def map_each(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     """Returns `value` with `function` applied to each object of this kind in its mappings and
-    sequences."""
+    sequences.
+
+    Args:
+        kind: The class whose instances are replaced.
+        function: Returns what takes the place of an instance.
+        value: Mappings and sequences nested in any way; anything else in them stays as it is.
+    """
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):

@@ -69,7 +69,14 @@ class LoopArguments:
         )
 
     def schedule(self, rank: int, world_size: int, micro_batch_limit: int | None) -> RankSchedule:
-        """Returns what one rank computes of the loop."""
+        """Returns what one rank computes of the loop.
+
+        Args:
+            rank: The rank.
+            world_size: Number of ranks.
+            micro_batch_limit: The most samples for which memory has sufficed, under `auto`; None:
+                it was never short.
+        """
         return RankSchedule(
             plan=self._plan(),
             rank=rank,

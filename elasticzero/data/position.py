@@ -210,13 +210,29 @@ class LoopPlan(Protocol):
         unknown."""
 
     def share(self, batch: GlobalBatch, rank: int, world_size: int) -> tuple[Span, int]:
-        """Returns the part of `batch` that belongs to `rank`, and the largest number of samples
-        that a rank has."""
+        """Divides a global batch among the ranks.
+
+        Args:
+            batch: The global batch.
+            rank: The rank.
+            world_size: Number of ranks.
+
+        Returns:
+            (the part of `batch` that belongs to `rank`, the largest number of samples that a rank
+            has)
+        """
 
     def slices(
         self, batch: GlobalBatch, rank: int, world_size: int, size: int
     ) -> Iterator[MicroBatch]:
-        """Returns `rank`'s slices of `batch`, of `size` samples each."""
+        """Yields a rank's slices of a global batch, equally many on all ranks.
+
+        Args:
+            batch: The global batch.
+            rank: The rank.
+            world_size: Number of ranks.
+            size: Number of samples of a slice; the last one may be shorter.
+        """
 
     def check_slices(self, size: int, world_size: int) -> None:
         """Raises `UserError` unless all ranks can have slices of `size` samples."""

@@ -45,7 +45,14 @@ def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 def permuted(positions_P: Positions, samples: int, seed: int, epoch: int) -> Indices:
     """Returns the samples at these positions of the epoch's order, a permutation of `[0,
-    samples)`."""
+    samples)`.
+
+    Args:
+        positions_P: Positions in the epoch's order, each in `[0, samples)`.
+        samples: Number of samples of the dataset.
+        seed: The seed of the order.
+        epoch: The epoch, which has an order of its own.
+    """
     half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
     keys = round_keys(seed, epoch)
     values_P = _feistel(positions_P, half_bits, keys)
@@ -57,7 +64,16 @@ def permuted(positions_P: Positions, samples: int, seed: int, epoch: int) -> Ind
 
 
 def _feistel(values_P: Positions, half_bits: int, keys: tuple[int, ...]) -> Positions:
-    """Applies a permutation of `[0, 4 ** half_bits)`."""
+    """Applies a permutation of `[0, 4 ** half_bits)` to each value.
+
+    Args:
+        values_P: The values.
+        half_bits: Number of bits of each half of a value.
+        keys: One key for each round.
+
+    Returns:
+        The permuted values, in the order of the given ones.
+    """
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left_P, right_P = values_P >> shift, values_P & mask
     for key in keys:
@@ -96,7 +112,13 @@ class SampleOrder:
         return [*self.described.values()]
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """Returns the dataset indices at positions `[start, stop)` of an epoch."""
+        """Returns the dataset indices at positions `[start, stop)` of an epoch.
+
+        Args:
+            epoch: The epoch.
+            start: The first position.
+            stop: The position after the last one.
+        """
         return self.at(epoch, np.arange(start, stop, dtype=np.uint64))
 
     def at(self, epoch: int, positions_P: Positions) -> Indices:
@@ -205,7 +227,18 @@ def loop_start(
     dataset: int,
     allowed: Collection[DataChange],
 ) -> DataPosition:
-    """Returns where a loop begins or goes on, as `LoopPlan.start` does."""
+    """Returns where a loop begins or goes on, as `LoopPlan.start` does.
+
+    Args:
+        plan: The loop's plan.
+        position: Where training resumes.
+        loop: Number of the loop in the script, from 0.
+        dataset: Number of the loop's dataset object.
+        allowed: Changes with which training may continue inside the loop.
+
+    Raises:
+        UserError: Training would continue inside a loop with a change that is not `allowed`.
+    """
     if position.loop < loop:
         position = _next_loop(position, loop, dataset, plan.order.inputs)
     else:
@@ -248,7 +281,13 @@ def _next_loop(position: DataPosition, loop: int, dataset: int, order: Any) -> D
 
 def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
     """Returns the positions of `batch` that belong to `rank`; shares differ by at most one
-    sample."""
+    sample.
+
+    Args:
+        batch: The global batch.
+        rank: The rank.
+        world_size: Number of ranks.
+    """
     size = len(batch)
     return Span(
         batch.start + rank * size // world_size, batch.start + (rank + 1) * size // world_size
@@ -258,7 +297,7 @@ def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
 def micro_batches(
     batch: GlobalBatch, part: Span, largest: int, size: int | None
 ) -> Iterator[MicroBatch]:
-    """Returns a rank's micro-batches of a global batch.
+    """Yields a rank's micro-batches of a global batch.
 
     Every rank has the same number. A rank with fewer samples than the others fills up with the
     batch's first sample, at weight 0.
@@ -287,6 +326,11 @@ def share_of(batches: int, rank: int, world_size: int) -> Iterator[tuple[int, bo
 
     Every rank has the same number. A rank without a batch in the last round computes batch 0 again,
     which does not count.
+
+    Args:
+        batches: Number of batches of the evaluation.
+        rank: The rank whose batches are yielded.
+        world_size: Number of ranks.
     """
     for first in range(0, batches, world_size):
         index = first + rank

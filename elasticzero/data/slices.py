@@ -25,7 +25,13 @@ _USES: tuple[Use, ...] = ("read", "compute", "after")
 
 def run_of(count: int, rank: int, world_size: int) -> Span:
     """Returns the run of `count` slices, or groups of readers, that `rank` has: at most one more
-    than another rank has. Rank 0 has the first one."""
+    than another rank has. Rank 0 has the first one.
+
+    Args:
+        count: Number of slices, or of groups.
+        rank: The rank.
+        world_size: Number of ranks.
+    """
     return Span(-(-rank * count // world_size), -(-(rank + 1) * count // world_size))
 
 
@@ -39,6 +45,12 @@ def slices_of(batch: GlobalBatch, rank: int, world_size: int, size: int) -> Iter
 
     Every rank has the same number. A rank with fewer slices than others computes the batch's first
     slice in place of the missing one, at weight 0.
+
+    Args:
+        batch: The global batch.
+        rank: The rank whose slices are returned.
+        world_size: Number of ranks.
+        size: Number of samples of a slice.
     """
     starts = range(batch.start, batch.stop, size)
     runs = _runs(len(starts), world_size)
@@ -77,7 +89,13 @@ def slices_of_groups(
 def _parts(
     positions_of: Callable[[int], Span], runs: tuple[Span, ...], rank: int
 ) -> Iterator[MicroBatch]:
-    """Yields a rank's slices, and fillers in place of missing ones."""
+    """Yields a rank's slices, and fillers in place of missing ones.
+
+    Args:
+        positions_of: Returns the positions of a slice by its number.
+        runs: The slices of each rank.
+        rank: The rank.
+    """
     run, places = runs[rank], max(map(len, runs))
     for place in range(places):
         index = run.start + place

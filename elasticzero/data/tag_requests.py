@@ -22,7 +22,13 @@ TagRequests = tuple[TagRequest, ...]
 
 
 def with_tags(requests: TagRequests, step: int, tags: Iterable[str]) -> TagRequests:
-    """Returns the requests once a step is asked for under these tags, which leave other steps."""
+    """Returns the requests once a step is asked for under these tags, which leave other steps.
+
+    Args:
+        requests: The requests so far.
+        step: The step that is asked for.
+        tags: The tags that are to name it, besides those under which it was asked for before.
+    """
     new = set(tags)
     extended = TagRequest(step, tuple(sorted(new | set(tags_of(requests, step)))))
     others = [

@@ -80,7 +80,13 @@ class StreamOrder:
         return [*self.described.values()]
 
     def parts(self, reader: int, epoch: int, start: int = 0) -> Iterator[Part]:
-        """Yields what a reader reads in an epoch, in order, from part number `start` on (I1)."""
+        """Yields what a reader reads in an epoch, in order, from part number `start` on (I1).
+
+        Args:
+            reader: The reader's number.
+            epoch: The epoch, which has an order of shards of its own.
+            start: Number of parts that are left out at the beginning.
+        """
         if self.readers > self.shards:
             place = reader % self.shards
             for shard in self._at(range(place, place + 1)[start:], epoch):
@@ -99,7 +105,14 @@ class StreamOrder:
         return [int(shard) for shard in shards]
 
     def window_order(self, reader: int, epoch: int, window: int, samples: int) -> Indices:
-        """Returns the order of the samples of a reader's window that has so many (I2)."""
+        """Returns the order of the samples of a window of one reader (I2).
+
+        Args:
+            reader: The reader's number.
+            epoch: The epoch.
+            window: A number that stands for the window.
+            samples: Number of samples in it.
+        """
         if not self.shuffle or samples < 2:
             return np.arange(samples)
         key = mix64(self.seed + 0x8CB92BA72F3D8DD7)
@@ -119,7 +132,16 @@ def default_readers(shards: Sequence[int]) -> int:
 
 
 def check_groups(readers: int, groups: int, world_size: int) -> None:
-    """Raises `UserError` unless this many readers can be dealt in so many groups (I4)."""
+    """Checks that a stream's readers can be dealt in groups, and the groups to the ranks (I4).
+
+    Args:
+        readers: Number of readers.
+        groups: Number of groups, one for each slice of a global batch.
+        world_size: Number of ranks.
+
+    Raises:
+        UserError: The readers are no multiple of the groups, or there are more ranks than groups.
+    """
     if readers % groups:
         raise UserError(
             f"the stream has {readers} readers, and virtual_batch cuts a global batch into "
@@ -140,7 +162,14 @@ def group_sums(counts_V: Indices, groups: int) -> list[int]:
 
 
 def units_of(rank: int, world_size: int, readers: int, groups: int | None) -> list[range]:
-    """Returns the readers of a rank in units that one process has: groups, or single readers."""
+    """Returns the readers of a rank in units that one process has: groups, or single readers.
+
+    Args:
+        rank: The rank.
+        world_size: Number of ranks.
+        readers: Number of readers of the stream.
+        groups: Number of groups of readers; None: global batches are not cut into slices.
+    """
     if groups is None:
         return [range(v, v + 1) for v in readers_of(rank, world_size, readers)]
     run = run_of(groups, rank, world_size)
@@ -148,7 +177,13 @@ def units_of(rank: int, world_size: int, readers: int, groups: int | None) -> li
 
 
 def readers_of(rank: int, world_size: int, readers: int) -> range:
-    """Returns the readers of a rank (I3)."""
+    """Returns the readers of a rank (I3).
+
+    Args:
+        rank: The rank.
+        world_size: Number of ranks.
+        readers: Number of readers of the stream.
+    """
     return range(rank, readers, world_size)
 
 
@@ -157,6 +192,11 @@ def units_of_process(units: Sequence[range], process: int, processes: int) -> Se
 
     They follow each other in the turn, so that a batch smaller than a round has its samples of few
     processes.
+
+    Args:
+        units: The rank's units.
+        process: Number of the process on its rank, from 0.
+        processes: Number of processes of the rank that load data.
     """
     count = len(units)
     return units[process * count // processes : (process + 1) * count // processes]

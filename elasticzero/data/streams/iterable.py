@@ -50,8 +50,13 @@ class HuggingFaceShards:
 
 
 def samples_as_worker(dataset: Any, number: int, workers: int) -> Iterator[Any]:
-    """Yields a dataset's samples while it is told that it is this one of so many data workers; 0:
-    that it is in none."""
+    """Yields a dataset's samples, while the dataset is told that it is in a data worker.
+
+    Args:
+        dataset: The dataset.
+        number: The worker's number, from 0.
+        workers: Number of data workers; 0: the dataset is told that it is in none.
+    """
     as_data_worker(number, workers, dataset)
     samples = iter(dataset)
     while True:

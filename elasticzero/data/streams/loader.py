@@ -70,6 +70,16 @@ class StreamBatches:
     def __init__(
         self, reader: StreamReader, schedule: RankSchedule, position: DataPosition
     ) -> None:
+        """Begins to read, here or in processes that load data; all ranks call this together.
+
+        Args:
+            reader: The stream, the device and how samples are made batches.
+            schedule: What this rank computes of the loop.
+            position: Where in the data the batches begin.
+
+        Raises:
+            UserError: The stream has fewer readers than there are ranks.
+        """
         assert isinstance(schedule.plan, StreamPlan)
         self._plan: StreamPlan = schedule.plan
         self._schedule = schedule

@@ -194,7 +194,13 @@ class StreamPlan:
 
 
 def _progress_of(stream: Any, offset: int, readers: int) -> ReadProgress:
-    """Returns what a position in the data says of its epoch."""
+    """Returns what a position in the data says of its epoch.
+
+    Args:
+        stream: The rows of the readers; None: none has read anything.
+        offset: Number of samples of the epoch that are used.
+        readers: Number of readers of the stream.
+    """
     progress = ReadProgress.nothing(readers)
     if stream is None:
         return progress

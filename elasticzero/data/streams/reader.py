@@ -126,8 +126,14 @@ class Reader:
 def batches_of_readers(
     stream: Stream, order: StreamOrder, numbers: Iterable[int], size: int
 ) -> Iterator[tuple[int, list[Any]]]:
-    """Yields the samples of these readers in batches of at most `size`, each of one reader, with
-    its number."""
+    """Yields (a reader's number, samples of it) until these readers have ended.
+
+    Args:
+        stream: The stream, which is read from the beginning of epoch 0.
+        order: What the order of the stream's samples depends on.
+        numbers: The readers' numbers.
+        size: The most samples of a batch.
+    """
     marks = {number: ReaderMark.beginning(stream) for number in numbers}
     for number, reader in open_readers(stream, order, 0, marks).items():
         while reader.total == UNKNOWN:
@@ -149,8 +155,14 @@ def any_sample(stream: Stream, order: StreamOrder) -> Any:
 def open_readers(
     stream: Stream, order: StreamOrder, epoch: int, marks: Mapping[int, ReaderMark]
 ) -> dict[int, Reader]:
-    """Returns the readers of one process in an epoch, by number, with a mark for each to go on
-    from."""
+    """Returns the readers of one process in an epoch, by number.
+
+    Args:
+        stream: The stream.
+        order: What the order of the stream's samples depends on.
+        epoch: The epoch.
+        marks: Where each reader goes on, by its number.
+    """
     shared = _shared_shards(stream, order, epoch, marks)
     return {
         number: Reader(
@@ -167,7 +179,14 @@ def open_readers(
 def _shared_shards(
     stream: Stream, order: StreamOrder, epoch: int, marks: Mapping[int, ReaderMark]
 ) -> dict[int, SharedShard]:
-    """Returns the shard of each reader, where several readers have parts of one."""
+    """Returns the shard of each reader, where several readers have parts of one.
+
+    Args:
+        stream: The stream.
+        order: What the order of the stream's samples depends on.
+        epoch: The epoch.
+        marks: Where each reader of this process goes on, by its number.
+    """
     source = stream.source
     while isinstance(source, Pack):
         source = source.stream.source

@@ -279,7 +279,20 @@ def open_sequence(
     place: Place,
     shared: SharedShard | None = None,
 ) -> SampleSequence:
-    """Opens what a reader has of a stream in an epoch, at a place."""
+    """Opens what a reader has of a stream in an epoch, at a place.
+
+    Args:
+        stream: The stream.
+        order: What the order of the stream's samples depends on.
+        reader: The reader's number.
+        epoch: The epoch.
+        place: Where the sequence begins.
+        shared: The shard of which the reader has a part, if others in this process have parts of
+            it; None: the reader opens its shards itself.
+
+    Returns:
+        The samples from the place on.
+    """
     match stream.source:
         case Mixture() as mixture:
 

@@ -169,7 +169,16 @@ class Pack:
 
 
 def stream_order(stream: Stream, seed: int, shuffle: bool) -> StreamOrder:
-    """Returns what the order of a stream's samples depends on."""
+    """Returns what the order of a stream's samples depends on.
+
+    Args:
+        stream: The stream.
+        seed: The seed of the order.
+        shuffle: Whether shards and samples are shuffled.
+
+    Raises:
+        UserError: The number of readers is above that of shards, and no multiple of it.
+    """
     shards = _shards_of(stream)
     readers = default_readers(shards) if stream.readers is None else stream.readers
     for count in shards:
@@ -189,7 +198,13 @@ def stream_order(stream: Stream, seed: int, shuffle: bool) -> StreamOrder:
 
 
 def component_order(stream: Stream, order: StreamOrder, number: int) -> StreamOrder:
-    """Returns the order of a component of a mixture, by its number."""
+    """Returns the order of a component of a mixture, by its number.
+
+    Args:
+        stream: The component.
+        order: The order of the mixture.
+        number: The component's number, which gives it a seed of its own.
+    """
     shards = min(_shards_of(stream))
     return replace(order, shards=shards, seed=mix64(order.seed + mix64(number)))
 
