@@ -16,11 +16,19 @@ _Result = TypeVar("_Result")
 def run_parallel(
     items: Iterable[_Item], work: Callable[[_Item], _Result], *, threads: int = THREADS
 ) -> list[_Result]:
-    """Calls `work` on every item, up to `threads` at a time; returns the results in order.
+    """Calls `work` on every item, up to `threads` at a time.
 
     After an error no further item is begun; once the running ones have ended, the error of the
     first item that failed is raised. The threads are daemons and not an executor's, which Python
     waits for at exit: one whose storage hangs would prevent the agent from ending.
+
+    Args:
+        items: The items, which are begun in this order.
+        work: The function of one item; the caller's thread and others call it at the same time.
+        threads: The most items that are worked on at a time.
+
+    Returns:
+        The results, in the order of the items.
     """
     waiting = list(enumerate(items))
     results: dict[int, _Result] = {}

@@ -32,8 +32,10 @@ def run(train: Callable[[Session], None], *, keep_process: bool = True) -> None:
     ELASTICZERO_CHECKPOINT_DIR and its like say. It prints an error of this project's in one line
     and raises `SystemExit` with its exit code, and so it does at Ctrl-C.
 
-    train: the training function. keep_process: False if `train` uses what was made outside of it,
-    as a model, so that --keep-workers must not enter it again in the same process.
+    Args:
+        train: the training function.
+        keep_process: False if `train` uses what was made outside of it, as a model, so that
+            --keep-workers must not enter it again in the same process.
     """
     link = AgentClient.from_environment()
     if link.standalone:
@@ -126,7 +128,13 @@ class OpenRun:
     def _end(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Ends the generation after an error left the script; the hook for such errors."""
+        """Ends the generation after an error left the script; the hook for such errors.
+
+        Args:
+            kind: The error's class, as `sys.excepthook` gets it.
+            error: The error.
+            trace: The error's traceback, for the hook that was set before.
+        """
         if not self._open:
             self._hook(kind, error, trace)
             return

@@ -92,6 +92,13 @@ class ReplicaMismatch(OperatorError):
     exit_code = ExitCode.FAILED
 
     def __init__(self, message: str, *, verified: int, odd: bool) -> None:
+        """Makes the error of one rank.
+
+        Args:
+            message: What differs, on which ranks, and what to do.
+            verified: The newest step at which the ranks were equal.
+            odd: True if this rank differs from a majority.
+        """
         super().__init__(message)
         self.verified = verified
         """The newest step at which the ranks were equal."""

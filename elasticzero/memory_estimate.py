@@ -189,7 +189,13 @@ def rank_memory(
 
 
 def _pool(strategy: str, model: ModelSize, line_up: LineUp) -> int:
-    """Returns the bytes that the pool of zero1 and zero2 lends at most."""
+    """Returns the bytes that the pool of zero1 and zero2 lends at most.
+
+    Args:
+        strategy: zero1 or zero2.
+        model: The sizes of the model.
+        line_up: The ranks, and the size of a bucket.
+    """
     ranks, b = line_up.shards, model.element_bytes
     if ranks == 1:
         return 0
@@ -208,7 +214,13 @@ def _gathered(model: ModelSize) -> int:
 
 
 def state_bytes(strategy: str, model: ModelSize, kept: StateSize) -> int:
-    """Returns the bytes of a checkpoint: weights, masters and optimizer state, each once."""
+    """Returns the bytes of a checkpoint: weights, masters and optimizer state, each once.
+
+    Args:
+        strategy: The strategy's name; ddp keeps no masters.
+        model: The sizes of the model.
+        kept: What the optimizer keeps.
+    """
     b, w = model.element_bytes, model.working_bytes
     stored = b if strategy == "ddp" else w
     masters = w if w != b and strategy != "ddp" else 0
@@ -217,7 +229,14 @@ def state_bytes(strategy: str, model: ModelSize, kept: StateSize) -> int:
 
 
 def snapshot_bytes(strategy: str, model: ModelSize, kept: StateSize, line_up: LineUp) -> int:
-    """Returns the RAM that a node needs for its snapshots while checkpoints are saved."""
+    """Returns the RAM that a node needs for its snapshots while checkpoints are saved.
+
+    Args:
+        strategy: The strategy's name.
+        model: The sizes of the model.
+        kept: What the optimizer keeps.
+        line_up: The ranks and how state is divided among them.
+    """
     state = state_bytes(strategy, model, kept)
     replicated = strategy == "ddp" or line_up.ranks == 1 or line_up.shards < line_up.ranks
     return node_snapshot_bytes(

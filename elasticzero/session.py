@@ -274,6 +274,14 @@ class Session:
             drop_last: leaves out the samples at an epoch's end that make no whole global batch.
             on_epoch_end: called on all ranks after the last step of each epoch, before the state is
                 captured; its effect on what is tracked counts exactly once.
+
+        Returns:
+            An iterator over what `collate_fn` makes of each micro-batch's samples, on the session's
+            device.
+
+        Raises:
+            UserError: an argument is not valid or not the same on all ranks, `restore` was not
+                called, or a loop would go on with other data than training stopped in.
         """
         argument_checks.check_arguments(others)
         if (training := self._prepared("batches")).copy is None:
@@ -377,6 +385,10 @@ class Session:
             fn: a function that takes a batch and returns its mean, a number or a dict of numbers.
             batch_size: number of samples in a batch.
             collate_fn: as for `batches`.
+
+        Raises:
+            UserError: there is no sample, `batch_size` is below 1, or `fn` returned no number or
+                other names than before.
         """
         training = self._prepared("evaluate")
         reader = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)
@@ -401,7 +413,10 @@ class Session:
         """Writes numbers to the agent's event log and its metrics, for the current step.
 
         Each value is a number or a tensor with one element. `tokens`, those of this rank in the
-        step, are added up. Raises `UserError` for other values.
+        step, are added up.
+
+        Raises:
+            UserError: a value is neither.
         """
         values = {name: argument_checks.scalar(name, value) for name, value in scalars.items()}
         training = self._generation.training

@@ -87,7 +87,14 @@ def chunk(total: int, world_size: int, rank: int, replicas: int = 1) -> Span:
 def chunks_within(
     total: int, world_size: int, replicas: int, within: Span
 ) -> Iterator[tuple[int, Span]]:
-    """Returns (rank, its chunk) of every rank whose chunk of `total` items has one of `within`."""
+    """Yields (rank, its chunk) of every rank whose chunk of `total` items has one of `within`.
+
+    Args:
+        total: Number of items.
+        world_size: Number of ranks.
+        replicas: Number of rows of ranks, as of `chunk`.
+        within: The items that are asked for; nothing is yielded where it is empty.
+    """
     shards = world_size // replicas
     size = -(-total // shards)
     for place in range(within.start // size, (within.stop - 1) // size + 1) if within else ():
@@ -100,8 +107,18 @@ def chunks_within(
 def even(
     numels: Sequence[int], world_size: int, rank: int, replicas: int = 1
 ) -> Iterator[tuple[int, Span]]:
-    """Applies the rule `even`: returns (index of the tensor in the group, its span) for each tensor
-    of which `rank` holds elements."""
+    """Applies the rule `even`, which cuts the tensors of a group, laid end to end, in one chunk a
+    rank.
+
+    Args:
+        numels: Number of elements of each tensor.
+        world_size: Number of ranks.
+        rank: The rank.
+        replicas: Number of rows of ranks, as of `chunk`.
+
+    Returns:
+        (index of the tensor in the group, its span) for each tensor of which `rank` holds elements.
+    """
     part = chunk(sum(numels), world_size, rank, replicas)
     offset = 0
     for index, numel in enumerate(numels):
@@ -114,7 +131,17 @@ def even(
 
 
 def fsdp_rows(shape: Sequence[int], world_size: int, rank: int, replicas: int = 1) -> Span:
-    """Applies the rule `fsdp_rows` to one tensor; a 0-dim tensor lies with rank 0."""
+    """Applies the rule `fsdp_rows`, which cuts a tensor by its first dimension, to one tensor.
+
+    Args:
+        shape: The tensor's shape; one without dimensions lies with rank 0.
+        world_size: Number of ranks.
+        rank: The rank.
+        replicas: Number of rows of ranks, as of `chunk`.
+
+    Returns:
+        The span of the tensor's elements that `rank` holds.
+    """
     if not shape:
         return Span(0, 1) if rank == 0 else EMPTY
     rows = chunk(shape[0], world_size, rank, replicas)

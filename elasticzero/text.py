@@ -80,7 +80,13 @@ def list_text(items: Iterable[object], most: int) -> str:
 
 
 def named_text(thing: str, names: Sequence[object], most: int) -> str:
-    """Returns the noun with the names that it stands for: `rank 1`, `ranks 1, 3`."""
+    """Returns the noun with the names that it stands for: `rank 1`, `ranks 1, 3`.
+
+    Args:
+        thing: The noun in the singular, which takes an s for any number of names but one.
+        names: The names.
+        most: The most names that are shown; `...` stands for the rest.
+    """
     return f"{thing}{'' if len(names) == 1 else 's'} {list_text(names, most)}"
 
 

@@ -105,8 +105,13 @@ def call_before_compiling(finish: Callable[[], None]) -> bool:
 
 
 def as_data_worker(number: int, workers: int, dataset: Any) -> None:
-    """Has `torch.utils.data.get_worker_info` say from here on that this process is so many-th of
-    so many workers; with 0 workers, that it is none."""
+    """Has `torch.utils.data.get_worker_info` say from here on that this process is a data worker.
+
+    Args:
+        number: The worker's number, from 0.
+        workers: Number of data workers; 0: this process is none.
+        dataset: The dataset that the worker reads.
+    """
     info = None
     if workers:
         seed = torch.initial_seed()
