@@ -39,8 +39,14 @@ class Uses:
         root: nn.Module,
         modules: Sequence[nn.Module],
     ) -> None:
-        """Wraps FSDP2's groups. parameters: by name, as FSDP2 has made them. root: the model, or
-        what is around it. modules: those with a group of their own."""
+        """Wraps FSDP2's groups.
+
+        Args:
+            model: The model, whose names of modules appear in errors.
+            parameters: The parameters by name, as FSDP2 has made them.
+            root: The model, or what is around it.
+            modules: The modules that have a group of their own.
+        """
         self.names: set[str] = set()
         """Parameters that this rank has used."""
         self.blocks = 0
@@ -73,8 +79,16 @@ class Uses:
         self.blocks = 0
 
     def backward(self, loss: Tensor, *, counts: bool, only: Collection[str] | None = None) -> None:
-        """counts: the micro-batch has a weight; else it uses nothing. only: the parameters that get
-        gradients; None: all."""
+        """Computes the gradients of a micro-batch, and records which parameters it has used.
+
+        Args:
+            loss: What is differentiated: one number.
+            counts: True: the micro-batch has a weight; else it uses nothing.
+            only: The parameters that get gradients; None: all.
+
+        Raises:
+            UserError: A parameter got a gradient after those of its block were summed.
+        """
         self._counts, self._only = counts, only
         leaves = [leaf for leaf in self.leaves(only) if leaf.requires_grad]
         unused = [] if counts else [leaf for leaf in leaves if leaf.grad is None]
@@ -104,7 +118,13 @@ class Uses:
         return unique
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        """Runs the group's own `post_backward`, with zeros for what this rank has not used."""
+        """Runs the group's own `post_backward`, with zeros for what this rank has not used.
+
+        Args:
+            group: A group of FSDP2.
+            post_backward: The group's own method.
+            *unused: What autograd passes to it.
+        """
         for of in group.fsdp_params:
             leaf, name = _leaf(of), self._names[id(of)]
             if leaf is None or not leaf.requires_grad:
@@ -117,7 +137,16 @@ class Uses:
         post_backward(*unused)
 
     def _enter(self, index: int, module: nn.Module, inputs: Any) -> None:
-        """Counts a module that runs; raises `UserError` where its parameters are not FSDP2's."""
+        """Counts a module that runs.
+
+        Args:
+            index: The module's number, from 1.
+            module: The module.
+            inputs: The inputs of its forward, which do not matter here.
+
+        Raises:
+            UserError: A parameter of the module is replaced by one that is not FSDP2's.
+        """
         for of in (of for group in _groups_of(module) for of in group.fsdp_params):
             present = getattr(of._module_info.module, of._module_info.param_name)
             if present is not of.sharded_param and present is not _leaf(of):
@@ -131,7 +160,16 @@ class Uses:
             self.blocks = (self.blocks * 8191 + index) % same_number.MODULUS
 
     def _check_gathered(self, group: Any, module: nn.Module, inputs: Any) -> None:
-        """Raises `UserError` where a module is called while its parameters are not gathered."""
+        """Checks that the parameters of a module that is called are gathered.
+
+        Args:
+            group: The group of FSDP2 that has them.
+            module: The module.
+            inputs: The inputs of its forward, which do not matter here.
+
+        Raises:
+            UserError: The module is called outside of the forward that gathers them.
+        """
         if torch.compiler.is_compiling() or not group.is_sharded:
             return
         outer = self._module_names.get(group.modules[0], "")

@@ -41,7 +41,16 @@ class Materializer:
     def __init__(
         self, model: nn.Module, device: torch.device, stored: StoredValues | None = None
     ) -> None:
-        """Raises `UserError` for a module with tensors on meta that get no values."""
+        """Lists what is on the meta device.
+
+        Args:
+            model: The model, which is not changed yet.
+            device: The device on which it gets memory.
+            stored: First values of some of its tensors; None: modules make all of them.
+
+        Raises:
+            UserError: A module has tensors on meta that get no values.
+        """
         self._device = device
         self._stored = stored
         self._on_meta = frozenset(id(t) for m in model.modules() for t in _own(m) if t.is_meta)

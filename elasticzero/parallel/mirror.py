@@ -66,8 +66,17 @@ class Mirror:
         *,
         rows: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """optimizers: this mirror's own copies. rows: room for the owner's elements of each
-        parameter, where the owner sends them."""
+        """Places the copies of the owner's pieces in the optimizers.
+
+        Args:
+            rank: The owner.
+            chunks: The pieces, with the room for their gradients.
+            optimizers: This mirror's own copies of the optimizers.
+            specs: Shape and dtype of each whole parameter, by its name.
+            mesh: The rows of ranks.
+            rows: Room for the owner's elements of each parameter, where the owner sends them; None:
+                each rank has the whole parameters.
+        """
         self.rank = rank
         """The owner."""
         self.chunks = chunks
@@ -86,7 +95,10 @@ class Mirror:
     def take(self, used: Collection[str], norm: Tensor, max_norm: float | None) -> None:
         """Gives the pieces the gradient that was received, clipped as the owner clips it.
 
-        used: the parameters that any rank has used in the global batch.
+        Args:
+            used: The parameters that any rank has used in the global batch.
+            norm: Norm of the whole gradient before clipping: one number.
+            max_norm: Limit of the norm; None: no limit.
         """
         self.renew()
         self.live = True
@@ -154,7 +166,13 @@ class Mirrors:
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def take(self, used: Collection[str], norm: Tensor, max_norm: float | None) -> None:
-        """Gives each mirror its gradient, once the norm is known."""
+        """Gives each mirror its gradient, once the norm is known.
+
+        Args:
+            used: The parameters that any rank has used in the global batch.
+            norm: Norm of the whole gradient before clipping: one number.
+            max_norm: Limit of the norm; None: no limit.
+        """
         for mirror in self.kept:
             mirror.take(used, norm, max_norm)
 

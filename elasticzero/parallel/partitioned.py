@@ -56,6 +56,14 @@ class PartitionedOptimizer:
         mesh: Mesh,
         agreement: Agreement | None = None,
     ) -> None:
+        """Begins without pieces, which `place` gives it.
+
+        Args:
+            optimizers: The script's optimizers, with their groups.
+            specs: Shape and dtype of each whole parameter, by its name.
+            mesh: The rows of ranks.
+            agreement: Lets the ranks of a row agree on each step; None: they need not agree.
+        """
         self.optimizers = optimizers
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
@@ -231,8 +239,12 @@ class PartitionedOptimizer:
         """Steps the optimizer, rounds the masters to the model's own elements, and drops the
         gradients of the pieces.
 
-        parts: the parameters, in the order in which they are wanted; `stepped` is called with the
-        index of each part when it is up to date. Torch's own optimizers step part by part.
+        Torch's own optimizers step part by part.
+
+        Args:
+            parts: The names of the parameters, part by part, in the order in which they are needed.
+            stepped: Called with the index of each part once it is up to date; by default nothing is
+                called.
         """
         self.has_state = self.has_state or bool(self.used)
         self.losses.clear()
@@ -311,7 +323,18 @@ class PartitionedOptimizer:
     def _state(
         self, piece: ParameterPiece, key: str, value: Tensor | None, spec: Spec, *, scalar: bool
     ) -> Tensor:
-        """Returns what is kept of a piece under `key`: `value`, or zeros where it has no state."""
+        """Returns what is kept of a piece under `key`: `value`, or zeros where it has no state.
+
+        Args:
+            piece: The piece.
+            key: The entry's key.
+            value: What the optimizer keeps; None: the piece was never stepped.
+            spec: Shape and dtype of the entry for the whole parameter.
+            scalar: True: the entry is one number, whatever the parameter's shape.
+
+        Raises:
+            UserError: The entry has another shape than it had for a dummy.
+        """
         of_whole = spec.shape != piece.shape
         if value is None:
             shape = spec.shape if scalar or of_whole else piece.parameter.shape

@@ -15,8 +15,11 @@ def with_square(number: int) -> tuple[float, float]:
 
 
 def is_same(number: int, ranks: int, sums: tuple[float, float]) -> bool:
-    """Tells whether all ranks have this rank's number.
+    """Returns whether all ranks have this rank's number.
 
-    sums: over the ranks, of what `with_square` returns.
+    Args:
+        number: This rank's number, below `MODULUS`.
+        ranks: Number of ranks.
+        sums: The sums over the ranks of what `with_square` returns.
     """
     return sums == (ranks * number, ranks * number**2)

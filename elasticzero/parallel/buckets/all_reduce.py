@@ -123,7 +123,15 @@ class AllReduce:
 def _deal(
     parameters: Mapping[str, nn.Parameter], optimizer_of: Mapping[str, str], size_bytes: int
 ) -> Iterable[list[str]]:
-    """Returns the names in each bucket, in the order in which they are summed."""
+    """Returns the names in each bucket, in the order in which they are summed.
+
+    Args:
+        parameters: The parameters by name, in the order in which buckets are filled.
+        optimizer_of: The name of each parameter's optimizer; parameters of one bucket have the
+            same.
+        size_bytes: A bucket of this size takes no further parameter; the first bucket may be
+            smaller.
+    """
     buckets: list[list[str]] = []
     open_buckets: dict[Any, tuple[list[str], int]] = {}
     first_bytes = min(size_bytes, FIRST_BUCKET_BYTES)

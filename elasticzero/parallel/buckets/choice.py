@@ -22,7 +22,12 @@ class BucketChoice:
     """Holds the plan that is stored with the state, and records the order of gradients for it."""
 
     def __init__(self, names: Iterable[str], device: torch.device) -> None:
-        """names: of all the model's parameters. device: that of messages between ranks."""
+        """Begins without a choice.
+
+        Args:
+            names: The names of all the model's parameters.
+            device: The device of messages between ranks.
+        """
         self.plan = DEFAULT_PLAN
         self._names = list(names)
         self._device = device
@@ -34,7 +39,11 @@ class BucketChoice:
         """The order that rank 0 has shared at the boundary before; None: it has shared none."""
 
     def used(self, size: BucketBytes) -> BucketPlan:
-        """Returns the plan of this generation's layout. size: the value of `--bucket-bytes`."""
+        """Returns the plan of this generation's layout.
+
+        Args:
+            size: The value of `--bucket-bytes`.
+        """
         return self.plan if size == "auto" else replace(self.plan, size_bytes=size)
 
     def take_size(self, size_bytes: int) -> None:

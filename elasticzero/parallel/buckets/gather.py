@@ -67,6 +67,13 @@ class ParameterGather:
     """Brings the parameters of flat buckets up to date on all ranks of a row."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket], mesh: Mesh) -> None:
+        """Makes each module wait for its own parameters before its forward.
+
+        Args:
+            model: The model whose modules have the parameters.
+            buckets: The buckets, whose parameters are up to date.
+            mesh: The rows of ranks; the ranks of a row have the chunks of a bucket.
+        """
         self.buckets = buckets
         self._mesh = mesh
         self._works: dict[FlatBucket, list[Any]] = {}

@@ -161,8 +161,13 @@ def deal(
 
     A bucket's parameters have one optimizer, dtype and device. Where chunks are equal, the
     optimizer keeps the same for all of them. Whole parameters go to the rank that has the fewest
-    elements so far, the largest of a bucket first. size_bytes: a bucket takes no further parameter
-    beyond it; None: `BUCKET_BYTES`.
+    elements so far, the largest of a bucket first.
+
+    Args:
+        parameters: The parameters by name.
+        group_of: The optimizer's group of each parameter, by name.
+        world_size: Number of ranks in a row, to which whole parameters are dealt.
+        size_bytes: A bucket takes no further parameter beyond it; None: `BUCKET_BYTES`.
     """
     loads = [0] * world_size
     for names in _fill(parameters, group_of, size_bytes or BUCKET_BYTES):

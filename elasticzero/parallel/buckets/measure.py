@@ -28,6 +28,11 @@ def exchange_cost(strategy: str, mesh: Mesh, device: torch.device) -> ExchangeCo
 
     The exchange is what the strategy does with a bucket in a step: an all-reduce, or its two
     halves.
+
+    Args:
+        strategy: ddp for an all-reduce; any other name for its two halves.
+        mesh: The rows of ranks.
+        device: The device of the messages.
     """
     timed = []
     for size in (SMALL_BYTES, LARGE_BYTES):

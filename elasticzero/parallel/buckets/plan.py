@@ -50,7 +50,9 @@ DEFAULT_PLAN = BucketPlan()
 def order_of(ready: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
     """Returns an order for `BucketPlan`, with parameters that have had no gradient at its end.
 
-    ready: names in the order in which gradients came. names: of all the model's parameters.
+    Args:
+        ready: Names in the order in which gradients came.
+        names: The names of all the model's parameters.
     """
     seen = set(ready)
     whole = [*ready, *(name for name in reversed(names) if name not in seen)]

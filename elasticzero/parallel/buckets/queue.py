@@ -114,7 +114,9 @@ class Exchange(Protocol[B]):
     def begin(self, bucket: B, *, complete: bool) -> None:
         """Begins to sum the gradients in a bucket over the ranks.
 
-        complete: the global batch adds nothing more to this bucket, on any rank.
+        Args:
+            bucket: The bucket, which is full.
+            complete: True: the global batch adds nothing more to this bucket, on any rank.
         """
 
     def finish(self) -> None:

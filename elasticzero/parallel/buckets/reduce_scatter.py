@@ -33,17 +33,23 @@ class BufferPool:
     """Lends flat buffers of one dtype and device, and keeps those that come back."""
 
     def __init__(self, like: Tensor, capacity: int) -> None:
-        """Starts empty. like: a tensor of the dtype and device. capacity: elements that may be lent
-        at a time."""
+        """Starts empty.
+
+        Args:
+            like: A tensor of the dtype and device.
+            capacity: Number of elements that may be lent at a time.
+        """
         self._like = like
         self._capacity = capacity
         self._free: list[Tensor] = []
         self._lent = 0
 
     def take(self, numel: int, *, even_if_over: bool) -> Tensor | None:
-        """Returns a buffer of at least `numel` elements with any contents; None: too much is lent.
+        """Returns a buffer with any contents; None: too much is lent.
 
-        even_if_over: then lend more than the capacity.
+        Args:
+            numel: The least number of its elements.
+            even_if_over: True: more than the capacity is lent where it does not suffice.
         """
         fitting = [buffer for buffer in self._free if numel <= buffer.numel() <= 2 * numel]
         if fitting:
@@ -76,6 +82,13 @@ class ScatteredBucket(GradientBucket):
     """The sum over ranks of this rank's chunk; a part of `flat_E` where the bucket is kept."""
 
     def __init__(self, bucket: FlatBucket, pool: BufferPool, *, keeps: bool) -> None:
+        """Begins without memory for gradients, which `ReduceScatter.lend` gives.
+
+        Args:
+            bucket: The parameters.
+            pool: Lends memory for gradients and for messages.
+            keeps: True: the gradients stay through a global batch, and are summed in place.
+        """
         self.bucket = bucket
         """The parameters of these gradients."""
         if not keeps:
@@ -106,6 +119,13 @@ class ReduceScatter:
     """Implements `Exchange`."""
 
     def __init__(self, buckets: Sequence[FlatBucket], stage: int, mesh: Mesh) -> None:
+        """Makes one pool of memory for the buckets of each dtype and device.
+
+        Args:
+            buckets: The parameters, in the order in which a backward fills the buckets.
+            stage: 1 for `zero1`, 2 for `zero2`.
+            mesh: The rows of ranks; each rank of a row gets a chunk.
+        """
         self._mesh = mesh
         self.keeps = stage == 1 or mesh.shards == 1
         largest: dict[Any, int] = {}

@@ -41,7 +41,13 @@ class GradientTree:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Any], mesh: Mesh
     ) -> None:
-        """kinds: as for `deal_whole`."""
+        """Deals the parameters to the ranks that sum their gradients.
+
+        Args:
+            parameters: The parameters by name.
+            kinds: As for `deal_whole`.
+            mesh: The rows of ranks.
+        """
         self.rounds: list[Round] = deal_whole(parameters, kinds, mesh.shards)
         self.used: set[str] = set()
         """Parameters that this rank has used in the global batch."""
@@ -182,7 +188,14 @@ class FixedOrderReducer:
         part: MicroBatch,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Adds the gradient of `fraction * loss` to the tree; inputs: as for `GradientTree`."""
+        """Adds the gradient of `fraction * loss` to the tree, as `GradientTree.backward` does.
+
+        Args:
+            loss: The loss of a slice: one number.
+            fraction: Its part of the global batch's mean; a slice of 0 uses no parameter.
+            part: The slice's micro-batch.
+            inputs: The parameters whose gradients are computed; None: all.
+        """
         self._tree.backward(loss, fraction, part, inputs)
 
     def clear(self) -> None:

@@ -83,7 +83,11 @@ def deal_whole(
 ) -> list[Round]:
     """Returns the messages in which these parameters travel.
 
-    kinds: what the parameters of one message must have in common besides dtype and device.
+    Args:
+        parameters: The parameters by name.
+        kinds: What the parameters of one message must have in common besides dtype and device, by
+            name.
+        shards: Number of ranks to which they are dealt.
     """
     owners = owners_of(parameters, shards)
     messages: list[list[OwnedParameters]] = [[] for _ in range(shards)]

@@ -17,7 +17,13 @@ T = TypeVar("T")
 
 
 def are_siblings(left: Span, right: Span, slices: int) -> bool:
-    """Returns whether two nodes, one after the other, are the children of one node."""
+    """Returns whether two nodes, one after the other, are the children of one node.
+
+    Args:
+        left: The slices of the first node.
+        right: The slices of the second node.
+        slices: Number of leaves of the tree.
+    """
     width = len(left)
     return (
         width.bit_count() == 1
@@ -31,8 +37,12 @@ class PartialSums(Generic[T]):
     """Holds the largest nodes that the values given so far make up, from left to right."""
 
     def __init__(self, slices: int, add: Callable[[T, T], T]) -> None:
-        """slices: number of leaves of the tree. add: returns a left child's value plus a right
-        child's; it may reuse the memory of both."""
+        """Begins without a value.
+
+        Args:
+            slices: Number of leaves of the tree.
+            add: Returns a left child's value plus a right child's; it may reuse the memory of both.
+        """
         self.slices = slices
         self.nodes: list[tuple[Span, T]] = []
         self._add = add

@@ -168,8 +168,13 @@ class Optimizers:
     def stored_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns what is kept for a parameter as it is stored, by key.
 
-        parameter: what the optimizer has of it. Raises `UserError` where the optimizer keeps more
-        than for a dummy, which would not be stored, or packs it in another way.
+        Args:
+            name: The parameter's name.
+            parameter: What the optimizer has of it: the parameter or a piece.
+
+        Raises:
+            UserError: The optimizer keeps more than for a dummy, which would not be stored, or
+                packs it in another way.
         """
         group = self.group_of[name]
         state = group.optimizer.state.get(parameter, {})
@@ -189,7 +194,10 @@ class Optimizers:
     def put_state(self, name: str, parameter: nn.Parameter, stored: Mapping[str, Tensor]) -> None:
         """Replaces what is kept for a parameter.
 
-        parameter: what the optimizer has of it: the parameter or a piece.
+        Args:
+            name: The parameter's name.
+            parameter: What the optimizer has of it: the parameter or a piece.
+            stored: The state as `stored_state` returns it; empty: it was never stepped.
         """
         group = self.group_of[name]
         at_once = group.nature.makes_state_at_once
@@ -207,6 +215,9 @@ def open_optimizers(
         named: The model's parameters.
         divided: What the strategy deals to the ranks.
         device: The device where they will step; None: where the parameters are.
+
+    Returns:
+        The optimizers with their groups.
 
     Raises:
         UserError: An optimizer cannot work on what the strategy deals to the ranks, a parameter is
@@ -254,7 +265,16 @@ def _check_package(optimizer: torch.optim.Optimizer, divided: Dealt) -> None:
 
 
 def _check(nature: GroupNature, kind: str, divided: Dealt) -> None:
-    """Raises `UserError` where an optimizer cannot work on what is dealt."""
+    """Checks that an optimizer can work on what is dealt.
+
+    Args:
+        nature: What the optimizer works on in a group.
+        kind: The optimizer's class, for the message.
+        divided: What the strategy deals to the ranks: elements or rows.
+
+    Raises:
+        UserError: It cannot.
+    """
     if nature.works_on == "elements" or (nature.works_on == "parameters" and divided == "elements"):
         return
     if nature.packs and nature.works_on == "parameters":

@@ -77,6 +77,9 @@ def probe(
         natures: What like groups work on, to which this one's is added.
         whole_model: The strategy leaves all to each rank, so that it matters only what is kept.
         device: The device of the dummies; None: that of the parameters.
+
+    Returns:
+        What the optimizer works on, and what it keeps.
     """
     like = next((p for p in group["params"] if p.requires_grad), None)
     if like is None:

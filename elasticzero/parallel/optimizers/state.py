@@ -92,7 +92,14 @@ def put_state(
 
     Entries that are all zero are those of a parameter that was never stepped: strategies that
     partition state write zeros for it, and the optimizer makes its first state by itself.
-    made_at_once: the optimizer does not, since it has made its first state when it was built.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: What the optimizer has of it: the parameter or a piece.
+        stored: The stored entries, by key.
+        schema: What the optimizer keeps for a parameter like this one.
+        made_at_once: True: the optimizer has made its first state when it was built, and will not
+            make it later.
     """
     if made_at_once and not stored:
         return
@@ -141,7 +148,13 @@ def _put_together(entries: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
-    """Returns a stored entry in the form in which the optimizer keeps it for parameter `like`."""
+    """Returns a stored entry in the form in which the optimizer keeps it for parameter `like`.
+
+    Args:
+        stored: The stored entry.
+        entry: What the optimizer keeps under its key; None: it is no entry of the schema.
+        like: The parameter or piece.
+    """
     if entry is None:
         return stored if stored.dim() == 0 else stored.to(like.device)
     if entry.python is not None:
@@ -165,7 +178,16 @@ def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
 
 
 def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
-    """Raises `CheckpointMismatch` when these are not the entries that this optimizer keeps."""
+    """Checks that the stored entries of a parameter are those that this optimizer keeps.
+
+    Args:
+        name: The parameter's name.
+        keys: Shape and dtype of each stored entry; empty: the parameter has no stored state.
+        schema: What this optimizer keeps for the parameter.
+
+    Raises:
+        CheckpointMismatch: The entries are another optimizer's, or are packed in another way.
+    """
     stored = set(keys) - {MASTER}
     if stored and stored != set(schema):
         raise CheckpointMismatch(
