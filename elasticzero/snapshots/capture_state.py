@@ -132,7 +132,13 @@ class CaptureState:
         return self.schedule.due(step, checkpoint=owed, snapshots=self.takes_snapshots)
 
     def captured(self, step: int, *, checkpoint: bool, in_memory: bool) -> CaptureState:
-        """Returns the state once a step was captured. in_memory: else it lies on storage."""
+        """Returns the state once a step was captured.
+
+        Args:
+            step: The step.
+            checkpoint: Whether it was captured to be saved.
+            in_memory: Whether it lies in shared memory; else it lies on storage.
+        """
         state = replace(self, schedule=self.schedule.captured(step, checkpoint=checkpoint))
         if not in_memory:
             state = replace(state, not_held=step)
@@ -187,8 +193,10 @@ class CaptureState:
     def states_to_keep(self, assignment: Assignment, *, at_stop: bool) -> set[tuple[int, int]]:
         """Returns the (generation, step) of the snapshots that a capture must leave.
 
-        at_stop: it is that of the stop protocol, which without an agreement of all ranks leaves
-        the newest capture too.
+        Args:
+            assignment: That of this rank.
+            at_stop: Whether it is the capture of the stop protocol, which without an agreement of
+                all ranks leaves the newest capture too.
         """
         keep = self.schedule.states_to_keep(assignment.generation, assignment.resume)
         if at_stop and not self.agreed and self.schedule.taken is not None:

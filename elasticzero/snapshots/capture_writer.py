@@ -83,7 +83,12 @@ class CaptureWriter:
         self._reservation.wait()
 
     def sizes(self, copy: BoundaryCopy, *, whole: bool) -> Sizes:
-        """Returns the sizes of a capture. whole: this node holds the complete state."""
+        """Returns the sizes of a capture.
+
+        Args:
+            copy: The small state at a boundary.
+            whole: Whether this node holds the complete state.
+        """
         shard = self._shard_bytes(self.draft(copy))
         if not whole:
             return Sizes(shard=shard)
@@ -97,7 +102,10 @@ class CaptureWriter:
     def draft(self, copy: BoundaryCopy, *, complete: bool = False) -> Drafted:
         """Returns what this rank writes of a boundary's state.
 
-        complete: the ranks that hold the whole state together write it, and not all ranks a part.
+        Args:
+            copy: The small state at the boundary.
+            complete: Whether only ranks that hold the whole state together write it; by default all
+                ranks write a part.
         """
         writer, share = self._writer_info(complete=complete), self._share()
         trained = share.trained()  # before the draft adds buffers and other tensors
@@ -109,13 +117,19 @@ class CaptureWriter:
         return WriterInfo.of(self._assignment, self._strategy, self._shards, complete=complete)
 
     def into_memory(self, drafted: Drafted, keep: States, *, every_byte: bool, extra: bool) -> int:
-        """Writes this rank's shard into shared memory; returns its bytes. Raises `StorageError`.
+        """Writes this rank's shard into shared memory.
 
         Args:
             drafted: What is written.
             keep: The states in memory that must stay.
             every_byte: Whether tensors that are likely to be as they were are written too.
             extra: Whether memory may be allocated beyond that of other captures.
+
+        Returns:
+            Number of bytes of the shard.
+
+        Raises:
+            StorageError: There is no room for the shard, or it cannot be written.
         """
         pieces = as_changed(drafted.pieces) if every_byte else drafted.pieces
         rank, trained = drafted.writer.rank, drafted.trained

@@ -29,11 +29,24 @@ def write_directly(
     pieces: list[TensorPiece],
     trained: Collection[str],
 ) -> str:
-    """Writes this rank's shard to storage; returns its own manifest, by which rank 0's agent
-    commits.
+    """Writes this rank's shard to storage.
 
-    If storage is full, checkpoints that retention may remove make room first. Raises `NotFinite` if
-    trained tensors are not finite, and `StorageError` or `OSError` if the shard cannot be written.
+    If storage is full, checkpoints that retention may remove make room first.
+
+    Args:
+        directory: The checkpoint directory.
+        assignment: This rank's place and settings.
+        manifest: The manifest of the step, in which this rank's file is entered.
+        pieces: The tensors that this rank writes.
+        trained: Names of the tensors that training changes.
+
+    Returns:
+        This rank's own manifest as JSON, by which rank 0's agent commits.
+
+    Raises:
+        NotFinite: Trained tensors are not finite.
+        StorageError: The shard cannot be written.
+        OSError: The shard cannot be written.
     """
     rank = assignment.rank
 
@@ -54,7 +67,17 @@ def write_directly(
 def write_while_waiting(
     link: AgentClient, manifest: Manifest, pieces: list[TensorPiece], trained: Collection[str]
 ) -> str:
-    """Writes this rank's shard as `write_directly` does, unless the generation ends meanwhile."""
+    """Writes this rank's shard as `write_directly` does, unless the generation ends meanwhile.
+
+    Args:
+        link: The client of the agent, which says whether the generation has ended.
+        manifest: The manifest of the step.
+        pieces: The tensors that this rank writes.
+        trained: Names of the tensors that training changes.
+
+    Returns:
+        What `write_directly` returns.
+    """
     assignment = link.assignment
     assert assignment.checkpoint_dir is not None
     directory = open_directory(assignment.checkpoint_dir)
@@ -70,7 +93,17 @@ def check_finite(
     pieces: list[TensorPiece],
     trained: Collection[str],
 ) -> None:
-    """Raises `NotFinite` if trained tensors are not finite, since no agent checks these pieces."""
+    """Checks that trained tensors are finite, since no agent checks these pieces.
+
+    Args:
+        assignment: This rank's place and settings, for the message.
+        manifest: The manifest of the step.
+        pieces: The tensors that this rank writes.
+        trained: Names of the tensors that are checked.
+
+    Raises:
+        NotFinite: One is not finite; the error names the newest good checkpoint.
+    """
     checked = (piece for piece in pieces if piece.name in trained)
     bad = [piece.name for piece in checked if not all_finite(piece.data)]
     if bad:

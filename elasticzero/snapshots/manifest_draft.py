@@ -33,8 +33,14 @@ class WriterInfo:
     def of(
         cls, assignment: Assignment, strategy: str, shards: int, *, complete: bool
     ) -> WriterInfo:
-        """Returns the writer of an assignment. shards: number of ranks that hold the whole state
-        together. complete: these alone write it, and not all ranks a part."""
+        """Returns the writer of an assignment.
+
+        Args:
+            assignment: That of this rank.
+            strategy: The strategy's name.
+            shards: Number of ranks that hold the whole state together.
+            complete: Whether these alone write it; else all ranks write a part.
+        """
         world_size = assignment.world_size
         return cls(
             rank=assignment.rank % shards if complete else assignment.rank,
@@ -49,13 +55,21 @@ class WriterInfo:
 def draft(
     share: RankState, copy: BoundaryCopy, writer: WriterInfo, before: Layout | None = None
 ) -> tuple[Manifest, list[TensorPiece]]:
-    """Returns the manifest of the state at a boundary and this rank's pieces of it.
-
-    before: a layout that is likely to be this one's too, and then serves again.
+    """Describes the state at a boundary.
 
     Parameters and optimizer state are as `share` has them now, all else as in `copy`. Buffers are
     rank 0's, which all ranks take over at each boundary: so they are right also where a peer was
     lost before they did.
+
+    Args:
+        share: This rank's parameters and optimizer state; all else of the state is added to it.
+        copy: The small state at the boundary.
+        writer: The rank that writes.
+        before: A layout that is likely to be this one's too, and then serves again; None: there is
+            none.
+
+    Returns:
+        The manifest, and this rank's pieces of the state.
     """
     rank, world_size = writer.rank, writer.world_size
     share.add_whole(copy.buffers, (0,) * len(copy.buffers))

@@ -29,9 +29,17 @@ class Sizes:
 def memory_shortage(
     assignment: Assignment, sizes: Sizes, *, captures: bool, replicas: bool
 ) -> MemoryShort | None:
-    """Returns the message for the agent if shared memory is too small for its node's snapshots.
+    """Compares shared memory with what this node's snapshots need.
 
-    Returns None if it is large enough, or if its size cannot be read.
+    Args:
+        assignment: This rank's place and settings.
+        sizes: The sizes of one capture.
+        captures: Whether captures are taken during training.
+        replicas: Whether the node keeps replicas of other nodes' shards.
+
+    Returns:
+        The message for the agent if memory is too small; None: it is large enough, or its size
+        cannot be read.
     """
     needed = node_snapshot_bytes(
         sizes.shard,

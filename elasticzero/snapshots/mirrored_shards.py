@@ -33,7 +33,14 @@ class MirroredShards:
         device: torch.device,
         states: Callable[[], Mapping[int, RankState]],
     ) -> None:
-        """states: returns the state of each mirrored rank, as of the last boundary."""
+        """Allocates no memory yet.
+
+        Args:
+            assignment: This rank's place and settings.
+            strategy: The strategy's name.
+            device: The device whose random generators a shard has.
+            states: Returns the state of each mirrored rank, as of the last boundary.
+        """
         self._assignment = assignment
         self._strategy = strategy
         self._device = device

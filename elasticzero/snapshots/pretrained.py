@@ -39,9 +39,15 @@ class Pretrained:
     def __init__(self, model: nn.Module, where: str | os.PathLike[str], link: AgentClient) -> None:
         """Opens the files, if this rank is to read them.
 
-        where: a directory or a URL with safetensors files, or one such file. Raises `UserError` if
-        it is none, and `CheckpointMismatch` if it lacks a tensor of the model, or has one of
-        another shape or kind.
+        Args:
+            model: The model, whose tensors are not filled yet.
+            where: A directory or a URL with safetensors files, or one such file.
+            link: The client of the agent, which says whether training begins, and on which rank.
+
+        Raises:
+            UserError: There are no such files.
+            CheckpointMismatch: The files lack a tensor of the model, or have one of another shape
+                or kind.
         """
         self._where, self._link = _path(where), link
         named = NamedModel(model)
@@ -101,8 +107,14 @@ def stored_names(
     """Returns the name in the files of each tensor of the model.
 
     A tensor that has several names in the model, or in the files, is stored under any of them.
-    aliases: {other name in the model: the name in `tensors`}. Raises `CheckpointMismatch` if one is
-    missing or does not fit.
+
+    Args:
+        tensors: The model's tensors by name.
+        aliases: The name in `tensors` of each other name in the model.
+        foreign: The files.
+
+    Raises:
+        CheckpointMismatch: A tensor is missing, or does not fit, or differs under its names.
     """
     full_names = {name.removeprefix(MODEL): name for name in foreign.specs}
     for alias, kept in foreign.state["aliases"].items():
@@ -127,7 +139,17 @@ def stored_names(
 
 
 def _check(name: str, stored: TensorSpec, spec: TensorSpec) -> None:
-    """Raises `CheckpointMismatch` unless a tensor of the files can fill one of the model."""
+    """Checks that a tensor of the files can fill one of the model.
+
+    Args:
+        name: The tensor's name, for the message.
+        stored: Shape and dtype in the files.
+        spec: Shape and dtype in the model.
+
+    Raises:
+        CheckpointMismatch: The shapes differ, or the values cannot be rounded from one dtype to the
+            other.
+    """
     kinds = torch_dtype(stored.dtype), torch_dtype(spec.dtype)
     rounds = all(kind.is_floating_point and kind.itemsize > 1 for kind in kinds)
     if stored.shape != spec.shape or not (rounds or stored.dtype == spec.dtype):
@@ -138,7 +160,13 @@ def _check(name: str, stored: TensorSpec, spec: TensorSpec) -> None:
 
 
 def _equal(foreign: ForeignCheckpoint, one: str, other: str) -> bool:
-    """Returns whether two tensors of the files, of the same shape, are the same."""
+    """Returns whether two tensors of the files, of the same shape, are the same.
+
+    Args:
+        foreign: The files.
+        one: Name of the one in the files.
+        other: Name of the other.
+    """
     if one == other:
         return True
     whole = Span(0, foreign.specs[one].numel)

@@ -137,11 +137,17 @@ class CheckpointRequests:
     def capture(
         self, copy: BoundaryCopy, kind: Due, place: RankPlace | None, verify: Callable[[], None]
     ) -> tuple[Due, BoundaryCopy]:
-        """Captures a boundary's state: as `kind` says, or as is asked for. Returns which kind it
-        was, and the state with the tags.
+        """Captures a boundary's state: as `kind` says, or as is asked for.
 
-        place: where this rank is, if all ranks are to tell each other now what is asked for; None:
-        the words of the next step say so. verify: it raises if the ranks differ.
+        Args:
+            copy: The small state at the boundary.
+            kind: The capture that is due.
+            place: Where this rank is, if all ranks are to tell each other now what is asked for;
+                None: the words of the next step say so.
+            verify: Raises if the ranks differ.
+
+        Returns:
+            The kind that it was, and the state with the tags.
         """
         self.reach_boundary()
         if place is not None:
@@ -177,9 +183,14 @@ class CheckpointRequests:
         return self.save(copy, verify)
 
     def save(self, copy: BoundaryCopy, verify: Callable[[], None]) -> BoundaryCopy:
-        """Has the state of a boundary saved as was asked; returns it with the tags.
+        """Has the state of a boundary saved as was asked.
 
-        verify: it raises if the ranks differ.
+        Args:
+            copy: The small state at the boundary.
+            verify: Raises if the ranks differ.
+
+        Returns:
+            The state with the tags.
         """
         if self._stager.has_captured(copy.step):
             return self._tag(copy)
@@ -253,7 +264,16 @@ class CheckpointRequests:
 
 
 def await_saves(link: AgentClient, groups: ProcessGroups | None, stager: StateStager) -> bool:
-    """Waits until no rank saves any more; returns whether a save failed on any of them."""
+    """Waits until no rank saves any more; all ranks call this together.
+
+    Args:
+        link: The client of the agent, which says whether the generation has ended.
+        groups: The process groups; None for one process alone.
+        stager: This rank's stager, which says what has become of its newest save.
+
+    Returns:
+        Whether a save failed on any rank.
+    """
     while True:
         link.check()
         most = ("none", "pending", "lost").index(stager.newest_save)

@@ -63,9 +63,19 @@ def snapshots_of(assignment: Assignment) -> SnapshotStore:
 def restore_state(
     checkpoint: Checkpoint, strategy: Strategy, auxiliary: AuxiliaryState, rank: int
 ) -> DataPosition:
-    """Loads a checkpoint into the training state, and returns its position in the data.
+    """Loads a checkpoint into the training state.
 
-    Raises `CheckpointMismatch` before anything is changed if it does not fit.
+    Args:
+        checkpoint: The checkpoint or snapshot.
+        strategy: The model and its optimizers as they are laid over the ranks.
+        auxiliary: The small state: buffers, tracked objects, options and random generators.
+        rank: This rank, whose random generators are restored, or seeded anew if none are stored.
+
+    Returns:
+        The position in the data.
+
+    Raises:
+        CheckpointMismatch: The checkpoint does not fit; nothing is changed then.
     """
     manifest = checkpoint.manifest
     tensors, json = manifest.layout.tensors, manifest.state

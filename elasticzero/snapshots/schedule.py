@@ -63,7 +63,10 @@ class CaptureSchedule:
     def due(self, step: int, *, checkpoint: bool, snapshots: bool) -> Due:
         """Returns the capture at the boundary of `step`.
 
-        checkpoint: a checkpoint is due. snapshots: the strategy has use for snapshots.
+        Args:
+            step: The boundary's step.
+            checkpoint: Whether a checkpoint is due.
+            snapshots: Whether the strategy has use for snapshots.
         """
         if checkpoint:
             return "checkpoint" if self.saving is None else "nothing"
@@ -76,8 +79,11 @@ class CaptureSchedule:
     def states_to_keep(self, generation: int, resume: Resume) -> set[tuple[int, int]]:
         """Returns the (generation, step) of the snapshots that a capture must leave.
 
-        These are the newest one that every node holds, and the one that is being saved. generation,
-        resume: those of the assignment.
+        These are the newest one that every node holds, and the one that is being saved.
+
+        Args:
+            generation: That of the assignment.
+            resume: That of the assignment.
         """
         keep = {(generation, self.saving)} if self.saving is not None else set()
         if self.held is not None:

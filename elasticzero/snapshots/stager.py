@@ -139,7 +139,12 @@ class StateStager:
             self._tuner.stepped(seconds)  # no checkpoint is being saved at the same time
 
     def control_word(self, flags: int, *, asks: bool = False) -> ControlWord:
-        """Returns this rank's word at this boundary. asks: its script asked for a checkpoint."""
+        """Returns this rank's word at this boundary.
+
+        Args:
+            flags: What this rank asks of all.
+            asks: Whether its script asked for a checkpoint.
+        """
         a = self._assignment
         chooses = self._state.takes_snapshots and a.rank == 0 and a.snapshot_every is None
         every = self._tuner.proposed_interval() if chooses else 0
@@ -167,7 +172,12 @@ class StateStager:
             self._abandon(step)
 
     def due(self, copy: BoundaryCopy, *, checkpoint: bool) -> Due:
-        """Returns the capture that is due at a boundary. checkpoint: one falls due there."""
+        """Returns the capture that is due at a boundary.
+
+        Args:
+            copy: The small state at the boundary.
+            checkpoint: Whether a checkpoint falls due there.
+        """
         if not self._writer.reserving and copy.step > self._state.schedule.start:
             self._reserve(copy)
         if checkpoint:
