@@ -46,7 +46,13 @@ class SharedByRankZero(Stateful, Protocol):
 
 
 def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Returns the value as `flatten` does, with the tensors copied."""
+    """Returns the value as `flatten` does, with the tensors copied.
+
+    Args:
+        value: Dicts, lists and tuples, nested in any way.
+        path: The path of `value` itself, with which the tensors' names begin.
+        tensors: Takes the copies by name.
+    """
     flat: dict[str, Tensor] = {}
     json = flatten(value, path, flat)
     for name, tensor in flat.items():

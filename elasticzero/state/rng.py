@@ -76,7 +76,13 @@ def _bytes_tensor(data: bytes) -> Tensor:
 
 
 def seed_all(seed: int, rank: int, step: int) -> None:
-    """Seeds every generator for a rank that has no state of its own to resume from."""
+    """Seeds every generator for a rank that has no state of its own to resume from.
+
+    Args:
+        seed: A seed that all ranks have in common.
+        rank: The rank, which gets numbers of its own.
+        step: The step from which training goes on.
+    """
     seed_generators(mix64(mix64(mix64(seed) + rank) + step))
 
 
