@@ -6,12 +6,15 @@ from elasticzero.errors import UserError
 
 
 def agreed_global_batch(requested: int | None, stored: int | None, first: int) -> int:
-    """Returns the samples in a step over all ranks.
+    """Decides the number of samples in a step over all ranks.
 
     Args:
         requested: samples in a step that the script gives; None: it gives none.
         stored: samples in a step with which training began; None or 0: it begins now.
         first: samples that the batch size of a rank makes with the ranks of the first generation.
+
+    Returns:
+        The number.
 
     Raises:
         UserError: the script gives another number than training began with. A trainer counts its

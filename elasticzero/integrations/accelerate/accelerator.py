@@ -134,6 +134,12 @@ class Accelerator(accelerate.Accelerator):
     ) -> dict[int, Any]:
         """Lays all over the ranks and restores the newest state.
 
+        Args:
+            model: the script's model.
+            script_optimizer: the script's optimizer, of which one of the same kind is made.
+            loader: the loader that is trained on; it has a batch size.
+            args: all arguments of `prepare`, of which the schedulers are taken.
+
         Returns:
             What takes the place of each of the script's objects, by its `id`.
         """
@@ -215,7 +221,15 @@ class Accelerator(accelerate.Accelerator):
         return GradientNorm(self.session)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Raises `UserError`."""
+        """Refuses to clip by value, for which `session.on_gradients` is there.
+
+        Args:
+            parameters: has no effect.
+            clip_value: has no effect.
+
+        Raises:
+            UserError: always.
+        """
         raise UserError("accelerator.clip_grad_value_: use accelerator.session.on_gradients")
 
     @property
@@ -224,7 +238,13 @@ class Accelerator(accelerate.Accelerator):
         return self.elastic_optimizer is not None and self.elastic_optimizer.step_was_skipped
 
     def unwrap_model(self, model: nn.Module, *args: Any, **others: Any) -> Any:
-        """Returns the script's own model."""
+        """Returns the script's own model.
+
+        Args:
+            model: the model that `prepare` has returned; any other is unwrapped as accelerate does.
+            *args: the further arguments of accelerate's method.
+            **others: likewise.
+        """
         original = self.elastic_models.get(id(model), model)
         return super().unwrap_model(original, *args, **others)
 
@@ -244,7 +264,19 @@ class Accelerator(accelerate.Accelerator):
         self.elastic_tracked += objects
 
     def save_state(self, output_dir: str | None = None, *args: Any, **others: Any) -> str:
-        """Saves the whole model by rank 0; the rest of the state is in `--checkpoint-dir`."""
+        """Saves the whole model by rank 0; the rest of the state is in `--checkpoint-dir`.
+
+        Args:
+            output_dir: the directory for the weights, which must be given.
+            *args: the further arguments of accelerate's method, which have no effect.
+            **others: likewise.
+
+        Returns:
+            The directory.
+
+        Raises:
+            UserError: no directory is given.
+        """
         if output_dir is None:
             raise UserError("accelerator.save_state needs output_dir, for the model's weights")
         for model in self.elastic_models.values():
@@ -252,7 +284,16 @@ class Accelerator(accelerate.Accelerator):
         return output_dir
 
     def load_state(self, input_dir: str | None = None, *args: Any, **others: Any) -> None:
-        """Raises `UserError`."""
+        """Refuses to load, since training goes on by itself from the newest state.
+
+        Args:
+            input_dir: has no effect.
+            *args: the further arguments of accelerate's method, which have no effect.
+            **others: likewise.
+
+        Raises:
+            UserError: always.
+        """
         raise UserError(
             "accelerator.load_state: training goes on by itself from the newest state of "
             "--checkpoint-dir; leave it out, and skip_first_batches too"
@@ -266,7 +307,14 @@ class Accelerator(accelerate.Accelerator):
 
     def log(self, values: Any, step: int | None = None, *args: Any, **others: Any) -> None:
         """Logs as accelerate does, and gives rank 0's numbers to `session.log`, for the step in
-        which training stands."""
+        which training stands.
+
+        Args:
+            values: numbers by name; what is no number is left out of `session.log`.
+            step: the step under which accelerate's trackers log; None: as they choose.
+            *args: the further arguments of accelerate's method.
+            **others: likewise.
+        """
         trains = self.elastic_whole is not None
         if trains and self.is_main_process:
             log_numbers(self.session, values)

@@ -32,6 +32,14 @@ class StepLoader:
     def __init__(
         self, loader: DataLoader[Any], session: Session, progress: FitProgress, limits: Limits
     ) -> None:
+        """Begins no loop yet.
+
+        Args:
+            loader: the trainer's loader, whose arguments `session.batches` takes over.
+            session: the session that trains.
+            progress: how far the trainer is, and the samples of a global batch.
+            limits: where the loop ends, and the seed of its order.
+        """
         self.dataset = loader.dataset
         self._loader, self._session, self._progress = loader, session, progress
         self._limits = limits
@@ -72,8 +80,15 @@ class StepLoader:
 
 
 def only_loader(dataloader: Any, *, others: bool) -> DataLoader[Any]:
-    """Returns what a trainer trains on; raises `UserError` for anything but one `DataLoader` with a
-    batch size. others: whether the trainer was given other loaders."""
+    """Returns the one loader that a trainer trains on.
+
+    Args:
+        dataloader: what the trainer was given for training.
+        others: whether the trainer was given other loaders.
+
+    Raises:
+        UserError: it is anything but one `DataLoader` with a batch size.
+    """
     if others or not isinstance(dataloader, DataLoader) or dataloader.batch_size is None:
         description = "several" if others else f"a {type(dataloader).__name__}"
         raise UserError(

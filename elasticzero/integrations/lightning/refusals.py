@@ -21,7 +21,14 @@ METHODS: Mapping[str, str] = {
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises `UserError` for an argument of the trainer that has no effect."""
+    """Checks that the trainer has no argument that has no effect.
+
+    Args:
+        trainer: Lightning's trainer.
+
+    Raises:
+        UserError: it has one; the error says what to do instead.
+    """
     limited = trainer.limit_train_batches not in (1.0, 0) and not trainer.fast_dev_run
     advice_by_argument = {
         "limit_train_batches": limited and "give a Subset of the dataset",
@@ -39,7 +46,15 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_module(module: LightningModule, callbacks: list[Callback]) -> None:
-    """Raises `UserError` for what a module or a callback overrides and nothing calls."""
+    """Checks that a module and its callbacks override nothing that is never called.
+
+    Args:
+        module: the module.
+        callbacks: the trainer's callbacks.
+
+    Raises:
+        UserError: one does, or the module optimizes by hand.
+    """
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise UserError(

@@ -46,7 +46,17 @@ class Launcher(_Launcher):
         return False
 
     def launch(self, function: Callable[..., Any], *args: Any, **others: Any) -> Any:
-        """Calls `function`: within a session if the trainer is to fit, or else alone."""
+        """Calls a function of the trainer: within a session if the trainer is to fit, or else
+        alone.
+
+        Args:
+            function: the function.
+            *args: its arguments.
+            **others: likewise; `trainer` is taken out, and says what is to be done.
+
+        Returns:
+            What the function returns.
+        """
         trainer = others.pop("trainer", None)
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return function(*args, **others)
@@ -169,6 +179,9 @@ class Elastic(Strategy):
             tensor: the value of this rank.
             group: has no effect; all ranks take part.
             reduce_op: mean, sum, max or min, as Lightning or torch names them; None: sum.
+
+        Returns:
+            The reduced tensor, the same on all ranks, or the other value.
         """
         if self.world_size == 1 or not isinstance(tensor, Tensor):
             return tensor
@@ -375,7 +388,19 @@ class Elastic(Strategy):
         return no_state if self._session is not None else super().optimizer_state(optimizer)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **others: Any) -> Any:
-        """Loads a file of Lightning to test with; raises `UserError` where `fit` is given one."""
+        """Loads a file of Lightning to test with.
+
+        Args:
+            checkpoint_path: the file.
+            *args: the further arguments of Lightning's method.
+            **others: likewise.
+
+        Returns:
+            What is in the file.
+
+        Raises:
+            UserError: the file was given to `fit`, which goes on by itself from the newest state.
+        """
         if self._session is not None:
             raise UserError(
                 f"trainer.fit(ckpt_path={str(checkpoint_path)!r}): training goes on by itself from "

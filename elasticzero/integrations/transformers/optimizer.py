@@ -31,7 +31,9 @@ class OptimizerFactory:
     def scheduler_of(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         """Returns the scheduler of an optimizer that was just made.
 
-        steps: the steps of the whole training.
+        Args:
+            optimizer: the optimizer.
+            steps: number of steps of the whole training.
         """
         if self._scheduler is not None:
             return move_scheduler(self._scheduler, optimizer)

@@ -49,12 +49,15 @@ METHODS: Mapping[str, str] = {
 
 
 def check_training_arguments(args: Any, resume_from_checkpoint: Any, trial: Any) -> None:
-    """Raises `UserError` for an argument of `TrainingArguments` or `train` that has no effect.
+    """Checks that no argument of `TrainingArguments` or `train` is given that has no effect.
 
     Args:
         args: the trainer's `TrainingArguments`.
         resume_from_checkpoint: as given to `train`; a folder is refused.
         trial: as given to `train`; any is refused.
+
+    Raises:
+        UserError: one is given; the error says what to do instead.
     """
     for name, (refused, advice) in ARGUMENTS.items():
         value = getattr(args, name, None)
@@ -71,11 +74,14 @@ def check_training_arguments(args: Any, resume_from_checkpoint: Any, trial: Any)
 
 
 def check_methods(trainer: transformers.Trainer, adapter: type) -> None:
-    """Raises `UserError` for a method that a subclass overrides and the adapter does not call.
+    """Checks that no method is overridden that the adapter does not call.
 
     Args:
         trainer: the trainer, an instance of the adapter's class or of a subclass.
         adapter: the adapter's class.
+
+    Raises:
+        UserError: a subclass or a callback overrides one; the error says what to do instead.
     """
     for name, advice in METHODS.items():
         if getattr(type(trainer), name, None) is not getattr(adapter, name, None):

@@ -113,7 +113,13 @@ class Trainer(transformers.Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **others: Any) -> None:
         """Logs as transformers does, and gives rank 0's numbers to `session.log` while `train`
-        runs."""
+        runs.
+
+        Args:
+            logs: numbers by name; what is no number is left out of `session.log`.
+            *args: the further arguments of transformers' method.
+            **others: likewise.
+        """
         if self.elastic_loop is not None and self.session.rank == 0:
             log_numbers(self.session, logs)
         super().log(logs, *args, **others)
@@ -141,7 +147,13 @@ class Trainer(transformers.Trainer):
         saving.save_checkpoint(self, self.session)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        """Returns the model that the session has laid over the ranks."""
+        """Returns the model that the session has laid over the ranks.
+
+        Args:
+            model: the model that transformers would wrap; it is returned before `train`.
+            training: has no effect.
+            dataloader: has no effect.
+        """
         return model if self.elastic_loop is None else self.model_wrapped
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
