@@ -91,7 +91,10 @@ def take_over_optimizer(optimizer: torch.optim.Optimizer, applying: Callable[[],
 
     A script's own `zero_grad` does nothing, because the gradient of a global batch accumulates
     until its step is applied. A script's own `step` is refused, and so are further parameters.
-    applying: returns whether the session lets the optimizer take its step now.
+
+    Args:
+        optimizer: The optimizer.
+        applying: Returns whether the session lets the optimizer take its step now.
     """
 
     def check() -> None:
@@ -132,7 +135,16 @@ def check_model(model: Any) -> None:
 
 
 def check_offload(strategy: str, device: torch.device, assignment: Assignment) -> None:
-    """Raises `UserError` where `cpu_offload` of `session.prepare` cannot be had."""
+    """Checks that `cpu_offload` of `session.prepare` can be had.
+
+    Args:
+        strategy: The strategy's name.
+        device: The rank's device.
+        assignment: This rank's place and settings, of which mirrors count.
+
+    Raises:
+        UserError: The strategy is not zero3, or a GPU's state would have mirrors.
+    """
     if strategy != "zero3":
         raise UserError(
             f"session.prepare got cpu_offload=True with strategy {strategy}, and zero3 alone keeps "
@@ -151,6 +163,11 @@ def redirect_deepcopy(original: nn.Module, distributed: nn.Module, strategy: str
     gave.
 
     Without the whole model on a rank, the copy is refused.
+
+    Args:
+        original: The model that the script gave.
+        distributed: The model as it is laid over the ranks.
+        strategy: The strategy's name; under zero3 a copy raises `UserError`.
     """
 
     def refuse(_: Any) -> NoReturn:
@@ -173,8 +190,18 @@ PARTITIONED_COPY = (
 
 
 def check_tracked(name: str, thing: Any, optimizers: Optimizers, strategy: str) -> None:
-    """Raises `UserError` for a scheduler of another optimizer, or an average that cannot be
-    stored."""
+    """Checks that an object can be part of the state.
+
+    Args:
+        name: The name under which the script tracks it.
+        thing: The object.
+        optimizers: The optimizers that `session.prepare` has returned.
+        strategy: The strategy's name; under zero3 no average of a model can be stored.
+
+    Raises:
+        UserError: It is a scheduler of another optimizer, an average that cannot be stored, or is
+            in the session's hands already.
+    """
     if isinstance(thing, torch.amp.GradScaler):
         raise UserError(
             f"session.track({name!r}, …): a GradScaler steps the optimizer itself, which "

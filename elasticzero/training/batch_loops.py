@@ -70,7 +70,9 @@ class Datasets:
     def looks_recreated(self, dataset: Any, alike: tuple[Any, ...]) -> bool:
         """Returns whether the loop before this one went over another, similar object that is gone.
 
-        alike: the properties that both must have in common.
+        Args:
+            dataset: The dataset of this loop.
+            alike: The properties that both must have in common.
         """
         kind = (type(dataset), *alike)
         before, self._last = self._last, (kind, _reference(dataset))
@@ -88,8 +90,13 @@ class Loops:
     """Runs the loops of one generation on one rank."""
 
     def __init__(self, link: AgentClient, comparison: Comparison, work: BatchWork) -> None:
-        """Takes the client of the agent, the comparison of the ranks' scripts, and what carries out
-        the script's calls for each global batch."""
+        """Begins before the first loop.
+
+        Args:
+            link: The client of the agent.
+            comparison: Compares what the ranks' scripts give for a loop.
+            work: Carries out the script's calls for each global batch.
+        """
         self._comparison = comparison
         self._work = work
         self._tracker = work.tracker
@@ -200,7 +207,13 @@ class Loops:
         schedule: RankSchedule,
         on_epoch_end: Callable[[], object] | None,
     ) -> None:
-        """Ends the epoch of the present position if no global batch of it is left."""
+        """Ends the epoch of the present position if no global batch of it is left.
+
+        Args:
+            training: The training state.
+            schedule: What this rank computes of the loop.
+            on_epoch_end: The script's function; None: it gave none.
+        """
         position = training.position
         if schedule.plan.ends_epoch(position):
             self._epoch = position.epoch

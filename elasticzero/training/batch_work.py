@@ -34,7 +34,14 @@ class SliceStates:
     """
 
     def __init__(self, seed: int, dataset: int, buffers: Mapping[str, Tensor]) -> None:
-        """Takes the loop's seed, the number of its dataset object, and the model's buffers."""
+        """Keeps no buffers yet.
+
+        Args:
+            seed: The loop's seed.
+            dataset: The number of its dataset object.
+            buffers: The model's buffers by name, which each slice starts with as they were at the
+                boundary.
+        """
         self._seed = seed
         self._dataset = dataset
         self._buffers = buffers
@@ -155,7 +162,17 @@ class BatchWork:
         weight: float | Tensor | None,
         only: str | Collection[str] | None,
     ) -> None:
-        """Carries out `session.backward`, which describes the arguments."""
+        """Carries out `session.backward`.
+
+        Args:
+            training: The training state.
+            loss: The micro-batch's mean loss: one number.
+            weight: The divisor of the mean; None: the micro-batch's number of samples.
+            only: Names of the optimizers whose parameters get gradients; None: all.
+
+        Raises:
+            UserError: The loss has another shape, or the call is out of turn.
+        """
         optimizers = training.strategy.optimizers
         names = optimizers.named(only)
         before = self.tracker.now
@@ -185,7 +202,16 @@ class BatchWork:
         max_norm: float | None,
         only: str | Collection[str] | None,
     ) -> bool:
-        """Carries out `session.step`, which describes the arguments and the result."""
+        """Carries out `session.step`.
+
+        Args:
+            training: The training state.
+            max_norm: Limit of the norm of the whole gradient; None: no limit.
+            only: Names of the optimizers that are stepped; None: all.
+
+        Returns:
+            True if the micro-batch was its global batch's last, and the step is applied.
+        """
         names = training.strategy.optimizers.named(only)
         state = self.tracker.move_to(self.tracker.now.step(names))
         self.clock.stop()
@@ -253,7 +279,9 @@ class BatchWork:
     def _steps_in_all(self, step: int, after: DataPosition) -> int:
         """Returns the steps of the whole run if this loop is its last, and 0 if that is unknown.
 
-        after: the position after `step`.
+        Args:
+            step: Number of global batches that are applied or skipped.
+            after: The position after `step`.
         """
         left = self._plan.steps_from(after) if self._plan is not None else None
         return step + left if left is not None else 0

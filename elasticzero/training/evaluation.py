@@ -40,8 +40,18 @@ def evaluate(
     """Returns the mean over all samples of the means that `fn` returns for batches.
 
     Batches, and what is drawn at random for each, follow from the dataset and `batch_size` alone;
-    each is computed by one rank, and the sums are made in their order in float64. groups: None for
-    one process alone. check: raises when the generation has ended.
+    each is computed by one rank, and the sums are made in their order in float64. All ranks call
+    this together.
+
+    Args:
+        reader: Reads the dataset, which may be a stream or a loader.
+        fn: Returns a batch's mean: one number, or several by name.
+        batch_size: Number of samples of a batch; a loader's own counts in its place.
+        groups: The process groups; None for one process alone.
+        check: Raises when the generation has ended.
+
+    Raises:
+        UserError: There is no sample, `batch_size` is below 1, or `fn` returns no number.
     """
     rank, world_size = (
         (0, 1) if groups is None else (groups.rank_info.rank, groups.rank_info.world_size)
@@ -101,6 +111,14 @@ def _evaluate_stream(
     A batch has samples of one reader; each reader is read by one rank, and its sums are made there
     in their order. All ranks compute equally many batches: one without a batch computes its last
     one again, or any sample, which does not count.
+
+    Args:
+        stream: The stream.
+        reader: Makes batches of its samples, on a device.
+        fn: Returns a batch's mean: one number, or several by name.
+        batch_size: The most samples of a batch.
+        groups: The process groups; None for one process alone.
+        check: Raises when the generation has ended.
     """
     rank, world_size = (
         (0, 1) if groups is None else (groups.rank_info.rank, groups.rank_info.world_size)
@@ -141,8 +159,20 @@ def _evaluate_stream(
 
 
 def _means(fn: EvaluationFn, batch: Any, names: list[str] | None) -> tuple[list[str], Tensor]:
-    """Returns the names of what `fn` gives for a batch, which are the same each time, and its
-    values; a number without a name has an empty one."""
+    """Computes one batch.
+
+    Args:
+        fn: Returns the batch's mean: one number, or several by name.
+        batch: The batch.
+        names: The names for the batch before; None: this is the first one.
+
+    Returns:
+        The sorted names, where a number without a name has an empty one, and their values in
+        float64.
+
+    Raises:
+        UserError: `fn` gave other names than before, or no number.
+    """
     value = fn(batch)
     values = dict(value) if isinstance(value, Mapping) else {"": value}
     keys = sorted(values)
@@ -168,8 +198,13 @@ def _number(value: Any) -> float:
 def evaluating(
     model: nn.Module, auxiliary: AuxiliaryState, groups: ProcessGroups | None
 ) -> Iterator[None]:
-    """Runs the block in eval mode, without gradients and with rank 0's buffers; restores all
-    three."""
+    """Runs the block in eval mode, without gradients and with rank 0's buffers; restores all three.
+
+    Args:
+        model: The model.
+        auxiliary: The small state, of which the buffers are replaced meanwhile.
+        groups: The process groups; None for one process alone.
+    """
     modes = {module: module.training for module in model.modules()}
     buffers = auxiliary.buffers
     own_values = {name: buffer.clone() for name, buffer in buffers.items()}

@@ -43,6 +43,11 @@ def gather_state_dict(
 
     All ranks call this together. A parameter that is distributed by rows is assembled one at a
     time: every rank adds its elements to zeros, byte by byte, which changes no bit.
+
+    Args:
+        names: The names of the model from before the strategy has changed it.
+        strategy: The model as it is laid over the ranks.
+        groups: The process groups; None for one process alone.
     """
     strategy.settle()
     share = strategy.rank_state()

@@ -14,9 +14,16 @@ from elasticzero.state.model import called_parts
 
 
 def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alone: bool) -> None:
-    """Raises `UserError` for a module that cannot be trained, with its name.
+    """Checks that each module of a model can be trained.
 
-    alone: no other rank takes part, now or later.
+    Args:
+        model: The model.
+        strategy: The strategy's name.
+        device: The rank's device.
+        alone: Whether no other rank takes part, now or later.
+
+    Raises:
+        UserError: A module cannot be trained; the error has its name.
     """
     if strategy == "zero3":
         for name in _sparse(model):

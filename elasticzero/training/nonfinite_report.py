@@ -37,7 +37,11 @@ def own_findings(strategy: Strategy) -> str:
 def print_skipped(rank: int, step: int, reason: str, finding: str = "") -> None:
     """Prints, on rank 0 and where `finding` is given, that a step was skipped.
 
-    finding: what is not finite on this rank.
+    Args:
+        rank: This rank.
+        step: The number of the step.
+        reason: Why it was skipped, the same on all ranks.
+        finding: What is not finite on this rank; empty: nothing is.
     """
     where = f" (on this rank {finding})" if finding else ""
     if finding or rank == 0:
@@ -49,7 +53,11 @@ def all_findings(
 ) -> Findings:
     """Returns what is not finite on any rank; all ranks call this together.
 
-    step: the one that is not applied.
+    Args:
+        strategy: The model as it is laid over the ranks, after `finish`.
+        groups: The process groups; None for one process alone.
+        assignment: This rank's place.
+        step: The number of the step that is not applied.
     """
     suspects, share = strategy.suspects(), strategy.rank_state()
     names = sorted(share.specs)

@@ -76,6 +76,11 @@ class Compute:
 
         Under `zero3` each block is compiled by itself, because parameters are gathered and dropped
         in Python between them.
+
+        Args:
+            model: The model as it is laid over the ranks.
+            device: Its device.
+            strategy: The strategy's name.
         """
         mode = self.compiled if isinstance(self.compiled, str) else None
         entries = list(called_parts(model))
@@ -105,6 +110,11 @@ def _compute_in(module: nn.Module, device_type: str, dtype: torch.dtype) -> None
     """Replaces the module's forward by one under autocast, whose results have 32 bits.
 
     The replacement is a bound method: a deep copy of the module has one of its own.
+
+    Args:
+        module: The module.
+        device_type: The type of its device, as `torch.autocast` takes it.
+        dtype: The 16-bit format of the forward.
     """
     original = module.forward
     function: Callable[..., Any] = getattr(original, "__func__", original)

@@ -93,6 +93,9 @@ def prepare_training(
         strategy: The strategy's name, or auto.
         compute: How the forward and the backward are computed.
 
+    Returns:
+        The training state, and a function that gathers the whole model.
+
     Raises:
         UserError: A model or an optimizer cannot be trained so, or ranks give different ones.
     """
@@ -200,6 +203,13 @@ def _give_values(
     """Gives the model memory on its device, and the values that rank 0 has or reads.
 
     Of a model on the meta device zero3 materializes one block after the other later.
+
+    Args:
+        place: What the model is laid over.
+        model: The model.
+        strategy: The strategy's name.
+        meta: Gives memory to what is on the meta device.
+        stored: First values from files; None: the model has its own.
     """
     if strategy == "zero3":
         meta.put_stand_ins(model)
@@ -214,7 +224,14 @@ def _give_values(
 def _fill_and_move(
     place: Place, model: nn.Module, meta: Materializer, stored: Pretrained | None
 ) -> None:
-    """Fills what the model has outside of the meta device, and moves it to the rank's."""
+    """Fills what the model has outside of the meta device, and moves it to the rank's.
+
+    Args:
+        place: What the model is laid over.
+        model: The model.
+        meta: Gives memory to what is on the meta device, which is left out here.
+        stored: First values from files; None: the model has its own.
+    """
     if stored is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             if stored.has(tensor) and not meta.gives(tensor):
@@ -225,8 +242,14 @@ def _fill_and_move(
 def _choose_strategy(
     place: Place, model: nn.Module, factory: OptimizerFactory, compute: Compute
 ) -> str:
-    """Returns what `--strategy auto` is in this generation; the model shows its shapes on its
-    device."""
+    """Returns what `--strategy auto` is in this generation; all ranks call this together.
+
+    Args:
+        place: What the model is laid over.
+        model: The model, which shows its shapes on its device.
+        factory: The script's function that makes the optimizer, or several.
+        compute: How the forward and the backward are computed.
+    """
     from elasticzero.training.strategy_choice import choose_strategy
 
     assignment, groups = place.link.assignment, place.groups
@@ -242,7 +265,17 @@ def _choose_strategy(
 
 
 def _check_strategy(place: Place, model: nn.Module, strategy: str, compute: Compute) -> None:
-    """Raises `UserError` for what this strategy cannot train."""
+    """Checks that a strategy can train the model.
+
+    Args:
+        place: What the model is laid over.
+        model: The model.
+        strategy: The strategy's name.
+        compute: How the forward and the backward are computed.
+
+    Raises:
+        UserError: It cannot.
+    """
     compute.check(dict(model.named_parameters()), strategy)
     if place.cpu_offload:
         argument_checks.check_offload(strategy, place.device, place.link.assignment)
@@ -285,7 +318,12 @@ def _choose_buckets(
 ) -> BucketChoice:
     """Returns what the job has chosen for its buckets; all ranks call this together.
 
-    source: the state that the generation starts from.
+    Args:
+        place: What the model is laid over.
+        source: The state that the generation starts from; None: training begins.
+        strategy: The strategy's name.
+        named: The model's parameters.
+        mesh: The rows of ranks.
     """
     assignment, groups = place.link.assignment, place.groups
     buckets = BucketChoice(named.parameters, place.device)

@@ -30,7 +30,16 @@ class Rows:
     def arrange(cls, assignment: Assignment, groups: ProcessGroups | None, strategy: str) -> Rows:
         """Sets up the rows; all ranks call this together.
 
-        Raises `UserError` where nodes have unequal numbers of workers.
+        Args:
+            assignment: This rank's place, and the number of ranks in a row.
+            groups: The process groups; None for one process alone.
+            strategy: The strategy's name; ddp has one row.
+
+        Returns:
+            The rows as this rank sees them.
+
+        Raises:
+            UserError: Nodes have unequal numbers of workers.
         """
         rank, world, row = assignment.rank, assignment.world_size, assignment.row
         if groups is None or row == world or strategy == "ddp":

@@ -68,7 +68,13 @@ class StepGuard:
         *,
         scales: bool = False,
     ) -> None:
-        """scales: the loss is scaled, as gradients in fp16 need it."""
+        """Begins without a step.
+
+        Args:
+            on_nonfinite: What becomes of a norm that is not finite (Q3).
+            on_spike: What becomes of a loss far above the mean (Q4); None: losses are not watched.
+            scales: Whether losses are scaled, as gradients in fp16 need it.
+        """
         self._on_nonfinite = on_nonfinite
         self._on_spike = on_spike
         self._scales = scales
@@ -91,7 +97,9 @@ class StepGuard:
     def judge(self, norm: float, loss: float) -> StepVerdict:
         """Returns what becomes of a global batch; changes the scale and what is recorded.
 
-        norm: of the whole gradient, without the scale. loss: mean over the global batch.
+        Args:
+            norm: Norm of the whole gradient, without the scale.
+            loss: Mean loss over the global batch.
         """
         if not math.isfinite(norm):
             verdict = self._of_nonfinite()

@@ -53,9 +53,17 @@ def choose_strategy(
 ) -> str:
     """Returns the strategy that all ranks are to use; rank 0 prints why. All ranks call this.
 
-    The model is on its device already, or shows its shapes there. factory: it is called once more
-    than otherwise, to see what the optimizer keeps. check: raises `UserError` for a strategy that
-    refuses the model. Raises `UserError` if every strategy refuses the model or the optimizer.
+    Args:
+        named: The model's parameters, on their device already, or with their shapes there.
+        factory: The script's function; it is called once more than otherwise, to see what the
+            optimizer keeps.
+        device: The rank's device, whose memory counts.
+        assignment: This rank's place and settings.
+        groups: The process groups; None for one process alone.
+        check: Raises `UserError` for a strategy that refuses the model.
+
+    Raises:
+        UserError: Every strategy refuses the model or the optimizer.
     """
     cuda = device.type == "cuda"
     line_up = line_up_of(assignment, direct=not cuda)
@@ -88,7 +96,14 @@ def refusals(
     assignment: Assignment,
     check: Callable[[str], None],
 ) -> dict[str, UserError]:
-    """Returns the error of each strategy with which `session.prepare` would end in one."""
+    """Returns the error of each strategy with which `session.prepare` would end in one.
+
+    Args:
+        named: The model's parameters.
+        made: The optimizers that the script's function has made.
+        assignment: This rank's settings, of which `deterministic` counts.
+        check: Raises `UserError` for a strategy that refuses the model.
+    """
     errors: dict[str, UserError] = {}
     for name in STRATEGIES:
         try:
@@ -109,8 +124,11 @@ def _bytes_held(tensor: torch.Tensor) -> int:
 def choice_text(chosen: str | None, needs: dict[str, int], room: int, *, cuda: bool) -> str:
     """Returns a sentence that says which strategy is taken and why.
 
-    chosen: the first that fits; None: none does. needs: bytes of a rank by strategy, of those that
-    take the model and its optimizer. room: bytes that each rank has for it.
+    Args:
+        chosen: The first that fits; None: none does.
+        needs: Bytes of a rank by strategy, of those that take the model and its optimizer.
+        room: Bytes that each rank has for it.
+        cuda: Whether the memory is a GPU's, which holds no snapshots.
     """
     taken = chosen or list(needs)[-1]
     smaller = list(needs)[: list(needs).index(taken)]

@@ -154,7 +154,9 @@ class TrainingState:
     def begin_step(self, after: DataPosition, ends: EpochEnd | None) -> None:
         """Begins a global batch.
 
-        after: the position once its step is applied. ends: the work to do if it is an epoch's last.
+        Args:
+            after: The position once its step is applied.
+            ends: The work to do if it is an epoch's last; None: it is not.
         """
         self._epoch_end = ends
         if ends is not None and ends.run is None:
@@ -267,8 +269,10 @@ class TrainingState:
     def _count_batch(self, event: StepEvent, skipped: tuple[LeftOutBatch, ...]) -> None:
         """Counts the global batch, once, however often optimizers are stepped by themselves.
 
-        event: whether it is applied or skipped. skipped: what is left out so far, unless some
-        optimizer has been stepped with the batch before.
+        Args:
+            event: Whether it is applied or skipped.
+            skipped: What is left out so far, unless some optimizer has been stepped with the batch
+                before.
         """
         if self.at.outcome is not StepOutcome.APPLIED:
             self.next_position = replace(self.next_position, skipped=skipped)
