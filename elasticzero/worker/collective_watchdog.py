@@ -31,8 +31,11 @@ def watch_for_stuck_collective(
 ) -> None:
     """Begins to watch the main thread, just after the agent has ended the generation.
 
-    stop_state: returns the state for the stop protocol, once the main thread may change it no more.
-    excused: returns whether the main thread waits for a GPU, which NCCL's abort releases.
+    Args:
+        link: The client of the agent.
+        stop_state: Returns the state for the stop protocol, once the main thread may change it no
+            more.
+        excused: Returns whether the main thread waits for a GPU, which NCCL's abort releases.
     """
     thread = threading.Thread(target=_watch, args=(link, stop_state, excused), daemon=True)
     thread.name = "elasticzero-rescue"

@@ -69,7 +69,13 @@ class Generation:
     def place(
         self, comparison: Comparison, *, cpu_offload: bool, load: str | PathLike[str] | None
     ) -> Place:
-        """Returns what the model is to be laid over."""
+        """Returns what the model is to be laid over.
+
+        Args:
+            comparison: Compares the configuration of the ranks' scripts.
+            cpu_offload: Whether zero3 keeps its part of the state in host memory.
+            load: Files with the model's first values; None: the model has them.
+        """
         return Place(
             link=self.link,
             groups=self.groups,

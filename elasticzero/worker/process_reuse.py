@@ -65,6 +65,12 @@ def prepare_for_next_generation(
     reuse.
 
     Nothing may refer to the old generation any more but `ended`.
+
+    Args:
+        link: The client of the agent, which gets the next assignment.
+        ended: The old generation.
+        baseline: What the process was before its first generation; the first call records its
+            memory.
     """
     if ended.groups is None:
         exit_now(ended.code)

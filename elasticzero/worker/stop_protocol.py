@@ -75,8 +75,19 @@ class StopState:
 def run_stop_protocol(
     link: AgentClient, error: BaseException, state: StopState, *, may_keep: bool = True
 ) -> int:
-    """Runs the stop protocol in the thread that has claimed it; ends the process, or returns its
-    exit code if it may be used again."""
+    """Runs the stop protocol in the thread that has claimed it; ends the process unless it may be
+    used again.
+
+    Args:
+        link: The client of the agent.
+        error: What ends this worker's part in the generation.
+        state: The state of the worker.
+        may_keep: Whether the process may be used for another generation; by default the agent
+            decides.
+
+    Returns:
+        The exit code of the process if it is not used again after all.
+    """
     code, is_cause = _explain(link, error, state)
     kept = False
     try:
@@ -91,7 +102,16 @@ def run_stop_protocol(
 
 
 def _report_lost_state(link: AgentClient, error: BaseException, step: int) -> int:
-    """Reports that the snapshot could not be written; returns the exit code."""
+    """Reports that the snapshot could not be written.
+
+    Args:
+        link: The client of the agent.
+        error: The error of the write.
+        step: The step of the state.
+
+    Returns:
+        The exit code.
+    """
     text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
     trace = "" if isinstance(error, OperatorError) else script_traceback(error)
     print(f"error: {text}\n{trace}", end="", file=sys.stderr)
@@ -102,7 +122,17 @@ def _report_lost_state(link: AgentClient, error: BaseException, step: int) -> in
 def _report_memory(
     link: AgentClient, error: BaseException, step: int, halved: int
 ) -> tuple[int, bool]:
-    """Reports that memory did not suffice for a micro-batch; returns as `_explain` does."""
+    """Reports that memory did not suffice for a micro-batch.
+
+    Args:
+        link: The client of the agent.
+        error: The error of torch.
+        step: The newest step.
+        halved: Number of samples of a micro-batch from now on.
+
+    Returns:
+        The same as `_explain`.
+    """
     text = f"out of memory; micro-batches have at most {count_text(halved, 'sample')} from now on"
     text += f" ({one_line(error)[:MAX_MEMORY_TEXT]})"
     link.send(
@@ -119,7 +149,16 @@ def _report_memory(
 
 
 def _report_rollback(link: AgentClient, error: RolledBack, step: int) -> tuple[int, bool]:
-    """Reports that training goes back to a held state (S5); returns as `_explain` does."""
+    """Reports that training goes back to a held state (S5).
+
+    Args:
+        link: The client of the agent.
+        error: The reason, with the global batch that is left out.
+        step: The newest step.
+
+    Returns:
+        The same as `_explain`.
+    """
     text = str(error)
     link.send(
         Failed(step=step, blame="rollback", message=text, traceback="", left_out=error.left_out)
@@ -136,7 +175,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple[int, bool]:
-    """Carries out rule S1; returns (exit code, whether the failure is this rank's own)."""
+    """Carries out rule S1.
+
+    Args:
+        link: The client of the agent.
+        error: What ends this worker's part in the generation.
+        state: The state of the worker.
+
+    Returns:
+        (exit code, whether the failure is this rank's own)
+    """
     if isinstance(error, RolledBack):
         return _report_rollback(link, error, state.step)
     if isinstance(error, GenerationEnded):
@@ -200,7 +248,16 @@ def _blame(error: BaseException, *, from_agent: bool, results_suspect: bool) -> 
 
 
 def _hand_over(link: AgentClient, reason: str, state: StopState) -> bool:
-    """Carries out rules S2 and S3; returns False if no answer came."""
+    """Carries out rules S2 and S3.
+
+    Args:
+        link: The client of the agent.
+        reason: Why the worker stops, of which the first line is sent.
+        state: The state of the worker.
+
+    Returns:
+        False if no answer came.
+    """
     clean = state.clean and state.save is not None
     link.send(
         Stopping(
