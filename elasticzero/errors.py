@@ -143,7 +143,11 @@ def script_traceback(error: BaseException) -> str:
 
 
 def _leads_to_script(names: Mapping[str, Any]) -> bool:
-    """Returns whether a frame is of a module that only calls the script. names: its globals."""
+    """Returns whether a frame is of a module that only calls the script.
+
+    Args:
+        names: The frame's globals.
+    """
     spec = names.get("__spec__")  # of a module that runs as `__main__` it has the name
     return (getattr(spec, "name", None) or names.get("__name__")) in CALLERS_OF_SCRIPTS
 

@@ -49,7 +49,12 @@ class StateSize:
         return [name for name in STRATEGIES if not self.packed_bytes or name != "zero3"]
 
     def bytes_for(self, elements: int, number_bytes: int) -> int:
-        """Returns the bytes for this many elements. number_bytes: those of one number."""
+        """Returns the bytes of the state for some elements.
+
+        Args:
+            elements: Number of elements.
+            number_bytes: Bytes of one number.
+        """
         return elements * self.numbers * number_bytes + round(elements * self.packed_bytes)
 
 

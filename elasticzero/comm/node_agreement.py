@@ -58,7 +58,11 @@ class NodeAgreement:
         self._offered = None
 
     def offer(self, values: Tensor) -> None:
-        """Takes the result that this rank has received. values: 1-D, of 64-bit floats."""
+        """Takes the result that this rank has received.
+
+        Args:
+            values: The result, 1-D, of 64-bit floats.
+        """
         self._offered = values
 
     def commit(self) -> None:

@@ -154,7 +154,9 @@ class ReplicaVerifier:
     def compare_now(self, copy: BoundaryCopy, where: str) -> bool:
         """Returns whether all ranks have the same state at this boundary; all call this together.
 
-        where: this rank's place, for the message of an error.
+        Args:
+            copy: The small state at the boundary.
+            where: This rank's place, for the message of an error.
         """
         if not self._enabled or self.verified == copy.step or self._groups is None:
             return True
@@ -167,7 +169,9 @@ class ReplicaVerifier:
     def digest_if_due(self, copy: BoundaryCopy, *, captured: bool) -> None:
         """Computes the digest of this boundary's state if it is due.
 
-        captured: a snapshot of the state was taken.
+        Args:
+            copy: The small state at the boundary.
+            captured: Whether a snapshot of the state was taken.
         """
         if not self._enabled or copy.step in (self.verified, self._digested):
             return

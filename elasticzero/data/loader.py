@@ -69,7 +69,9 @@ class OpenBatches(Protocol):
     def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
         """Makes sure that the batch after this one can be named; all ranks call this together.
 
-        after: the position after `batch`.
+        Args:
+            batch: The global batch that begins.
+            after: The position after it.
         """
 
     def close(self) -> None:

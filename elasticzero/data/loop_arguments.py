@@ -42,8 +42,12 @@ class LoopArguments:
     def resolved(self, first_world: int) -> LoopArguments:
         """Returns the arguments with those of a `DataLoader` in place of the loader.
 
-        first_world: number of ranks with which the first loop over a loader began, each of which
-        takes a batch of it. Raises `UserError` if there is no size of a global batch.
+        Args:
+            first_world: Number of ranks with which the first loop over a loader began, each of
+                which takes a batch of it.
+
+        Raises:
+            UserError: There is no size of a global batch.
         """
         if not isinstance(self.dataset, DataLoader):
             if self.global_batch is None:
@@ -109,7 +113,12 @@ class LoopArguments:
     def reader(
         self, device: torch.device, sum_over_ranks: Callable[[Tensor], Tensor] | None
     ) -> BatchReader | StreamReader:
-        """Returns what reads the dataset on one rank; sum_over_ranks: as of `StreamReader`."""
+        """Returns what reads the dataset on one rank.
+
+        Args:
+            device: The device of the batches.
+            sum_over_ranks: As of `StreamReader`.
+        """
         stream = as_stream(self.dataset)
         if stream is not None:
             return StreamReader(

@@ -43,9 +43,11 @@ class GradientHook:
     def call(self, gradients: Mapping[str, tuple[int, Tensor]]) -> dict[str, float]:
         """Calls the function with each gradient, which it may change, and returns its results.
 
-        gradients: this rank's elements, and the number of the first of them, by parameter. Random
-        numbers that the function draws from torch are the same on all ranks that have the same
-        elements, and those of the script itself are not disturbed.
+        Random numbers that the function draws from torch are the same on all ranks that have the
+        same elements, and those of the script itself are not disturbed.
+
+        Args:
+            gradients: The number of this rank's first element, and its elements, by parameter.
         """
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         returned: dict[str, Tensor | float | None] = {}

@@ -120,8 +120,11 @@ class Mirror:
         self.pieced.used = set(used)
 
     def step(self, owners: Optimizers) -> None:
-        """Steps the pieces that have a gradient. owners: those of the owner, whose options may have
-        changed since the last step."""
+        """Steps the pieces that have a gradient.
+
+        Args:
+            owners: The owner's optimizers, whose options may have changed since the last step.
+        """
         for group, theirs in zip(self.pieced.optimizers.groups, owners.groups, strict=True):
             changed = {key: value for key, value in theirs.options.items() if key != "params"}
             group.options.update(changed)
@@ -151,10 +154,14 @@ class Mirrors:
         self._on_cpu = setting.device.type == "cpu"
 
     def exchange(self, sent: Callable[[], Sequence[Tensor]]) -> list[Any]:
-        """Begins to follow M1; returns what must be waited for.
+        """Begins to follow M1.
 
-        sent: returns this rank's part, one tensor for each of `Mirror.messages`; empty ones, of
-        buckets whose whole parameters are all other ranks', are not sent.
+        Args:
+            sent: Returns this rank's part, one tensor for each of `Mirror.messages`; empty ones, of
+                buckets whose whole parameters are all other ranks', are not sent.
+
+        Returns:
+            What must be waited for.
         """
         sends = [] if self._kept_by is None else [(t, self._kept_by) for t in sent() if t.numel()]
         receives = [(t, mirror.rank) for mirror in self.kept for t in mirror.messages if t.numel()]

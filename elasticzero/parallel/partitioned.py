@@ -198,7 +198,10 @@ class PartitionedOptimizer:
     def _drop_unused(self, totals: Sequence[float], blocks: int) -> None:
         """Drops the gradients of parameters that no rank has used.
 
-        totals: sums over ranks of the loss, `blocks`, its square, and the uses of each parameter.
+        Args:
+            totals: Sums over ranks of the loss, `blocks`, its square, and the uses of each
+                parameter.
+            blocks: A number that stands for the blocks that this rank has run.
         """
         self.loss, total, squares, *uses = totals
         self._differ = not same_number.is_same(blocks, self._ranks, (total, squares))

@@ -35,9 +35,15 @@ def create(name: str, setting: Setting) -> Strategy:
 
 
 def check_deterministic(strategy: str, *, mirrored: bool) -> None:
-    """Raises `UserError` where `--deterministic` cannot be had.
+    """Checks that `--deterministic` can be had.
 
-    mirrored: each rank's part has a live copy, though not every rank keeps one.
+    Args:
+        strategy: The strategy's name.
+        mirrored: Whether each rank's part has a live copy, though not every rank keeps one.
+
+    Raises:
+        UserError: The strategy sums in an order that depends on the world, or keeps no live copies
+            then.
     """
     if strategy == "zero3":
         raise UserError(

@@ -18,16 +18,16 @@ NewestSave = Literal["none", "pending", "lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCaptures:
-    """Holds the newest steps that this node's agent has reported; -1: none."""
+    """Holds what this node's agent has reported of steps; -1: none."""
 
     held: int
-    """Its snapshot is held, with the replica that the node keeps."""
+    """Newest step whose snapshot is held, with the replica that the node keeps."""
     not_held: int
-    """Its snapshot could not be held."""
+    """Newest step whose snapshot could not be held."""
     saved: int
-    """Its save has ended, with or without a checkpoint."""
+    """Newest step whose save has ended, with or without a checkpoint."""
     unsaved: int
-    """Its save has ended without a checkpoint."""
+    """Newest step whose save has ended without a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,7 +174,12 @@ class AuxiliaryState:
                 )
 
     def apply(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restores stored options of the optimizer and tracked objects. tensors: on the CPU."""
+        """Restores stored options of the optimizer and tracked objects.
+
+        Args:
+            json: The stored state, without its tensors.
+            tensors: The tensors by name, on the CPU.
+        """
         stored = {
             name: group["options"] for group in json.get("groups", []) for name in group["names"]
         }

@@ -112,7 +112,12 @@ class BatchWork:
         """The newest step, which the agent has not been sent yet."""
 
     def open_loop(self, plan: LoopPlan, slices: SliceStates | None) -> None:
-        """Begins with the global batches of a loop. slices: None where they are not cut so."""
+        """Begins with the global batches of a loop.
+
+        Args:
+            plan: The loop's plan.
+            slices: The state of its slices; None: its global batches are not cut.
+        """
         self._plan, self._slices = plan, slices
         self.tracker.record(StepEvent.OPEN)
 

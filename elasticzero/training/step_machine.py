@@ -38,7 +38,7 @@ class StepPhase(Enum):
     BACKWARD = auto()
     """The backward of it has begun; if it fails, it may be begun again."""
     BACKWARD_DONE = auto()
-    """Its gradient is added to that of the global batch."""
+    """The gradient of it is added to that of the global batch."""
     ENDED = auto()
     """`session.step` was called for it."""
 
@@ -60,11 +60,12 @@ class StepCondition(Enum):
     UNLOADED = auto()
     """The state that the generation starts from is not loaded."""
     CLEAN = auto()
-    """They are those of the last boundary."""
+    """Parameters and optimizer state are those of the last boundary."""
     CHANGING = auto()
     """An optimizer takes its step."""
     TORN = auto()
-    """They are those of no boundary, or of one that is not known to be right."""
+    """Parameters and optimizer state are those of no boundary, or of one that is not known to be
+    right."""
 
 
 class LoopPart(Enum):
@@ -358,9 +359,14 @@ class StepState:
     def backward(self, only: tuple[str, ...] | None) -> StepState:
         """Returns the state once `session.backward` is called.
 
-        only: the optimizers that it is for. Another call, for other optimizers or the same, may
-        follow the step of those before, where the global batch is one micro-batch on each rank.
-        Raises `UserError` out of turn.
+        Another call, for other optimizers or the same, may follow the step of those before, where
+        the global batch is one micro-batch on each rank.
+
+        Args:
+            only: The optimizers that the call is for; None: all.
+
+        Raises:
+            UserError: The call is out of turn.
         """
         state = self
         if self.phase is StepPhase.ENDED and None not in (only, self.only):
@@ -376,8 +382,11 @@ class StepState:
     def weighing(self, weight: float | None) -> StepState:
         """Returns the state once the gradient is about to be computed.
 
-        weight: that of the script; None: it gave none. Raises `UserError` if a global batch has
-        micro-batches with and without a weight.
+        Args:
+            weight: That of the script; None: it gave none.
+
+        Raises:
+            UserError: A global batch has micro-batches with and without a weight.
         """
         unlike = self.weighed and (weight is None) != (self.weights is None)
         state = self.after(StepEvent.WEIGH_UNLIKE if unlike else StepEvent.WEIGH)
@@ -402,7 +411,12 @@ class StepState:
         return replace(self.after(StepEvent.BEGIN), batch=batch, **_NO_GRADIENT)
 
     def give(self, part: MicroBatch, halved: int | None) -> StepState:
-        """Returns the state once the script is given a micro-batch. halved: see the field."""
+        """Returns the state once the script is given a micro-batch.
+
+        Args:
+            part: The micro-batch.
+            halved: What the field of this name says.
+        """
         state = self.after(StepEvent.GIVE)
         return replace(state, part=part, parts=self.parts + 1, halved=halved)
 

@@ -224,8 +224,15 @@ class TrainingState:
     def apply(self, norm: Tensor) -> bool:
         """Lets the optimizer take its step, or skips it; the state is torn until the next boundary.
 
-        norm: of the whole gradient, NaN where a loss is not finite; equal on all ranks. Returns
-        whether the step is applied; raises `NotFinite` or `RolledBack`, with nothing changed.
+        Args:
+            norm: Norm of the whole gradient, NaN where a loss is not finite; equal on all ranks.
+
+        Returns:
+            Whether the step is applied.
+
+        Raises:
+            NotFinite: A norm or a loss ends training; nothing is changed.
+            RolledBack: Training goes back to a held state; nothing is changed.
         """
         self._save_if_words_ask()
         self.rows.verify_gradients(self._verify_collectives)
@@ -295,7 +302,10 @@ class TrainingState:
     def _stopped_by(self, reason: str) -> NotFinite:
         """Returns the error that ends training, once all ranks have saved the boundary's state.
 
-        reason: empty where numbers are not finite. A state that is not finite is not saved.
+        A state that is not finite is not saved.
+
+        Args:
+            reason: Completes the sentence; empty where numbers are not finite.
         """
         step = self._step_under_way
         text = f"step {step} was not applied: {reason}"
@@ -326,9 +336,14 @@ class TrainingState:
     def at_boundary(self, *, last: bool = False) -> None:
         """Runs a boundary: copies the small state, exchanges control words, captures what is due.
 
-        last: no boundary of this loop follows. Raises `GenerationEnded` when a flag was raised or
-        the generation is over, and the error that tells of a peer's end; the state is clean then
-        too. Where the script ends training, `stopped` says so from here on.
+        Where the script ends training, `stopped` says so from here on. A lost peer raises torch's
+        error; the state is clean then too.
+
+        Args:
+            last: Whether no boundary of this loop follows.
+
+        Raises:
+            GenerationEnded: A flag was raised or the generation is over; the state is clean.
         """
         applied = self.at.counted
         self._tracker.record(StepEvent.REACH)

@@ -91,7 +91,9 @@ class Generation:
     def report_restored(self, began_s: float, bytes_read: int) -> None:
         """Tells the agent that the state is in place, and what the time until now has gone to.
 
-        began_s: when the restore began, by the monotonic clock.
+        Args:
+            began_s: When the restore began, by the monotonic clock.
+            bytes_read: Bytes that it has read.
         """
         assert self.training is not None
         self.link.send(

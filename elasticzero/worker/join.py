@@ -119,8 +119,9 @@ class StartupWatchdog:
 def compute_deterministically(*, fixed_threads: bool) -> None:
     """Has torch choose deterministic kernels, and refuse operations that have none.
 
-    fixed_threads: the user has set OMP_NUM_THREADS; otherwise one thread is used, because the
-    number that is chosen for a machine depends on how many workers it runs.
+    Args:
+        fixed_threads: Whether the user has set OMP_NUM_THREADS; otherwise one thread is used,
+            because the number that is chosen for a machine depends on how many workers it runs.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     if not fixed_threads:
@@ -168,12 +169,20 @@ def agree_on_checkpointing(link: AgentClient, groups: ProcessGroups) -> bool:
 
 
 def _check_shared(assignment: Assignment, allreduce_max: Callable[[int], int]) -> None:
-    """Raises `UserError` on every rank that does not see rank 0's file in the checkpoint directory.
+    """Checks that every rank sees rank 0's file in the checkpoint directory; all call this
+    together.
 
     A directory of that name on each node's own disk would never hold a whole checkpoint. If storage
     cannot be written or does not answer, the ranks print that and training goes on; only a job
-    without any state does not begin, and rank 0 raises `StorageError`. All ranks call this
-    together. allreduce_max: returns the greatest of the ranks' numbers.
+    without any state does not begin.
+
+    Args:
+        assignment: This rank's place and settings.
+        allreduce_max: Returns the greatest of the ranks' numbers.
+
+    Raises:
+        UserError: This rank does not see the file.
+        StorageError: Rank 0 cannot write it, and the job has no state.
     """
     a = assignment
     if a.checkpoint_dir is None or a.local_world_size == a.world_size:

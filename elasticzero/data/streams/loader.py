@@ -144,8 +144,14 @@ class StreamBatches:
         return join_parts([to_device(part, self._reader.device) for part in parts])
 
     def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
-        """Makes sure that the batch after this one can be named. All ranks call this together, once
-        for each batch; after: the position after `batch`."""
+        """Makes sure that the batch after this one can be named.
+
+        All ranks call this together, once for each batch.
+
+        Args:
+            batch: The global batch that begins.
+            after: The position after it.
+        """
         self._plan.forget_before(batch.epoch)
         if self._plan.lacks(after, LOW) is not None:
             self._learn_enough(after, batch.start)
@@ -160,7 +166,9 @@ class StreamBatches:
     def _learn_enough(self, position: DataPosition, drawn: int) -> None:
         """Exchanges with all ranks until `LOW` batches from `position` on can be named.
 
-        drawn: number of samples of the position's epoch that may have to be read again no more.
+        Args:
+            position: A position in the data.
+            drawn: Number of samples of its epoch that may have to be read again no more.
         """
         while (epoch := self._plan.lacks(position, LOW)) is not None:
             self._learn(epoch, drawn if epoch == position.epoch else 0)

@@ -114,7 +114,11 @@ class Reader:
 
     def mark(self, count: int) -> ReaderMark:
         """Returns from where sample number `count` can be read again; none before it is asked for
-        later. count: at most `read`."""
+        later.
+
+        Args:
+            count: A number of samples, at most `read`.
+        """
         while len(self._windows) > 1 and self._windows[1].count <= count:
             self._windows.popleft()
         if not self._windows or count == self.read:

@@ -63,9 +63,10 @@ class ReadProgress:
         return int(np.minimum(self._limits_V, before_V).sum())
 
     def drawn(self, places: int) -> Counts:
-        """Returns how many samples the first `places` places of the order take of each reader.
+        """Returns how many samples the first places of the order take of each reader.
 
-        places: at most `decided`.
+        Args:
+            places: Number of places, at most `decided`.
         """
         limits_V = self._limits_V
         low, high = 0, places  # whole rounds in these places: as many as places at most

@@ -36,7 +36,8 @@ class BucketPlan:
     def filling_order(self, names: Sequence[str]) -> list[str]:
         """Returns the names in the order in which parameters are filled into buckets.
 
-        names: of all the model's parameters, in the order of registration.
+        Args:
+            names: The names of all the model's parameters, in the order of registration.
         """
         if not self.order or sorted(self.order) != list(range(len(names))):
             return list(reversed(names))

@@ -134,11 +134,11 @@ class Backward:
     counts: bool
     """The weight of its micro-batch is not 0."""
     summed: bool
-    """Its buckets are exchanged."""
+    """The buckets that it gives gradients to are exchanged."""
     overlaps: bool
     """Exchanges begin while it runs."""
     complete: bool
-    """Its exchanges bring the last that the global batch adds to a bucket."""
+    """The exchanges bring the last that the global batch adds to a bucket."""
     after: Intake
     """Treatment of a gradient that comes after its bucket's exchange has begun."""
 

@@ -98,7 +98,11 @@ class Optimizers:
     def inputs(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter] | None:
         """Returns the parameters whose gradients a backward computes; None: all of them.
 
-        parameters: those of the model, by name. Raises `UserError` where none is trained.
+        Args:
+            parameters: Those of the model, by name.
+
+        Raises:
+            UserError: None of them is trained.
         """
         if self.only is None:
             return None

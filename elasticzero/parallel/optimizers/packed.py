@@ -24,8 +24,11 @@ class PackedEntry:
     """An entry of the same class, sizes and options, on the meta device."""
 
     def put_together(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """Returns the entry that is made of these inner tensors. stored: by the keys under which
-        they are stored."""
+        """Returns the entry that is made of these inner tensors.
+
+        Args:
+            stored: The inner tensors by the keys under which they are stored.
+        """
         made: Tensor = _put_together(self.key, self.like, stored)
         return made
 
