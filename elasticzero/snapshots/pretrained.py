@@ -42,7 +42,7 @@ class Pretrained:
         Args:
             model: The model, whose tensors are not filled yet.
             where: A directory or a URL with safetensors files, or one such file.
-            link: The client of the agent, which says whether training begins, and on which rank.
+            link: The client of the agent, by whose assignment rank 0 reads where training begins.
 
         Raises:
             UserError: There are no such files.

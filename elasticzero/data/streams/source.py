@@ -28,7 +28,12 @@ class ShardSource(Protocol):
         """Returns the number of shards, the same for the whole job."""
 
     def read(self, shard: int, start: int) -> Iterator[Any]:
-        """Yields the samples of a shard from its sample number `start` on."""
+        """Yields the samples of a shard.
+
+        Args:
+            shard: The shard's number, from 0.
+            start: Number of its samples that are left out at the beginning.
+        """
 
 
 class Stream:
