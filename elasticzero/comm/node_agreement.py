@@ -66,7 +66,11 @@ class NodeAgreement:
         self._offered = values
 
     def commit(self) -> None:
-        """Follows N1; raises `DistBackendError` if the step was given up."""
+        """Binds the ranks of the node to the result that was offered, if one was (N1).
+
+        Raises:
+            DistBackendError: The step was given up.
+        """
         if self._offered is None:
             return
         with self._locked() as (decision, _):
@@ -76,7 +80,7 @@ class NodeAgreement:
             raise dist.DistBackendError("a rank of this node has lost a peer in this step")
 
     def learn(self) -> Tensor | None:
-        """Follows N2: returns the committed result; None: the step is given up."""
+        """Returns the committed result; None: there is none, and the step is given up (N2)."""
         with self._locked() as (decision, count):
             if decision == 0:
                 self._write(_GIVEN_UP, torch.empty(0, dtype=torch.float64))

@@ -232,7 +232,8 @@ class ReplicaVerifier:
         return state_digest
 
     def _shard_digests(self) -> dict[str, int]:
-        """Follows C5; returns nothing where there is one row of ranks."""
+        """Returns the digests of all shards of the node, by name (C5); none where there is one row
+        of ranks."""
         mesh, tensors = self._shards()
         if mesh.replicas == 1 or self._groups is None:
             return {}

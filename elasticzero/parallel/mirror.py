@@ -132,7 +132,7 @@ class Mirror:
         self.pieced.step([list(self.pieced.pieces)])
 
     def renew(self) -> None:
-        """Follows M3."""
+        """Takes the elements from whole parameters, where this rank has them (M3)."""
         for chunk in self.chunks:
             chunk.renew()
 
@@ -154,7 +154,8 @@ class Mirrors:
         self._on_cpu = setting.device.type == "cpu"
 
     def exchange(self, sent: Callable[[], Sequence[Tensor]]) -> list[Any]:
-        """Begins to follow M1.
+        """Begins to send this rank's part of the gradient, and to receive the parts of its mirrors
+        (M1).
 
         Args:
             sent: Returns this rank's part, one tensor for each of `Mirror.messages`; empty ones, of
@@ -184,7 +185,11 @@ class Mirrors:
             mirror.take(used, norm, max_norm)
 
     def step(self, owners: Optimizers) -> None:
-        """Follows M2."""
+        """Steps the mirrors (M2).
+
+        Args:
+            owners: The optimizers of this rank, whose options the mirrors take over.
+        """
         for mirror in self.kept:
             mirror.step(owners)
 

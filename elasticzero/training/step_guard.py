@@ -121,7 +121,7 @@ class StepGuard:
         self._in_a_row += 1
 
     def _of_nonfinite(self) -> StepVerdict:
-        """Follows Q2 and Q3."""
+        """Decides on a norm that is not finite, by the loss scale or `--on-nonfinite` (Q2, Q3)."""
         self._good_steps = 0
         if self._scales and self.scale > MIN_SCALE:
             self.scale /= 2
@@ -133,7 +133,7 @@ class StepGuard:
         return StepVerdict(self._on_nonfinite, "a loss or a gradient is NaN or infinite")
 
     def _spike(self, loss: float, limit: SpikeLimit) -> str:
-        """Follows Q4; returns a description of the spike, or nothing."""
+        """Returns a description of a loss that is far above the mean (Q4); empty: it is not."""
         if len(self._losses) < limit.steps:
             return ""
         mean = fmean(self._losses)

@@ -175,7 +175,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple[int, bool]:
-    """Carries out rule S1.
+    """Sends why this worker stops, and shuts the sockets where peers are to notice (S1).
 
     Args:
         link: The client of the agent.
@@ -248,7 +248,7 @@ def _blame(error: BaseException, *, from_agent: bool, results_suspect: bool) -> 
 
 
 def _hand_over(link: AgentClient, reason: str, state: StopState) -> bool:
-    """Carries out rules S2 and S3.
+    """Announces the stop, and writes the snapshot if the agent asks for it (S2, S3).
 
     Args:
         link: The client of the agent.

@@ -51,7 +51,13 @@ class BucketChoice:
         self.plan = replace(self.plan, size_bytes=size_bytes)
 
     def begin_recording(self, parameters: Mapping[str, nn.Parameter], rank: int) -> None:
-        """Begins to follow U2, unless the order is known; all ranks call this."""
+        """Begins to record the order of gradients on rank 0, unless it is known (U2); all ranks
+        call this.
+
+        Args:
+            parameters: The parameters by name.
+            rank: This rank.
+        """
         self._shares = self.plan.order is None
         if self._shares and rank == 0:
             self._hooks = [

@@ -191,7 +191,8 @@ class ReduceScatter:
         return [bucket.reduced_C for bucket in self.buckets]
 
     def _borrow(self, bucket: ScatteredBucket, numel: int) -> Tensor:
-        """Follows F7."""
+        """Returns memory for a bucket, and waits for exchanges under way where the pool is used up
+        (F7)."""
         while True:
             buffer = bucket.pool.take(numel, even_if_over=not self._under_way)
             if buffer is not None:
@@ -223,6 +224,6 @@ class ReduceScatter:
             self._begin_replicas(bucket)
 
     def _begin_replicas(self, bucket: ScatteredBucket) -> None:
-        """Follows F8."""
+        """Begins to sum a complete chunk over its replicas, unless this has begun (F8)."""
         if bucket.replica_works is None:
             bucket.replica_works = begin_replica_sum(bucket.reduced_C, self._mesh)

@@ -128,7 +128,11 @@ class _Trial:
         return self._nature("model", schema_of)
 
     def packed(self, parameters: Sequence[nn.Parameter]) -> dict[Spec, Schema]:
-        """Follows X4; raises `UserError` where the optimizer cannot step such a dummy."""
+        """Returns what the optimizer keeps for each shape and dtype of these parameters (X4).
+
+        Raises:
+            UserError: The optimizer cannot step such a dummy.
+        """
         schema_of: dict[Spec, Schema] = {}
         for parameter in parameters:
             if (of := spec_of(parameter)) in schema_of:
@@ -188,7 +192,7 @@ class _Trial:
         )
 
     def _treats_elements_alone(self) -> bool:
-        """Follows X1."""
+        """Returns whether two cut pieces, each stepped alone, come out as the whole does (X1)."""
         [whole], _ = self._step([self._values(CUT_SHAPE)], [self._gradients(CUT_SHAPE, 0)])
         pieces = []
         for part in (slice(CUT_AT), slice(CUT_AT, None)):
@@ -198,7 +202,7 @@ class _Trial:
         return _close(whole.flatten(), torch.cat(pieces))
 
     def _treats_parameters_alone(self, shape: tuple[int, ...]) -> bool:
-        """Follows X2."""
+        """Returns whether two parameters, stepped together, come out as each does alone (X2)."""
         both = [self._values(shape), self._values(shape) * 0.5]
         gradients = [self._gradients(shape, 0), [3 * g for g in self._gradients(shape, 7)]]
         together, _ = self._step(both, gradients)
