@@ -98,7 +98,13 @@ READ = ("restored", "stalled", "finished")
 
 
 def decide(view: View, now_s: float, policy: JobPolicy) -> Decision:
-    """Returns the next actions of this agent, and why."""
+    """Returns the next actions of this agent, and why.
+
+    Args:
+        view: What this agent sees of its node, the store and the cluster.
+        now_s: Present time, on the monotonic clock of the view's times.
+        policy: Limits of the user and times of the protocol, without operators' changes.
+    """
     policy = with_operator_overrides(policy, view.control)
     workers, world = view.workers, view.world
     if view.done is not None:
@@ -135,7 +141,14 @@ def _wind_up(view: View, done: Done) -> Decision:
 
 
 def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """Decides for a registration that has no place in the world."""
+    """Decides for a registration that has no place in the world.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
     workers = view.workers
     if workers.running and not workers.killed:
         reason = f"generation {world.generation} goes on without this node"
@@ -156,7 +169,14 @@ def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decis
 
 
 def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """Decides while no round is open."""
+    """Decides while no round is open.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, which names this registration.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
     workers = view.workers
     if workers.failed:
         reason = _first_words(workers.failure)
@@ -226,7 +246,14 @@ def _has_run(view: View, phase: Phase) -> bool:
 
 
 def _round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """Decides while a regroup round is open: by an alarm, or because workers left at a boundary."""
+    """Decides while a regroup round is open: by an alarm, or because workers left at a boundary.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, which names this registration.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
     workers, opened_s = view.workers, view.round_s or now_s
     if view.alarm is None and now_s - opened_s >= policy.alive_s:
         alarm = Alarm(node=view.me.node, kind="silence", reason="not every node has answered")
@@ -258,6 +285,11 @@ def _stopping(view: View, now_s: float, policy: JobPolicy) -> Decision:
 
     An alarm that only asks which nodes are alive does not disturb workers on the way to a boundary
     that all have agreed on, unless they cannot get there, such as a suspended one.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; `stop_s` and `save_s` bound how long workers may take.
     """
     workers, alarm = view.workers, view.alarm
     if alarm is None:
@@ -300,6 +332,11 @@ def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
     workers.
 
     Where no node has trained yet, bad input is mostly that of all nodes.
+
+    Args:
+        view: What this agent sees.
+        alarm: Alarm of the open round; only a final failure gives the workers time.
+        now_s: Present time, on the clock of the view's times.
     """
     fresh = view.world is not None and not view.world.trained and not view.workers.step
     asked = view.workers.aborted_s is not None
@@ -309,13 +346,26 @@ def _may_fail_alike(view: View, alarm: Alarm, now_s: float) -> bool:
 
 def _time_is_up(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether a leaving node's deadline has passed in a round that waits for more than
-    workers."""
+    workers.
+
+    Args:
+        view: What this agent sees; without a notice there is no deadline.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; a round older than `stop_s` waits for more than workers.
+    """
     waits = view.saving or _waited_s(view, view.round_s, now_s) >= policy.stop_s
     return view.notice is not None and waits and now_s >= exit_deadline_s(view.notice)
 
 
 def _nobody_goes_on(view: View, world: World, now_s: float, policy: JobPolicy) -> bool:
-    """Returns whether a leaving node waits in vain for a world without it."""
+    """Returns whether a leaving node waits in vain for a world without it.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, whose round is open.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; the wait is short where fewer than MIN nodes remain or all leave.
+    """
     waited_s = _waited_s(view, view.round_s, now_s)
     few = len(world.members) - 1 < policy.min_nodes or _all_leave(view, world)
     return waited_s >= (2 * policy.alive_s if few else policy.handover_s)
@@ -323,7 +373,13 @@ def _nobody_goes_on(view: View, world: World, now_s: float, policy: JobPolicy) -
 
 def _waited_s(view: View, since_s: float | None, now_s: float) -> float:
     """Returns the seconds in which other nodes could have acted; time in which the store was away
-    does not count."""
+    does not count.
+
+    Args:
+        view: What this agent sees of the store's outages.
+        since_s: Time at which the wait began; None: it begins now.
+        now_s: Present time, on the same clock.
+    """
     return now_s - max(since_s or now_s, view.store.outage_end_s)
 
 

@@ -76,7 +76,13 @@ def leave_reason(view: View) -> str:
 
 
 def begin_drain(view: View, now_s: float, policy: JobPolicy) -> Decision:
-    """Decides for a leaving node while no round is open."""
+    """Decides for a leaving node while no round is open.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; `leave_margin_s` sets from when on no boundary is waited for.
+    """
     reason, workers, notice = leave_reason(view), view.workers, view.notice
     if not view.store.reachable:
         return wait(f"{reason}; etcd is away, so it trains on until etcd is back")
@@ -89,7 +95,13 @@ def begin_drain(view: View, now_s: float, policy: JobPolicy) -> Decision:
 
 def must_drain_without_store(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether a node's time to leave is nearly up while no other node can be reached
-    through etcd: A11."""
+    through etcd: A11.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; `leave_margin_s` sets when the time is nearly up.
+    """
     return (
         view.leaving
         and not view.store.reachable
@@ -98,7 +110,13 @@ def must_drain_without_store(view: View, now_s: float, policy: JobPolicy) -> boo
 
 
 def drain_without_store(view: View, now_s: float, policy: JobPolicy) -> Decision:
-    """Stops this node's workers, saves the snapshot that it holds whole, and exits in time."""
+    """Stops this node's workers, saves the snapshot that it holds whole, and exits in time.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; `stop_s` bounds how long the workers may take.
+    """
     reason, workers, notice = f"{leave_reason(view)}; etcd is still away", view.workers, view.notice
     if notice is None or notice.by_s is None or now_s >= notice.by_s:
         return Decision((ExitAgent(ExitCode.LEFT),), f"{reason}, and the time is up")
@@ -121,7 +139,13 @@ def drain_without_store(view: View, now_s: float, policy: JobPolicy) -> Decision
 
 def must_exit_unrecorded(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether this node has waited long enough for etcd to write that the job is done:
-    A12."""
+    A12.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; `join_timeout_s` is how long etcd is waited for.
+    """
     away_s = now_s - view.store.confirmed_s
     return view.workers.finished and not view.store.reachable and away_s >= policy.join_timeout_s
 
@@ -152,6 +176,11 @@ def _saves_from_s(view: View, by_s: float, policy: JobPolicy) -> float:
 
     Members save in their order: the first at once, the second when half of the time until `by_s` is
     over, the third after two thirds of it. A save of what storage has by then writes nothing.
+
+    Args:
+        view: What this agent sees; members without a registration are skipped in the order.
+        by_s: Time at which the machine is gone, on the clock of the view's times.
+        policy: Limits and times; `leave_margin_s` sets when the first member saves.
     """
     world, begins_s = view.world, boundary_deadline_s(view.notice, policy)
     before = 0
@@ -166,6 +195,11 @@ def stop_limit_s(view: View, stop_sent_s: float, policy: JobPolicy) -> float:
     they are killed.
 
     It is less where the node itself is about to be gone.
+
+    Args:
+        view: What this agent sees; its notice has the deadline, if there is one.
+        stop_sent_s: Time at which the workers were told to stop, on the clock of the view's times.
+        policy: Limits and times; the result is `stop_s` at most.
     """
     notice = view.notice
     if notice is None or notice.by_s is None:

@@ -94,8 +94,12 @@ def failures_without_progress(
 ) -> int:
     """Returns the number of failures in a row without progress (B1).
 
-    reports: of the nodes that are not lost. excused: the nodes with the failure are set aside for
-    it (B6).
+    Args:
+        world: World of the generation that ends.
+        resume_step: Step that the next generation starts from.
+        cause: Node and failure that ended the generation; None: it did not fail.
+        reports: Reports by node, of the nodes that are not lost.
+        excused: Whether the nodes with the failure are set aside for it (B6).
     """
     if _comes_on(world, resume_step, cause):
         return 0
@@ -110,7 +114,13 @@ def failures_without_progress(
 
 
 def _comes_on(world: World, resume_step: int, cause: Cause | None) -> bool:
-    """Returns whether progress was made."""
+    """Returns whether progress was made.
+
+    Args:
+        world: World of the generation that ends.
+        resume_step: Step that the next generation starts from.
+        cause: Node and failure that ended the generation; None: it did not fail.
+    """
     if cause is not None and recurs(world.setbacks, _setback(world, cause), resume_step):
         return False
     return resume_step > max(world.resume.step, world.furthest)
@@ -118,7 +128,13 @@ def _comes_on(world: World, resume_step: int, cause: Cause | None) -> bool:
 
 def recurs(row: Collection[FailureRecord], last: FailureRecord, resume_step: int) -> bool:
     """Returns whether an error has happened at this step before, and the state is not past it
-    (B1)."""
+    (B1).
+
+    Args:
+        row: Earlier errors that are remembered.
+        last: The last error.
+        resume_step: Step that the state has reached.
+    """
     return resume_step <= last.step and any(_same(earlier, last) for earlier in row)
 
 
@@ -129,15 +145,27 @@ def _same(one: FailureRecord, other: FailureRecord) -> bool:
 
 
 def progress_floor(world: World, resume_step: int, count: int) -> int:
-    """Returns the step that the next generation must get past (B1). count: its `fruitless`."""
+    """Returns the step that the next generation must get past (B1).
+
+    Args:
+        world: World of the generation that ends.
+        resume_step: Step that the next generation starts from.
+        count: Failures in a row without progress, with this one: `fruitless` of the next world.
+    """
     if count <= world.fruitless and resume_step < world.resume.step:
         return resume_step  # what machines took is done again, and that is progress
     return max(resume_step, world.resume.step, world.furthest)
 
 
 def _in_want(world: World, failure: Failure, present: Collection[str]) -> bool:
-    """Returns whether it failed because a part of the state to start from is lost with its
-    holders."""
+    """Returns whether a node failed because a part of the state to start from is lost with its
+    holders.
+
+    Args:
+        world: World of the generation that ends.
+        failure: The node's failure.
+        present: Names of the nodes that have answered.
+    """
     sources = world.resume.sources if failure.blame == "environment" else ()
     there = {source.rank for source in sources if source.node in present}
     return any(source.rank not in there for source in sources)
@@ -153,7 +181,15 @@ def setbacks(
     cause: Cause | None,
     reports: Mapping[str, Report] | None = None,
 ) -> tuple[FailureRecord, ...]:
-    """Returns the errors in a row that are remembered after this round (B2)."""
+    """Returns the errors in a row that are remembered after this round (B2).
+
+    Args:
+        world: World of the generation that ends.
+        resume_step: Step that the next generation starts from.
+        cause: Node and failure that ended the generation; None: it did not fail.
+        reports: Reports by node, in which the same error is looked for on other nodes; None: in
+            none.
+    """
     before = world.setbacks
     if _comes_on(world, resume_step, cause):
         before = tuple(setback for setback in before if setback.step >= resume_step)
@@ -239,7 +275,13 @@ def own_failures(world: World, reports: Mapping[str, Report]) -> dict[str, Failu
 
 def trained(world: World, reports: Mapping[str, Report], staying: Collection[str]) -> int:
     """Returns how many of the members that stay have made steps; all, if this generation made any
-    (B6)."""
+    (B6).
+
+    Args:
+        world: World of the generation that ends.
+        reports: Reports by node of that generation.
+        staying: Names of the members that have a place in the next world.
+    """
     members = world.members if _has_trained(reports) else world.members[: world.trained]
     return sum(member.node in staying for member in members)
 
@@ -260,8 +302,11 @@ def outliers(
     """Returns the nodes that are set aside at once, each with the failure that speaks against it
     (B6).
 
-    reports: of the nodes whose workers have stopped. present: the nodes that the next world could
-    have.
+    Args:
+        world: World of the generation that ends.
+        reports: Reports by node, of the nodes whose workers have stopped.
+        present: Names of the nodes that the next world could have.
+        least: Nodes that must be present without those set aside; if they are fewer, none is.
     """
     failures = own_failures(world, reports)
     newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []
@@ -293,7 +338,11 @@ def strikes(
 ) -> tuple[NodeStrikes, ...]:
     """Returns the strikes after this round (B4 and B6).
 
-    lasted_s: for how long this generation was seen. odd: the nodes that are set aside at once.
+    Args:
+        world: World of the generation that ends.
+        reports: Reports by node, of the nodes whose workers have stopped.
+        lasted_s: Seconds for which this generation was seen.
+        odd: Nodes that are set aside at once, each with its failure; None: there are none.
     """
     present = {member.node for member in world.members}
     away = tuple(struck for struck in world.strikes if struck.node not in present)
@@ -319,7 +368,14 @@ def strikes(
 def _struck(
     node: str, failure: Failure, before: Collection[NodeStrikes], least: int
 ) -> NodeStrikes:
-    """Returns a node's strikes with one more; they are `least` at least."""
+    """Returns a node's strikes with one added.
+
+    Args:
+        node: Name of the node.
+        failure: The failure for which it gets the strike.
+        before: Strikes of all nodes so far.
+        least: Lowest number of strikes that the node has afterwards.
+    """
     earlier = sum(struck.count for struck in before if struck.node == node)
     why = f"rank {failure.rank} failed where others did not ({failure.message[:MAX_MESSAGE]})"
     count = max(earlier + 1, least)
@@ -339,7 +395,11 @@ def quarantined(
 ) -> dict[str, float]:
     """Returns the nodes that wait, and for how many more seconds (B4).
 
-    before: the strikes of the present world. struck_s: by node, since when it has so many strikes.
+    Args:
+        before: Strikes of the present world.
+        after: Strikes that decide which nodes wait; the time of new ones begins now.
+        struck_s: By node, the time since which it has so many strikes.
+        now_s: Present time, on the same clock.
     """
     left: dict[str, float] = {}
     for struck in after:
@@ -362,8 +422,11 @@ def still_quarantined(
 ) -> set[str]:
     """Returns the set-aside nodes that a new world does without (B5).
 
-    aside: by node, for how much longer it waits. row: the strikes. present: the nodes that could be
-    in that world.
+    Args:
+        aside: By node, the seconds for which it still waits.
+        row: Strikes of all nodes.
+        present: Names of the nodes that could be in that world.
+        least: Fewest nodes of a world; set-aside nodes fill what is missing.
     """
     counts = {struck.node: struck.count for struck in row}
     struck = [node for node in present if node in aside]
@@ -378,8 +441,12 @@ def judge_exit(
     """Returns the failure of a worker that exited without a message and without success; None: it
     was stopped (B7).
 
-    stop_requested: it was told to stop before its agent saw its exit. exiting: its exit had begun
-    by then.
+    Args:
+        rank: Rank of the worker.
+        exit_code: Its exit status; negative: the number of the signal that killed it.
+        step: Last step that it finished.
+        stop_requested: Whether it was told to stop before its agent saw its exit.
+        exiting: Whether its exit had begun by then.
     """
     if stop_requested and not exiting:
         return None

@@ -132,6 +132,13 @@ def joiners_of(view: View, world: World) -> list[Member]:
 
 
 def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
+    """Decides while the job has no world: waits for nodes, and has the oldest one write it (L1).
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
     if view.leaving:
         return Decision((ExitAgent(ExitCode.LEFT),), "leaving before the job began")
     if now_s - view.began_s >= policy.join_timeout_s:
@@ -180,7 +187,14 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
 
 
 def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """Decides for a spare: it does nothing, unless the whole world is gone."""
+    """Decides for a spare: it does nothing, unless the whole world is gone.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, which does not name this registration.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
     gone = view.members is not None and all(
         member.node in view.missing_since_s
         and member_is_lost(view, view.missing_since_s[member.node], now_s, policy)
@@ -240,7 +254,14 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
 
 
 def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision | None:
-    """Decides for the leader while no round is open; returns None where it has nothing to do."""
+    """Decides for the leader while no round is open; returns None where it has nothing to do.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, which names this registration.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
     if view.reports is None:
         return None
     reports = [view.reports.get(member.node) for member in world.members]
@@ -285,6 +306,11 @@ def leases_are_conclusive(store: StoreHealth, now_s: float, ttl_s: float) -> boo
 
     It can if the agent's own lease is fresh, and after an outage of the store every node had a TTL
     to register again.
+
+    Args:
+        store: What the agent knows of the store's outages and of its own lease.
+        now_s: Present time, on the same clock.
+        ttl_s: Seconds after which a lease that is not renewed lapses.
     """
     own_lease_is_fresh = now_s - store.confirmed_s <= ttl_s / 2
     store_is_well = store.reachable and now_s - store.outage_end_s >= ttl_s
@@ -292,13 +318,27 @@ def leases_are_conclusive(store: StoreHealth, now_s: float, ttl_s: float) -> boo
 
 
 def member_is_lost(view: View, since_s: float, now_s: float, policy: JobPolicy) -> bool:
-    """Returns whether a member that has not been registered since `since_s` is gone: V1 and V2."""
+    """Returns whether a member that is not registered is gone: V1 and V2.
+
+    Args:
+        view: What this agent sees.
+        since_s: Time since which the member is not registered.
+        now_s: Present time, on the same clock.
+        policy: Limits and times, of which the TTL of a lease counts.
+    """
     proven_alive = _makes_steps(view, since_s - policy.lease_ttl_s / 2, now_s, policy)
     return leases_are_conclusive(view.store, now_s, policy.lease_ttl_s) and not proven_alive
 
 
 def _makes_steps(view: View, after_s: float, now_s: float, policy: JobPolicy) -> bool:
-    """Returns whether all members make steps, and made one after `after_s`: V3."""
+    """Returns whether all members make steps, and made one after `after_s`: V3.
+
+    Args:
+        view: What this agent sees of its own workers, which step together with all others.
+        after_s: Earliest time of the last step that still proves the others alive.
+        now_s: Present time, on the same clock.
+        policy: Limits and times, of which the TTL of a lease counts.
+    """
     workers = view.workers
     trained = view.world is not None and workers.generation == view.world.generation
     quiet_s = now_s - workers.stepped_s
@@ -316,6 +356,12 @@ def request_graceful_stop(
 
     Workers that start slowly are not waited for: until all have their state in place no step is
     made, so an alarm loses none.
+
+    Args:
+        view: What this agent sees.
+        flags: Bits of the control word that ask for the change.
+        kind: Kind of the alarm, where one is raised instead.
+        reason: Reason of the decision and of the alarm.
     """
     workers = view.workers
     if workers.running and (workers.plain or workers.late):

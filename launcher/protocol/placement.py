@@ -19,7 +19,8 @@ def replica_sources(zones: Sequence[str]) -> tuple[int, ...]:
     or both in the ring. A pair lies in two zones, unless one zone has more than half of the
     members; where zones are not known, neighbours in the order of members are a pair.
 
-    zones: those of the members, in the order of members.
+    Args:
+        zones: Zones of the members, in the order of members; empty where not known.
     """
     count = len(zones)
     if count < 2:
@@ -48,7 +49,13 @@ def _by_pairs(zones: Sequence[str]) -> list[int]:
 
 def alike(members: Sequence[Member], shard: ShardOver, workers: int | None = None) -> list[Member]:
     """Returns the members that one world may have: where each node divides the whole state among
-    its workers, those with `workers` workers; None: with as many as the first has."""
+    its workers, those with the same number of workers.
+
+    Args:
+        members: Candidates; all are returned where the whole world divides the state.
+        shard: Ranks among which the strategy divides state.
+        workers: Number of workers that a node must have; None: as many as the first candidate.
+    """
     if shard == "world" or not members:
         return list(members)
     nproc = members[0].nproc if workers is None else workers
@@ -76,7 +83,14 @@ def order_members(
     world: World | None, joiners: Sequence[Member], staying: Iterable[Member], most: int
 ) -> tuple[Member, ...]:
     """Returns the members of the next world: those that stay have their old order, new ones come
-    last."""
+    last.
+
+    Args:
+        world: The world before; None: this is the first one, and no member stays.
+        joiners: New members, in the order in which they come.
+        staying: Members of `world` that stay.
+        most: Maximum number of members; the last in the order are left out.
+    """
     kept = list(staying)
     if world is not None:
         position = {member.node: index for index, member in enumerate(world.members)}

@@ -63,7 +63,14 @@ GONE_AT_ONCE = 100
 
 
 def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
-    """Decides for the acting leader in a round."""
+    """Decides for the acting leader in a round.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, whose round is open.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
     opened_s = max(view.round_s or now_s, view.store.outage_end_s)
     answers = answers_of(view)
     answered = [m for m in world.members if m.node in answers and _lives(view, m, now_s, policy)]
@@ -131,7 +138,14 @@ class _Round:
 
 def _able(view: View, world: World, staying: Sequence[Member], now_s: float) -> set[str]:
     """Returns the nodes that the next world could have: members that stay, and waiting nodes that
-    are not set aside."""
+    are not set aside.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view.
+        staying: Members of that world that stay.
+        now_s: Present time, on the clock of the view's times.
+    """
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     waiting = {m.node for m in joiners_of(view, world)}
     return (waiting - aside.keys()) | {member.node for member in staying}
@@ -152,7 +166,14 @@ def _judged(
 ) -> World:
     """Returns the next world without its members: its state, and the attribution of the failures.
 
-    answers: the reports of the nodes that are there, and of those whose workers have stopped.
+    Args:
+        view: What this agent sees.
+        world: World of the view, whose round is closed.
+        outcome: The nodes that are there, and the cause of the round's failure.
+        resume: State that the next world starts from.
+        answers: Reports by node: of the nodes that are there, and of those whose workers have
+            stopped.
+        now_s: Present time, on the clock of the view's times.
     """
     present, reports = answers
     cause = outcome.cause
@@ -193,7 +214,13 @@ def left_out_after(
     world: World, resume: Resume, reports: Mapping[str, Report]
 ) -> tuple[LeftOutBatch, ...]:
     """Returns the global batches after `resume` that are left out; the state of `resume` records
-    those before it as skipped."""
+    those before it as skipped.
+
+    Args:
+        world: World of the generation that ends.
+        resume: State that the next world starts from.
+        reports: Reports by node, whose failures may leave out another batch.
+    """
     failures = [report.failure for report in reports.values()]
     new = [failure.left_out for failure in failures if failure is not None]
     every = {*world.left_out, *(batch for batch in new if batch is not None)}
@@ -213,7 +240,12 @@ def _next_world(
 ) -> Decision:
     """Returns the next world with its members, or a decision to wait for enough of them.
 
-    lost: a note on a snapshot that no node holds whole.
+    Args:
+        view: What this agent sees.
+        following: The next world without its members.
+        outcome: The nodes that are there, and why the last world ended.
+        policy: Limits and times, with operators' changes.
+        lost: Note on a snapshot that no node holds whole; empty: there is none.
     """
     world, cause = view.world, outcome.cause
     assert world is not None
@@ -239,7 +271,13 @@ def _next_world(
 
 
 def waiting_class(view: View, now_s: float, policy: JobPolicy) -> Waiting:
-    """Returns the class of the time in which the job has no workers: G3 in `goodput`."""
+    """Returns the class of the time in which the job has no workers: G3 in `goodput`.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
     if view.members is None:
         return "regroup"
     reports = view.reports or {}
@@ -258,6 +296,11 @@ def others_may_save(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether a node that leaves no other one behind must wait.
 
     What it holds may be part of a snapshot that becomes whole once others have stopped too.
+
+    Args:
+        view: What this agent sees of an open round.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; past `stop_s` and `save_s` together it need not wait.
     """
     waited_s = now_s - (view.round_s or now_s)
     if not view.can_save or waited_s >= policy.stop_s + policy.save_s:
@@ -271,6 +314,12 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
 
     That happens in a round that lasts because no node can go on. Of several nodes that hold a shard
     the first in the world's order writes it.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, whose round is open.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; `alive_s` sets from when on a round counts as lasting.
     """
     reports = {n: r for n, r in answers_of(view).items() if r.phase == "stopped"}
     ending = view.control.stop and len(reports) == len(world.members)
@@ -296,7 +345,13 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
 
 def _gone(view: View, world: World, members: tuple[Member, ...]) -> tuple[str, ...]:
     """Returns the nodes of the former world that have no place in the next, as they were
-    registered."""
+    registered.
+
+    Args:
+        view: What this agent sees.
+        world: The former world.
+        members: Members of the next world.
+    """
     after = {member.node for member in members}
     left_out = [m for m in world.members if m.node not in after]
     gone = [member.node for member in left_out if _registered(view, member)]
@@ -310,6 +365,12 @@ def _lives(view: View, member: Member, now_s: float, policy: JobPolicy) -> bool:
     This holds for a TTL after the round's beginning, and after the store's return unless the member
     had been missing for a TTL before: a slow answer counts as a return too, and brings no node
     back.
+
+    Args:
+        view: What this agent sees of the registrations and the store's outages.
+        member: Member of the world, which has answered in this round.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, of which the TTL of a lease counts.
     """
     registration = (view.members or {}).get(member.node)
     if registration is not None:
@@ -326,7 +387,13 @@ def _registered(view: View, member: Member) -> bool:
 
 
 def _departure(node: str, report: Report | None, alarm: Alarm | None) -> str:
-    """Returns why a node left, in its own words; empty if it gave no reason."""
+    """Returns why a node left, in its own words; empty if it gave no reason.
+
+    Args:
+        node: Name of the node.
+        report: Its report; None: it made none.
+        alarm: Alarm of the round, which may be this node's; None: there is none.
+    """
     if alarm is not None and alarm.kind == "leave" and alarm.node == node:
         return alarm.reason
     if report is not None and report.leave_reason:
@@ -339,7 +406,12 @@ def _why(
 ) -> str:
     """Returns one sentence on what changed between the two worlds.
 
-    damage: the damaged checkpoint, with the message of the rank that found it.
+    Args:
+        view: What this agent sees.
+        world: World of the generation that ends.
+        following: The next world, with its members.
+        outcome: The nodes that are there, and why the last world ended.
+        damage: Whether to repeat the message of a rank that found a damaged checkpoint.
     """
     before, after = ({m.node for m in w.members} for w in (world, following))
     silent, stay, cause = outcome.silent, {m.node for m in outcome.staying}, outcome.cause

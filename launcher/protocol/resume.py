@@ -30,7 +30,10 @@ def choose_resume(
 ) -> Resume:
     """Returns the state that the next generation starts from, by the rules of this module.
 
-    reports: by node, of the generation of `world`. storage_step: newest good checkpoint, if any.
+    Args:
+        world: World of the generation that ends; None: there was none.
+        reports: Reports by node, of the generation of `world`.
+        storage_step: Step of the newest good checkpoint; None: there is none.
     """
     candidates = [Resume(tier="fresh")]
     if storage_step is not None:
@@ -52,7 +55,13 @@ def verified_step(reports: Mapping[str, Report]) -> int | None:
 
 
 def _not_after(world: World, candidates: Sequence[Resume], verified: int) -> list[Resume]:
-    """Returns what rule 5 leaves of the candidates."""
+    """Returns what rule 5 leaves of the candidates.
+
+    Args:
+        world: World of the generation that ends.
+        candidates: All states that could be started from.
+        verified: Last step at which the ranks were equal.
+    """
     fresh = [resume for resume in candidates if resume.tier == "fresh"]
     equal = [resume for resume in candidates if resume.tier != "fresh" and resume.step <= verified]
     newer = [resume for resume in equal if resume != _as_held(world.resume, resume)]
@@ -115,7 +124,13 @@ def describe_incomplete_snapshot(
     world: World, reports: Mapping[str, Report], resume: Resume
 ) -> str:
     """Returns why no snapshot is used though nodes hold parts of some; empty where one is, or none
-    was taken."""
+    was taken.
+
+    Args:
+        world: World of the generation that ends.
+        reports: Reports by node, of that generation.
+        resume: State that was chosen to start from.
+    """
     if resume.tier == "ram":
         return ""
     if (verified := verified_step(reports)) is not None:

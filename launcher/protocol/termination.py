@@ -52,8 +52,12 @@ def fail_job(
 ) -> Decision | None:
     """Returns the end of a job for which another try is useless; None: it may be tried again.
 
-    excused: the failure is of nodes that are set aside for it (B6 in `failure_policy`), or of one
-    that leaves.
+    Args:
+        following: World that would come next, with the attribution of this round's failure.
+        cause: Node and failure that ended the generation; None: it did not fail.
+        policy: Limits and times, of which `max_restarts` counts.
+        excused: Whether the failure is of nodes that are set aside for it (B6 in `failure_policy`),
+            or of one that leaves.
     """
     if cause is None:
         return None
@@ -98,7 +102,12 @@ def end_once_saved(
     """Returns the end that `decision` holds, once the newest state in memory is a checkpoint or its
     time is up (E4).
 
-    resume: the newest whole state. waited_s: seconds since the round was opened.
+    Args:
+        view: What this agent sees.
+        resume: The newest whole state.
+        decision: Decision that only writes the end.
+        waited_s: Seconds since the round was opened.
+        policy: Limits and times, of which `save_timeout_s` counts.
     """
     if (saving := wait_until_saved(view, resume, waited_s, policy)) is not None:
         return saving
@@ -119,6 +128,12 @@ def wait_until_saved(
     """Waits until the newest state in memory is a checkpoint (E4).
 
     None: it is one, there is no place for it, or its time is up.
+
+    Args:
+        view: What this agent sees.
+        resume: The newest whole state.
+        waited_s: Seconds since the round was opened.
+        policy: Limits and times, of which `save_timeout_s` counts.
     """
     if not only_in_memory(view, resume) or not view.can_save or waited_s >= policy.save_timeout_s:
         return None
@@ -127,7 +142,14 @@ def wait_until_saved(
 
 def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy) -> str:
     """Returns the end of a reason: what became of the newest state, where storage did not have
-    it."""
+    it.
+
+    Args:
+        view: What this agent sees.
+        resume: The newest whole state.
+        failure: Failure that ends the job; None: it does not end by a worker's failure.
+        policy: Limits and times, of which `save_timeout_s` is named.
+    """
     unwritten = failure.step if failure is not None and failure.blame == "storage" else 0
     held = resume.step if resume.tier == "ram" else 0
     newest, reached = view.storage_step or 0, max(held, unwritten)
@@ -148,7 +170,14 @@ def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy
 
 def stop_job(view: View, resume: Resume, waited_s: float, policy: JobPolicy) -> Decision:
     """Returns the end that an operator asked for, once the newest state in memory is a
-    checkpoint."""
+    checkpoint.
+
+    Args:
+        view: What this agent sees.
+        resume: The newest whole state.
+        waited_s: Seconds since the round was opened.
+        policy: Limits and times, of which `save_s` and `save_timeout_s` count.
+    """
     if not only_in_memory(view, resume):
         return stop_from_storage(view)
     step = resume.step
@@ -184,6 +213,11 @@ def refuse_damaged_checkpoint(view: View, resume: Resume, policy: JobPolicy) -> 
     """Returns the end of a job that would have to begin behind a damaged checkpoint (E3).
 
     None: it may go on from `resume`, for that is allowed and a good checkpoint exists.
+
+    Args:
+        view: What this agent sees; its damage is of the newest committed checkpoint.
+        resume: State that the next generation would start from.
+        policy: Limits and times, of which `strict_checkpoint` counts.
     """
     damage = view.damage
     if damage is None or (resume.step >= damage.step and resume.tier != "fresh"):
@@ -209,6 +243,11 @@ def refuse_unverified_state(
     equal (E6).
 
     None: there is such a state, or the ranks do not differ.
+
+    Args:
+        reports: Reports by node, of the nodes whose workers have stopped.
+        resume: State that the next generation would start from.
+        cause: Node and failure that ended the generation; None: it did not fail.
     """
     verified = verified_step(reports)
     if verified is None or cause is None or resume.tier != "fresh" or verified == 0:
@@ -235,7 +274,12 @@ def skipped_checkpoint(
 ) -> SkippedCheckpoint | None:
     """Returns the damaged checkpoint that a world's reason mentions; None: it mentions none.
 
-    cause: the reason without it. failure: of the rank that found it, if the leader did not see it.
+    Args:
+        view: What this agent sees.
+        resume: State that the world starts from.
+        cause: The reason without the damage.
+        failure: Failure of the rank that found the damage; None: what the leader itself sees
+            counts.
     """
     if failure is not None and failure.bad_step is not None:
         step, message = failure.bad_step, failure.message
