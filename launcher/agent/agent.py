@@ -167,8 +167,9 @@ class Agent:
     def leave(self, reason: str, by_s: float | None = None) -> None:
         """Has this node leave at the next boundary; callable from any thread and signal handler.
 
-        reason: becomes part of the world's reason. by_s: the time at which the machine is gone
-        (monotonic clock).
+        Args:
+            reason: Becomes part of the world's reason.
+            by_s: Time at which the machine is gone, on the monotonic clock; None: it stays.
         """
         self._core.leave(reason, by_s)
 
@@ -313,7 +314,13 @@ class Agent:
         self._spare = self._retire_group()
 
     def start(self, world: World, index: int, now_s: float) -> None:
-        """Starts this node's workers of a generation, in the processes that were kept if any."""
+        """Starts this node's workers of a generation, in the processes that were kept if any.
+
+        Args:
+            world: World of the generation.
+            index: Index of this node in its order of members.
+            now_s: Present time, on the monotonic clock.
+        """
         options = self.options
         token = self._agreed.secret
         reusable, self._spare = self._spare, {}

@@ -22,7 +22,11 @@ START_S, START_MAX_S = 300.0, 1200.0
 def assignments(options: AgentOptions, world: World, index: int, token: Secret) -> list[Assignment]:
     """Returns the assignments of the workers of the node at `index` in the world's order.
 
-    token: the job's token.
+    Args:
+        options: Options of the node.
+        world: World of the generation.
+        index: Index of the node in its order of members.
+        token: The job's token, which workers use as a password.
     """
     member = world.members[index]
     first = world.first_rank(index)
@@ -84,7 +88,13 @@ def timeouts_s(fruitless: int) -> tuple[float, float]:
 
 
 def snapshot_role(world: World, index: int, token: Secret) -> SnapshotRole:
-    """Returns this node's part in holding and saving the state of a generation."""
+    """Returns this node's part in holding and saving the state of a generation.
+
+    Args:
+        world: World of the generation.
+        index: Index of this node in its order of members.
+        token: The job's token, which opens the snapshots of other nodes.
+    """
     sources = replica_sources([member.zone for member in world.members])
     other = sources[index] if sources else None
     return SnapshotRole(

@@ -86,10 +86,18 @@ class AgentOptions:
 def agent_options(
     args: argparse.Namespace, nodes: tuple[int, int]
 ) -> tuple[AgentOptions, StorageError | None]:
-    """Returns the options of `elasticzero run`, checked; raises `UserError`.
+    """Returns the options of `elasticzero run`, checked.
 
-    nodes: the fewest and the most. The second value says why the checkpoint directory cannot be
-    written now; only a job that already runs elsewhere may go on without it.
+    Args:
+        args: Parsed options.
+        nodes: The fewest and the most nodes.
+
+    Returns:
+        The options, and why the checkpoint directory cannot be written now, None where it can. Only
+        a job that already runs elsewhere may go on without it.
+
+    Raises:
+        UserError: An option is invalid.
     """
     job = check_name(args.job or f"job-{uuid.uuid4().hex[:8]}", "--job")
     node = check_name(args.node_name or socket.gethostname(), "--node-name")
@@ -156,7 +164,17 @@ def launch_of(args: argparse.Namespace) -> Launch:
 def worker_settings(
     args: argparse.Namespace, nproc: int, environment: Mapping[str, str]
 ) -> WorkerSettings:
-    """Returns the other settings of workers; raises `UserError`."""
+    """Returns the other settings of workers.
+
+    Args:
+        args: Parsed options.
+        nproc: Number of workers of this node.
+        environment: Variables of the agent, in which OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES
+            count.
+
+    Raises:
+        UserError: CUDA_VISIBLE_DEVICES has fewer GPUs than --virtual-local-rank needs.
+    """
     threads = 1 if nproc > 1 and "OMP_NUM_THREADS" not in environment else None
     devices = None
     if args.virtual_local_rank:

@@ -62,7 +62,13 @@ class AgentConsole:
         """Time at which a line said of a rank that it makes no step."""
 
     def log_line(self, text: str, *, rank: int | None = None, level: int = logging.INFO) -> None:
-        """Logs a line for people. rank: rank of the worker that it is about."""
+        """Logs a line for people.
+
+        Args:
+            text: The line.
+            rank: Rank of the worker that it is about; None: it is about no single one.
+            level: Level of the record, as `logging` has them.
+        """
         log.log(level, "%s", text, extra={"node": self._options.node, "rank": rank})
 
     def starting(self) -> None:
@@ -120,8 +126,12 @@ class AgentConsole:
             self.log_line("an operator drains this node")
 
     def waiting(self, present: Callable[[], Iterable[str]], control: Control) -> None:
-        """Prints every 10 s which nodes are here while there are too few; look: returns their
-        names."""
+        """Prints every 10 s which nodes are here while there are too few.
+
+        Args:
+            present: Returns their names; called only when a line is due.
+            control: What operators ask, which may change the fewest nodes.
+        """
         now_s = time.monotonic()
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
@@ -164,7 +174,13 @@ class AgentConsole:
         )
 
     def tagged(self, step: int, tags: Sequence[str], error: str | None = None) -> None:
-        """Prints that tags name a step, or why they do not."""
+        """Prints that tags name a step, or why they do not.
+
+        Args:
+            step: Step of the checkpoint.
+            tags: The tags.
+            error: Why they do not name the step; None: they do.
+        """
         level = logging.INFO if error is None else logging.WARNING
         self.log_line(tagged_text(step, tags, error), level=level)
 
@@ -208,7 +224,13 @@ class AgentConsole:
         )
 
     def outlasted(self, group: WorkerGroup, ended: Sequence[Worker], now_s: float) -> None:
-        """Prints that these workers have ended and the job waits for others."""
+        """Prints that these workers have ended and the job waits for others.
+
+        Args:
+            group: The node's workers.
+            ended: Workers that have ended; the line has the time of the first one.
+            now_s: Present time, on the monotonic clock.
+        """
         ranks = [worker.rank for worker in ended]
         running = [worker.rank for worker in group.workers if worker.running]
         others = f"{named_text('rank', running, NAMES_SHOWN)} here" if running else "other nodes"
@@ -250,8 +272,12 @@ class AgentConsole:
     def failed(self, done: Done, world: World | None) -> tuple[str, bool]:
         """Prints why the job failed, with the error that caused it, and where its log is.
 
-        world: of the generation that failed. Returns the lines after the reason, and whether they
-        repeat a worker's traceback.
+        Args:
+            done: End of the job.
+            world: World of the generation that failed; None: there was none.
+
+        Returns:
+            The lines after the reason, and whether they repeat a worker's traceback.
         """
         lines = []
         if len(done.setbacks) > 1:
@@ -279,7 +305,13 @@ class AgentConsole:
 
 
 def _log_of(world: World, rank: int, logs: Path) -> str:
-    """Returns the path of a worker's log, which is on the node of the rank."""
+    """Returns the path of a worker's log, which is on the node of the rank.
+
+    Args:
+        world: World in which the rank is.
+        rank: Rank of the worker.
+        logs: Directory of the job's logs, which has one directory for each node.
+    """
     indexes = range(len(world.members))
     index = next(i for i in indexes if rank in world.ranks(i))
     return str(logs / world.members[index].node / f"{rank - world.first_rank(index)}.log")

@@ -98,7 +98,13 @@ class NodeProcesses(Protocol):
         """Ends the workers of the older generation, which make way for those of `world`."""
 
     def start(self, world: World, index: int, now_s: float) -> None:
-        """Starts the workers of the member at `index` of `world`."""
+        """Starts the workers of the member at `index` of `world`.
+
+        Args:
+            world: World of the generation.
+            index: Index of this node in its order of members.
+            now_s: Present time, on the agent's clock.
+        """
 
     def wake(self) -> None:
         """Starts the next turn of the loop at once; callable from any thread and signal handler."""
@@ -164,6 +170,16 @@ class AgentCore:
         listener: Listener,
         clock: Callable[[], float],
     ) -> None:
+        """Creates the core of an agent that is not registered yet.
+
+        Args:
+            policy: Limits and times, without operators' changes.
+            node: Processes of this node.
+            memory: Snapshots in this node's memory, and their saves.
+            store: Parts of the agent that work with the store.
+            listener: Receives what was seen and decided.
+            clock: Returns the present time in seconds; it never goes back.
+        """
         self.policy = policy
         self.exit_code: ExitCode | None = None
         """Set when the agent is to end."""
@@ -185,7 +201,9 @@ class AgentCore:
     def leave(self, reason: str, by_s: float | None = None) -> None:
         """Has this node leave at the next boundary; callable from any thread and signal handler.
 
-        by_s: the time at which the machine is gone, on this agent's clock.
+        Args:
+            reason: Becomes part of the world's reason.
+            by_s: Time at which the machine is gone, on this agent's clock; None: it stays.
         """
         self._notices.append(PreemptionNotice(reason=reason, received_s=self._clock(), by_s=by_s))
         self._node.wake()
@@ -275,6 +293,11 @@ class AgentCore:
 
         A slow answer means that the store was away, and that other agents could not write either:
         their time to answer begins anew.
+
+        Args:
+            view: What was seen before.
+            decision: What was decided from it.
+            now_s: Time of that view, on the agent's clock.
         """
         writer = self._store.writer
         ends = any(isinstance(action, (WriteWorld, WriteDone)) for action in decision.actions)
@@ -304,7 +327,16 @@ class AgentCore:
 
 
 def command(group: Workers, action: Action, now_s: float) -> None:
-    """Passes an action on to the workers that it is about."""
+    """Passes an action on to the workers that it is about.
+
+    Args:
+        group: The node's workers.
+        action: Action that is about workers.
+        now_s: Present time, on the agent's clock.
+
+    Raises:
+        AssertionError: The action is not about workers.
+    """
     match action:
         case RequestBoundaryStop(flags):
             group.request(flags)

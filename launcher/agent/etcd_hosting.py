@@ -114,7 +114,15 @@ def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None
     """Returns when so many nodes are registered, or the job has begun.
 
     Ranks follow the order in which nodes register, and with --node-rank they are to follow the
-    numbers. Raises `OperatorError` after `timeout_s`.
+    numbers.
+
+    Args:
+        store: The job's part of etcd.
+        node_rank: Number of this node from 0 on, and so the number of nodes before it.
+        timeout_s: Maximum seconds to wait.
+
+    Raises:
+        OperatorError: The other nodes did not come in time.
     """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:

@@ -57,7 +57,12 @@ class AgentExtension:
         """Notes an event that was written into the agent's log."""
 
     def turn(self, view: View, token: Secret) -> None:
-        """Notes what the agent sees in a turn of its loop. token: the job's."""
+        """Notes what the agent sees in a turn of its loop.
+
+        Args:
+            view: What it sees.
+            token: The job's token.
+        """
 
     def routes(self) -> Mapping[str, Route]:
         """Returns what the agent serves of this extension, by path."""
@@ -66,7 +71,8 @@ class AgentExtension:
     def close(self, outcome: str | None) -> None:
         """Ends what the extension has begun, as the agent ends.
 
-        outcome: of the job; None: it goes on without this node, or later.
+        Args:
+            outcome: Outcome of the job; None: it goes on without this node, or later.
         """
 
 

@@ -87,7 +87,7 @@ class Coordination:
     restart: bool
     """True: a job that is done begins again."""
     storage_error: StorageError | None = None
-    """Why the checkpoint directory cannot be written now."""
+    """Reason for which the checkpoint directory cannot be written now."""
     hosted: HostedEtcd | None = None
     """The etcd at `endpoints`, where a node of the run starts it."""
     node_rank: int | None = None
@@ -221,7 +221,14 @@ def _retry_store(
 ) -> T:
     """Returns what `call` returns, repeated until --join-timeout while the store does not answer.
 
-    Raises `AccessRefused` at once, for another try would be refused too.
+    Args:
+        call: Requests something from the store.
+        options: Options of the node, of which --join-timeout counts.
+        on_failure: Called before each pause, with the number of failures so far and the last error.
+
+    Raises:
+        AccessRefused: Raised at once, for another try would be refused too.
+        StoreUnavailable: The store did not answer in time.
     """
     return retry_call(
         call,
@@ -236,8 +243,16 @@ def _retry_store(
 def _is_deserted(store: Store, options: AgentOptions, over: Condition) -> bool:
     """Waits a TTL for the nodes of a job that is over to be gone.
 
-    over: the end. Returns False if another node has begun the job again meanwhile; raises
-    `UserError` if there still are nodes.
+    Args:
+        store: The job's part of etcd.
+        options: Options of the node, of which the TTL of leases counts.
+        over: Condition that holds as long as the end is the one that was read.
+
+    Returns:
+        False if another node has begun the job again meanwhile, else True.
+
+    Raises:
+        UserError: There still are nodes.
     """
     deadline_s = time.monotonic() + options.policy.lease_ttl_s + RESTART_REST_S
     while nodes := store.read(MEMBERS).entries:
@@ -277,7 +292,13 @@ def _leave_early(*_: object) -> None:
 
 def _terminate(agent: Agent, number: int, frame: object) -> None:
     """Handles SIGTERM, or a signal that announces it: SIGKILL is expected when the grace is
-    over."""
+    over.
+
+    Args:
+        agent: Agent of this node.
+        number: Number of the signal.
+        frame: Frame that the signal interrupted; not used.
+    """
     grace_s, name = agent.options.grace_s, signal.Signals(number).name
     agent.leave(f"{name} ({grace_s:g} s of grace)", time.monotonic() + grace_s)
 
@@ -287,8 +308,18 @@ def _wait_for_store(
 ) -> ExitCode | None:
     """Waits until etcd answers, and checks that the job is not over.
 
-    Returns the exit code if the launch that this node belongs to has ended (E7); None: it goes on.
-    Raises `StoreUnavailable` after --join-timeout, and `UserError` if the job is over.
+    Args:
+        store: The job's part of etcd.
+        options: Options of the node.
+        endpoints: Endpoints of etcd, for messages.
+        restart: Whether --restart was given, so that a job that is over runs again.
+
+    Returns:
+        The exit code if the launch that this node belongs to has ended (E7); None: the job goes on.
+
+    Raises:
+        StoreUnavailable: etcd did not answer within --join-timeout.
+        UserError: The job is over, and may not run again.
     """
     names, timeout_s = ",".join(endpoints), options.policy.join_timeout_s
     deadline_s = time.monotonic() + timeout_s

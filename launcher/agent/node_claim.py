@@ -36,8 +36,13 @@ def node_claim(
     """Returns this process's claim of a node's name on this machine, and the options with that
     name.
 
-    named: the user gave the name; otherwise it gets a number where a living agent of the job has it
-    on this machine. Raises `OperatorError` where no name is free.
+    Args:
+        options: Options of the node.
+        named: Whether the user gave the name. Otherwise the name gets a number where a living agent
+            of the job has it on this machine.
+
+    Raises:
+        OperatorError: No name is free.
     """
     for root in (options.snapshot_dir, options.overflow_dir):
         if root is not None:

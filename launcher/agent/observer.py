@@ -70,6 +70,18 @@ class ClusterObserver:
         refusals: Refusals,
         draw_token: Callable[[], str] = _draw_token,
     ) -> None:
+        """Creates an observer that has seen nothing yet.
+
+        Args:
+            store: The job's part of etcd.
+            observer: What was last read of the store.
+            membership: The node's registration.
+            subscriptions: What this agent follows in the store.
+            snapshots: Snapshots in this node's memory.
+            storage_probe: Reads the checkpoint directory.
+            refusals: Finds out which agents are gone from hosts that answer.
+            draw_token: Returns a new random text, which becomes part of a world's token.
+        """
         self._store = store
         self._observer = observer
         self._membership = membership
@@ -122,7 +134,13 @@ class ClusterObserver:
         self._began_s = self._last_join_s = now_s
 
     def reported(self, generation: int, report: Report, revision: int = 0) -> None:
-        """Notes that this agent's report of a generation was put, at that revision."""
+        """Notes that this agent's report of a generation was put.
+
+        Args:
+            generation: Number of the generation.
+            report: The report, without the token of its world.
+            revision: Revision at which it was put; 0: not known.
+        """
         self._my_reports = {generation: report}
         self._put_at = (self._store.history, revision)
 
@@ -149,7 +167,14 @@ class ClusterObserver:
     def view(
         self, workers: WorkerGroupState, leaving: bool, now_s: float, policy: JobPolicy
     ) -> View:
-        """Returns all that this agent can see now; requests nothing from the store."""
+        """Returns all that this agent can see now; requests nothing from the store.
+
+        Args:
+            workers: State of this node's workers.
+            leaving: Whether this node is to leave.
+            now_s: Present time, on the agent's clock.
+            policy: Limits and times, without operators' changes.
+        """
         world, _ = self._observer.world()
         observer = self._observer
         me = self._membership.me
@@ -252,7 +277,13 @@ class ClusterObserver:
     def _note_members(
         self, world: World | None, members: Mapping[str, Member] | None, now_s: float
     ) -> tuple[str, ...]:
-        """Notes which nodes have come; returns the members of the world without a registration."""
+        """Notes which nodes have come; returns the members of the world without a registration.
+
+        Args:
+            world: The present world; None: there is none.
+            members: Registrations by node; None: they are not watched now.
+            now_s: Present time, on the agent's clock.
+        """
         same = members is self._noted
         if not same:
             registered = frozenset((m.node, m.incarnation) for m in (members or {}).values())

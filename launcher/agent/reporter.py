@@ -101,7 +101,7 @@ class AgentReporter:
         self._time_complete = True
         """False if this agent has not seen all of the job's time since the present world began."""
         self._waiting: Waiting | None = None
-        """Why no workers run; None: they do."""
+        """Reason for which no workers run; None: they do."""
         self._recovery = RecoveryRecord(
             lambda cause, phase, s: metrics.recovery_seconds.labels(cause, phase).observe(s)
         )
@@ -204,6 +204,13 @@ class AgentReporter:
         self.console.quarantined(world)
 
     def starting(self, world: World, index: int, now_s: float) -> None:
+        """Records that the workers of a generation start.
+
+        Args:
+            world: World of the generation.
+            index: Index of this node in its order of members.
+            now_s: Present time, on the monotonic clock.
+        """
         lost = max(0, self._latest.step - world.resume.step)
         self._recovery.starting(now_s, lost)
         self._latest.starting(now_s)
@@ -225,7 +232,13 @@ class AgentReporter:
         self._metrics.workers_running.set(len(group.workers))
 
     def received(self, group: WorkerGroup, received: Iterable[Received], now_s: float) -> None:
-        """Records messages of workers."""
+        """Records messages of workers.
+
+        Args:
+            group: The node's workers.
+            received: Pairs of a worker and its message, in the order in which they came.
+            now_s: Present time, on the monotonic clock.
+        """
         for worker, message in received:
             local = worker.local_rank
             if not isinstance(message, Ended):

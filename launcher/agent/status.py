@@ -42,7 +42,7 @@ class Latest:
     compute: ComputeTimes = field(default_factory=ComputeTimes)
     counts: JobCounts = field(default_factory=JobCounts)
     seconds: Mapping[str, float] | None = None
-    """Where the job's time has gone, by class; None: this agent has not seen all of it."""
+    """Seconds of the job's time, by class; None: this agent has not seen all of it."""
     world_time: float | None = None
     """Unix time when the present world was seen."""
     step: int = 0
@@ -117,7 +117,14 @@ def agent_routes(
 def agent_status(
     options: AgentOptions, view: View | None, latest: Latest, *, leaving: bool
 ) -> dict[str, Any]:
-    """Returns plain values for `/status`."""
+    """Returns plain values for `/status`.
+
+    Args:
+        options: Options of the node.
+        view: What the agent saw last; None: nothing yet.
+        latest: Newest numbers of the node's workers, and of what the agent has decided.
+        leaving: Whether this node is to leave.
+    """
     world = view.world if view is not None else None
     workers = view.workers if view is not None else WorkerGroupState()
     policy = with_operator_overrides(options.policy, latest.control)
@@ -154,7 +161,13 @@ def agent_status(
 
 
 def _set_aside_s(view: View | None, world: World | None, now_s: float) -> dict[str, float]:
-    """Returns the nodes that are set aside, and for how many more seconds."""
+    """Returns the nodes that are set aside, and for how many more seconds.
+
+    Args:
+        view: What the agent saw last; None: nothing yet.
+        world: World of that view; None: there is none.
+        now_s: Present time, on the monotonic clock.
+    """
     if view is None or world is None:
         return {}
     return quarantined(world.strikes, world.strikes, view.struck_s, now_s)
@@ -165,7 +178,11 @@ def job_state(
 ) -> JobState | None:
     """Returns what this agent knows of the whole job; None: it does not lead, or the job is over.
 
-    times: own times of the workers of all nodes.
+    Args:
+        options: Options of the node.
+        view: What the agent saw last; None: nothing yet.
+        latest: Newest numbers of the node's workers, and of what the agent has decided.
+        times: Own time of each worker in a step, in seconds, by node and local rank.
     """
     if view is None or view.done is not None or not is_leader(view):
         return None
@@ -208,7 +225,14 @@ def job_state(
 
 
 def _waiting(view: View, world: World | None, aside: Mapping[str, float]) -> int | None:
-    """Returns the number of nodes that are registered and in no world, without those set aside."""
+    """Returns the number of nodes that are registered and in no world, without those set aside;
+    None: the registrations are not watched.
+
+    Args:
+        view: What the agent saw last.
+        world: World of that view; None: there is none.
+        aside: Nodes that are set aside, each with the seconds for which it still waits.
+    """
     if view.members is None:
         return None
     outside = [m for m in view.members.values() if world is None or not world.names(m)]

@@ -113,7 +113,9 @@ class StoreWriter:
     def reread(self, view: View, *, ends: bool) -> PrefixState | None:
         """Reads what a decision that needs a fresh view rests on; returns `world` as it is now.
 
-        ends: the decision ends a generation, and rests on its reports too.
+        Args:
+            view: View from which the decision was made.
+            ends: Whether the decision ends a generation, so that it rests on the reports too.
         """
         generation = view.world.generation if view.world is not None else 0
         for prefix in (reports_of(generation), MEMBERS) if ends else (MEMBERS,):
@@ -125,7 +127,11 @@ class StoreWriter:
     ) -> None:
         """Writes the next world, or the end of the job.
 
-        stands: `world` before `view` was made; the write is refused if it has changed since.
+        Args:
+            action: Holds the document to write.
+            view: View from which it was decided.
+            basis: State of `world` before that view was made; the write is refused if it has
+                changed since.
         """
         if isinstance(action, WriteDone):
             done = {DONE: to_bytes(replace(action.done, launch_id=self._launch_id))}

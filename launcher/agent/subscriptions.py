@@ -56,6 +56,13 @@ class Subscriptions:
     """Follows in the store what one agent's role needs."""
 
     def __init__(self, store: Store, observer: WatchCache, membership: Membership) -> None:
+        """Creates subscriptions to nothing.
+
+        Args:
+            store: The job's part of etcd.
+            observer: Follows prefixes of the store for this agent.
+            membership: The node's registration.
+        """
         self._store = store
         self._observer = observer
         self._membership = membership
@@ -64,7 +71,7 @@ class Subscriptions:
         self._oldest: Entry | None = None
         """Oldest registration, as far as is known."""
         self._surplus: tuple[tuple[int, int], bool] | None = None
-        """How many nodes may be here, this registration's revision, and whether as many came
+        """Number of nodes that may be here, this registration's revision, and whether as many came
         before; the answer stays true for these two."""
         self._find_room_after_s = 0.0
         self._last_put_report: Report | None = None
@@ -79,7 +86,13 @@ class Subscriptions:
         self._oldest = self._find_oldest_after_s = self._surplus = None
 
     def update(self, view: View, now_s: float, policy: JobPolicy) -> None:
-        """Follows what `view` shows to be needed next, and reads what is due."""
+        """Follows what `view` shows to be needed next, and reads what is due.
+
+        Args:
+            view: What this agent sees.
+            now_s: Present time, on the clock of the view's times.
+            policy: Limits and times, without operators' changes.
+        """
         if view.outside_s is not None and policy.spares is not None:
             self._find_room(view, now_s, policy)
         self._read_own_report(view, now_s)
@@ -91,7 +104,13 @@ class Subscriptions:
 
     def is_surplus(self, view: View, now_s: float, policy: JobPolicy) -> bool:
         """Returns whether MAX nodes and all spares that may wait came before this node, and are
-        here."""
+        here.
+
+        Args:
+            view: What this agent sees.
+            now_s: Present time, on the clock of the view's times.
+            policy: Limits and times, without operators' changes.
+        """
         room = _room(view, policy)
         case = (room, self._membership.revision)
         return _has_waited(view, now_s, policy) and self._surplus == (case, True)
@@ -120,7 +139,13 @@ class Subscriptions:
                 self._own_report = (key, self._store.read(key))
 
     def _follow(self, view: View, now_s: float, policy: JobPolicy) -> None:
-        """Watches what this agent's role needs, and no more: a thousand agents share one store."""
+        """Watches what this agent's role needs, and no more: a thousand agents share one store.
+
+        Args:
+            view: What this agent sees.
+            now_s: Present time, on the clock of the view's times.
+            policy: Limits and times, of which the TTL of a lease and `alive_s` count.
+        """
         prefixes = {WORLD, CONTROL, DONE, ALARM}
         world = view.world
         if world is None:
@@ -168,6 +193,11 @@ class Subscriptions:
         """Reads which nodes came first, to find whether this node is one too many.
 
         The store is asked once for each MAX, when a node lost before this one came is gone.
+
+        Args:
+            view: What this agent sees.
+            now_s: Present time, on the clock of the view's times.
+            policy: Limits and times, without operators' changes.
         """
         if not _has_waited(view, now_s, policy):
             return
@@ -223,7 +253,13 @@ def _room(view: View, policy: JobPolicy) -> int:
 
 def _has_waited(view: View, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether this node has been outside the world for so long that the loss of a member is
-    known."""
+    known.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, of which the TTL of a lease counts.
+    """
     since_s = max(view.outside_s or now_s, view.store.outage_end_s)
     return now_s - since_s >= SURPLUS_TTLS * policy.lease_ttl_s
 
@@ -238,7 +274,14 @@ def _stagger_s(world: World, index: int) -> float:
 
 def _steps_are_overdue(view: View, index: int, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether the member at `index` watches the others too, for the workers of its world
-    have made no step for long."""
+    have made no step for long.
+
+    Args:
+        view: What this agent sees.
+        index: Index of this node in the world's order; later members begin later.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, of which the TTL of a lease counts.
+    """
     workers = view.workers
     known_s = view.world_s if view.world_s is not None else now_s
     turn_s = max(policy.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
