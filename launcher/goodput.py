@@ -80,7 +80,9 @@ class TimeSpent:
     def unseen(self, until: float, step: int) -> TimeSpent:
         """Returns this with the time up to `until`, of which no living agent saw anything: G7.
 
-        step: last step of the state that is left.
+        Args:
+            until: Unix time at which that time ends.
+            step: Last step of the state that is left.
         """
         gap_s = max(0.0, until - self.until)
         (first, _), (last, _) = (self.steps[0], self.steps[-1]) if self.steps else ((0, 0), (0, 0))
@@ -132,9 +134,11 @@ class TimeAccount:
     """Sorts the time of a job into classes while an agent sees it pass."""
 
     def __init__(self, now_s: float, before: TimeSpent | None = None) -> None:
-        """Begins at `now_s`, when no workers run.
+        """Begins to account, when no workers run.
 
-        before: where the time before has gone.
+        Args:
+            now_s: Present time, on the clock of all later calls.
+            before: Where the time before has gone; None: there was none.
         """
         self._settled = dict(before.seconds) if before is not None else {}
         self._steps = list(before.steps) if before is not None else []

@@ -29,8 +29,8 @@ class ResolvedRun:
     signals: tuple[signal.Signals, ...]
     """Signals at which this node leaves, besides SIGTERM."""
     storage_error: StorageError | None
-    """Why the checkpoint directory cannot be written now; a job that already runs elsewhere may go
-    on without it."""
+    """Reason for which the checkpoint directory cannot be written now; a job that already runs
+    elsewhere may go on without it."""
     lines: tuple[str, ...]
     """Lines that are printed for the user."""
 

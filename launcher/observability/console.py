@@ -106,7 +106,7 @@ class ClusterConsole:
         self._shown_s = 0.0
         self._stopped = False
         self._end_reason = ""
-        """Why the script ended training early."""
+        """Reason for which the script ended training early."""
         self._errors: dict[str, dict[str, Any]] = {}
         """Event of the error with which the agent of a node has ended, by node."""
         self._pages: dict[str, str] = {}

@@ -37,7 +37,7 @@ class JobState:
     """Nodes that are registered and in no world, without those that are set aside."""
     set_aside: int = 0
     seconds: Mapping[str, float] | None = None
-    """Where the job's time has gone, by class."""
+    """Seconds of the job's time, by class."""
     step: int | None = None
     progress_time: float | None = None
     """Unix time of the last step; before the first, of the agent's begin."""

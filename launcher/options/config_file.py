@@ -34,8 +34,14 @@ class FileValue:
 def read_config(path: str, options: Iterable[Option], command: str) -> dict[str, FileValue]:
     """Returns the values that the file gives, by the names of the options, `script` and `args`.
 
-    command: the command whose options these are, for errors. Raises `UserError` for a file that
-    cannot be read, a key that is no option of the command, and a value of another type.
+    Args:
+        path: Path of the file.
+        options: Options of the command.
+        command: Name of the command, for errors.
+
+    Raises:
+        UserError: The file cannot be read, has a key that is no option of the command, or a value
+            of another type.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -54,7 +60,19 @@ def read_config(path: str, options: Iterable[Option], command: str) -> dict[str,
 def parse_config(
     path: str, text: str, table: Mapping[str, Any], options: Iterable[Option], command: str
 ) -> dict[str, FileValue]:
-    """Returns what a parsed file gives. text: its whole text. Raises `UserError`."""
+    """Returns what a parsed file gives, as `read_config` does.
+
+    Args:
+        path: Path of the file, for errors.
+        text: Text of the file, in which the lines of keys are found.
+        table: What the text holds.
+        options: Options of the command.
+        command: Name of the command, for errors.
+
+    Raises:
+        UserError: A key is no option of the command or is given twice, or a value is of another
+            type.
+    """
     by_key = {
         flag.removeprefix("--"): option
         for option in options
@@ -90,7 +108,17 @@ def line_of(text: str, key: str) -> int | None:
 
 
 def _typed(option: Option, key: str, value: Any, where: str) -> tuple[str, Any]:
-    """Returns the name of the option and its value; raises `UserError` for another type."""
+    """Returns the name of the option and its value.
+
+    Args:
+        option: Option that the key names.
+        key: The key, with dashes, for errors.
+        value: Value in the file.
+        where: File and line, for errors.
+
+    Raises:
+        UserError: The value is of another type, or the option does not accept it.
+    """
     is_text = isinstance(value, str)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if option.flags[0] == TEE and (is_text or is_number):
@@ -114,7 +142,16 @@ def _typed(option: Option, key: str, value: Any, where: str) -> tuple[str, Any]:
 
 
 def _words(key: str, value: Any, where: str) -> Any:
-    """Returns the script, or its arguments; raises `UserError` for another type."""
+    """Returns the script, or its arguments.
+
+    Args:
+        key: The key of the script or of its arguments.
+        value: Value in the file.
+        where: File and line, for errors.
+
+    Raises:
+        UserError: The value is of another type.
+    """
     if key == SCRIPT_KEY:
         if not isinstance(value, str) or not value:
             raise UserError(f"{where}: {key}: a string is expected, such as 'train.py'")

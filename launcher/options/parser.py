@@ -199,7 +199,13 @@ def add_command(
 
 
 def add_options(parser: Parser, options: Sequence[Option], required: Sequence[str] = ()) -> None:
-    """Adds options to a parser. required: names of the options that must have a value."""
+    """Adds options to a parser.
+
+    Args:
+        parser: Parser of the command.
+        options: Options in the order in which the help lists them.
+        required: Names of the options that must have a value.
+    """
     parser.options, parser.required = tuple(options), tuple(required)
     headings = dict.fromkeys(option.group for option in options if option.group)
     groups = {heading: parser.add_argument_group(heading) for heading in headings}
@@ -280,7 +286,13 @@ def _read_file(parser: Parser, values: argparse.Namespace) -> dict[str, FileValu
 def _complete_script(
     parser: Parser, values: argparse.Namespace, file: dict[str, FileValue]
 ) -> None:
-    """Sets the script and its arguments, each from the file unless the command line gives it."""
+    """Sets the script and its arguments, each from the file unless the command line gives it.
+
+    Args:
+        parser: Parser of the command.
+        values: What the command line gave; the script, its arguments and their sources are set.
+        file: What the file of `--config` gives, by key.
+    """
     for name, key in (("script", SCRIPT_KEY), ("arguments", ARGUMENTS_KEY)):
         values.sources[name] = ValueSource(Origin.COMMAND_LINE, "command line")
         if getattr(values, name):

@@ -77,9 +77,14 @@ class Rendezvous:
 
 
 def resolve_rendezvous(options: Mapping[str, Any], most_nodes: int) -> Rendezvous:
-    """Returns where the nodes meet; raises `UserError` for options that contradict each other.
+    """Returns where the nodes meet.
 
-    options: the options of `run` by name.
+    Args:
+        options: Values of the options of `run`, by name.
+        most_nodes: Maximum number of nodes of the run.
+
+    Raises:
+        UserError: Options contradict each other, or one is invalid.
     """
     conf = parse_conf(options["rdzv_conf"])
     settings, idle = _settings(conf)
@@ -131,7 +136,18 @@ def _hosted(
     most_nodes: int,
     conf: Mapping[str, str],
 ) -> HostedEtcd | None:
-    """Applies Z4 and Z5; returns None if neither applies, or if the node runs alone."""
+    """Applies Z4 and Z5; returns None if neither applies, or if the node runs alone.
+
+    Args:
+        options: Values of the options of `run`, by name.
+        backend: Value of --rdzv-backend; None: it was not given.
+        endpoint: Value of --rdzv-endpoint; None: it was not given.
+        most_nodes: Maximum number of nodes of the run.
+        conf: Keys and values of --rdzv-conf.
+
+    Raises:
+        UserError: Other nodes cannot know the port, or `is_host` is neither true nor false.
+    """
     is_host = _flag(conf, "is_host")
     if backend == "c10d":
         host, port = split_endpoint(endpoint or "localhost", C10D_PORT)
@@ -237,7 +253,14 @@ def check_rendezvous(args: argparse.Namespace, most_nodes: int) -> Rendezvous:
 
 
 def _take_over(args: argparse.Namespace, name: str, value: Any, others: Sequence[str]) -> None:
-    """Sets an option to what torchrun's options mean; its source is the strongest of `others`."""
+    """Sets an option to what torchrun's options mean; its source is the strongest of `others`.
+
+    Args:
+        args: Parsed options, which are changed.
+        name: Name of the option.
+        value: The value that torchrun's options give.
+        others: Names of torchrun's options that may have given the value.
+    """
     if getattr(args, name) == value:
         return
     setattr(args, name, value)

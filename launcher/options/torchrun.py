@@ -149,7 +149,11 @@ TORCHRUN_OPTIONS = MAPPED + IDLE
 
 
 def without_effect(values: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each option that was given and has no effect. values: values by name."""
+    """Returns a line for each option that was given and has no effect.
+
+    Args:
+        values: Values of all options, by name.
+    """
     return [
         f"{option.flags[0]} has no effect: {_IDLE[option.flags[0]]}"
         for option in IDLE

@@ -72,9 +72,14 @@ def parse_nnodes(text: str, what: str = "--nnodes") -> tuple[int, int]:
 
 
 def parse_nproc(text: str) -> int:
-    """Returns the number of workers of a node; raises `UserError` for an invalid text.
+    """Returns the number of workers of a node.
 
-    text: a number; gpu, one for each GPU; cpu, one for each core; auto, as gpu, or 1 without GPUs.
+    Args:
+        text: A number; `gpu`, one for each GPU; `cpu`, one for each core; `auto`, as `gpu`, or 1
+            without GPUs.
+
+    Raises:
+        UserError: The text is invalid, or there is no GPU for `gpu`.
     """
     value = str(text)
     if value in ("auto", "gpu"):
@@ -94,10 +99,12 @@ def parse_nproc(text: str) -> int:
 
 
 def count_gpus(devices: int, visible: str | None) -> int:
-    """Returns the number of GPUs that CUDA shows a process, of the `devices` of a node.
+    """Returns the number of GPUs that CUDA shows a process.
 
-    visible: CUDA_VISIBLE_DEVICES, a list of numbers or names that ends at the first invalid one; of
-    MIG instances only one is shown.
+    Args:
+        devices: Number of GPUs of the node.
+        visible: Value of CUDA_VISIBLE_DEVICES, a list of numbers or names that ends at the first
+            invalid one; of MIG instances only one is shown. None: it is not set.
     """
     if visible is None or not devices:
         return devices
@@ -115,7 +122,13 @@ def count_gpus(devices: int, visible: str | None) -> int:
 def check_script(script: str, *, is_module: bool, is_program: bool = False) -> str:
     """Returns the absolute path of the script or program, or the module's name.
 
-    Raises `UserError` if it does not exist.
+    Args:
+        script: What the command line or the file names.
+        is_module: Whether it is the name of a module (-m).
+        is_program: Whether it is a program that Python does not run (--no-python).
+
+    Raises:
+        UserError: It does not exist, or is named as both a module and a program.
     """
     if is_program and is_module:
         raise UserError("--no-python and -m exclude each other: a module is run by Python")
@@ -139,9 +152,14 @@ def check_script(script: str, *, is_module: bool, is_program: bool = False) -> s
 
 
 def make_log_directory(log_dir: str | None, job: str) -> Path:
-    """Creates DIR/JOB for logs; raises `UserError` if logs cannot be written there.
+    """Creates DIR/JOB for logs.
 
-    log_dir: --log-dir; None: a new temporary directory.
+    Args:
+        log_dir: Value of --log-dir; None: a new temporary directory.
+        job: Name of the job.
+
+    Raises:
+        UserError: Logs cannot be written there.
     """
     what = f"--log-dir {log_dir}" if log_dir else "the directory for logs"
     try:

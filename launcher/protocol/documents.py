@@ -115,7 +115,7 @@ class World:
     left_out: tuple[LeftOutBatch, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Global batches after `resume` that are left out because training was rolled back."""
     time_spent: TimeSpent | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Where the job's time has gone until this world was written; None: not stated."""
+    """Time of the job by class until this world was written; None: not stated."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
@@ -207,7 +207,7 @@ class Report:
     """Token of the generation that the report is about; empty: not stated. There may be two
     generations of one number where the store has lost its data."""
     end_reason: str = ""
-    """Phase `finished`: why the script ended training early, by `session.stop`."""
+    """Phase `finished`: reason for which the script ended training early, by `session.stop`."""
     ran: bool = False
     """True if the workers have run for a while and never called `elasticzero.run`; the steps of a
     plain script are not counted."""
@@ -249,8 +249,8 @@ class Done:
     setbacks: tuple[FailureRecord, ...] = ()
     """First error of each generation, where the job has failed several times."""
     end_reason: str = field(default="", metadata=OMIT_DEFAULT)
-    """Why the script ended training early, by `session.stop`; empty: it did not, or a version
-    without this field wrote this document."""
+    """Reason for which the script ended training early, by `session.stop`; empty: it did not, or a
+    version without this field wrote this document."""
     launch_id: str = field(default="", metadata=OMIT_DEFAULT)
     """--launch-id of the node that wrote it; empty: it had none."""
 

@@ -101,7 +101,7 @@ class WorkerGroupState:
     saving: int = 0
     """Number of live processes that have left the loop, and may be writing their snapshot."""
     end_reason: str = ""
-    """Why the script ended training early, where it did."""
+    """Reason for which the script ended training early; empty: it did not."""
     failure: Failure | None = None
     requested: int = 0
     """Flags that were already requested of the workers."""
@@ -216,7 +216,7 @@ class View:
     nodes that are gone, and bring no node into a world."""
     leaving: bool = False
     notice: PreemptionNotice | None = None
-    """Why this node leaves, and by when."""
+    """Reason for which this node leaves, and its deadline; None: it stays."""
     workers: WorkerGroupState = WorkerGroupState()
     holdings: tuple[Holding, ...] = ()
     saving: bool = False
@@ -232,7 +232,8 @@ class View:
     storage_step: int | None = None
     """Step of the newest good checkpoint."""
     storage_pending: str | None = None
-    """Why it is not known yet what storage holds; None: it is known, or was not asked for."""
+    """Reason for which it is not known yet what storage holds; None: it is known, or was not asked
+    for."""
     damage: DamagedCheckpoint | None = None
     """Damage of the newest committed checkpoint."""
     refusing: frozenset[str] = frozenset()

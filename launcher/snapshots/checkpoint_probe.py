@@ -30,7 +30,7 @@ class CheckpointState:
     damage: DamagedCheckpoint | None = None
     """Damage of the newest checkpoint; None: it is good."""
     pending: str | None = None
-    """Why there is no result yet; None: there is one."""
+    """Reason for which there is no result yet; None: there is one."""
 
 
 class CheckpointProbe:

@@ -39,7 +39,7 @@ class History:
         self.number = 0
         """Number of the present history: how often the data were found to be others."""
         self.reason = ""
-        """How that was found, the last time."""
+        """Sign by which that was found, the last time."""
         self._cluster = 0
         self._revision = 0
         self._lock = threading.Lock()

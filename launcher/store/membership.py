@@ -52,6 +52,16 @@ class Membership:
         bind: Callable[[], socket.socket] = bound_socket,
         draw_incarnation: Callable[[], str] = new_incarnation,
     ) -> None:
+        """Creates a registration that is not in the store yet.
+
+        Args:
+            store: The job's part of etcd.
+            member: What is registered.
+            ttl_s: Seconds after which the registration lapses if it is not renewed.
+            store_socket: Socket that is bound to the member's `store_port`.
+            bind: Returns another such socket, for the next world.
+            draw_incarnation: Returns a new incarnation, once no world names the present one.
+        """
         self.me = member
         self._outage_end_s = 0.0
         self._store = store

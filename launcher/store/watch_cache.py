@@ -59,6 +59,13 @@ class WatchCache:
         changed: Callable[[], None],
         read_document: Callable[[type[Any], bytes], Any] = document,
     ) -> None:
+        """Creates a cache that follows no prefix yet.
+
+        Args:
+            store: The job's part of etcd.
+            changed: Called after each change, in a thread of the store.
+            read_document: Returns a document of the class from its stored bytes.
+        """
         self._store = store
         self._read = read_document
         self._changed = changed

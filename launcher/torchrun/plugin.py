@@ -128,6 +128,13 @@ class Handler(RendezvousHandler):
     """Implements torch's `RendezvousHandler` over a `RendezvousNode`."""
 
     def __init__(self, backend: str, run_id: str, node: RendezvousNode) -> None:
+        """Creates a handler of a node that has no place yet.
+
+        Args:
+            backend: Name of the rendezvous backend, as torchrun was given it.
+            run_id: Name of the run, as torchrun was given it.
+            node: This node's part in the rendezvous.
+        """
         self._backend, self._run_id = backend, run_id
         self._node = node
         self._store: TCPStore | None = None

@@ -23,17 +23,17 @@ class Event(Enum):
     ATTACHED = auto()
     """It has called `elasticzero.run`."""
     RESTORED = auto()
-    """Its state is in place."""
+    """The worker's state is in place."""
     STOPPING = auto()
     """It has left its loop, and may write its snapshot."""
     FINISHED = auto()
-    """Its training is done; of a plain script: it has exited with status 0."""
+    """The training is done; of a plain script: it has exited with status 0."""
     FAILED = auto()
     """It has reported an error."""
     WAITING = auto()
     """It is done with the generation, and is ready for another."""
     EXITED = auto()
-    """Its process has exited."""
+    """The worker's process has exited."""
 
 
 class Stage(Enum):
@@ -50,7 +50,7 @@ class Outcome(Enum):
     """It has reported an error, and has left its loop; it may write its snapshot."""
     FINISHED = auto()
     FINISHED_FAILED = auto()
-    """Its training is done, and the rest of the script has failed."""
+    """The training is done, and the rest of the script has failed."""
 
 
 class Process(Enum):

@@ -46,7 +46,13 @@ log = logging.getLogger(__name__)
 
 
 def _ignore(operation: str, seconds: float, error: str | None) -> None:
-    """Records nothing."""
+    """Records nothing.
+
+    Args:
+        operation: Kind of request.
+        seconds: Time that it took.
+        error: Why it failed; None: it did not.
+    """
 
 
 class EtcdStore:

@@ -52,6 +52,14 @@ class EtcdWatch:
         changed: Callable[[PrefixState], None],
         watches: WatchMultiplexer,
     ) -> None:
+        """Creates a watch that has not begun.
+
+        Args:
+            keys: Maps the names of the store to keys in etcd.
+            prefix: Prefix of the keys to watch, as the store's user names it.
+            changed: Called with the whole of the prefix, at first and after every change.
+            watches: Sends the requests for this watch, and drops it when it is closed.
+        """
         self.prefix = prefix
         self.closed = False
         self._keys = keys
@@ -137,6 +145,13 @@ class WatchMultiplexer:
     """Opens and closes watches, and keeps them on a stream from a thread of its own."""
 
     def __init__(self, connection: Connection, keys: Keyspace, read: Read) -> None:
+        """Creates a multiplexer without watches; its thread starts with the first one.
+
+        Args:
+            connection: Connection to etcd.
+            keys: Maps the names of the store to keys in etcd.
+            read: Reads a prefix when its watch begins.
+        """
         self._connection = connection
         self._keys = keys
         self._read = read
