@@ -27,12 +27,13 @@ class StepSummary:
     where: str
     manifest: Manifest
     error: str | None
-    """Why the step is not whole; None: it is whole, judged by the sizes of its files."""
+    """Damage of the step; None: it is whole, judged by the sizes of its files."""
     unreadable: bool = False
     """True if the error says nothing about the bytes: permission is missing, or storage gives no
     answer."""
     written_s: float | None
-    """When the manifest's file was written, by the clock of its file system; None: not known."""
+    """Time at which the manifest's file was written, by the clock of its file system; None: not
+    known."""
     tags: tuple[str, ...] = ()
     """The tags that name the step."""
 
