@@ -202,8 +202,18 @@ def _check_input(
     state: Mapping[str, Any] | None,
     world_size: int,
 ) -> _SaveInput:
-    """Checks the values and the directory of a save; raises `UserError` if either cannot be
-    used."""
+    """Checks the values and the directory of a save.
+
+    Args:
+        path: The checkpoint directory, a path or a URL.
+        tensors: The values, nested in any way, as `save` takes them.
+        step: The number of the step.
+        state: Further JSON; None: there is none.
+        world_size: Number of ranks of the process group; 1 without one.
+
+    Raises:
+        UserError: The values, the step or the directory cannot be used.
+    """
     number = checked_step(step)
     named, json_state = _savable(tensors, state)
     writers = writing_ranks(named, world_size)

@@ -60,9 +60,14 @@ def tags_around(where: str) -> dict[str, int]:
 
 
 def summarize(storage: Readable, named: Mapping[str, int] | None = None) -> StepSummary:
-    """Summarizes a step; raises `CheckpointDamaged` if its manifest is missing or wrong.
+    """Summarizes a step.
 
-    named: the step that each tag names.
+    Args:
+        storage: The step's files.
+        named: The step that each tag names; None: there are no tags.
+
+    Raises:
+        CheckpointDamaged: The manifest is missing or wrong.
     """
     manifest = catalog.read_manifest(storage)
     error = catalog.step_error(storage)
@@ -83,7 +88,9 @@ def _tags_of(step: int, named: Mapping[str, int]) -> tuple[str, ...]:
 def row_of(info: catalog.StepInfo, named: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Returns the row of one step in a list, with the fields that can be read.
 
-    named: the step that each tag names.
+    Args:
+        info: The step.
+        named: The step that each tag names; None: there are no tags.
     """
     storage, tags = info.storage, list(_tags_of(info.step, named or {}))
     row: dict[str, Any] = {"step": info.step, "path": storage.where, "tags": tags}
@@ -107,7 +114,13 @@ def row_of(info: catalog.StepInfo, named: Mapping[str, int] | None = None) -> di
 
 
 def steps_text(where: str, rows: Sequence[Mapping[str, Any]], uncommitted: Sequence[str]) -> str:
-    """Formats the steps of a directory as a table for people."""
+    """Formats the steps of a directory as a table for people.
+
+    Args:
+        where: Path or URL of the directory.
+        rows: Rows of the committed steps, as `row_of` returns them.
+        uncommitted: Names of the step directories without a manifest.
+    """
     measures = ("generation", "strategy", "ranks", "tensors", "size")
     columns = ("step", "written", *measures, "tags", "state")
     lines = []

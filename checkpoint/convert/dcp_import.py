@@ -47,8 +47,13 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
     Every other tensor is named by its path. All else becomes state, and `checkpoint.load` returns
     the whole with its nesting.
 
-    `model_only`: leave out everything but the model. Raises `UserError` for a directory of another
-    kind or one that asks for code to be run, and `CheckpointDamaged` for damaged metadata.
+    Args:
+        url: The directory, a path or a URL.
+        model_only: Whether to leave out everything but the model.
+
+    Raises:
+        UserError: The directory is of another kind, or it asks for code to be run.
+        CheckpointDamaged: The metadata are damaged.
     """
     check_foreign(url)
     storage = open_storage(url)

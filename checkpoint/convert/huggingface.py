@@ -174,7 +174,14 @@ def _file_job(
     storage: Storage, file: str, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]
 ) -> CopyJob:
     """Returns a job that writes a safetensors file of whole tensors under their names in the model,
-    wide dtypes first."""
+    wide dtypes first.
+
+    Args:
+        storage: Directory that the file is written into.
+        file: Name of the file.
+        specs: Tensors of the file, by their names in the checkpoint.
+        aliases: By a second name in the model, the name under which the tensor is stored.
+    """
     ordered = dict(sorted(specs.items(), key=lambda item: -itemsize(item[1].dtype)))
     bare = {name.removeprefix(MODEL_PREFIX): spec for name, spec in ordered.items()}
     metadata = {alias: kept for alias, kept in aliases.items() if kept in bare}
@@ -228,8 +235,12 @@ def _config(path: Path) -> bytes:
 def open_hf(url: str) -> ForeignCheckpoint:
     """Opens a model in Hugging Face safetensors: one file, or a directory of them.
 
-    `url`: the file, or the directory. Raises `UserError` if it is no such model, and
-    `CheckpointDamaged` for a file that is cut off, missing, or lacks a tensor that the index names.
+    Args:
+        url: The file, or the directory; a path or a URL.
+
+    Raises:
+        UserError: It is no such model.
+        CheckpointDamaged: A file is cut off, missing, or lacks a tensor that the index names.
     """
     storage, files = _locate_files(url)
     places: dict[str, tuple[str, TensorEntry]] = {}
@@ -321,7 +332,16 @@ def check_foreign(url: str) -> None:
 
 
 def _read_index(storage: Storage, index: str, files: list[str]) -> dict[str, list[str] | None]:
-    """Returns the tensors to take from each file, as the index lists them."""
+    """Returns the tensors to take from each file, as the index lists them.
+
+    Args:
+        storage: Directory of the model.
+        index: Name of the index.
+        files: Names of the safetensors files that exist.
+
+    Raises:
+        CheckpointDamaged: It is not an index, or it names a file that does not exist.
+    """
     where = f"{storage.where}/{index}"
     try:
         weight_map: Any = strict_json(read_small(storage, index, _INDEX_LIMIT_BYTES))["weight_map"]

@@ -65,9 +65,13 @@ StandIn = type[InertRecord] | type[Size] | type[Mapped] | str
 def read_pickle(data: bytes, find: Callable[[str, str], StandIn]) -> Any:
     """Returns the value in a pickle.
 
-    `find`: returns the stand-in for a module and a name, or raises. Raises `ValueError`,
-    `IndexError`, `KeyError`, `TypeError` or `struct.error` for a pickle that torch's metadata
-    cannot be.
+    Args:
+        data: The pickle.
+        find: Returns the stand-in for a module and a name, or raises.
+
+    Raises:
+        ValueError: The pickle cannot be torch's metadata; instead of this error there may be
+            `IndexError`, `KeyError`, `TypeError` or `struct.error`.
     """
     return _Machine(data, find).run()
 

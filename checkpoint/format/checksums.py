@@ -244,7 +244,13 @@ class BlockReader:
 
     def _copy_buffered(self, start: int, stop: int, rest: Views) -> int:
         """Fills the buffers from the buffered bytes, as far as these go; returns the position
-        reached."""
+        reached.
+
+        Args:
+            start: Position in the file of the first byte to fill.
+            stop: End of the bytes to fill, excluded.
+            rest: Buffers of these bytes; those that are filled are taken from it.
+        """
         within = start - self._buffered_from
         if not 0 <= within < len(self._buffered):
             return start
@@ -255,7 +261,16 @@ class BlockReader:
         return stop
 
     def _fill_in_place(self, start: int, stop: int, views: list[memoryview]) -> None:
-        """Reads bytes of several blocks straight into place."""
+        """Reads bytes of several blocks straight into place.
+
+        Args:
+            start: Position in the file of the first byte.
+            stop: End of the bytes, excluded.
+            views: Buffers of these bytes, in order.
+
+        Raises:
+            CheckpointDamaged: A block does not match its checksum.
+        """
         block_bytes = self._sums.block_bytes
         before, after = start % block_bytes, min(-stop % block_bytes, self.size - stop)
         self._buffered = memoryview(b"")

@@ -17,9 +17,17 @@ _MOST_CUTS = 200
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[_Box]) -> None:
-    """Raises `ValueError` unless the boxes make up the whole tensor, each element once.
+    """Checks that boxes make up the whole tensor, each element once.
 
     For every division into rows, columns or tiles the time is that of sorting the boxes.
+
+    Args:
+        name: The tensor's name, for messages.
+        shape: Its shape.
+        boxes: (Offsets, sizes) of each part, both with as many dimensions as the shape.
+
+    Raises:
+        ValueError: A part lies outside, two overlap, or an element is in none.
     """
     for offsets, sizes in boxes:
         ends = zip(offsets, sizes, shape, strict=False)

@@ -35,7 +35,16 @@ class Range:
 
 
 def check_ranges(data: memoryview, ranges: Iterable[Range], where: str) -> None:
-    """Raises `NotFinite` if one of these ranges of `data` holds NaN or infinity."""
+    """Checks that tensors hold neither NaN nor infinity.
+
+    Args:
+        data: Bytes of a shard's file.
+        ranges: Bytes of each tensor in it, with the tensor's name and dtype.
+        where: Step and rank, for the message.
+
+    Raises:
+        NotFinite: One of the ranges holds NaN or infinity.
+    """
     bad = [r.name for r in ranges if not is_finite(data[r.start : r.stop], r.dtype)]
     if bad:
         raise not_finite_error(where, bad)

@@ -216,7 +216,10 @@ class Layout:
     def holders(self, name: str, within: Span | None = None) -> list[tuple[int, Span]]:
         """Returns (rank, span) of every rank that holds a part of the tensor, by rank.
 
-        `within`: return only ranks that hold elements of this span.
+        Args:
+            name: The tensor's name.
+            within: Only ranks that hold elements of this span are returned; None: all that hold
+                any.
         """
         place, spec = self._places[name], self.tensors[name]
         group = self.groups[place.group]

@@ -80,7 +80,13 @@ class Manifest:
 
 def with_own_file(draft: Manifest, rank: int, file: ShardFile) -> Manifest:
     """Returns a draft as one rank knows it: with that rank's file, and the names alone of the
-    others."""
+    others.
+
+    Args:
+        draft: The manifest without `files`, the same on every rank.
+        rank: The rank whose file is known.
+        file: Name, size and digest of that file.
+    """
     world = range(draft.layout.world_size)
     others = tuple(ShardFile(draft.file_name(r), 0, None) for r in world)
     return replace(draft, files=(*others[:rank], file, *others[rank + 1 :]))

@@ -37,7 +37,13 @@ _PARTIAL = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial")
 
 
 def shard_file_name(rank: int, world_size: int, token: str) -> str:
-    """Returns the name of one rank's shard file; its checksum file has the same name + `.sums`."""
+    """Returns the name of one rank's shard file; its checksum file has the same name + `.sums`.
+
+    Args:
+        rank: The rank that wrote the file.
+        world_size: World size of the checkpoint.
+        token: Token of the save, which tells its files from those of another save of the step.
+    """
     return f"rank-{rank:05d}-of-{world_size:05d}-{token}.safetensors"
 
 

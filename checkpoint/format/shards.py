@@ -162,8 +162,16 @@ class ShardReader:
 
 
 def open_shard(storage: Readable, manifest: Manifest, rank: int) -> ShardReader:
-    """Opens a rank's shard and checks that it holds what the manifest lists; raises
-    `CheckpointDamaged`."""
+    """Opens a rank's shard and checks that it holds what the manifest lists.
+
+    Args:
+        storage: The step's files.
+        manifest: Manifest of the step.
+        rank: The rank that wrote the shard.
+
+    Raises:
+        CheckpointDamaged: The shard does not match the manifest or its own checksums.
+    """
     file = manifest.files[rank]
     shard = ShardReader(storage, file)
     if (size := storage.size(file.name)) != shard.size:
@@ -195,8 +203,17 @@ def _read_header(blocks: BlockReader) -> tuple[dict[str, str], dict[str, TensorE
 def parse_header(
     text: bytes, file_bytes: int, where: str
 ) -> tuple[dict[str, str], dict[str, TensorEntry]]:
-    """Returns (metadata, entries by name) of a safetensors header; raises `CheckpointDamaged` if it
-    is invalid."""
+    """Returns (metadata, entries by name) of a safetensors header.
+
+    Args:
+        text: The header without the eight bytes of its length.
+        file_bytes: Size of the whole file.
+        where: Path of the file, for messages.
+
+    Raises:
+        CheckpointDamaged: The header is invalid.
+        UserError: A tensor has a dtype that this format does not support.
+    """
     base = 8 + len(text)
     try:
         table = strict_json(text)
@@ -222,7 +239,16 @@ def parse_header(
 
 
 def _check_dtype(name: str, dtype: object, where: str) -> None:
-    """Raises `UserError` for a dtype that safetensors may have but this format does not support."""
+    """Checks that this format supports a dtype that safetensors may have.
+
+    Args:
+        name: The tensor's name, for the message.
+        dtype: Value in the header; one that is no dtype at all passes.
+        where: Path of the file, for the message.
+
+    Raises:
+        UserError: The format does not support the dtype.
+    """
     if isinstance(dtype, str) and dtype not in ITEM_BYTES and _DTYPE.fullmatch(dtype):
         raise UserError(
             f"{where}: tensor {name!r} has the dtype {dtype}, which no checkpoint here can hold "
