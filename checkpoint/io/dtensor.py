@@ -97,7 +97,13 @@ def layout_of(tensors: Mapping[str, torch.Tensor], world_size: int) -> Layout:
 def pieces_of(
     layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[TensorPiece]:
-    """Yields the parts of all tensors that a rank of the layout saves."""
+    """Yields the parts of all tensors that a rank of the layout saves.
+
+    Args:
+        layout: Layout of the checkpoint.
+        rank: The rank of the layout that writes.
+        tensors: Every tensor of the layout by name; of a DTensor this process has that rank's rows.
+    """
     for name, span in layout.spans(rank).items():
         held, local = local_part(name, tensors[name])
         flat = local.detach().reshape(-1)

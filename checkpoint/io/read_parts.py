@@ -96,7 +96,16 @@ def _split(copy: Copy, count: int) -> tuple[Copy, Copy]:
 
 
 def fill_all(shard: ShardReader, fills: list[Fill], state: ReaderState) -> int:
-    """Reads every copy's elements into their tensors; returns the number of bytes."""
+    """Reads every copy's elements into their tensors; returns the number of bytes.
+
+    Args:
+        shard: Shard that the copies are read from.
+        fills: Copies, each with the tensor that it fills.
+        state: Buffers of the thread that reads.
+
+    Raises:
+        CheckpointDamaged: Bytes are missing, or differ from what was written.
+    """
     straight = []
     size = 0
     for copy, tensor in fills:
@@ -135,7 +144,13 @@ def _first_byte(shard: ShardReader, copy: Copy) -> int:
 
 def _scatter(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
     """Writes values to row-major positions from `start` on of a tensor laid out in another
-    order."""
+    order.
+
+    Args:
+        tensor: Tensor to fill, which is not contiguous.
+        start: Index of the first element, in row-major order.
+        values: The elements, one-dimensional, on any device.
+    """
     positions = torch.arange(start, start + values.numel(), device=tensor.device)
     where = torch.unravel_index(positions, tensor.shape)
     tensor[where] = values.to(tensor.device)

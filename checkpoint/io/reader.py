@@ -70,7 +70,16 @@ class Checkpoint:
             )
 
     def read(self, name: str, span: Span, out: torch.Tensor) -> None:
-        """Fills `out` with elements `span` of a tensor."""
+        """Fills `out` with elements `span` of a tensor.
+
+        Args:
+            name: The tensor's name.
+            span: Elements of the whole tensor, in row-major order.
+            out: Tensor of that dtype with as many elements.
+
+        Raises:
+            CheckpointMismatch: There is no such tensor, or `out` does not fit.
+        """
         self.load([LoadTarget(name, span, out)])
 
     def load(self, targets: Iterable[LoadTarget]) -> None:
@@ -220,7 +229,13 @@ def _snapshot_shard_opener(
     storage: Readable, manifest: Manifest, rank: int
 ) -> Callable[[], ShardReader]:
     """Returns a function that opens a rank's shard by that rank's own manifest, which alone has its
-    digest."""
+    digest.
+
+    Args:
+        storage: The step's files on one node.
+        manifest: Manifest of rank 0, which the rank's own must agree with.
+        rank: The rank whose shard is opened.
+    """
 
     def open_ranks_shard() -> ShardReader:
         name = snapshot_manifest_name(rank, manifest.layout.world_size)

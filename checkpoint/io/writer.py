@@ -210,8 +210,16 @@ class _Save:
 def ordered_pieces(
     draft: Manifest, rank: int, pieces: Iterable[TensorPiece]
 ) -> list[tuple[TensorSpec, torch.Tensor]]:
-    """Returns a rank's pieces in the order of its shard file; raises `ValueError` if they do not
-    fit the layout."""
+    """Returns a rank's pieces in the order of its shard file.
+
+    Args:
+        draft: The manifest without `files`, the same on every rank.
+        rank: The rank whose pieces these are.
+        pieces: One for each of `draft.layout.spans(rank)`, in any order.
+
+    Raises:
+        ValueError: The pieces do not fit the layout.
+    """
     by_name = {piece.name: piece.data for piece in pieces}
     specs = shard_specs(draft, rank)
     if by_name.keys() != specs.keys():
@@ -227,7 +235,16 @@ def ordered_pieces(
 
 
 def shard_bytes(draft: Manifest, rank: int, pieces: Iterable[TensorPiece]) -> Iterator[Bytes]:
-    """Yields the bytes of a rank's pieces, in the order of its shard file."""
+    """Yields the bytes of a rank's pieces, in the order of its shard file.
+
+    Args:
+        draft: The manifest without `files`, the same on every rank.
+        rank: The rank whose pieces these are.
+        pieces: One for each of `draft.layout.spans(rank)`, in any order.
+
+    Raises:
+        ValueError: The pieces do not fit the layout.
+    """
     return _stream(data for _, data in ordered_pieces(draft, rank, pieces))
 
 

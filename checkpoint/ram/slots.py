@@ -125,8 +125,13 @@ class Slots:
     def take(self, size: int, *, extra: bool = False) -> MemorySlot:
         """Returns a free slot of `size` bytes.
 
-        `extra`: allow a third slot, which is removed once it is free. Raises `SlotsInUse` if no
-        slot is free, and `StorageError` if there is no memory.
+        Args:
+            size: Size of the shard in bytes.
+            extra: Whether to allow a third slot, which is removed once it is free.
+
+        Raises:
+            SlotsInUse: No slot is free.
+            StorageError: There is no memory.
         """
         self._drop_extra()
         for number in range(3 if extra else 2):

@@ -59,7 +59,14 @@ class _Contents:
 
 def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) -> list[Range]:
     """Returns the ranges of the trained tensors in a shard's file whose tensors begin at
-    `start`."""
+    `start`.
+
+    Args:
+        draft: The manifest without `files`.
+        rank: The rank whose shard it is.
+        start: Position in the file of the first tensor's first byte.
+        trained: Names of the tensors that must be finite.
+    """
     ranges = []
     for name, spec in shard_specs(draft, rank).items():
         if name in trained and spec.nbytes and spec.dtype in CHECKED_DTYPES:

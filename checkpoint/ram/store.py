@@ -86,7 +86,13 @@ class HeldShard:
     """Presents a shard's file in memory, which does not change while it is held."""
 
     def __init__(self, name: str, data: memoryview, sums: SharedSums) -> None:
-        """Takes the mapped file, and the checksums, which all its holders share."""
+        """Presents a file that is mapped already.
+
+        Args:
+            name: Name of the shard's file.
+            data: The mapped file.
+            sums: The file's checksums, which all its holders share.
+        """
         self.name = name
         self.data = data
         self.sums = sums
@@ -154,7 +160,13 @@ class SnapshotStore:
         return self.root
 
     def open(self, generation: int, step: int, root: Path | None = None) -> DiskStorage:
-        """Returns the storage of one snapshot in one of the two directories."""
+        """Returns the storage of one snapshot in one of the two directories.
+
+        Args:
+            generation: The generation that took it.
+            step: Its step.
+            root: One of the two directories; None: the one in shared memory.
+        """
         return DiskStorage(self.path(generation, step, root), durable=False)
 
     def held(self) -> list[HeldSnapshot]:
@@ -336,8 +348,16 @@ class SnapshotStore:
                 shutil.rmtree(root / name, ignore_errors=True)
 
     def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
-        """Opens one of a snapshot's files to read; raises `FileNotFoundError` for any other
-        name."""
+        """Opens one of a snapshot's files to read.
+
+        Args:
+            generation: The generation that took the snapshot.
+            step: Its step.
+            name: Name of the file.
+
+        Raises:
+            FileNotFoundError: There is no such file, or no snapshot has a file of that name.
+        """
         if not is_snapshot_file(name) or min(generation, step) < 0:
             raise FileNotFoundError(f"a snapshot has no file {name!r}")
         paths = [self.path(generation, step, root) / name for root in self._roots]

@@ -73,7 +73,13 @@ def persist(
 
 def _is_there(storage: Storage, file: ShardFile, seal: Seal) -> bool:
     """Returns whether storage holds exactly this shard, whole: its checksum file is written
-    last."""
+    last.
+
+    Args:
+        storage: The step's files in the checkpoint directory.
+        file: Name and size of the shard's file.
+        seal: Seal of the shard, with its checksum file.
+    """
     name = file.name + SUMS_SUFFIX
     try:
         return storage.size(file.name) == file.bytes and (

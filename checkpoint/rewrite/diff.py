@@ -103,7 +103,14 @@ def _difference(
 def _paired(
     a: TensorSource, b: TensorSource, name: str, spec: TensorSpec
 ) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """Yields (index of the first element, the same elements of both) until the tensor ends."""
+    """Yields (index of the first element, the same elements of both) until the tensor ends.
+
+    Args:
+        a: One checkpoint.
+        b: The other checkpoint.
+        name: The tensor's name.
+        spec: Its dtype and shape, which are the same in both.
+    """
     width, position = itemsize(spec.dtype), 0
     whole = Span(0, spec.numel)
     left_chunks, right_chunks = a.chunks(name, whole), b.chunks(name, whole)
@@ -117,7 +124,13 @@ def _paired(
 
 
 def _unlike_elements(left: memoryview, right: memoryview, width: int) -> tuple[int, int]:
-    """Returns (index of the first element that differs, number of elements that differ)."""
+    """Returns (index of the first element that differs, number of elements that differ).
+
+    Args:
+        left: Bytes of whole elements, of which at least one differs.
+        right: As many bytes.
+        width: Size of an element in bytes.
+    """
     import numpy as np
 
     kind = np.dtype(f"u{width}")
@@ -126,7 +139,13 @@ def _unlike_elements(left: memoryview, right: memoryview, width: int) -> tuple[i
 
 
 def _unlike(a: Any, b: Any, path: str) -> Iterator[str]:
-    """Yields the paths at which two JSON values differ."""
+    """Yields the paths at which two JSON values differ.
+
+    Args:
+        a: JSON value of one checkpoint.
+        b: JSON value of the other checkpoint.
+        path: Path of both values, with "/" between keys; empty at the root.
+    """
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
             below = f"{path}/{key}" if path else str(key)

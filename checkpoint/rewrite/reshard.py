@@ -150,6 +150,11 @@ def _token(old: Manifest, layout: Layout, shape: TargetShape) -> str:
     """Returns a token that follows from everything the new files' bytes depend on.
 
     The digests in the old manifest cover every byte of the old files.
+
+    Args:
+        old: Manifest of the old step.
+        layout: Layout of the new step.
+        shape: Shape of the new step, of which strategy and dtype count besides.
     """
     target = f"{layout.digest()} {shape.strategy} {shape.dtype}".encode()
     return xxhash.xxh3_64_hexdigest(b"\0".join([_TOKEN_VERSION, to_json(old), target]))
@@ -169,8 +174,12 @@ class ForeignCheckpoint:
 def tie_aliases(foreign: ForeignCheckpoint, aliases: Mapping[str, str]) -> ForeignCheckpoint:
     """Returns the same checkpoint with tensors that have two names stored under one.
 
-    `aliases`: {a name in the model: the other name, which is kept}. Raises `UserError` for names
-    that do not exist, and for tensors that are not equal.
+    Args:
+        foreign: The checkpoint.
+        aliases: By a name in the model, the other name, which is kept.
+
+    Raises:
+        UserError: A name does not exist, or the two tensors are not equal.
     """
     specs, source = dict(foreign.specs), foreign.open_source(LEAST_BUFFER_BYTES)
     for alias, kept in aliases.items():
@@ -213,8 +222,18 @@ def import_foreign(
     shape: TargetShape,
     copy_options: CopyOptions | None = None,
 ) -> CopyResult:
-    """Writes another program's checkpoint as a step; raises `UserError` if `directory` has that
-    step."""
+    """Writes another program's checkpoint as a step.
+
+    Args:
+        foreign: The checkpoint.
+        directory: The checkpoint directory.
+        step: The number that the step gets.
+        shape: World size, strategy and dtypes of the step.
+        copy_options: Memory, threads and progress of the copy; None: the defaults.
+
+    Raises:
+        UserError: `directory` has that step, or a checkpoint cannot hold the tensors.
+    """
     step = checked_step(step)
     specs = cast_specs(foreign.specs, shape.dtype)
     try:

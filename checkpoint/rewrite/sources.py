@@ -59,8 +59,13 @@ class CheckpointSource:
     """Reads a checkpoint's tensors and verifies every block by its checksum."""
 
     def __init__(self, storage: Readable, manifest: Manifest, buffer_bytes: int) -> None:
-        """Takes `buffer_bytes` for the data read at a time and for two blocks of each open
-        shard."""
+        """Prepares to read; each shard is opened when it is first needed.
+
+        Args:
+            storage: The step's files.
+            manifest: Manifest of the step.
+            buffer_bytes: Memory for the data read at a time, and for two blocks of each open shard.
+        """
         self._layout = manifest.layout
         self._buffer = memoryview(bytearray(max(8, min(_LARGEST_READ_BYTES, buffer_bytes // 2))))
         room = (buffer_bytes - len(self._buffer)) // (2 * BLOCK_BYTES)
@@ -89,8 +94,11 @@ class CheckpointSource:
 def cast_specs(specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
     """Returns the descriptions of the tensors after conversion.
 
-    `dtype`: a key of `CAST_DTYPES`, or None for no change. Only tensors of the model are converted:
-    optimizer state and master weights stay as they are.
+    Only tensors of the model are converted: optimizer state and master weights stay as they are.
+
+    Args:
+        specs: Descriptions of the tensors by name.
+        dtype: A key of `CAST_DTYPES`; None: nothing is converted.
     """
     if dtype is None:
         return dict(specs)

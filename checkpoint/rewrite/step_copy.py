@@ -95,6 +95,11 @@ def run_jobs(jobs: Sequence[CopyJob], open_source: OpenSource, copy_options: Cop
     """Runs the jobs in several threads.
 
     When one fails, or at Ctrl-C, the others stop at their next chunk and the failure is raised.
+
+    Args:
+        jobs: Jobs, each of which writes one file.
+        open_source: Opens the source for each job, with a share of the buffers.
+        copy_options: Memory, threads and progress of the copy.
     """
     threads = copy_options.threads(len(jobs))
     stop = threading.Event()
@@ -237,7 +242,15 @@ def _rank_job(storage: Storage, draft: Manifest, rank: int) -> CopyJob:
 def _finished(
     storage: Storage, names: set[str], draft: Manifest, rank: int, layout_digest: str
 ) -> bool:
-    """Returns whether an earlier run wrote the whole of this rank's file."""
+    """Returns whether an earlier run wrote the whole of this rank's file.
+
+    Args:
+        storage: The step's files.
+        names: Names of all of them.
+        draft: The manifest without `files`.
+        rank: The rank whose file it is.
+        layout_digest: Digest of the draft's layout, which the checksum file must have.
+    """
     name = draft.file_name(rank)
     if not {name, name + SUMS_SUFFIX} <= names:
         return False
