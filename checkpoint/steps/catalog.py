@@ -58,10 +58,14 @@ class StepInfo:
 
 
 def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
-    """Returns the manifest in a step's storage; raises `CheckpointDamaged` if it is missing or
-    wrong.
+    """Returns the manifest in a step's storage.
 
-    `name`: the file, such as a snapshot's manifest, which knows one rank's file only.
+    Args:
+        storage: The step's files.
+        name: Name of the file, such as a snapshot's manifest, which knows one rank's file only.
+
+    Raises:
+        CheckpointDamaged: The manifest is missing or wrong.
     """
     where = f"{storage.where}/{name}"
     try:
@@ -158,9 +162,14 @@ def resolve(
     The path is a step itself, a tag of one (`DIR/tags/best`), or a checkpoint directory, of which
     the newest good step is returned.
 
-    `log_line`: receives one line about newer steps that are skipped. Raises `CheckpointDamaged` for
-    one step that is not good, `UserError` if there is no good step, and `StorageError` if one might
-    be good but cannot be read.
+    Args:
+        url: The path or URL.
+        log_line: Receives one line about newer steps that are skipped.
+
+    Raises:
+        CheckpointDamaged: The path means one step, and that is not good.
+        UserError: There is no good step.
+        StorageError: A step might be good but cannot be read.
     """
     storage, known_good = _find(url, log_line)
     if not known_good and (error := step_error(storage)) is not None:

@@ -100,7 +100,19 @@ def _await_shards(
     replacing: bool,
     give_up: Callable[[], str | None],
 ) -> bool:
-    """Waits until every rank's shard is whole; False if another save was committed meanwhile."""
+    """Waits until every rank's shard is whole; False if another save was committed meanwhile.
+
+    Args:
+        storage: The step's files.
+        draft: The manifest without `files`.
+        wait_s: Time limit in seconds.
+        replacing: Whether the committed step is known to be damaged, so that it does not end the
+            wait.
+        give_up: Is called repeatedly; a reason that it returns ends the wait.
+
+    Raises:
+        StorageError: Shards did not appear in time, or `give_up` returned a reason.
+    """
     world = draft.layout.world_size
     deadline = time.monotonic() + wait_s
     poll_s = _FIRST_POLL_S
@@ -139,7 +151,13 @@ def _check_readable(storage: Storage, data: bytes) -> None:
 
 
 def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
-    """Replaces a damaged manifest by this one, then removes the files that the old one named."""
+    """Replaces a damaged manifest by this one, then removes the files that the old one named.
+
+    Args:
+        storage: The step's files.
+        data: Contents of the new manifest.
+        names: Names of the rank files that the new manifest names.
+    """
     old: tuple[ShardFile, ...] = ()
     with suppress(ElasticZeroError, FileNotFoundError):
         old = read_manifest(storage).files
@@ -155,7 +173,13 @@ def discard(directory: Directory, draft: Manifest, rank: int) -> bool:
     """Removes a rank's files of a failed save, unless a manifest names them, and an empty step
     directory.
 
-    Returns whether that was possible.
+    Args:
+        directory: The checkpoint directory.
+        draft: The manifest of the failed save, without `files`.
+        rank: The rank whose files are removed.
+
+    Returns:
+        Whether that was possible.
     """
     step, name = step_directory(draft.step), draft.file_name(rank)
     storage = directory.step(step)

@@ -170,7 +170,13 @@ class _Cleaner:
 
     def remove_step(self, name: str, step: int, times: Mapping[str, float]) -> None:
         """Removes a committed step, its manifest first, so that a committed step always has its
-        files."""
+        files.
+
+        Args:
+            name: Name of the step's directory.
+            step: Number of the step.
+            times: Time at which each file in it was last written, by the storage's clock.
+        """
         storage = self._directory.step(name)
         with self.collecting_problems():
             manifest = _manifest_of_step(storage)
@@ -197,7 +203,13 @@ class _Cleaner:
                     storage.remove(name)
 
     def remove_leftovers(self, name: str, step: int, times: Mapping[str, float]) -> None:
-        """Removes files that no manifest names and that no save can still be writing."""
+        """Removes files that no manifest names and that no save can still be writing.
+
+        Args:
+            name: Name of the step's directory.
+            step: Number of the step.
+            times: Time at which each file in it was last written, by the storage's clock.
+        """
         storage = self._directory.step(name)
         with self.collecting_problems():
             tokens = {file: token for file in times if (token := token_of_file(file)) is not None}
@@ -235,7 +247,13 @@ class _Cleaner:
             self.result.problems.append(f"{self._directory.where}: {explain(error)}")
 
     def _is_leftover(self, step: int, token: str, written_s: float) -> bool:
-        """Returns whether a file of this token belongs to a save that has ended."""
+        """Returns whether a file of this token belongs to a save that has ended.
+
+        Args:
+            step: Number of the step that the file is in.
+            token: Token in the file's name.
+            written_s: Time at which the file was last written, by the storage's clock.
+        """
         if token == self._committed.token:
             return step < self._committed.step
         generation = token_generation(token)
@@ -270,6 +288,13 @@ def _retained_steps(
 
     Only steps older than the last of the newest good ones are removed: a damaged step that is newer
     stays for a person to examine.
+
+    Args:
+        directory: The checkpoint directory.
+        committed: Manifest of the step that was just committed, which stays.
+        keep: Which steps stay.
+        files: Time of the last write of each file, by the step directory's name, then the file's.
+        bad_steps: Steps that are known to be damaged although their sizes are right.
     """
     names = {
         step: n for n in files if MANIFEST_NAME in files[n] and (step := step_of(n)) is not None

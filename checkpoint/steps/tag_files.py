@@ -67,7 +67,13 @@ def read_tags(
 ) -> dict[str, int]:
     """Returns the step that each tag names, by tag.
 
-    on_damage: takes the error of each file that cannot be understood; None: the error is raised.
+    Args:
+        directory: The checkpoint directory.
+        on_damage: Takes the error of each file that cannot be understood; None: the error is
+            raised.
+
+    Raises:
+        CheckpointDamaged: A file cannot be understood, and `on_damage` is None.
     """
     steps: dict[str, int] = {}
     for name in directory.step(TAGS_DIRECTORY).names():
@@ -86,7 +92,13 @@ def read_tags(
 
 
 def write_tag(directory: Directory, tag: str, step: int) -> None:
-    """Makes a tag name this step, in one change that a reader sees whole or not at all."""
+    """Makes a tag name this step, in one change that a reader sees whole or not at all.
+
+    Args:
+        directory: The checkpoint directory.
+        tag: The tag, which replaces one of the same name.
+        step: The step that it names from now on.
+    """
     file = TagFile(tag=tag, step=step, directory=step_directory(step))
     data = json.dumps(encode(file)).encode() + b"\n"
     directory.make(TAGS_DIRECTORY).write(tag_file_name(tag), [data], size=len(data))

@@ -68,7 +68,13 @@ def _named(directory: Directory, tag: str) -> int | None:
 
 
 def _newest_saved_under(directory: Directory, tag: str, newer_than: int) -> int:
-    """Returns the newest good step beyond `newer_than` whose manifest has the tag; -1: none."""
+    """Returns the newest good step beyond `newer_than` whose manifest has the tag; -1: none.
+
+    Args:
+        directory: The checkpoint directory.
+        tag: The tag.
+        newer_than: Number of a step; only later ones are looked at.
+    """
     for info in catalog.every_step(directory):
         if info.step <= newer_than:
             break
@@ -91,13 +97,21 @@ def _is_good(directory: Directory, step: int) -> bool:
 def unwritten_tags(manifest: Manifest, named: Mapping[str, int]) -> list[str]:
     """Returns the tags of a committed step whose files do not name it or a newer one. Pure.
 
-    named: the step that each tag names.
+    Args:
+        manifest: Manifest of the step, which has its tags.
+        named: The step that each tag names.
     """
     return [tag for tag in manifest.tags if named.get(tag, -1) < manifest.step]
 
 
 def keep_for_tags(directory: Directory, manifest: Manifest, named: Mapping[str, int]) -> bool:
-    """Returns whether a committed step that would be removed stays, with its tags written (Y3)."""
+    """Returns whether a committed step that would be removed stays, with its tags written (Y3).
+
+    Args:
+        directory: The checkpoint directory.
+        manifest: Manifest of the step, which has its tags.
+        named: The step that each tag names.
+    """
     tags = unwritten_tags(manifest, named)
     if not tags or not _is_good(directory, manifest.step):
         return False

@@ -77,6 +77,11 @@ def _file_found_instead(storage: Readable, manifest: Manifest, rank: int) -> str
     """Returns which other file is in the place of a rank's, by its unverified header.
 
     Returns None if that cannot be read, or names the right file.
+
+    Args:
+        storage: The step's files.
+        manifest: Manifest of the step.
+        rank: The rank whose file is examined.
     """
     name = manifest.files[rank].name
     try:

@@ -136,7 +136,13 @@ class Views:
 
 
 def holds(storage: Readable, name: str, data: bytes) -> bool:
-    """Returns whether a file with exactly these bytes exists."""
+    """Returns whether a file with exactly these bytes exists.
+
+    Args:
+        storage: The step's files.
+        name: Name of the file.
+        data: Expected contents.
+    """
     content = bytearray(len(data) + 1)
     try:
         return content[: storage.read_into(name, 0, memoryview(content))] == data
@@ -149,8 +155,16 @@ def holds(storage: Readable, name: str, data: bytes) -> bool:
 
 
 def read_small(storage: Readable, name: str, limit_bytes: int) -> bytes:
-    """Returns the whole of a small file; raises `StorageError` if it is larger than
-    `limit_bytes`."""
+    """Returns the whole of a small file.
+
+    Args:
+        storage: The step's files.
+        name: Name of the file.
+        limit_bytes: Largest size that is read.
+
+    Raises:
+        StorageError: The file is larger.
+    """
     size = storage.size(name)
     if size > limit_bytes:
         raise StorageError(
@@ -174,10 +188,18 @@ def out_of_reach(error: BaseException) -> bool:
 
 
 def within(limit_s: float, where: str, work: Callable[[], _T]) -> _T:
-    """Returns the result of `work`; raises `StorageError` if it takes longer than `limit_s`.
+    """Returns the result of `work`, which may take only so long.
 
     Opening a file on a network's file system may block for good. The thread that waits there is
     then abandoned.
+
+    Args:
+        limit_s: Time limit in seconds.
+        where: Path or URL, for the message.
+        work: Runs in a thread of its own; its error is raised.
+
+    Raises:
+        StorageError: `work` takes longer than the limit.
     """
     results: list[_T] = []
     errors: list[BaseException] = []

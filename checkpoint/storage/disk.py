@@ -258,6 +258,11 @@ def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
     It stops after the first chunk that is not whole pages or that the file system refuses to write
     directly; that chunk is still written. The file gets its `size` first, because writes that
     lengthen it would wait for each other.
+
+    Args:
+        fd: The file, open for writing at its beginning.
+        chunks: Bytes to write; those after the chunk at which this stops are not taken.
+        size: Size of the whole file.
     """
     if not set_direct(fd, True):
         return 0
@@ -281,7 +286,14 @@ def _write_direct(fd: int, chunks: Iterator[Bytes], size: int) -> int:
 
 def _write_parts(fd: int, view: memoryview, at: int, pool: ThreadPoolExecutor) -> bool:
     """Writes whole pages from byte `at` on, several parts at a time; False if direct writes are
-    refused."""
+    refused.
+
+    Args:
+        fd: The file, which direct writes are switched on for.
+        view: Whole pages in memory.
+        at: Position in the file of the first byte.
+        pool: Threads that write the parts.
+    """
 
     def write(start: int) -> None:
         part = view[start : start + _DIRECT_BYTES]

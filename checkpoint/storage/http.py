@@ -26,7 +26,16 @@ class HttpStorage:
     """
 
     def __init__(self, base_url: str, token: str, *, timeout_s: float = 10.0) -> None:
-        """Takes the URL of the step, `http://host:port/snapshots/<generation>/<step>`."""
+        """Prepares to read; the first request connects.
+
+        Args:
+            base_url: URL of the step, `http://host:port/snapshots/<generation>/<step>`.
+            token: The job's token.
+            timeout_s: Seconds for which the server may be silent.
+
+        Raises:
+            UserError: The URL is not an http:// address.
+        """
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme != "http" or not parts.hostname:
             raise UserError(f"{base_url!r} is not an http:// address")

@@ -52,7 +52,13 @@ def reserve(fd: int, size: int) -> None:
 
 
 def start_writeback(fd: int, start: int, size: int) -> None:
-    """Makes the kernel begin to write a range to the disk; does not wait for it."""
+    """Makes the kernel begin to write a range to the disk; does not wait for it.
+
+    Args:
+        fd: The file.
+        start: Position of the first byte.
+        size: Number of bytes.
+    """
     at, count = ctypes.c_int64(start), ctypes.c_int64(size)
     flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
     _try("sync_file_range", ctypes.c_int(fd), at, count, flags)

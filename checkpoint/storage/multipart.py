@@ -67,7 +67,17 @@ def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry:
 def _send(
     fs: Any, target: dict[str, Any], parts: Iterable[bytes], retry: Retrying
 ) -> tuple[list[dict[str, Any]], int]:
-    """Sends the parts; returns (the parts' numbers and ETags for S3, their number of bytes)."""
+    """Sends the parts; returns (the parts' numbers and ETags for S3, their number of bytes).
+
+    Args:
+        fs: File system of s3fs.
+        target: Arguments of the requests: bucket, key and id of the upload.
+        parts: Parts of the object, in order.
+        retry: How requests are retried.
+
+    Raises:
+        StorageError: Another process has aborted the upload.
+    """
 
     def send(number: int, part: bytes) -> dict[str, Any]:
         named = target | {"PartNumber": number}

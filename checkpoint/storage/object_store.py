@@ -114,7 +114,13 @@ class ObjectStorage:
     """Stores one step's files under a URL."""
 
     def __init__(self, remote: Remote, root: str, where: str) -> None:
-        """Takes the step's path in `remote`, and its URL for messages."""
+        """Names one step's files; nothing is requested yet.
+
+        Args:
+            remote: The file system.
+            root: Path of the step in it.
+            where: URL of the step, for messages.
+        """
         self.where = where
         self._remote = remote
         self._root = root
@@ -231,7 +237,13 @@ class ObjectDirectory:
     """Manages a checkpoint directory under a URL."""
 
     def __init__(self, remote: Remote, root: str, where: str) -> None:
-        """Takes the directory's path in `remote`, and its URL for messages."""
+        """Names a checkpoint directory; nothing is requested yet.
+
+        Args:
+            remote: The file system.
+            root: Path of the directory in it.
+            where: URL of the directory, for messages.
+        """
         self.where = where
         self._remote = remote
         self._root = root
