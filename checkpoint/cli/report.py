@@ -64,7 +64,7 @@ def summarize(storage: Readable, named: Mapping[str, int] | None = None) -> Step
 
     Args:
         storage: The step's files.
-        named: The step that each tag names; None: there are no tags.
+        named: The step that each tag names; None: tags are left out.
 
     Raises:
         CheckpointDamaged: The manifest is missing or wrong.
@@ -90,7 +90,7 @@ def row_of(info: catalog.StepInfo, named: Mapping[str, int] | None = None) -> di
 
     Args:
         info: The step.
-        named: The step that each tag names; None: there are no tags.
+        named: The step that each tag names; None: tags are left out.
     """
     storage, tags = info.storage, list(_tags_of(info.step, named or {}))
     row: dict[str, Any] = {"step": info.step, "path": storage.where, "tags": tags}
