@@ -111,7 +111,7 @@ def wait_for_others(store: Store) -> None:
 
 
 def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None:
-    """Returns when so many nodes are registered, or the job has begun.
+    """Returns when `node_rank` nodes are registered, or the job has begun.
 
     Ranks follow the order in which nodes register, and with --node-rank they are to follow the
     numbers.

@@ -146,7 +146,7 @@ def _hosted(
         conf: Keys and values of --rdzv-conf.
 
     Raises:
-        UserError: Other nodes cannot know the port, or `is_host` is neither true nor false.
+        UserError: The endpoint or `is_host` is invalid, or other nodes cannot know the port.
     """
     is_host = _flag(conf, "is_host")
     if backend == "c10d":
