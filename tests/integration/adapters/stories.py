@@ -34,7 +34,7 @@ class Case:
     epochs: int
     batch: int = 8
     """Samples of a step on each rank with which training begins."""
-    words: Sequence[str] = ()
+    arguments: Sequence[str] = ()
     curve: str = "loss"
     """Name under which the framework logs the loss."""
     logs_every: int = 1
@@ -58,12 +58,12 @@ def through_faults(
     case: Case, tmp_path: Path, etcd: EtcdServer, job: str, strategy: str
 ) -> Outcome:
     """Trains on three nodes, through the faults; checks that each sample is used once an epoch."""
-    words = ["--nnodes", "2:3", "--strategy", strategy, "--lease-ttl", "2"]
-    words += ["--checkpoint-dir", str(tmp_path / "c"), "--snapshot-every", "2"]
-    words += ["--log-to", f"tensorboard:{tmp_path / 'curves'}"]
-    words += [str(case.script), str(tmp_path / "out"), *case.words]
-    words += ["--epochs", str(case.epochs), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=RANKS) as told:
+    arguments = ["--nnodes", "2:3", "--strategy", strategy, "--lease-ttl", "2"]
+    arguments += ["--checkpoint-dir", str(tmp_path / "c"), "--snapshot-every", "2"]
+    arguments += ["--log-to", f"tensorboard:{tmp_path / 'curves'}"]
+    arguments += [str(case.script), str(tmp_path / "out"), *case.arguments]
+    arguments += ["--epochs", str(case.epochs), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=RANKS) as told:
         told.wait_for_step(4)
         told.cluster.kill_worker(told.node(0))
         told.wait_for_first_step(2)
@@ -77,20 +77,20 @@ def through_faults(
         told.cluster.drain(told.node(2))
         told.wait_for_first_step(5)
         codes = told.wait_for_end()
-        said = "".join(path.read_text() for path in told.directory().glob("*/0.log"))
+        output = "".join(path.read_text() for path in told.directory().glob("*/0.log"))
     assert codes["node-0"] == codes["node-3"] == 0 and codes["node-1"] == -9
     check_samples(case, told)
     without = next(world for world in told.of("world") if "node-1" not in world["members"])
     check_curve(case, tmp_path / "curves" / job / "run-1", without["resume_step"])
-    return Outcome(weights=weights(tmp_path / "c"), ended=ended(said))
+    return Outcome(weights=weights(tmp_path / "c"), ended=ended(output))
 
 
 def undisturbed(case: Case, tmp_path: Path) -> Outcome:
     """Trains on one process, with the same global batch."""
-    words = [sys.executable, str(case.script), str(tmp_path / "alone"), *case.words]
-    words += ["--epochs", str(case.epochs), "--global-batch", str(case.batch * RANKS)]
+    command = [sys.executable, str(case.script), str(tmp_path / "alone"), *case.arguments]
+    command += ["--epochs", str(case.epochs), "--global-batch", str(case.batch * RANKS)]
     done = subprocess.run(
-        words,
+        command,
         env=os.environ | IMPORTS | {"ELASTICZERO_CHECKPOINT_DIR": str(tmp_path / "c-alone")},
         capture_output=True,
         text=True,
@@ -102,13 +102,13 @@ def undisturbed(case: Case, tmp_path: Path) -> Outcome:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    found = elasticzero.checkpoint.load(folder)
-    return {name: tensor for name, tensor in found.items() if name.startswith("model/")}
+    state = elasticzero.checkpoint.load(folder)
+    return {name: tensor for name, tensor in state.items() if name.startswith("model/")}
 
 
-def ended(said: str) -> dict[str, Any]:
-    (found,) = [line for line in said.splitlines() if line.startswith('{"ended"')]
-    told: dict[str, Any] = json.loads(found)["ended"]
+def ended(log: str) -> dict[str, Any]:
+    (last_line,) = [line for line in log.splitlines() if line.startswith('{"ended"')]
+    told: dict[str, Any] = json.loads(last_line)["ended"]
     return told
 
 
@@ -133,8 +133,8 @@ def check_curve(case: Case, run: Path, killed_after: int) -> None:
     assert missing == until_killed[len(until_killed) - len(missing) :], (missing, killed_after)
 
 
-def check_weights(found: Outcome, wanted: Outcome, tolerance: float = 1e-9) -> None:
-    assert found.weights.keys() == wanted.weights.keys()
-    for name, tensor in wanted.weights.items():
+def check_weights(outcome: Outcome, reference: Outcome, tolerance: float = 1e-9) -> None:
+    assert outcome.weights.keys() == reference.weights.keys()
+    for name, tensor in reference.weights.items():
         assert tensor.dtype == torch.float64
-        assert (found.weights[name] - tensor).abs().max() < tolerance, name
+        assert (outcome.weights[name] - tensor).abs().max() < tolerance, name

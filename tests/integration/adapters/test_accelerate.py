@@ -21,16 +21,16 @@ def test_faults_change_neither_samples_nor_weights(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     case = Case(script=SCRIPTS / "accelerate_loop.py", samples=regression.SAMPLES, epochs=4)
-    found = through_faults(case, tmp_path, etcd, job, strategy)
+    outcome = through_faults(case, tmp_path, etcd, job, strategy)
     alone = undisturbed(case, tmp_path)
-    check_weights(found, alone)
-    here, there = found.ended, alone.ended
+    check_weights(outcome, alone)
+    faulted, there = outcome.ended, alone.ended
     for name in ("steps", "samples", "lr"):
-        assert here[name] == there[name], name
-    assert here["samples"] == 31
+        assert faulted[name] == there[name], name
+    assert faulted["samples"] == 31
     for name in ("mean", "after"):
-        assert here[name] == pytest.approx(there[name], rel=1e-9), name
+        assert faulted[name] == pytest.approx(there[name], rel=1e-9), name
     saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert {f"model/{name}" for name in saved} == found.weights.keys()
+    assert {f"model/{name}" for name in saved} == outcome.weights.keys()
     for name, tensor in saved.items():
-        assert torch.equal(tensor, found.weights[f"model/{name}"]), name
+        assert torch.equal(tensor, outcome.weights[f"model/{name}"]), name

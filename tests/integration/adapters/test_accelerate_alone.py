@@ -26,17 +26,17 @@ def accelerators() -> Iterator[Callable[..., Any]]:
     """Makes accelerators, one after the other."""
     made: list[Any] = []
 
-    def make(kind: type = Accelerator, **given: Any) -> Any:
-        for each in made:
-            each.end_training()
+    def make(kind: type = Accelerator, **options: Any) -> Any:
+        for accelerator in made:
+            accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        made.append(kind(cpu=True, **given))
+        made.append(kind(cpu=True, **options))
         return made[-1]
 
     yield make
-    for each in made:
-        each.end_training()
+    for accelerator in made:
+        accelerator.end_training()
 
 
 def parts(samples: int = 328) -> tuple[nn.Module, Any, Any, DataLoader[Any]]:
@@ -70,11 +70,11 @@ def train(accelerator: Any, epochs: int = 2) -> tuple[Any, list[float], list[flo
 
 
 def test_the_steps_are_those_of_accelerate(accelerators: Callable[..., Any]) -> None:
-    (ours, rates, norms), (theirs, wanted, others) = (
+    (ours, rates, norms), (theirs, last_loss, others) = (
         train(accelerators(kind, gradient_accumulation_steps=2))
         for kind in (Accelerator, accelerate.Accelerator)
     )
-    assert len(rates) == 82 and rates == pytest.approx(wanted)
+    assert len(rates) == 82 and rates == pytest.approx(last_loss)
     assert norms == pytest.approx(others, rel=1e-6)
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (p - q).abs().max() < 1e-10, name
@@ -89,8 +89,8 @@ def test_registered_objects_are_kept_and_loaders_of_other_calls_evaluate(
     held_out = accelerator.prepare(DataLoader(regression.dataset(), batch_size=7))
     net, *_ = accelerator.prepare(*parts())
     assert "registered 0" in accelerator.session._generation.training.auxiliary.tracked
-    found = [accelerator.gather_for_metrics(y).shape[0] for _, y in held_out]
-    assert sum(found) == regression.SAMPLES
+    sizes = [accelerator.gather_for_metrics(y).shape[0] for _, y in held_out]
+    assert sum(sizes) == regression.SAMPLES
     state = accelerator.get_state_dict(net)
     assert state.keys() == net.state_dict().keys()
 
@@ -136,7 +136,7 @@ def early_norm(accelerator: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "message"),
     [
         (twice, "in a second call"),
         (other_model, "not the model's"),
@@ -153,9 +153,9 @@ def early_norm(accelerator: Any) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused(
-    act: Callable[[Any], Any], said: str, accelerators: Callable[..., Any]
+    act: Callable[[Any], Any], message: str, accelerators: Callable[..., Any]
 ) -> None:
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         act(accelerators())
 
 
@@ -170,12 +170,13 @@ Accelerator(cpu=True).load_state("here")
 def test_a_mistake_ends_a_script_in_one_line(launcher: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MISTAKE)
     options = ["--http-port=0", "--preemption=none", f"--log-dir={tmp_path / 'logs'}"]
-    words = [sys.executable, *launcher, *(options if launcher else []), str(tmp_path / "train.py")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False)
+    command = [sys.executable, *launcher, *(options if launcher else [])]
+    command += [str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 64
-    said = done.stdout + done.stderr
-    assert "accelerator.load_state: training goes on by itself" in said
-    assert "Traceback" not in said
+    output = done.stdout + done.stderr
+    assert "accelerator.load_state: training goes on by itself" in output
+    assert "Traceback" not in output
 
 
 def test_an_error_of_the_script_is_shown_as_python_does(tmp_path: Path) -> None:

@@ -27,21 +27,21 @@ def test_faults_change_neither_samples_nor_weights(
         epochs=4,
         curve="train_loss_step",
     )
-    found = through_faults(case, tmp_path, etcd, job, strategy)
+    outcome = through_faults(case, tmp_path, etcd, job, strategy)
     alone = undisturbed(case, tmp_path)
-    check_weights(found, alone)
-    here, there = found.ended, alone.ended
+    check_weights(outcome, alone)
+    faulted, there = outcome.ended, alone.ended
     for name in ("steps", "epoch", "waited"):
-        assert here[name] == there[name], name
+        assert faulted[name] == there[name], name
     for name in ("val_loss", "best", "after"):
-        assert here[name] == pytest.approx(there[name], rel=1e-6), name
-    check_saved(Path(here["path"]), found.weights)
+        assert faulted[name] == pytest.approx(there[name], rel=1e-6), name
+    check_saved(Path(faulted["path"]), outcome.weights)
 
 
-def check_saved(path: Path, found: dict[str, Tensor]) -> None:
+def check_saved(path: Path, weights: dict[str, Tensor]) -> None:
     """The files of ModelCheckpoint have the whole model."""
-    names = {name.removeprefix("model/") for name in found}
+    names = {name.removeprefix("model/") for name in weights}
     states = [torch.load(at, weights_only=False) for at in (path, path.with_name("last.ckpt"))]
     assert all(state["state_dict"].keys() == names for state in states)
     for name in names:
-        assert torch.equal(states[1]["state_dict"][name], found[f"model/{name}"]), name
+        assert torch.equal(states[1]["state_dict"][name], weights[f"model/{name}"]), name

@@ -20,12 +20,12 @@ from tests.integration.scripts.lightning_trainer import Regression
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning about data workers and loggers
 
 
-def trained(strategy: Any, folder: Path, module: Any = None, **given: Any) -> tuple[Any, Any]:
+def trained(strategy: Any, folder: Path, module: Any = None, **options: Any) -> tuple[Any, Any]:
     data = regression.dataset()
     module = module if module is not None else Regression()
-    callbacks = given.pop("callbacks", [])
+    callbacks = options.pop("callbacks", [])
     # Lightning's last step of an epoch would be smaller where these do not divide
-    loader = given.pop("loader", DataLoader(Subset(data, range(328)), batch_size=4))
+    loader = options.pop("loader", DataLoader(Subset(data, range(328)), batch_size=4))
     values = {
         "max_epochs": 2,
         "accumulate_grad_batches": 2,
@@ -37,13 +37,13 @@ def trained(strategy: Any, folder: Path, module: Any = None, **given: Any) -> tu
         "enable_model_summary": False,
         "default_root_dir": str(folder),
     }
-    trainer = L.Trainer(strategy=strategy, callbacks=callbacks, **{**values, **given})
+    trainer = L.Trainer(strategy=strategy, callbacks=callbacks, **{**values, **options})
     trainer.fit(module, loader, DataLoader(Subset(data, range(30)), batch_size=5))
     return trainer, module
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {},
         pytest.param({"gradient_clip_val": 0.05, "max_epochs": 3}, marks=pytest.mark.slow),
@@ -54,12 +54,12 @@ def trained(strategy: Any, folder: Path, module: Any = None, **given: Any) -> tu
     ],
     ids=lambda given: ",".join(given) or "plain",
 )
-def test_the_steps_are_those_of_lightning(given: dict[str, Any], tmp_path: Path) -> None:
-    found = [trained(strategy, tmp_path, **given) for strategy in (Elastic(), "auto")]
-    (ours, mine), (theirs, other) = found
+def test_the_steps_are_those_of_lightning(options: dict[str, Any], tmp_path: Path) -> None:
+    outcomes = [trained(strategy, tmp_path, **options) for strategy in (Elastic(), "auto")]
+    (ours, ours_module), (theirs, other) = outcomes
     assert ours.global_step == theirs.global_step > 0
     assert ours.current_epoch == theirs.current_epoch
-    for (name, p), q in zip(mine.named_parameters(), other.parameters(), strict=True):
+    for (name, p), q in zip(ours_module.named_parameters(), other.parameters(), strict=True):
         assert (p - q).abs().max() < 1e-10, name
     metrics = {name: value.item() for name, value in theirs.callback_metrics.items()}
     assert "train_loss_epoch" in metrics
@@ -119,7 +119,7 @@ class SteppedTo(Regression):
 
 
 @pytest.mark.parametrize(
-    ("module", "given", "said"),
+    ("module", "options", "message"),
     [
         (ByHand, {"accumulate_grad_batches": 1}, "optimizes by hand"),
         (OwnStep, {}, "overrides optimizer_step"),
@@ -137,16 +137,16 @@ class SteppedTo(Regression):
 )
 def test_what_cannot_be_done_is_refused(
     module: Any,
-    given: dict[str, Any],
-    said: str,
+    options: dict[str, Any],
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        trained(Elastic(), tmp_path, module(3) if module is SteppedTo else module(), **given)
+        trained(Elastic(), tmp_path, module(3) if module is SteppedTo else module(), **options)
     told = capsys.readouterr().err
     assert stop.value.code == 64
-    assert said in told and "Traceback" not in told
+    assert message in told and "Traceback" not in told
 
 
 def test_a_file_to_resume_from_is_refused(
@@ -163,11 +163,11 @@ def test_a_file_to_resume_from_is_refused(
 def test_a_trained_module_is_validated_and_saved_by_lightning(tmp_path: Path) -> None:
     trainer, module = trained(Elastic(), tmp_path)
     held_out = DataLoader(Subset(regression.dataset(), range(30)), batch_size=5)
-    (found,) = trainer.validate(module, held_out, verbose=False)
+    (metrics,) = trainer.validate(module, held_out, verbose=False)
     x, y = (tensor[:30] for tensor in regression.dataset().tensors)
     with torch.no_grad():
-        wanted: Tensor = regression.loss_of(module.net(x), y)
-    assert found["val_loss"] == pytest.approx(wanted.item(), rel=1e-6)
+        expected: Tensor = regression.loss_of(module.net(x), y)
+    assert metrics["val_loss"] == pytest.approx(expected.item(), rel=1e-6)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     again = Regression.load_from_checkpoint(tmp_path / "a.ckpt")
     for p, q in zip(module.parameters(), again.parameters(), strict=True):

@@ -16,9 +16,9 @@ from tests.integration.clusters import SCRIPTS
 
 
 def trained(script: Path, folder: Path, epochs: int, batch: int) -> Any:
-    words = [sys.executable, str(script), str(folder / "out"), "--epochs", str(epochs)]
+    command = [sys.executable, str(script), str(folder / "out"), "--epochs", str(epochs)]
     return subprocess.run(
-        [*words, "--global-batch", str(batch)],
+        [*command, "--global-batch", str(batch)],
         env=os.environ | IMPORTS | {"ELASTICZERO_CHECKPOINT_DIR": str(folder / "c")},
         capture_output=True,
         text=True,

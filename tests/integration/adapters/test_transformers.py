@@ -36,28 +36,28 @@ def test_faults_change_neither_samples_nor_weights(
     strategy: str, model: str, tolerance: float, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     script = SCRIPTS / "transformers_trainer.py"
-    case = Case(script=script, samples=101, epochs=8, words=["--model", model], logs_every=2)
-    found = through_faults(case, tmp_path, etcd, job, strategy)
+    case = Case(script=script, samples=101, epochs=8, arguments=["--model", model], logs_every=2)
+    outcome = through_faults(case, tmp_path, etcd, job, strategy)
     alone = undisturbed(case, tmp_path)
-    check_weights(found, alone, tolerance)
-    here, there = found.ended, alone.ended
-    assert here["steps"] == there["steps"] == 40
-    assert here["eval"] == pytest.approx(there["eval"], rel=1e-6)
-    assert here["right"] == pytest.approx(there["right"])
-    assert here["loss"] == pytest.approx(there["loss"], rel=0.02)  # but for steps done again
-    assert here["logged"] == sorted(set(here["logged"]))
-    check_saved(tmp_path / "out", found.weights)
+    check_weights(outcome, alone, tolerance)
+    faulted, there = outcome.ended, alone.ended
+    assert faulted["steps"] == there["steps"] == 40
+    assert faulted["eval"] == pytest.approx(there["eval"], rel=1e-6)
+    assert faulted["right"] == pytest.approx(there["right"])
+    assert faulted["loss"] == pytest.approx(there["loss"], rel=0.02)  # but for steps done again
+    assert faulted["logged"] == sorted(set(faulted["logged"]))
+    check_saved(tmp_path / "out", outcome.weights)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_each_rank_ends_with_the_whole_best_model(strategy: str, tmp_path: Path) -> None:
-    words = ["--nproc-per-node=2", "--strategy", strategy, "--http-port=0", "--preemption=none"]
-    words += ["--log-dir", str(tmp_path / "logs"), str(SCRIPTS / "transformers_trainer.py")]
-    words += [str(tmp_path / "out"), "--best", "--epochs", "6"]
+    arguments = ["--nproc-per-node=2", "--strategy", strategy, "--http-port=0", "--preemption=none"]
+    arguments += ["--log-dir", str(tmp_path / "logs"), str(SCRIPTS / "transformers_trainer.py")]
+    arguments += [str(tmp_path / "out"), "--best", "--epochs", "6"]
     done = subprocess.run(
-        elasticzero("run", *words), capture_output=True, text=True, timeout=170, check=False
+        elasticzero("run", *arguments), capture_output=True, text=True, timeout=170, check=False
     )
     assert done.returncode == 0, done.stderr
     (log,) = (tmp_path / "logs").glob("*/*/0.log")
@@ -65,7 +65,7 @@ def test_each_rank_ends_with_the_whole_best_model(strategy: str, tmp_path: Path)
     assert len(told["each"]) == 5 and told["right"] == pytest.approx(max(told["each"]))
 
 
-def check_saved(folder: Path, found: dict[str, Tensor]) -> None:
+def check_saved(folder: Path, weights: dict[str, Tensor]) -> None:
     """The folders load by transformers: the last one, and the newest of those along the way."""
     names = sorted(path.name for path in folder.glob("checkpoint-*"))
     assert names == ["checkpoint-30", "checkpoint-40"]
@@ -73,7 +73,7 @@ def check_saved(folder: Path, found: dict[str, Tensor]) -> None:
     for at in (folder, folder / "checkpoint-40"):
         model = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float64)
         for name, tensor in model.state_dict().items():
-            if f"model/{name}" in found:
-                assert torch.equal(tensor, found[f"model/{name}"]), name
+            if f"model/{name}" in weights:
+                assert torch.equal(tensor, weights[f"model/{name}"]), name
     state = json.loads((folder / "checkpoint-40" / "trainer_state.json").read_text())
     assert state["global_step"] == 40

@@ -36,7 +36,7 @@ class Ours(InOrder, Trainer):
     """That of this package."""
 
 
-def arguments(folder: Path, **given: Any) -> TrainingArguments:
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
     values: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -48,7 +48,7 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
         "warmup_steps": 4,
     }
     fixed = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True}
-    return TrainingArguments(**{**fixed, **values, **given})
+    return TrainingArguments(**{**fixed, **values, **options})
 
 
 def model() -> Any:
@@ -56,8 +56,8 @@ def model() -> Any:
     return gpt2().double()
 
 
-def made(kind: type, folder: Path, args: dict[str, Any], **given: Any) -> Any:
-    values = {"train_dataset": Texts(), "compute_loss_func": loss_of, **given}
+def made(kind: type, folder: Path, args: dict[str, Any], **options: Any) -> Any:
+    values = {"train_dataset": Texts(), "compute_loss_func": loss_of, **options}
     values.setdefault("model", model())
     return kind(args=arguments(folder, **args), **values)
 
@@ -68,10 +68,10 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 def check_equal(ours: Any, theirs: Any) -> None:
     assert ours.state.global_step == theirs.state.global_step
-    for (name, mine), other in zip(
+    for (name, parameter), other in zip(
         ours.model.named_parameters(), theirs.model.parameters(), strict=True
     ):
-        assert (mine - other).abs().max() < 1e-10, name
+        assert (parameter - other).abs().max() < 1e-10, name
     for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "epoch"):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-4), name
 
@@ -93,7 +93,7 @@ def check_equal(ours: Any, theirs: Any) -> None:
     ids=lambda args: ",".join(args) or "plain",
 )
 def test_the_steps_are_those_of_transformers(args: dict[str, Any], tmp_path: Path) -> None:
-    found = []
+    outcomes = []
     samples = 97 if "dataloader_drop_last" in args else len(Texts())  # of which one is dropped
     data = {"train_dataset": Subset(Texts(), range(samples))}
     data["eval_dataset"] = Subset(Texts(), range(9))
@@ -101,14 +101,14 @@ def test_the_steps_are_those_of_transformers(args: dict[str, Any], tmp_path: Pat
         trainer = made(kind, tmp_path / kind.__name__, args, **data)
         output = trainer.train()
         assert output.global_step == trainer.state.global_step > 0
-        found.append((trainer, output.training_loss))
-    (ours, loss), (theirs, wanted) = found
+        outcomes.append((trainer, output.training_loss))
+    (ours, loss), (theirs, expected) = outcomes
     check_equal(ours, theirs)
-    assert loss == pytest.approx(wanted, rel=1e-4)
+    assert loss == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_optimizer_and_a_scheduler_that_are_given(tmp_path: Path) -> None:
-    found = []
+    trainers = []
     for kind in (Ours, Theirs):
         net = model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.8, 0.9))
@@ -124,8 +124,8 @@ def test_an_optimizer_and_a_scheduler_that_are_given(tmp_path: Path) -> None:
             kind, tmp_path / kind.__name__, {}, model=net, optimizers=(optimizer, scheduler)
         )
         trainer.train()
-        found.append(trainer)
-    check_equal(*found)
+        trainers.append(trainer)
+    check_equal(*trainers)
 
 
 def test_training_stops_early_and_ends_with_the_best_model(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_training_stops_early_and_ends_with_the_best_model(tmp_path: Path) -> No
         "greater_is_better": True,
     }
     stop = EarlyStoppingCallback(early_stopping_patience=2)
-    given = {"eval_dataset": Subset(Texts(), range(9)), "callbacks": [stop]}
-    trainer = made(Ours, tmp_path, args, compute_metrics=right, **given)
+    options = {"eval_dataset": Subset(Texts(), range(9)), "callbacks": [stop]}
+    trainer = made(Ours, tmp_path, args, compute_metrics=right, **options)
     output = trainer.train()
     losses = logged(trainer, "eval_loss")
     best = losses.index(max(losses)) * 2 + 2
@@ -198,9 +198,11 @@ def test_an_argument_without_effect_is_refused(
     trainer = made(Trainer, tmp_path, {name: REFUSED[name]})
     with pytest.raises(SystemExit) as stop:
         trainer.train()
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert stop.value.code == 64
-    assert f"takes no {name}=" in said and ARGUMENTS[name][1] in said and "Traceback" not in said
+    assert (
+        f"takes no {name}=" in stderr and ARGUMENTS[name][1] in stderr and "Traceback" not in stderr
+    )
 
 
 class OwnStep(Trainer):
@@ -219,7 +221,7 @@ class EndsEpochs(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "said"),
+    ("kind", "options", "message"),
     [
         (OwnStep, {}, "OwnStep overrides training_step"),
         (Trainer, {"callbacks": [Looks()]}, "Looks has on_pre_optimizer_step"),
@@ -229,15 +231,15 @@ class EndsEpochs(TrainerCallback):
 )
 def test_what_is_not_called_is_refused(
     kind: type,
-    given: dict[str, Any],
-    said: str,
+    options: dict[str, Any],
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        made(kind, tmp_path, {}, **given).train()
+        made(kind, tmp_path, {}, **options).train()
     assert stop.value.code == 64
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_second_training_and_a_folder_to_resume_from_are_refused(
