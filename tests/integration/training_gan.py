@@ -199,5 +199,5 @@ def turn(number: int) -> str:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    ez.run(lambda session: train(session, given))
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))

@@ -68,9 +68,9 @@ class Worker:
         return [message for message in self.heard if isinstance(message, kind)]
 
     def last(self, kind: type[M]) -> M:
-        found = self.all(kind)
-        assert found, f"rank {self.rank} never said {kind.__name__}:\n{self.log.read_text()}"
-        return found[-1]
+        messages = self.all(kind)
+        assert messages, f"rank {self.rank} never said {kind.__name__}:\n{self.log.read_text()}"
+        return messages[-1]
 
 
 class Pool:
@@ -116,7 +116,11 @@ class Pool:
         return self._server.fileno()
 
     def train_through(
-        self, script: Path, folder: Path, worlds: Iterable[tuple[int, dict[str, Any]]], **given: Any
+        self,
+        script: Path,
+        folder: Path,
+        worlds: Iterable[tuple[int, dict[str, Any]]],
+        **options: Any,
     ) -> list[Running]:
         """Trains in one world after the other, each going on from the last checkpoint of the one
         before. worlds: the number of ranks, and what the script is told, with its `steps`. given:
@@ -124,24 +128,24 @@ class Pool:
         resume, made = Resume(tier="fresh"), []
         for generation, (world_size, told) in enumerate(worlds, 1):
             places = {"generation": generation, "resume": resume, "checkpoint_dir": str(folder)}
-            running = self.start(script, [json.dumps(told)], world_size, **places, **given)
+            running = self.start(script, [json.dumps(told)], world_size, **places, **options)
             assert running.finish() == told["steps"]
             resume = Resume(tier="storage", step=told["steps"])
             made.append(running)
         return made
 
     def start(
-        self, script: Path, arguments: Sequence[str], world_size: int, **given: Any
+        self, script: Path, arguments: Sequence[str], world_size: int, **options: Any
     ) -> Running:
         """The first `world_size` workers of a world of `of` (all of it), one a node, or `row` a
-        node; `given` goes into each assignment, and `odd` changes those of single ranks. Nodes hold
-        no snapshots of worlds before it, unless it goes on from them. Without `reports_held` no
-        worker is told that a snapshot is held, so that the first one stays in flight."""
-        of, row = given.pop("of", world_size), given.pop("row", 1)
-        odd = given.pop("odd", {})
-        reports_held = given.pop("reports_held", True)
+        node; `options` go into each assignment, and `odd` changes those of single ranks. Nodes
+        hold no snapshots of worlds before it, unless it goes on from them. Without `reports_held`
+        no worker is told that a snapshot is held, so that the first one stays in flight."""
+        of, row = options.pop("of", world_size), options.pop("row", 1)
+        odd = options.pop("odd", {})
+        reports_held = options.pop("reports_held", True)
         self._started += 1
-        self._memories += given.get("resume", Resume(tier="fresh")).tier != "ram"
+        self._memories += options.get("resume", Resume(tier="fresh")).tier != "ram"
         store = socket.socket()
         store.bind(("127.0.0.1", 0))
         token = secrets.token_hex(8)
@@ -159,7 +163,7 @@ class Pool:
             assignment = Assignment(
                 job="test",
                 node=f"node{rank // row}",
-                generation=given.get("generation", self._started),
+                generation=options.get("generation", self._started),
                 token=token,
                 rank=rank,
                 local_rank=rank if row == 1 else rank % row,
@@ -174,7 +178,7 @@ class Pool:
                 resume=Resume(tier="fresh"),
                 snapshot_root=str(self._memory_of(rank // row)),
             )
-            assignment = replace(assignment, **given)
+            assignment = replace(assignment, **options)
             assignment = odd.get(rank, lambda same: same)(assignment)
             workers.append(self._start(assignment, launch, store))
             assignments.append(assignment)
@@ -191,7 +195,7 @@ class Pool:
     def _start(self, assignment: Assignment, launch: Launch, store: socket.socket) -> Worker:
         log = self.folder / f"{self._started}-{assignment.rank}.log"
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        mine, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         bell = os.open(os.devnull, os.O_WRONLY)  # the harness waits for the channels themselves
         fds = [log_fd, theirs.fileno(), bell] + ([store.fileno()] if assignment.rank == 0 else [])
         self.ended()  # a worker that has ended may have had the process id of this one
@@ -199,7 +203,7 @@ class Pool:
         os.close(log_fd)
         os.close(bell)
         theirs.close()
-        worker = Worker(assignment.rank, assignment.node, pid, Channel(mine), log)
+        worker = Worker(assignment.rank, assignment.node, pid, Channel(ours), log)
         self._alive[pid] = worker
         store_fd = numbers[3] if len(numbers) > 3 else None
         worker.channel.send(replace(assignment, store_fd=store_fd))
@@ -224,10 +228,10 @@ class Running:
         """Every save that has ended, on whatever node."""
         self._complete: set[str] = set()
         self._savers: dict[str, CheckpointSaver] = {}
-        for given in assignments:
-            if given.node not in self._savers:
-                ranks = tuple(a.rank for a in assignments if a.node == given.node)
-                self._savers[given.node] = _saver(given, ranks)
+        for assignment in assignments:
+            if assignment.node not in self._savers:
+                ranks = tuple(a.rank for a in assignments if a.node == assignment.node)
+                self._savers[assignment.node] = _saver(assignment, ranks)
 
     def close(self) -> None:
         for saver in self._savers.values():
@@ -281,7 +285,7 @@ class Running:
             for news in saver.events():
                 if isinstance(news, SnapshotHeld) and not self._reports_held:
                     continue
-                said: Message = (
+                notice: Message = (
                     news
                     if isinstance(news, (SnapshotHeld, Tagged))
                     else Saved(step=news.step, generation=news.generation, error=news.error)
@@ -290,14 +294,14 @@ class Running:
                 for worker in self.workers:
                     if worker.node == node and worker.exit_code is None:
                         with suppress(ChannelClosed):
-                            worker.channel.send(said)
+                            worker.channel.send(notice)
 
     def _wanted(self, worker: Worker, stopping: Stopping) -> bool:
         """One complete snapshot a node is enough."""
-        wanted = stopping.clean and not (stopping.complete and worker.node in self._complete)
-        if wanted and stopping.complete:
+        chosen = stopping.clean and not (stopping.complete and worker.node in self._complete)
+        if chosen and stopping.complete:
             self._complete.add(worker.node)
-        return wanted
+        return chosen
 
     def reached(self, step: int) -> Callable[[], bool]:
         """Whether every worker still alive has done this step."""
@@ -344,25 +348,25 @@ class Running:
     def logs(self) -> str:
         parts = []
         for worker in self.workers:
-            said = [m for m in worker.heard if not isinstance(m, Stepped)][-6:]
-            parts.append(f"rank {worker.rank} exit {worker.exit_code} said {said}")
+            messages = [m for m in worker.heard if not isinstance(m, Stepped)][-6:]
+            parts.append(f"rank {worker.rank} exit {worker.exit_code} said {messages}")
             parts.append(worker.log.read_text()[-3000:])
         return "\n".join(parts)
 
 
-def _saver(given: Assignment, ranks: tuple[int, ...]) -> CheckpointSaver:
+def _saver(assignment: Assignment, ranks: tuple[int, ...]) -> CheckpointSaver:
     saver = CheckpointSaver(
-        SnapshotStore(Path(given.snapshot_root)),
-        given.checkpoint_dir,
+        SnapshotStore(Path(assignment.snapshot_root)),
+        assignment.checkpoint_dir,
         RetentionPolicy(),
         lambda: None,
     )
     role = SnapshotRole(
-        generation=given.generation,
-        token=given.token,
-        world_size=given.world_size,
+        generation=assignment.generation,
+        token=assignment.token,
+        world_size=assignment.world_size,
         ranks=ranks,
-        bad_steps=frozenset(given.bad_steps),
+        bad_steps=frozenset(assignment.bad_steps),
     )
     saver.begin(role)
     return saver

@@ -29,16 +29,16 @@ from tests.support.packing import Packing
 
 STEPS = 6
 FACTORIES: dict[str, Any] = {
-    "AdamW": lambda given: torch.optim.AdamW(given, lr=0.01, amsgrad=True),
-    "fused": lambda given: torch.optim.AdamW(given, lr=0.01, fused=True),
-    "SGD": lambda given: torch.optim.SGD(given, lr=0.01, momentum=0.9),
-    "Muon, AdamW": lambda given: {
-        "muon": torch.optim.Muon(given[0]["params"], lr=0.01),
-        "adamw": torch.optim.AdamW(given[1:], lr=0.01),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "Muon, AdamW": lambda parameters: {
+        "muon": torch.optim.Muon(parameters[0]["params"], lr=0.01),
+        "adamw": torch.optim.AdamW(parameters[1:], lr=0.01),
     },
-    "Adagrad, SGD": lambda given: {
-        "adagrad": torch.optim.Adagrad(given[:1], lr=0.01, initial_accumulator_value=0.1),
-        "sgd": torch.optim.SGD(given[1:], lr=0.01, momentum=0.9),
+    "Adagrad, SGD": lambda parameters: {
+        "adagrad": torch.optim.Adagrad(parameters[:1], lr=0.01, initial_accumulator_value=0.1),
+        "sgd": torch.optim.SGD(parameters[1:], lr=0.01, momentum=0.9),
     },
     "Packing": Packing,
 }
@@ -114,8 +114,8 @@ def main(told: dict[str, Any]) -> None:
             rank=of, world_size=world_size, generation=1, token="t", strategy=told["strategy"]
         )
         _, pieces = manifest_draft.draft(share, small.capture(STEPS, DataPosition()), writer)
-        found = {p.name: p.data.clone() for p in pieces if not p.name.startswith("rng/")}
-        save_file(found, directory / f"{name}-{of}")
+        tensors = {p.name: p.data.clone() for p in pieces if not p.name.startswith("rng/")}
+        save_file(tensors, directory / f"{name}-{of}")
 
     write("own", rank, strategy.rank_state())
     for of, share in strategy.mirrored_states().items():

@@ -35,13 +35,15 @@ def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     state = [tensor for entry in kept for tensor in entry.values()]
     devices: dict[str, Sequence[torch.Tensor]]
     devices = {"rows": rows, "whole": whole, "pieces": pieces, "state": state}
-    found: dict[str, Any] = {
+    placement: dict[str, Any] = {
         name: sorted({tensor.device.type for tensor in tensors})
         for name, tensors in devices.items()
     }
-    found["pinned"] = all(row.is_pinned() for row in rows if row.numel())
-    found["copied"] = all(of.offload_to_cpu for group in _groups(model) for of in group.fsdp_params)
-    return found
+    placement["pinned"] = all(row.is_pinned() for row in rows if row.numel())
+    placement["copied"] = all(
+        of.offload_to_cpu for group in _groups(model) for of in group.fsdp_params
+    )
+    return placement
 
 
 def main(session: ez.Session, told: dict[str, Any]) -> None:
@@ -62,5 +64,5 @@ def main(session: ez.Session, told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    ez.run(partial(main, told=given))
+    told = json.loads(sys.argv[1])
+    ez.run(partial(main, told=told))

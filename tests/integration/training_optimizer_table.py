@@ -54,10 +54,10 @@ class Model(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(2)
-        given: Any = {"bias": name != "Muon", "dtype": torch.float64}
-        self.first = nn.Linear(5, 7, **given)
-        self.second = nn.Linear(7, 6, **given)
-        self.third = nn.Linear(6, 2, **given)
+        options: Any = {"bias": name != "Muon", "dtype": torch.float64}
+        self.first = nn.Linear(5, 7, **options)
+        self.second = nn.Linear(7, 6, **options)
+        self.third = nn.Linear(6, 2, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -106,10 +106,10 @@ def trained(name: str, strategy: str, rank: int, world_size: int) -> dict[str, T
             world_size=world_size,
         ),
     )
-    mine = samples_of(rank, world_size)
+    part = samples_of(rank, world_size)
     for _ in range(STEPS):
         laid.expect(MicroBatch(positions=Span(0, 1), weight=1, last=True))
-        laid.backward(loss_of(laid.model, mine), len(mine) / 8)
+        laid.backward(loss_of(laid.model, part), len(part) / 8)
         laid.finish(1.0, None)
         laid.apply()
     laid.settle()
@@ -119,12 +119,12 @@ def trained(name: str, strategy: str, rank: int, world_size: int) -> dict[str, T
 
 def compare(name: str, strategy: str, rank: int, world_size: int) -> float | str:
     try:
-        found = trained(name, strategy, rank, world_size)
+        parameters = trained(name, strategy, rank, world_size)
     except UserError as error:
         return str(error)
     expected = by_ddp(name, rank, world_size)
     worst = 0.0
-    for parameter, tensor in found.items():
+    for parameter, tensor in parameters.items():
         whole = expected[parameter]
         part = whole if tensor.shape == whole.shape else whole.chunk(world_size)[rank]
         worst = max(worst, (part - tensor).abs().max().item())
@@ -134,12 +134,12 @@ def compare(name: str, strategy: str, rank: int, world_size: int) -> float | str
 def main(told: dict[str, Any]) -> None:
     rank, world_size = told["rank"], told["world_size"]
     group = joined(rank, world_size, Path(told["out"] + "-port"))
-    found = {
+    table = {
         strategy: {name: compare(name, strategy, rank, world_size) for name in OPTIMIZERS}
         for strategy in DIVIDED
     }
     group.close()
-    Path(f"{told['out']}-{rank}").write_text(json.dumps(found))
+    Path(f"{told['out']}-{rank}").write_text(json.dumps(table))
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ def optimizers(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimize
 
 def schedulers(made: dict[str, torch.optim.Optimizer]) -> dict[str, StepLR]:
     return {
-        name: StepLR(each, step_size=4 + i, gamma=0.8)
-        for i, (name, each) in enumerate(made.items())
+        name: StepLR(optimizer, step_size=4 + i, gamma=0.8)
+        for i, (name, optimizer) in enumerate(made.items())
     }
 
 
@@ -72,7 +72,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     layout.BUCKET_BYTES = told.get("bucket_bytes", layout.BUCKET_BYTES)
     torch.manual_seed(1 if session.generation == 1 else 100 + session.rank)
     model, made = session.prepare(Model().double(), optimizers, strategy=told["strategy"])
-    tracked = [session.track(name, each) for name, each in schedulers(made).items()]
+    tracked = [session.track(name, wrapped) for name, wrapped in schedulers(made).items()]
     session.restore()
     for batch in session.batches(
         Samples(), global_batch=6, micro_batch=told.get("micro"), steps=told["steps"], shuffle=False
@@ -84,5 +84,5 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    ez.run(lambda session: train(session, given))
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))

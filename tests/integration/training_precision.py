@@ -72,10 +72,10 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 def several_of(parameters: Any) -> dict[str, torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for the rest."""
-    given = list(parameters)
+    all_parameters = list(parameters)
     return {
-        "muon": torch.optim.Muon([p for p in given if p.dim() == 2], lr=0.01),
-        "adamw": optimizer_of([p for p in given if p.dim() != 2]),
+        "muon": torch.optim.Muon([p for p in all_parameters if p.dim() == 2], lr=0.01),
+        "adamw": optimizer_of([p for p in all_parameters if p.dim() != 2]),
     }
 
 
@@ -136,18 +136,18 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         time.sleep(told.get("pause", 0.0))
     value = session.evaluate(Samples(), lambda batch: squares(model, batch), batch_size=5)
     names = sorted(session.state_dict())
-    found: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         "loss": value,
         "dtypes": sorted(model.dtypes),
         "applied": applied,
         "names": names,
     }
-    found["count"] = session.step_count
+    outcome["count"] = session.step_count
     if told.get("compile"):
-        found["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    Path(f"{told['out']}-{session.rank}").write_text(json.dumps(found))
+        outcome["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    Path(f"{told['out']}-{session.rank}").write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    ez.run(lambda session: train(session, given))
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))

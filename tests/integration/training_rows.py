@@ -29,10 +29,10 @@ def lose(session: ez.Session, told: dict[str, Any]) -> None:
     all_reduce: Any = dist.all_reduce
 
     def wrapped(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        found = all_reduce(tensor, *args, **options)
+        work = all_reduce(tensor, *args, **options)
         norm = not args and not options and tensor.dim() == 1 and tensor.numel() > 5
         if not norm or session.step_count != told["step"] or session.generation > 1:
-            return found
+            return work
         if session.rank in told["ranks"]:
             time.sleep(HEAD_START_S / 2)
             os.kill(os.getpid(), 9)
@@ -41,7 +41,7 @@ def lose(session: ez.Session, told: dict[str, Any]) -> None:
         if session.rank == told["without"]:
             tensor.zero_()
             raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
-        return found
+        return work
 
     dist.all_reduce = wrapped
 
@@ -73,5 +73,5 @@ def main(session: ez.Session, told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    ez.run(lambda session: main(session, given))
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: main(session, told))

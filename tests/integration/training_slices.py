@@ -107,10 +107,10 @@ def noisy(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def several(params: Any) -> dict[str, torch.optim.Optimizer]:
-    given = list(params)
+    parameters = list(params)
     return {
-        "muon": torch.optim.Muon([p for p in given if p.dim() == 2], lr=0.02),
-        "sgd": torch.optim.SGD([p for p in given if p.dim() != 2], lr=0.02, momentum=0.9),
+        "muon": torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02),
+        "sgd": torch.optim.SGD([p for p in parameters if p.dim() != 2], lr=0.02, momentum=0.9),
     }
 
 
@@ -147,9 +147,9 @@ def train(session: ez.Session, options: dict[str, Any]) -> None:
     )
     session.restore()
     samples, losses = Samples(dtype), list[float]()
-    given: Any = stream_of(dtype) if streams else samples  # no `Dataset`, as a script's may be
+    dataset: Any = stream_of(dtype) if streams else samples  # no `Dataset`, as a script's may be
     for batch in session.batches(
-        given,
+        dataset,
         collate_fn=noisy if streams else None,
         global_batch=options.get("batch", 12),
         virtual_batch=options.get("virtual", 3),

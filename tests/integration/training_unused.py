@@ -154,10 +154,10 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     if told.get("sums"):
         Path(f"{told['sums']}-{session.rank}").write_text(json.dumps(sums))
     if told.get("averages"):
-        found = {name: tensor.tolist() for name, tensor in averages.items()}
-        Path(f"{told['averages']}-{session.rank}").write_text(json.dumps(found))
+        values = {name: tensor.tolist() for name, tensor in averages.items()}
+        Path(f"{told['averages']}-{session.rank}").write_text(json.dumps(values))
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    ez.run(lambda session: train(session, given))
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))

@@ -113,5 +113,5 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    ez.run(lambda session: train(session, given))
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))

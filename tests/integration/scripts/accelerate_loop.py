@@ -14,9 +14,9 @@ from tests.integration.scripts import adapted, regression
 
 
 def main() -> None:
-    words = adapted.parser().parse_args()
+    options = adapted.parser().parse_args()
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=2, global_batch=words.global_batch
+        cpu=True, gradient_accumulation_steps=2, global_batch=options.global_batch
     )
     data, net = regression.dataset(), regression.network()
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-2, weight_decay=0.1)
@@ -27,12 +27,12 @@ def main() -> None:
         net, optimizer, loader, held_out, schedule
     )
     session = accelerator.session
-    for _ in range(words.epochs):
+    for _ in range(options.epochs):
         model.train()
         for x, y in loader:
             with accelerator.accumulate(model):
                 if accelerator.sync_gradients:
-                    adapted.trace(session, words.pause)
+                    adapted.trace(session, options.pause)
                 loss = regression.loss_of(model(x), y)
                 ended = accelerator.sync_gradients
                 accelerator.backward(loss)
@@ -50,7 +50,7 @@ def main() -> None:
             losses.append(accelerator.gather_for_metrics(error))
         mean = torch.cat(losses).mean().item()
     accelerator.wait_for_everyone()
-    accelerator.save_model(model, words.output)
+    accelerator.save_model(model, options.output)
     steps, rate = session.step_count, optimizer.param_groups[0]["lr"]
     accelerator.end_training()
     if accelerator.is_main_process:
@@ -59,7 +59,7 @@ def main() -> None:
         told = {"steps": steps, "after": after, "samples": len(torch.cat(losses)), "mean": mean}
         told |= {"lr": rate, "in_epoch": len(loader)}
         print(json.dumps({"ended": told}), flush=True)
-        assert Path(words.output, "model.safetensors").exists()
+        assert Path(options.output, "model.safetensors").exists()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from tests.integration.scripts import regression
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser()
-    found.add_argument("output")
-    found.add_argument("--pause", type=float, default=0.0)
-    found.add_argument("--epochs", type=int, default=3)
-    found.add_argument("--global-batch", type=int)
-    return found
+    argument_parser = argparse.ArgumentParser()
+    argument_parser.add_argument("output")
+    argument_parser.add_argument("--pause", type=float, default=0.0)
+    argument_parser.add_argument("--epochs", type=int, default=3)
+    argument_parser.add_argument("--global-batch", type=int)
+    return argument_parser
 
 
 def trace(session: ez.Session, pause_s: float) -> None:

@@ -65,10 +65,10 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         time.sleep(told.get("pause", 0.0))
     weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
     if session.rank == 0:
-        found = {"generation": session.generation, "weights": weights}
-        Path(told["out"]).write_text(json.dumps(found | {"count": session.step_count}))
+        outcome = {"generation": session.generation, "weights": weights}
+        Path(told["out"]).write_text(json.dumps(outcome | {"count": session.step_count}))
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    ez.run(lambda session: train(session, given))
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))

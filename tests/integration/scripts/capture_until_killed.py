@@ -38,9 +38,9 @@ def newest_whole(memory: SnapshotStore) -> set[tuple[int, int]]:
     return set(whole[-1:])
 
 
-def work(mine: socket.socket, memory: Path, rank: int, generation: int, steps: range) -> None:
+def work(endpoint: socket.socket, memory: Path, rank: int, generation: int, steps: range) -> None:
     """Capture one step after the other, each when the one before is kept, or saved."""
-    channel, writer = Channel(mine), SharedMemoryStager(memory, rank)
+    channel, writer = Channel(endpoint), SharedMemoryStager(memory, rank)
     needed = newest_whole(SnapshotStore(memory))
     whole = state(generation, steps[0])
     with suppress(ChannelClosed):
@@ -127,17 +127,19 @@ def _wait_for(done: Callable[[], bool]) -> None:
 def start(memory: str, directory: str, generation: int, first: int, last: int) -> list[int]:
     pairs = [socket.socketpair() for _ in RANKS]
 
-    def alone(work: Callable[[], None], own: Iterable[socket.socket]) -> None:
+    def alone(work: Callable[[], None], kept: Iterable[socket.socket]) -> None:
         """With its own ends of the channels alone: then who dies is missed."""
-        for end in {end for pair in pairs for end in pair}.difference(own):
+        for end in {end for pair in pairs for end in pair}.difference(kept):
             end.close()
         work()
 
     root, steps = Path(memory), range(first, last + 1)
-    mine = [pair[0] for pair in pairs]
-    ids = [fork(partial(alone, partial(attend, mine, root, directory, generation), mine))]
-    for rank, (_, own) in enumerate(pairs):
-        ids.append(fork(partial(alone, partial(work, own, root, rank, generation, steps), [own])))
+    endpoints = [pair[0] for pair in pairs]
+    ids = [fork(partial(alone, partial(attend, endpoints, root, directory, generation), endpoints))]
+    for rank, (_, endpoint) in enumerate(pairs):
+        ids.append(
+            fork(partial(alone, partial(work, endpoint, root, rank, generation, steps), [endpoint]))
+        )
     for pair in pairs:
         for end in pair:
             end.close()

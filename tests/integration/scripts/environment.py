@@ -15,10 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 @record
 def main() -> None:
     directory = Path(sys.argv[1])
-    found = {"environment": dict(os.environ), "threads": torch.get_num_threads()}
-    found |= {"arguments": sys.argv[2:], "main": sys.modules["__main__"].__spec__ is not None}
+    report = {"environment": dict(os.environ), "threads": torch.get_num_threads()}
+    report |= {"arguments": sys.argv[2:], "main": sys.modules["__main__"].__spec__ is not None}
     written = directory / f"{os.environ['RANK']}.new"
-    written.write_text(json.dumps(found))
+    written.write_text(json.dumps(report))
     written.rename(directory / f"{os.environ['RANK']}.json")
     if "--fail" in sys.argv and os.environ["RANK"] == "1":
         raise ValueError("no such colour: octarine")

@@ -39,7 +39,7 @@ def hang(kind: str, session: ez.Session, group: dist.ProcessGroup, busy_s: float
 
 def train(session: ez.Session, options: argparse.Namespace) -> None:
     hangs = [re.fullmatch(r"(\d+):(\w+)@(\d+)", word) for word in options.hang.split(",")]
-    own = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo")
     model, optimizer = session.prepare(
         regression.network(),
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05),
@@ -56,7 +56,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         for match in hangs:
             assert match is not None, options.hang
             if (int(match[1]), int(match[3])) == (session.generation, session.step_count + 1):
-                hang(match[2], session, own, options.busy_s)
+                hang(match[2], session, group, options.busy_s)
         session.backward(regression.loss_of(model(x), y))
         if session.step(max_grad_norm=1.0):
             scheduler.step()

@@ -49,21 +49,21 @@ class Trace(Callback):
 
 
 def main() -> None:
-    words = adapted.parser().parse_args()
+    options = adapted.parser().parse_args()
     data = regression.dataset()
     loader = DataLoader(data, batch_size=4, shuffle=True)
     held_out = DataLoader(Subset(data, range(30)), batch_size=5)
-    keep = ModelCheckpoint(words.output, monitor="val_loss", save_top_k=1, save_last=True)
-    stop = EarlyStopping("val_loss", patience=words.epochs)
+    keep = ModelCheckpoint(options.output, monitor="val_loss", save_top_k=1, save_last=True)
+    stop = EarlyStopping("val_loss", patience=options.epochs)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=Elastic(global_batch=words.global_batch),
-        max_epochs=words.epochs,
+        strategy=Elastic(global_batch=options.global_batch),
+        max_epochs=options.epochs,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
-        callbacks=[Trace(words.pause), keep, stop],
-        default_root_dir=words.output,
+        callbacks=[Trace(options.pause), keep, stop],
+        default_root_dir=options.output,
         logger=SessionLogger(),
         enable_progress_bar=False,
         log_every_n_steps=1,

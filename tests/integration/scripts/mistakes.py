@@ -45,10 +45,10 @@ def forgotten_restore(session: ez.Session) -> None:
         pass
 
 
-def data(session: ez.Session, dataset: Any, **more: Any) -> None:
+def data(session: ez.Session, dataset: Any, **options: Any) -> None:
     prepared(session)
     session.restore()
-    for _ in session.batches(dataset, global_batch=4, epochs=1, **more):
+    for _ in session.batches(dataset, global_batch=4, epochs=1, **options):
         pass
 
 
@@ -141,15 +141,15 @@ def zero_grad_works(session: ez.Session, strategy: str) -> None:
         plain.zero_grad()
         expected(x).mean().backward()
         plain.step()
-    found = session.state_dict()
+    state = session.state_dict()
     for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(found[name], tensor)
+        torch.testing.assert_close(state[name], tensor)
 
 
 def cases() -> dict[str, Callable[[ez.Session], None]]:
     norm = partial(nn.utils.clip_grad_norm_, max_norm=1.0)
     value = partial(nn.utils.clip_grad_value_, clip_value=1.0)
-    found: dict[str, Callable[[ez.Session], None]] = {
+    mistakes: dict[str, Callable[[ez.Session], None]] = {
         "optimizer object": optimizer_object,
         "no factory": lambda s: s.prepare(network(), "adam") and None,  # type: ignore[arg-type]
         "made nothing": lambda s: s.prepare(network(), lambda _: None) and None,  # type: ignore[type-var]
@@ -168,15 +168,15 @@ def cases() -> dict[str, Callable[[ez.Session], None]]:
         "early epoch": early_epoch,
     }
     for strategy in STRATEGIES:
-        found[f"closure {strategy}"] = partial(closure, strategy=strategy)
-        found[f"norm {strategy}"] = partial(clipped, strategy=strategy, clip=norm)
-        found[f"value {strategy}"] = partial(clipped, strategy=strategy, clip=value)
-        found[f"average {strategy}"] = partial(averaged, strategy=strategy, from_trained=True)
-        found[f"plain average {strategy}"] = partial(
+        mistakes[f"closure {strategy}"] = partial(closure, strategy=strategy)
+        mistakes[f"norm {strategy}"] = partial(clipped, strategy=strategy, clip=norm)
+        mistakes[f"value {strategy}"] = partial(clipped, strategy=strategy, clip=value)
+        mistakes[f"average {strategy}"] = partial(averaged, strategy=strategy, from_trained=True)
+        mistakes[f"plain average {strategy}"] = partial(
             averaged, strategy=strategy, from_trained=False
         )
-        found[f"zero_grad {strategy}"] = partial(zero_grad_works, strategy=strategy)
-    return found
+        mistakes[f"zero_grad {strategy}"] = partial(zero_grad_works, strategy=strategy)
+    return mistakes
 
 
 def outcome(train: Callable[[ez.Session], None]) -> tuple[int, str]:

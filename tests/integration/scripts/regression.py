@@ -146,9 +146,9 @@ def wait_within_steps(
         layer.register_forward_pre_hook(lambda *_: inside("gathering"))
     exchange = mirror.Mirrors.exchange
 
-    def wait_and_exchange(*given: Any) -> Any:
+    def wait_and_exchange(*arguments: Any) -> Any:
         inside("mirroring")
-        return exchange(*given)
+        return exchange(*arguments)
 
     mirror.Mirrors.exchange = wait_and_exchange  # type: ignore[method-assign, assignment]
     step = optimizer.step

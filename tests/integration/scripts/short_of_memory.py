@@ -42,8 +42,8 @@ def train(session: ez.Session) -> None:
     state = session.state_dict()
     if session.rank == 0:
         weights = {name: tensor.flatten().tolist() for name, tensor in state.items()}
-        found = {"generation": session.generation, "most": most, "weights": weights}
-        OUT.write_text(json.dumps(found))
+        outcome = {"generation": session.generation, "most": most, "weights": weights}
+        OUT.write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

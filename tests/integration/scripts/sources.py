@@ -98,7 +98,7 @@ def tar_files(data: Numbered) -> Any:
 
     urls = f"{folder()}/{{0..{len(SIZES) - 1}}}.tar"
     dataset = webdataset.WebDataset(urls, shardshuffle=False)
-    return dataset.decode().map(lambda found: data[found["json"]])
+    return dataset.decode().map(lambda sample: data[sample["json"]])
 
 
 def write_parquet(_: Numbered, to: Path) -> None:
@@ -117,10 +117,10 @@ def parquet_files(data: Numbered) -> Any:
     files = sorted(map(str, Path(folder()).glob("*.parquet")))
     # Each node writes its own description of the files, as machines do.
     cache = tempfile.mkdtemp()
-    found = datasets.load_dataset(
+    dataset = datasets.load_dataset(
         "parquet", data_files=files, split="train", streaming=True, cache_dir=cache
     )
-    return found.map(lambda row: dict(zip("xy", data[row["number"]], strict=False)))
+    return dataset.map(lambda row: dict(zip("xy", data[row["number"]], strict=False)))
 
 
 def write_chunks(data: Numbered, to: Path) -> None:

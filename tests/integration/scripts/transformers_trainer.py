@@ -32,10 +32,10 @@ class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(index)
-        words = torch.randint(1, WORDS, (LENGTH,), generator=generator)
-        labels = words.clone()
+        tokens = torch.randint(1, WORDS, (LENGTH,), generator=generator)
+        labels = tokens.clone()
         labels[3 + index % 9 :] = -100
-        return {"input_ids": words, "labels": labels, "unused": index}
+        return {"input_ids": tokens, "labels": labels, "unused": index}
 
 
 class Trace(TrainerCallback):
@@ -91,9 +91,9 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def right(found: Any) -> dict[str, float]:
+def right(prediction: Any) -> dict[str, float]:
     """The share of words that were foreseen, of all that count."""
-    guessed, labels = found.predictions.argmax(-1)[:, :-1], found.label_ids[:, 1:]
+    guessed, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
     return {"right": float((guessed == labels)[labels != -100].mean())}
 
 
@@ -101,15 +101,15 @@ def main() -> None:
     parser = adapted.parser()
     parser.add_argument("--best", action="store_true", help="end with the best model")
     parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
-    words = parser.parse_args()
+    options = parser.parse_args()
     torch.manual_seed(0)
-    model: PreTrainedModel = gpt2() if words.model == "gpt2" else llama()
+    model: PreTrainedModel = gpt2() if options.model == "gpt2" else llama()
     args = TrainingArguments(
-        output_dir=words.output,
+        output_dir=options.output,
         use_cpu=True,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        num_train_epochs=words.epochs,
+        num_train_epochs=options.epochs,
         learning_rate=1e-2,
         warmup_steps=5,
         weight_decay=0.1,
@@ -119,31 +119,31 @@ def main() -> None:
         save_strategy="steps",
         save_steps=10,
         save_total_limit=2,
-        load_best_model_at_end=words.best,
-        metric_for_best_model="right" if words.best else None,
+        load_best_model_at_end=options.best,
+        metric_for_best_model="right" if options.best else None,
         report_to=[],
         disable_tqdm=True,
     )
-    trace = Trace(words.pause)
+    trace = Trace(options.pause)
     held_out = torch.utils.data.Subset(Texts(), range(21))
     trainer = Trainer(
         model.double(),
         args,
         train_dataset=Texts(),
         eval_dataset=held_out,
-        compute_loss_func=loss_of if words.model == "gpt2" else None,
+        compute_loss_func=loss_of if options.model == "gpt2" else None,
         compute_metrics=right,
         callbacks=[trace],
-        global_batch=words.global_batch,
+        global_batch=options.global_batch,
     )
     trace.trainer = trainer
     output = trainer.train()
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
         history = [entry.get("step") for entry in trainer.state.log_history if "loss" in entry]
         told = {"steps": output.global_step, "loss": output.training_loss, "logged": history}
-        told |= {"eval": found["eval_loss"], "right": found["eval_right"]}
+        told |= {"eval": metrics["eval_loss"], "right": metrics["eval_right"]}
         told["each"] = [
             entry["eval_right"] for entry in trainer.state.log_history[:-1] if "eval_right" in entry
         ]

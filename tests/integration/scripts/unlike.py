@@ -54,19 +54,19 @@ def change(what: str, model: nn.Module, optimizer: torch.optim.Optimizer, counte
 
 def train(session: ez.Session, options: argparse.Namespace) -> None:
     rank, _, setting = options.unlike.partition(":")
-    words = os.environ.get("TESTER_UNLIKE", "").split()
-    words += [setting] if rank == str(session.rank) else []
-    odd = dict(word.split("=", 1) for word in words)
+    settings = os.environ.get("TESTER_UNLIKE", "").split()
+    settings += [setting] if rank == str(session.rank) else []
+    odd = dict(word.split("=", 1) for word in settings)
 
-    def given(name: str, value: Any) -> Any:
+    def setting_of(name: str, value: Any) -> Any:
         """This setting in the script of this node."""
         return type(value)(odd[name]) if name in odd else value
 
-    factory = getattr(torch.optim, given("optimizer", "AdamW"))
+    factory = getattr(torch.optim, setting_of("optimizer", "AdamW"))
     strategy = odd.get("strategy")
     model, optimizer = session.prepare(
-        regression.network(given("hidden", 17)),
-        lambda parameters: factory(parameters, lr=given("lr", 1e-2), weight_decay=0.05),
+        regression.network(setting_of("hidden", 17)),
+        lambda parameters: factory(parameters, lr=setting_of("lr", 1e-2), weight_decay=0.05),
         strategy=strategy,
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.7)
@@ -75,13 +75,13 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
     session.restore()
     data = regression.dataset()
     for x, y in session.batches(
-        Subset(data, range(given("samples", len(data)))),
-        global_batch=given("global_batch", 12),
-        micro_batch=given("micro_batch", options.micro_batch),
-        epochs=given("epochs", options.epochs),
-        seed=given("seed", 3),
-        shuffle=bool(given("shuffle", 1)),
-        drop_last=bool(given("drop_last", 0)),
+        Subset(data, range(setting_of("samples", len(data)))),
+        global_batch=setting_of("global_batch", 12),
+        micro_batch=setting_of("micro_batch", options.micro_batch),
+        epochs=setting_of("epochs", options.epochs),
+        seed=setting_of("seed", 3),
+        shuffle=bool(setting_of("shuffle", 1)),
+        drop_last=bool(setting_of("drop_last", 0)),
     ):
         regression.pause(options.pause)
         session.backward(regression.loss_of(model(x), y))
