@@ -49,7 +49,7 @@ class Member:
     def start(self, cluster: str, options: Mapping[str, str]) -> None:
         binary = find_etcd()
         assert binary is not None
-        words = {
+        flags = {
             "name": self.name,
             "data-dir": str(self._data),
             "listen-client-urls": self.endpoint,
@@ -63,7 +63,7 @@ class Member:
         }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [str(binary), *(f"--{k}={v}" for k, v in words.items()), "--unsafe-no-fsync"],
+                [str(binary), *(f"--{k}={v}" for k, v in flags.items()), "--unsafe-no-fsync"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -175,23 +175,23 @@ class Members:
         for member in self.members:
             member.resume()
 
-    def control(self, *words: str, user: str = "") -> str:
+    def control(self, *arguments: str, user: str = "") -> str:
         """The output of an etcdctl command, which must succeed."""
         binary = find_etcd()
         assert binary is not None
         command = [str(binary.with_name("etcdctl")), f"--endpoints={self.endpoints}"]
-        command += [*self._control, *([f"--user={user}"] if user else []), *words]
+        command += [*self._control, *([f"--user={user}"] if user else []), *arguments]
         environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
-        found = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=30, check=False
         )
-        assert found.returncode == 0, f"{words}: {found.stderr}"
-        return found.stdout
+        assert completed.returncode == 0, f"{arguments}: {completed.stderr}"
+        return completed.stdout
 
     def status(self) -> list[dict[str, Any]]:
         """What each member says of itself."""
-        found: list[dict[str, Any]] = json.loads(self.control("endpoint", "status", "-w", "json"))
-        return [entry["Status"] for entry in found]
+        report: list[dict[str, Any]] = json.loads(self.control("endpoint", "status", "-w", "json"))
+        return [entry["Status"] for entry in report]
 
     def leader(self) -> Member:
         first, *_ = states = self.status()
@@ -200,7 +200,7 @@ class Members:
 
     def enable_users(self, name: str, password: str) -> None:
         """Users from now on: root, with the password `root`, and one who may do what agents do."""
-        for words in (
+        for line in (
             "user add root:root",
             "user grant-role root root",
             "role add trainer",
@@ -209,4 +209,4 @@ class Members:
             f"user grant-role {name} trainer",
             "auth enable",
         ):
-            self.control(*words.split())
+            self.control(*line.split())

@@ -95,9 +95,9 @@ def assert_bits(checkpoint: Checkpoint) -> int:
         for name, spec in manifest.layout.tensors.items()
     }
     checkpoint.load(LoadTarget(n, Span(0, t.numel()), t) for n, t in loaded.items())
-    wanted = state(manifest.generation, manifest.step)
-    assert loaded.keys() == wanted.keys()
-    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+    expected = state(manifest.generation, manifest.step)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     return manifest.generation
 
 

@@ -45,7 +45,7 @@ class Training:
 
     def manifests(self, *flags: str) -> list[Manifest]:
         """What `elasticzero k8s render` prints for it, with agents that listen at `HTTP_PORT`."""
-        words = elasticzero(
+        command = elasticzero(
             *("k8s", "render", "--name", self.job, "--image", "registry.example.com/train:1"),
             *("--nnodes", self.nodes, "--checkpoints", "shared-files", "--output", "json"),
             *(f"--env={name}={value}" for name, value in self.variables.items()),
@@ -53,7 +53,7 @@ class Training:
             *(self.script.name, *self.arguments),
         )
         done = subprocess.run(
-            words, cwd=self.script.parent, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=self.script.parent, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stderr
         manifests: list[Manifest] = json.loads(done.stdout)["items"]
@@ -73,14 +73,16 @@ def substitutes(
         (ROOT / "k8s" / "Dockerfile").read_text(), {"PATH": os.environ["PATH"]}
     )
     volumes = pod_of(job)["volumes"]
-    claims = [each["persistentVolumeClaim"] for each in volumes if "persistentVolumeClaim" in each]
+    claims = [
+        volume["persistentVolumeClaim"] for volume in volumes if "persistentVolumeClaim" in volume
+    ]
     return Substitutes(
         image=image,
         files={
             **{target: ROOT / source for target, source in image.copied.items()},
             "/opt/elasticzero": Path(sys.prefix),
         },
-        claims={each["claimName"]: claim for each in claims},
+        claims={volume["claimName"]: claim for volume in claims},
         addresses={ETCD_SERVICE: endpoint},
         folder_variables={"/dev/shm": "ELASTICZERO_SNAPSHOT_DIR", "/tmp": "TMPDIR"},
         address_variables=("ELASTICZERO_HTTP_HOST",),
@@ -131,11 +133,11 @@ class PodStory(JobStory):
 
     def pod(self, index: int) -> Pod:
         """The live pod of an index; waits for it."""
-        found: Pod = self.wait(
+        pod: Pod = self.wait(
             f"a pod of index {index}",
             lambda: next((p for p in self.cluster.live(self.job) if p.index == index), None),
         )
-        return found
+        return pod
 
     def replacement(self, old: Pod) -> Pod:
         """The pod that takes the place of one that has ended; waits for it."""
@@ -145,8 +147,8 @@ class PodStory(JobStory):
             later = pods[pods.index(old) + 1 :]
             return next((pod for pod in later if pod.index == old.index), None)
 
-        found: Pod = self.wait(f"a pod in the place of {old.name}", newer)
-        return found
+        successor: Pod = self.wait(f"a pod in the place of {old.name}", newer)
+        return successor
 
     def wait_for_pods_end(self, pod: Pod) -> None:
         self.wait(f"the end of {pod.name}", lambda: not pod.state.is_live)
@@ -165,10 +167,10 @@ class PodStory(JobStory):
     @property
     def codes(self) -> dict[int, list[int | None]]:
         """By index, the exit codes of its pods in the order of their creation."""
-        found: dict[int, list[int | None]] = {}
+        exit_codes: dict[int, list[int | None]] = {}
         for pod in self.cluster.pods(self.job):
-            found.setdefault(pod.index, []).append(pod.exit_code)
-        return found
+            exit_codes.setdefault(pod.index, []).append(pod.exit_code)
+        return exit_codes
 
     def wait_for_end(self, patience_s: float = PATIENCE_S) -> Outcome:
         """How the Job ends, after steps that nothing slows down."""
@@ -178,8 +180,8 @@ class PodStory(JobStory):
             status = self.cluster.status(self.job)
             return status.outcome if status.is_finished else None
 
-        found: Outcome = self.wait("the end of the Job", outcome, patience_s)
-        return found
+        ending: Outcome = self.wait("the end of the Job", outcome, patience_s)
+        return ending
 
 
 def node_of(pod: Pod) -> str:
@@ -219,8 +221,8 @@ def pods(
     training = Training(job=job, script=script, arguments=arguments, variables=options)
     manifests = training.manifests(*flags)
     tester = {"OMP_NUM_THREADS": "1", "TESTER_PAUSE_FILE": str(log_dir / "pause")}
-    given = substitutes(endpoint, claim, agents_of(manifests), tester)
-    cluster = Cluster(tmp_path / "cluster", given, backoff=BACKOFF, unreachable_s=UNREACHABLE_S)
+    stand_ins = substitutes(endpoint, claim, agents_of(manifests), tester)
+    cluster = Cluster(tmp_path / "cluster", stand_ins, backoff=BACKOFF, unreachable_s=UNREACHABLE_S)
     told = PodStory(cluster, training, manifests, log_dir, claim)
     with cluster:
         cluster.apply(manifests)

@@ -52,14 +52,14 @@ def filled(manifest: Manifest) -> list[str]:
 
 
 def check_weights(folder: Path) -> None:
-    found = ez_checkpoint.load(folder)
+    state = ez_checkpoint.load(folder)
     for name, tensor in plain(WORLDS[-1][1]).items():
-        assert (found[name] - tensor).abs().max().item() < 1e-9, name
+        assert (state[name] - tensor).abs().max().item() < 1e-9, name
 
 
-def run(pool: Pool, folder: Path, strategy: str, **given: object) -> list[Running]:
+def run(pool: Pool, folder: Path, strategy: str, **options: object) -> list[Running]:
     worlds = [(ranks, {"strategy": strategy, "steps": steps}) for ranks, steps in WORLDS]
-    return pool.train_through(SCRIPT, folder, worlds, **given)
+    return pool.train_through(SCRIPT, folder, worlds, **options)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_a_size_is_measured_once_in_a_job(pool: Pool, tmp_path: Path, strategy: 
     sizes = [manifest_of(tmp_path, steps).state["buckets"]["size_bytes"] for _, steps in WORLDS]
     assert sizes == sizes[:1] * 3
     assert sizes[0] % (1 << 20) == 0 < sizes[0]
-    said = [
+    measured = [
         "--bucket-bytes auto takes" in worker.log.read_text()
         for running in worlds
         for worker in running.workers
     ]
-    assert said == [True] + [False] * 6
+    assert measured == [True] + [False] * 6
     check_weights(tmp_path)
 
 

@@ -31,11 +31,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f'#!/bin/sh\nexec {" ".join(elasticzero())} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    here = tmp_path / "here"
-    (here / "checkpoints").mkdir(parents=True)
-    (here / "chart.py").touch()
-    monkeypatch.chdir(here)
-    return here
+    directory = tmp_path / "here"
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "chart.py").touch()
+    monkeypatch.chdir(directory)
+    return directory
 
 
 def in_shell(*command: str) -> list[str]:
@@ -85,6 +85,6 @@ def test_the_script_is_valid(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     script = tmp_path / "script"
-    words = [sys.executable, "-m", "elasticzero.launcher.cli", "completion", shell]
-    script.write_bytes(subprocess.run(words, capture_output=True, timeout=60, check=True).stdout)
+    command = [sys.executable, "-m", "elasticzero.launcher.cli", "completion", shell]
+    script.write_bytes(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
     assert in_shell(shell, "-n", str(script)) == []

@@ -25,12 +25,12 @@ NAMED = re.compile(r"rank 1 on (\S+) has (\S+) digest [0-9a-f]{16}")
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[str, Tensor]:
+def reference() -> dict[str, Tensor]:
     """The weights of an undisturbed run."""
     return undisturbed(global_batch=12, epochs=2)
 
 
-def words(script_words: str, *options: str) -> list[str]:
+def job_arguments(script_words: str, *options: str) -> list[str]:
     return [*options, str(SCRIPT), *script_words.split()]
 
 
@@ -57,11 +57,11 @@ def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(
     tmp_path: Path,
     job: str,
     etcd: EtcdServer,
-    wanted: dict[str, Tensor],
+    reference: dict[str, Tensor],
 ) -> None:
     """One element of a parameter, one bit, or the learning rate, on rank 1 after step 7: the run
     ended with exit code 0 and other weights than an undisturbed one."""
-    told_words = words(
+    told_words = job_arguments(
         f"--change 1:{change}@7",
         *["--nnodes", "2:3", "--strategy", strategy, "--verify-replicas", every],
         *["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "4"],
@@ -76,16 +76,16 @@ def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(
     assert f"{odd} is set aside" in second["reason"]
     assert second["members"] == [node for node in first["members"] if node != odd]
     assert second["resume_step"] <= 7
-    check_weights(tmp_path / "checkpoints", wanted)
+    check_weights(tmp_path / "checkpoints", reference)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", [slow("ddp"), "zero2"])
 def test_two_ranks_that_differ_go_back_to_a_verified_state(
-    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, wanted: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """Without a majority none of both is right; and no checkpoint was written after the change."""
-    told_words = words(
+    told_words = job_arguments(
         "--change 1:add@7",
         *["--nnodes", "2:2", "--strategy", strategy, "--verify-replicas", "1"],
         *["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "2"],
@@ -96,14 +96,14 @@ def test_two_ranks_that_differ_go_back_to_a_verified_state(
     second = world(told, 2)
     assert "were equal at step 6" in second["reason"]
     assert len(second["members"]) == 2 and 0 < second["resume_step"] <= 6
-    check_weights(tmp_path / "checkpoints", wanted)
+    check_weights(tmp_path / "checkpoints", reference)
 
 
 @pytest.mark.timeout(120)
 def test_two_ranks_that_differ_end_a_job_without_checkpoints(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    told_words = words("--change 1:bit@7", "--nnodes", "2:2", "--verify-replicas", "5")
+    told_words = job_arguments("--change 1:bit@7", "--nnodes", "2:2", "--verify-replicas", "5")
     with story(tmp_path, etcd.endpoint, job, told_words, nodes=2) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {ExitCode.FAILED}, told.logs()
@@ -121,7 +121,7 @@ def test_two_ranks_that_differ_end_a_job_without_checkpoints(
 def test_a_majority_without_checkpoints_goes_on_by_itself(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    told_words = words("--change 1:bit@7", "--nnodes", "2:3", "--verify-replicas", "5")
+    told_words = job_arguments("--change 1:bit@7", "--nnodes", "2:3", "--verify-replicas", "5")
     with story(tmp_path, etcd.endpoint, job, told_words, nodes=3) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {0}, told.logs()
@@ -131,7 +131,7 @@ def test_a_majority_without_checkpoints_goes_on_by_itself(
 
 
 @pytest.mark.parametrize(
-    ("unlike", "said"),
+    ("unlike", "message"),
     [
         ("strategy=zero2", "strategy zero2, rank 0 on node0 has ddp"),
         ("hidden=9", "parameter '0.weight' float64 [9, 6], parameter '0.bias' float64 [9]"),
@@ -147,13 +147,13 @@ def test_a_majority_without_checkpoints_goes_on_by_itself(
     ],
 )
 def test_a_script_that_differs_is_named_with_both_values(
-    unlike: str, said: str, pool: Pool
+    unlike: str, message: str, pool: Pool
 ) -> None:
     """The ranks trained on different batches without a word, or ended by SIGABRT."""
     running = pool.start(SCRIPT, ["--unlike", f"1:{unlike}"], 2)
     running.until(running.ended)
     good, bad = (worker.last(Failed) for worker in running.workers)
-    assert f"rank 1 on node1 has {said}" in bad.message, running.logs()
+    assert f"rank 1 on node1 has {message}" in bad.message, running.logs()
     assert (bad.blame, bad.final, good.blame) == ("user", True, "peer")
     assert "start every node with the same script" in running.workers[1].log.read_text()
 
@@ -181,9 +181,11 @@ def test_another_micro_batch_of_the_same_effect_is_no_difference(pool: Pool) -> 
 def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    each = [{}, {"TESTER_UNLIKE": "global_batch=10"}]
-    told_words = words("", "--nnodes", "2:2")
-    with story(tmp_path, etcd.endpoint, job, told_words, nodes=2, environments=each) as told:
+    environments = [{}, {"TESTER_UNLIKE": "global_batch=10"}]
+    told_words = job_arguments("", "--nnodes", "2:2")
+    with story(
+        tmp_path, etcd.endpoint, job, told_words, nodes=2, environments=environments
+    ) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {ExitCode.USAGE}, told.logs()
     assert told.step == 0
@@ -193,9 +195,9 @@ def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
 
 @pytest.mark.timeout(120)
 def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
-    tmp_path: Path, job: str, etcd: EtcdServer, wanted: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    told_words = words(
+    told_words = job_arguments(
         "--pause 0.05", "--nnodes", "1:2", "--checkpoint-dir", str(tmp_path / "checkpoints")
     )
     with story(tmp_path, etcd.endpoint, job, told_words, nodes=1) as told:
@@ -211,7 +213,7 @@ def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
     assert "node-1 is set aside" in third["reason"]
     assert "rank 1 on node-1 has samples 300, rank 0 on node-0 has 331" in third["reason"]
     assert told.lineage.recomputed == 0
-    check_weights(tmp_path / "checkpoints", wanted)
+    check_weights(tmp_path / "checkpoints", reference)
 
 
 @pytest.mark.timeout(120)
@@ -219,7 +221,7 @@ def test_a_tracked_object_that_differs_ends_the_job(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """A restore gives every rank rank 0's: what the others had would be lost without a word."""
-    told_words = words("--change 1:tracked@7", "--nnodes", "2:2", "--verify-replicas", "5")
+    told_words = job_arguments("--change 1:tracked@7", "--nnodes", "2:2", "--verify-replicas", "5")
     with story(tmp_path, etcd.endpoint, job, told_words, nodes=2) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {ExitCode.USAGE}, told.logs()
@@ -227,6 +229,6 @@ def test_a_tracked_object_that_differs_ends_the_job(
     assert "of 'tracked/counter' rank 0 on" in log
 
 
-def trained(given: Any) -> Any:
+def trained(parameters: Any) -> Any:
     """The assignment of a node that has trained in an earlier generation."""
-    return replace(given, trained=True)
+    return replace(parameters, trained=True)

@@ -23,7 +23,7 @@ TOLD = {"strategy": "zero3", "micro": 2, "clip": 0.5, "weighted": True}
 def assert_same_state(a: Path, b: Path) -> None:
     """Model and optimizer, bit by bit."""
     loaded = (ez_checkpoint.load(a), ez_checkpoint.load(b))
-    one, other = ({n: t for n, t in each.items() if n[:4] != "rng/"} for each in loaded)
+    one, other = ({n: t for n, t in state.items() if n[:4] != "rng/"} for state in loaded)
     assert one.keys() == other.keys()
     assert any(name.startswith("optimizer/") for name in one)
     different = [name for name in one if not torch.equal(one[name], other[name])]
@@ -37,18 +37,18 @@ def test_state_in_host_memory_is_the_same_through_faults_and_worlds(
     """Two ranks, of which one is killed; one rank; three. Both runs go on from the same step."""
     for offload in ("none", "all"):
         folder = tmp_path / offload
-        given: dict[str, Any] = {"checkpoint_dir": str(folder), "checkpoint_every": 2}
+        options: dict[str, Any] = {"checkpoint_dir": str(folder), "checkpoint_every": 2}
         told = TOLD | {"offload": offload, "dtype": dtype, "steps": 9}
-        words = [json.dumps(told | {"die": [1, 5], "saved": str(folder)})]
-        running = pool.start(SCRIPT, words, 2, generation=1, **given)
+        arguments = [json.dumps(told | {"die": [1, 5], "saved": str(folder)})]
+        running = pool.start(SCRIPT, arguments, 2, generation=1, **options)
         running.until(running.ended)
         assert newest_good(open_directory(str(folder))) in (2, 4), running.logs()
         reached = 2
         for generation, (ranks, steps) in enumerate([(1, 9), (3, 13)], 2):
             resume = Resume(tier="storage", step=reached)
-            places = given | {"generation": generation, "resume": resume}
-            words = [json.dumps(told | {"steps": steps})]
-            running = pool.start(SCRIPT, words, ranks, **places)
+            places = options | {"generation": generation, "resume": resume}
+            arguments = [json.dumps(told | {"steps": steps})]
+            running = pool.start(SCRIPT, arguments, ranks, **places)
             assert running.finish() == steps
             reached = steps
     assert_same_state(tmp_path / "none", tmp_path / "all")
@@ -69,14 +69,14 @@ def test_a_checkpoint_loads_with_and_without_it(pool: Pool, tmp_path: Path, firs
 def test_auto_takes_zero3_which_copies_from_the_cpu(pool: Pool, tmp_path: Path, shard: str) -> None:
     """On the CPU there is nothing to pin."""
     told = TOLD | {"strategy": "auto", "offload": "all", "steps": 2, "fused": True}
-    words = [json.dumps(told | {"found": str(tmp_path / "found")})]
-    given: dict[str, Any] = {"row": 2, "shard": shard, "checkpoint_dir": str(tmp_path / "c")}
-    running = pool.start(SCRIPT, words, 4 if shard == "node" else 2, **given)
+    arguments = [json.dumps(told | {"found": str(tmp_path / "found")})]
+    options: dict[str, Any] = {"row": 2, "shard": shard, "checkpoint_dir": str(tmp_path / "c")}
+    running = pool.start(SCRIPT, arguments, 4 if shard == "node" else 2, **options)
     assert running.finish() == 2
     assert "--strategy auto takes zero3, which alone has cpu_offload" in running.logs()
-    found = json.loads((tmp_path / "found-0").read_text())
-    assert found["rows"] == found["pieces"] == found["state"] == ["cpu"]
-    assert found["copied"] and not found["pinned"]
+    placement = json.loads((tmp_path / "found-0").read_text())
+    assert placement["rows"] == placement["pieces"] == placement["state"] == ["cpu"]
+    assert placement["copied"] and not placement["pinned"]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_auto_takes_zero3_which_copies_from_the_cpu(pool: Pool, tmp_path: Path, 
 def test_it_is_refused_in_one_line(
     pool: Pool, tmp_path: Path, told: dict[str, Any], complaint: str
 ) -> None:
-    words = [json.dumps(TOLD | {"steps": 1} | told)]
-    running = pool.start(SCRIPT, words, 2)
+    arguments = [json.dumps(TOLD | {"steps": 1} | told)]
+    running = pool.start(SCRIPT, arguments, 2)
     running.until(lambda: any(worker.all(Failed) for worker in running.workers))
     running.until(running.ended)
-    said = [failed.message for worker in running.workers for failed in worker.all(Failed)]
-    assert any(complaint in message for message in said), said
+    messages = [failed.message for worker in running.workers for failed in worker.all(Failed)]
+    assert any(complaint in message for message in messages), messages

@@ -59,17 +59,17 @@ ez.run(train)
 """
 
 
-def left_at(pool: Pool, folder: Path, told: dict[str, Any], step: int, **given: Any) -> Resume:
+def left_at(pool: Pool, folder: Path, told: dict[str, Any], step: int, **options: Any) -> Resume:
     """Trains until a step, and leaves the state in memory for the next world."""
     hold = {"hold": str(folder / f"hold-{step}"), "hold_at": step}
-    running = start(pool, folder, given.pop("world"), told | hold, **given)
+    running = start(pool, folder, options.pop("world"), told | hold, **options)
     ask_at(running, told | hold)
     resume = running.resume()
     assert resume.step == step
-    said = [worker.all(DataChanged) for worker in running.workers]
-    assert [len(each) for each in said] == [
-        len(given.get("allow_data_change", ())),
-        *[0] * (len(said) - 1),
+    changes = [worker.all(DataChanged) for worker in running.workers]
+    assert [len(events) for events in changes] == [
+        len(options.get("allow_data_change", ())),
+        *[0] * (len(changes) - 1),
     ]
     return resume
 
@@ -83,8 +83,8 @@ def test_the_batch_size_changes_twice_in_an_epoch(
     told |= {"loops": [{"epochs": 2}], "batch": 4}
     resume = left_at(pool, tmp_path, told, 2, world=2)
     allowed: dict[str, Any] = {"allow_data_change": ("batch",)}
-    given = {"generation": 2, "resume": resume, "world": 3}
-    resume = left_at(pool, tmp_path, told | {"batch": 6}, 4, **given, **allowed)
+    options = {"generation": 2, "resume": resume, "world": 3}
+    resume = left_at(pool, tmp_path, told | {"batch": 6}, 4, **options, **allowed)
     refused = start(pool, tmp_path, 2, told | {"batch": 5}, generation=3, resume=resume)
     refused.until(refused.ended)
     for worker in refused.workers:
@@ -124,7 +124,7 @@ def test_other_data_at_an_epochs_end_need_no_permission(pool: Pool, tmp_path: Pa
 def test_a_rank_without_the_option_is_named(pool: Pool, tmp_path: Path) -> None:
     told = {"log": str(tmp_path / "log"), "loops": [{"epochs": 2}], "batch": 4}
     resume = left_at(pool, tmp_path, told, 2, world=2)
-    odd = {1: lambda given: replace(given, allow_data_change=())}
+    odd = {1: lambda assignment: replace(assignment, allow_data_change=())}
     running = start(
         pool,
         tmp_path,
@@ -137,7 +137,7 @@ def test_a_rank_without_the_option_is_named(pool: Pool, tmp_path: Path) -> None:
     )
     running.until(running.ended)
     failed = [worker.last(Failed) for worker in running.workers]
-    assert [each.blame for each in failed] == ["peer", "user", "peer"]
+    assert [failure.blame for failure in failed] == ["peer", "user", "peer"]
     assert "has --allow-data-change nothing, the other ranks have batch" in failed[1].message
 
 
@@ -146,20 +146,20 @@ def test_a_node_that_comes_later_needs_no_option(pool: Pool, tmp_path: Path) -> 
     told = {"log": str(tmp_path / "log"), "loops": [{"epochs": 1}], "batch": 4}
     resume = left_at(pool, tmp_path, told, 2, world=2)
     allowed = ("batch",)
-    given = {"generation": 2, "resume": resume, "world": 1, "allow_data_change": allowed}
-    resume = left_at(pool, tmp_path, told | {"batch": 6}, 3, **given)
-    odd = {0: lambda given: replace(given, allow_data_change=allowed)}
+    assignment = {"generation": 2, "resume": resume, "world": 1, "allow_data_change": allowed}
+    resume = left_at(pool, tmp_path, told | {"batch": 6}, 3, **assignment)
+    odd = {0: lambda assignment: replace(assignment, allow_data_change=allowed)}
     running = start(pool, tmp_path, 3, told | {"batch": 6}, generation=3, resume=resume, odd=odd)
     assert running.finish() == 5
     assert not any(worker.all(DataChanged) for worker in running.workers)
     assert used(told, {0: 0}) == {0: in_order(0, 1)}
 
 
-def alone(folder: Path, *words: str, allow: str = "") -> subprocess.CompletedProcess[str]:
+def alone(folder: Path, *arguments: str, allow: str = "") -> subprocess.CompletedProcess[str]:
     """One process without an agent."""
     variables = {"ELASTICZERO_CHECKPOINT_DIR": str(folder), "ELASTICZERO_ALLOW_DATA_CHANGE": allow}
     return subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         env=os.environ | variables,
         capture_output=True,
         text=True,
@@ -172,8 +172,8 @@ def test_one_process_goes_on_with_another_batch_size_and_seed(tmp_path: Path) ->
     """`python train.py`: one line of error, and what the variable allows."""
     told: dict[str, Any] = {"log": str(tmp_path / "log"), "loops": [{"epochs": 2}], "ends": True}
 
-    def run(more: dict[str, Any], allow: str = "") -> subprocess.CompletedProcess[str]:
-        return alone(tmp_path / "c", loops.__file__, json.dumps(told | more), allow=allow)
+    def run(changes: dict[str, Any], allow: str = "") -> subprocess.CompletedProcess[str]:
+        return alone(tmp_path / "c", loops.__file__, json.dumps(told | changes), allow=allow)
 
     stopped = run({"stop": [0, 1]})
     assert stopped.returncode == 0, stopped.stderr
@@ -290,8 +290,8 @@ def test_a_job_goes_on_with_another_batch_size_through_faults(
     assert codes == {"node-0": 0, "node-1": -9, "node-2": 0}
     text = f"after step {last} the loop goes on with global_batch 14 in place of 10, as "
     text += f"--allow-data-change batch allows: epoch 0 goes on after its first {10 * last} samples"
-    said = told.of("data_changed")
-    assert said and {(one["message"], tuple(one["allowed"])) for one in said} == {
+    changes = told.of("data_changed")
+    assert changes and {(one["message"], tuple(one["allowed"])) for one in changes} == {
         (text, ("batch",))
     }
     assert any(text in path.read_text() for path in told.directory().glob("*/agent.log"))
@@ -305,6 +305,6 @@ def test_a_job_goes_on_with_another_batch_size_through_faults(
         assert sorted(samples) == list(range(regression.SAMPLES))
     assert len(uses) == EPOCHS * regression.SAMPLES
     if kind == "indexed":
-        found = [sorted(set(steps[step])) for step in sorted(steps)]
-        assert found == [sorted(samples) for samples in expected]
+        trained = [sorted(set(steps[step])) for step in sorted(steps)]
+        assert trained == [sorted(samples) for samples in expected]
         check_weights(checkpoints, trained_on(expected))

@@ -25,11 +25,11 @@ NO_CLOUD = {
 
 
 def examined(
-    *words: str, environment: Mapping[str, str] = NO_CLOUD
+    *arguments: str, environment: Mapping[str, str] = NO_CLOUD
 ) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """The exit code, and the findings by topic."""
     done = subprocess.run(
-        elasticzero("doctor", "--json", *words),
+        elasticzero("doctor", "--json", *arguments),
         capture_output=True,
         text=True,
         timeout=100,
@@ -38,17 +38,17 @@ def examined(
     )
     assert done.stderr == "", done.stderr
     report = json.loads(done.stdout)
-    found: dict[str, list[dict[str, Any]]] = {}
+    findings: dict[str, list[dict[str, Any]]] = {}
     for finding in report["findings"]:
-        found.setdefault(finding["topic"], []).append(finding)
-    problems = [f for listed in found.values() for f in listed if f["level"] == "problem"]
+        findings.setdefault(finding["topic"], []).append(finding)
+    problems = [f for listed in findings.values() for f in listed if f["level"] == "problem"]
     assert report["problems"] == len(problems)
     assert done.returncode == (1 if problems else 0), problems
-    return done.returncode, found
+    return done.returncode, findings
 
 
-def worst(found: dict[str, list[dict[str, Any]]], topic: str) -> dict[str, Any]:
-    return max(found[topic], key=lambda f: ("ok", "note", "problem").index(f["level"]))
+def worst(findings: dict[str, list[dict[str, Any]]], topic: str) -> dict[str, Any]:
+    return max(findings[topic], key=lambda f: ("ok", "note", "problem").index(f["level"]))
 
 
 @pytest.fixture
@@ -58,88 +58,92 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_without_etcd_it_says_so(memory: Path) -> None:
-    code, found = examined("--snapshot-dir", str(memory))
+    code, findings = examined("--snapshot-dir", str(memory))
     assert code == 0
-    assert worst(found, "etcd")["level"] == "note"
-    assert "no --etcd is given" in worst(found, "etcd")["text"]
-    assert worst(found, "storage")["text"].startswith("no --checkpoint-dir is given")
-    assert worst(found, "versions")["level"] == "ok"
-    assert "torch 2." in worst(found, "versions")["text"]
-    assert worst(found, "gpu")["level"] in ("ok", "note")
-    assert worst(found, "preemption")["level"] == "note"
+    assert worst(findings, "etcd")["level"] == "note"
+    assert "no --etcd is given" in worst(findings, "etcd")["text"]
+    assert worst(findings, "storage")["text"].startswith("no --checkpoint-dir is given")
+    assert worst(findings, "versions")["level"] == "ok"
+    assert "torch 2." in worst(findings, "versions")["text"]
+    assert worst(findings, "gpu")["level"] in ("ok", "note")
+    assert worst(findings, "preemption")["level"] == "note"
 
 
 def test_with_etcd_storage_and_a_peer(etcd: EtcdServer, memory: Path, tmp_path: Path) -> None:
     directory = tmp_path / "new" / "checkpoints"
-    words = ["--etcd", etcd.endpoint, "--checkpoint-dir", str(directory), "--peer", "127.0.0.1"]
-    code, found = examined(*words, "--snapshot-dir", str(memory), "--snapshot-size", "100MiB")
+    arguments = ["--etcd", etcd.endpoint, "--checkpoint-dir", str(directory), "--peer", "127.0.0.1"]
+    code, findings = examined(
+        *arguments, "--snapshot-dir", str(memory), "--snapshot-size", "100MiB"
+    )
     assert code == 0
-    text = found["etcd"][0]["text"]
+    text = findings["etcd"][0]["text"]
     assert text.startswith(f"{etcd.endpoint} takes writes, ") and "version 3." in text
-    assert worst(found, "storage")["text"].startswith(f"{directory} writes ")
-    assert "refused" in worst(found, "peer")["text"]
-    assert worst(found, "shared memory")["text"].endswith("snapshots need 100.0 MiB")
+    assert worst(findings, "storage")["text"].startswith(f"{directory} writes ")
+    assert "refused" in worst(findings, "peer")["text"]
+    assert worst(findings, "shared memory")["text"].endswith("snapshots need 100.0 MiB")
     assert not (tmp_path / "new").exists()
     with EtcdStore([etcd.endpoint], "/elasticzero/.doctor") as store:
         assert not store.read("").entries
 
 
 def test_an_etcd_that_is_not_there(memory: Path) -> None:
-    code, found = examined("--etcd", "127.0.0.1:1", "--snapshot-dir", str(memory))
+    code, findings = examined("--etcd", "127.0.0.1:1", "--snapshot-dir", str(memory))
     assert code == 1
-    assert worst(found, "etcd")["level"] == "problem"
-    assert worst(found, "etcd")["text"].startswith("etcd at 127.0.0.1:1: ")
-    assert "check that etcd runs" in worst(found, "etcd")["text"]
+    assert worst(findings, "etcd")["level"] == "problem"
+    assert worst(findings, "etcd")["text"].startswith("etcd at 127.0.0.1:1: ")
+    assert "check that etcd runs" in worst(findings, "etcd")["text"]
 
 
 def test_a_full_shared_memory_and_a_full_disk(memory: Path, tmp_path: Path) -> None:
     fill(memory)
     with small_disk(tmp_path / "disk", 64) as disk:
         fill(disk)
-        words = ["--snapshot-dir", str(memory), "--checkpoint-dir", str(disk / "c")]
-        code, found = examined(*words)
+        arguments = ["--snapshot-dir", str(memory), "--checkpoint-dir", str(disk / "c")]
+        code, findings = examined(*arguments)
     assert code == 1
-    assert "it is full" in worst(found, "shared memory")["text"]
-    assert worst(found, "storage")["level"] == "problem"
-    assert "No space left on device" in worst(found, "storage")["text"]
+    assert "it is full" in worst(findings, "shared memory")["text"]
+    assert worst(findings, "storage")["level"] == "problem"
+    assert "No space left on device" in worst(findings, "storage")["text"]
 
 
 def test_a_small_shared_memory_is_a_containers(tmp_path: Path) -> None:
     with small_disk(tmp_path / "shm", 64) as place:
-        code, found = examined("--snapshot-dir", str(place))
+        code, findings = examined("--snapshot-dir", str(place))
     assert code == 1
-    assert "64.0 MiB free of 64.0 MiB" in worst(found, "shared memory")["text"]
+    assert "64.0 MiB free of 64.0 MiB" in worst(findings, "shared memory")["text"]
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given", "default"])
-def test_a_port_that_is_taken(given: bool, memory: Path) -> None:
+@pytest.mark.parametrize("explicit", [True, False], ids=["given", "default"])
+def test_a_port_that_is_taken(explicit: bool, memory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        words = ["--http-host", "127.0.0.1", "--snapshot-dir", str(memory)]
+        arguments = ["--http-host", "127.0.0.1", "--snapshot-dir", str(memory)]
         environment = dict(NO_CLOUD)
-        words += ["--http-port", str(port)] if given else []
-        code, found = examined(*words, environment=environment)
-    if given:
+        arguments += ["--http-port", str(port)] if explicit else []
+        code, findings = examined(*arguments, environment=environment)
+    if explicit:
         assert code == 1
-        assert f"port {port} cannot be used: " in worst(found, "http port")["text"]
-        assert "ss -ltnp" in worst(found, "http port")["advice"]
+        assert f"port {port} cannot be used: " in worst(findings, "http port")["text"]
+        assert "ss -ltnp" in worst(findings, "http port")["advice"]
     else:
-        assert worst(found, "http port")["level"] in ("ok", "note")
+        assert worst(findings, "http port")["level"] in ("ok", "note")
 
 
 def test_a_cloud_that_answers(memory: Path) -> None:
     with Aws() as cloud:
-        _, found = examined("--snapshot-dir", str(memory), environment=NO_CLOUD | cloud.environment)
-    assert worst(found, "preemption")["text"] == "the metadata server of AWS answers"
-    code, found = examined("--preemption", "gcp", "--snapshot-dir", str(memory))
+        _, findings = examined(
+            "--snapshot-dir", str(memory), environment=NO_CLOUD | cloud.environment
+        )
+    assert worst(findings, "preemption")["text"] == "the metadata server of AWS answers"
+    code, findings = examined("--preemption", "gcp", "--snapshot-dir", str(memory))
     assert code == 1
-    assert "http://127.0.0.1:1" in worst(found, "preemption")["text"]
+    assert "http://127.0.0.1:1" in worst(findings, "preemption")["text"]
 
 
 def test_lines_for_people(memory: Path) -> None:
-    words = ["doctor", "--preemption", "none", "--snapshot-dir", str(memory)]
+    arguments = ["doctor", "--preemption", "none", "--snapshot-dir", str(memory)]
     done = subprocess.run(
-        elasticzero(*words), capture_output=True, text=True, timeout=100, check=False
+        elasticzero(*arguments), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stdout
     *lines, last = done.stdout.splitlines()
@@ -149,16 +153,16 @@ def test_lines_for_people(memory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (["--etcd", "nowhere"], "'nowhere' is not HOST:PORT"),
         (["--snapshot-size", "much"], "--snapshot-size much: a size such as 40GiB"),
         (["--http-port", "70000"], "--http-port 70000: a port from 0"),
     ],
 )
-def test_bad_options(words: list[str], text: str) -> None:
+def test_bad_options(arguments: list[str], text: str) -> None:
     done = subprocess.run(
-        elasticzero("doctor", *words), capture_output=True, text=True, timeout=60, check=False
+        elasticzero("doctor", *arguments), capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 64
     assert text in done.stderr and "Traceback" not in done.stderr

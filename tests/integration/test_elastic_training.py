@@ -43,18 +43,18 @@ def drawn(*strategies: str) -> list[Any]:
 
 def check_weights(checkpoints: Path, reference: dict[str, Tensor]) -> None:
     """The last checkpoint holds the reference's weights to 1e-9 in float64."""
-    found = elasticzero.checkpoint.load(checkpoints)
-    for name, wanted in reference.items():
-        tensor = found[f"model/{name}"]
+    state = elasticzero.checkpoint.load(checkpoints)
+    for name, reference_tensor in reference.items():
+        tensor = state[f"model/{name}"]
         assert tensor.dtype == torch.float64
-        assert (tensor - wanted).abs().max() < 1e-9, name
+        assert (tensor - reference_tensor).abs().max() < 1e-9, name
 
 
 def check_samples(lineage: Lineage, directory: Path, *, epochs: int = 3) -> None:
     """Each step is committed once, with the samples that seed and epoch alone decide."""
-    wanted, count = order_of_samples(10, epochs), steps_in(10, epochs)
+    expected, count = order_of_samples(10, epochs), steps_in(10, epochs)
     steps = committed(lineage, traces_in(directory))
-    assert [sorted(steps[step]) for step in range(1, count + 1)] == [sorted(s) for s in wanted]
+    assert [sorted(steps[step]) for step in range(1, count + 1)] == [sorted(s) for s in expected]
     per_epoch = count // epochs
     for epoch in range(epochs):
         used = [s for step in range(per_epoch) for s in steps[epoch * per_epoch + step + 1]]
@@ -67,21 +67,21 @@ def test_a_killed_node_changes_nothing(
     strategy: str, tmp_path: Path, job: str, reference: dict[str, Tensor]
 ) -> None:
     logs, checkpoints = tmp_path / "logs", tmp_path / "checkpoints"
-    words = ["local", "--nodes", "3", "--strategy", strategy, "--fault", "kill-node@60"]
-    words += ["--job", job, "--log-dir", str(logs), "--checkpoint-dir", str(checkpoints)]
-    words += ["--checkpoint-every", "25", str(REGRESSION), "--pause", "0.02"]
-    found = subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=150, check=False
+    arguments = ["local", "--nodes", "3", "--strategy", strategy, "--fault", "kill-node@60"]
+    arguments += ["--job", job, "--log-dir", str(logs), "--checkpoint-dir", str(checkpoints)]
+    arguments += ["--checkpoint-every", "25", str(REGRESSION), "--pause", "0.02"]
+    completed = subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=150, check=False
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     lineage = Lineage()
     for event in events_in(logs / job):
         lineage.take(event)
-    assert len(lineage.resume_steps) == 2, found.stdout
+    assert len(lineage.resume_steps) == 2, completed.stdout
     if strategy == "ddp":
-        assert lineage.recomputed <= 1, found.stdout
+        assert lineage.recomputed <= 1, completed.stdout
     else:
-        assert lineage.resume_steps[2] >= 50, found.stdout
+        assert lineage.resume_steps[2] >= 50, completed.stdout
     check_samples(lineage, logs / job)
     check_weights(checkpoints, reference)
 
@@ -92,9 +92,9 @@ def test_a_drained_node_and_a_newcomer_cost_no_step(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
-    words += [str(REGRESSION), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
+    arguments += [str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(5)
         told.cluster.drain(told.node(0))
         told.wait("the leaver's end", lambda: not told.node(0).running)
@@ -118,9 +118,9 @@ def test_nodes_that_hold_everything_die_come_and_leave_without_a_lost_step(
 ) -> None:
     """`--shard node`, two workers a node: no snapshot is taken while training, none is missed."""
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
-    words += ["--nproc-per-node", "2", "--shard", "node", str(REGRESSION), "--pause", "0.15"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
+    arguments += ["--nproc-per-node", "2", "--shard", "node", str(REGRESSION), "--pause", "0.15"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(10)
         told.cluster.kill_node(told.node(0))
         told.wait_for_first_step(2)
@@ -143,8 +143,8 @@ def test_a_killed_worker_costs_at_most_a_step_under_ddp(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
-    with story(tmp_path, etcd.endpoint, job, [*words, "--pause", "0.05"], nodes=2) as told:
+    arguments = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
+    with story(tmp_path, etcd.endpoint, job, [*arguments, "--pause", "0.05"], nodes=2) as told:
         told.wait_for_step(20)
         told.cluster.kill_worker(told.node(0))
         codes = told.wait_for_end()
@@ -161,9 +161,9 @@ def test_a_leader_falls_silent_and_comes_back_and_another_dies(
 ) -> None:
     """Every process of the first leader's node is suspended, as a machine may be for a while."""
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--lease-ttl", "2", "--checkpoint-dir", str(checkpoints)]
-    words += [str(REGRESSION), "--pause", "0.05"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "1:3", "--lease-ttl", "2", "--checkpoint-dir", str(checkpoints)]
+    arguments += [str(REGRESSION), "--pause", "0.05"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(20)
         told.pause(0.4)
         silent = leader(told)
@@ -202,8 +202,8 @@ def send(pids: Sequence[int], number: signal.Signals) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_five_workers_all_notice_a_lost_one(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
-    words = ["--nnodes", "1:5", str(REGRESSION), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=5) as told:
+    arguments = ["--nnodes", "1:5", str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=5) as told:
         told.wait_for_step(5)
         killed_s = time.time()
         told.cluster.kill_worker(told.node(3))

@@ -285,7 +285,7 @@ def _change_password(members: Members, password: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (["--etcd-key", "{client.key}"], "--etcd-key .* needs --etcd-cert"),
         (["--etcd-cert", "{client.cert}"], "--etcd-cert .* needs --etcd-key"),
@@ -304,16 +304,16 @@ def _change_password(members: Members, password: str) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_files_and_words_that_do_not_fit(
-    pems: Pems, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    pems: Pems, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = {"ca": pems.ca, "client": pems.client, "stranger": pems.stranger}
-    full = [word.format(**named) for word in words]
+    full = [word.format(**named) for word in arguments]
     common = ["--etcd", "https://127.0.0.1:1", "--job", "j"]
     assert main(["run", *common, *full, str(REGRESSION)]) == 64
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    assert re.search(text, said), said
-    assert "correct-horse" not in said
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    assert re.search(text, stderr), stderr
+    assert "correct-horse" not in stderr
 
 
 def test_http_with_certificates_is_a_contradiction(pems: Pems) -> None:
@@ -325,8 +325,8 @@ def test_a_key_that_needs_a_password_is_refused_and_nobody_is_asked(
     tmp_path: Path, pems: Pems
 ) -> None:
     locked = tmp_path / "locked.key"
-    words = ["openssl", "pkey", "-in", str(pems.client.key), "-aes128", "-passout", "pass:x"]
-    subprocess.run([*words, "-out", str(locked)], check=True, timeout=30)
+    command = ["openssl", "pkey", "-in", str(pems.client.key), "-aes128", "-passout", "pass:x"]
+    subprocess.run([*command, "-out", str(locked)], check=True, timeout=30)
     access = Access(cacert=str(pems.ca), cert=str(pems.client.cert), key=str(locked))
     with pytest.raises(UserError, match="without a password"):
         EtcdStore(["h:2379"], "/j/", access=access)
@@ -337,26 +337,30 @@ def test_the_command_line_ends_at_once_with_one_line(
     command: str, users: Members, pems: Pems, tmp_path: Path
 ) -> None:
     (tmp_path / "password").write_text("quite-wrong\n")
-    words = [command, "--etcd", users.endpoints, "--job", "j", "--etcd-user", "trainer"]
-    words += ["--etcd-cacert", str(pems.ca), "--etcd-password-file", str(tmp_path / "password")]
-    words += ["--http-port", "0", str(REGRESSION)] if command == "run" else []
+    arguments = [command, "--etcd", users.endpoints, "--job", "j", "--etcd-user", "trainer"]
+    arguments += ["--etcd-cacert", str(pems.ca), "--etcd-password-file", str(tmp_path / "password")]
+    arguments += ["--http-port", "0", str(REGRESSION)] if command == "run" else []
     began_s = time.monotonic()
-    found = subprocess.run(
-        elasticzero(*words), capture_output=True, text=True, timeout=60, check=False
+    completed = subprocess.run(
+        elasticzero(*arguments), capture_output=True, text=True, timeout=60, check=False
     )
     assert time.monotonic() - began_s < AT_ONCE_S
-    assert found.returncode == 69, found.stderr
-    assert "refuses user 'trainer' or its password" in found.stderr
-    assert "Traceback" not in found.stderr and "quite-wrong" not in found.stderr + found.stdout
+    assert completed.returncode == 69, completed.stderr
+    assert "refuses user 'trainer' or its password" in completed.stderr
+    assert (
+        "Traceback" not in completed.stderr
+        and "quite-wrong" not in completed.stderr + completed.stdout
+    )
 
 
 def test_grpc_itself_prints_nothing(users: Members, pems: Pems) -> None:
-    words = ["status", "--etcd", users.endpoints, "--job", "j", "--etcd-cacert", str(pems.other_ca)]
-    found = subprocess.run(
-        elasticzero(*words), capture_output=True, text=True, timeout=60, check=False
+    arguments = ["status", "--etcd", users.endpoints, "--job", "j"]
+    arguments += ["--etcd-cacert", str(pems.other_ca)]
+    completed = subprocess.run(
+        elasticzero(*arguments), capture_output=True, text=True, timeout=60, check=False
     )
-    assert found.returncode == 69
-    (error,) = found.stderr.splitlines()
+    assert completed.returncode == 69
+    (error,) = completed.stderr.splitlines()
     assert error.startswith("error: etcd at 127.0.0.1:") and "not accepted" in error
 
 

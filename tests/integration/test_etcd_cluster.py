@@ -28,7 +28,7 @@ TTL_S = 2
 DEAD = "http://127.0.0.1:1"
 
 
-def words(checkpoints: Path, pause: str) -> list[str]:
+def job_arguments(checkpoints: Path, pause: str) -> list[str]:
     return [
         *("--nnodes", "2:2", "--settle", "0.5", "--lease-ttl", str(TTL_S)),
         *("--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", pause),
@@ -74,7 +74,7 @@ def test_the_leader_is_killed_a_member_frozen_and_history_compacted(
     checkpoints = tmp_path / "checkpoints"
     with Members(tmp_path / "etcd", 3) as etcd:
         endpoints = f"{DEAD},{etcd.endpoints}"
-        with story(tmp_path, endpoints, job, words(checkpoints, "0.18"), nodes=2) as told:
+        with story(tmp_path, endpoints, job, job_arguments(checkpoints, "0.18"), nodes=2) as told:
             told.wait_for_step(3)
             leader = etcd.leader()
             leader.kill()
@@ -110,7 +110,7 @@ def outage(
     checkpoints = tmp_path / "checkpoints"
     with (
         Members(tmp_path / "etcd", 3) as etcd,
-        story(tmp_path, etcd.endpoints, job, words(checkpoints, pause), nodes=2) as told,
+        story(tmp_path, etcd.endpoints, job, job_arguments(checkpoints, pause), nodes=2) as told,
     ):
         told.wait_for_step(5)
         away(etcd)
@@ -210,7 +210,7 @@ def test_no_space_is_left_and_a_worker_is_killed(
     quota = {"quota-backend-bytes": str(4 << 20)}
     with (
         Members(tmp_path / "etcd", options=quota) as etcd,
-        story(tmp_path, etcd.endpoints, job, words(checkpoints, "0.1"), nodes=2) as told,
+        story(tmp_path, etcd.endpoints, job, job_arguments(checkpoints, "0.1"), nodes=2) as told,
     ):
         told.wait_for_step(3)
         fill(etcd)
@@ -218,8 +218,8 @@ def test_no_space_is_left_and_a_worker_is_killed(
         assert told.generation == 1, told.logs()
         told.cluster.kill_worker(told.node(1))
         told.wait("the trouble to be told", lambda: told.of("store_trouble"))
-        said = told.of("store_trouble")[0]["message"]
-        assert "space exceeded" in said and "etcdctl" in said
+        message = told.of("store_trouble")[0]["message"]
+        assert "space exceeded" in message and "etcdctl" in message
         time.sleep(1.0)
         assert told.generation == 1
         make_room(etcd)

@@ -207,7 +207,7 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
     etcd: EtcdServer, connect: Connect
 ) -> None:
     """etcd stands still between saying that a watch has begun and answering the read."""
-    store, told, more = connect(timeouts=Timeouts(request_s=0.3)), Told(), Told()
+    store, told, late = connect(timeouts=Timeouts(request_s=0.3)), Told(), Told()
     store.write({"k/a": b"0", "l/a": b"0"})
     store.watch("k/", told)
     told.until(has(k__a=b"0"))
@@ -223,16 +223,16 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
         return real_read(prefix, deadline_s)
 
     watches._read = read
-    store.watch("l/", more)
+    store.watch("l/", late)
     assert slow.wait(DEADLINE_S)
     eventually(lambda: len(deadlines) > 1)
     etcd.resume()
-    more.until(has(l__a=b"0"))
+    late.until(has(l__a=b"0"))
     assert deadlines[:2] == [0.3, 0.6]
     assert watches._stream is stream
     store.write({"k/a": b"1", "l/a": b"1"})
     told.until(has(k__a=b"1"))
-    more.until(has(l__a=b"1"))
+    late.until(has(l__a=b"1"))
 
 
 def test_etcd_outlives_reads_that_are_given_up(etcd: EtcdServer, connect: Connect) -> None:

@@ -22,7 +22,7 @@ LATE_S = 30.0
 """A generous deadline."""
 
 
-def words(checkpoints: Path) -> list[str]:
+def job_arguments(checkpoints: Path) -> list[str]:
     return [
         *("--nnodes", "2:3", "--settle", "0.5", "--lease-ttl", str(TTL_S)),
         *("--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", "0.1"),
@@ -61,8 +61,8 @@ def kill_a_worker(told: Story) -> None:
 
 
 def written_anew(told: Story) -> list[str]:
-    said = [event["message"] for event in told.of("store_recovery")]
-    return [text for text in said if "wrote anew" in text]
+    messages = [event["message"] for event in told.of("store_recovery")]
+    return [text for text in messages if "wrote anew" in text]
 
 
 @pytest.mark.timeout(240)
@@ -73,7 +73,7 @@ def test_training_outlives_a_wiped_etcd(
     checkpoints = tmp_path / "checkpoints"
     with (
         Members(tmp_path / "etcd") as etcd,
-        story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
+        story(tmp_path, etcd.endpoints, job, job_arguments(checkpoints), nodes=2) as told,
     ):
         told.wait_for_step(10)
         told.pause(0.5)
@@ -98,7 +98,7 @@ def test_training_outlives_an_old_backup_of_etcd(
     checkpoints, backup = tmp_path / "checkpoints", tmp_path / "backup"
     with (
         Members(tmp_path / "etcd") as etcd,
-        story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
+        story(tmp_path, etcd.endpoints, job, job_arguments(checkpoints), nodes=2) as told,
     ):
         told.wait_for_step(5)
         told.pause(0.5)
@@ -127,7 +127,7 @@ def test_a_node_that_came_to_the_emptied_etcd_joins_the_others(
     checkpoints = tmp_path / "checkpoints"
     with (
         Members(tmp_path / "etcd") as etcd,
-        story(tmp_path, etcd.endpoints, job, words(checkpoints), nodes=2) as told,
+        story(tmp_path, etcd.endpoints, job, job_arguments(checkpoints), nodes=2) as told,
     ):
         told.wait_for_step(10)
         told.pause(2.0)
@@ -150,10 +150,10 @@ def test_a_node_that_came_to_the_emptied_etcd_joins_the_others(
 def test_sigterm_keeps_its_time_while_etcd_is_away(tmp_path: Path, job: str, kills: bool) -> None:
     """It took 56 s of 25, or for ever where a worker had failed, and saved nothing."""
     checkpoints, grace_s = tmp_path / "checkpoints", 8.0
-    given = ["--grace", f"{grace_s:g}", "--strategy", "ddp", *words(checkpoints)]
+    arguments = ["--grace", f"{grace_s:g}", "--strategy", "ddp", *job_arguments(checkpoints)]
     with (
         Members(tmp_path / "etcd") as etcd,
-        story(tmp_path, etcd.endpoints, job, given, nodes=2) as told,
+        story(tmp_path, etcd.endpoints, job, arguments, nodes=2) as told,
     ):
         told.wait_for_step(10)
         etcd.kill()

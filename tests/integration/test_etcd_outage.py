@@ -15,7 +15,7 @@ from tests.integration.test_elastic_training import check_samples, check_weights
 TTL_S = 2
 
 
-def words(checkpoints: Path, pause: str) -> list[str]:
+def job_arguments(checkpoints: Path, pause: str) -> list[str]:
     return [
         *("--nnodes", "2:3", "--settle", "0.5", "--lease-ttl", str(TTL_S)),
         *("--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", pause),
@@ -36,7 +36,7 @@ def test_etcd_is_killed_and_restarted(
     checkpoints = tmp_path / "checkpoints"
     with (
         EtcdServer() as etcd,
-        story(tmp_path, etcd.endpoint, job, words(checkpoints, "0.08"), nodes=2) as told,
+        story(tmp_path, etcd.endpoint, job, job_arguments(checkpoints, "0.08"), nodes=2) as told,
     ):
         told.wait_for_step(10)
         etcd.kill()

@@ -95,8 +95,8 @@ def test_a_member_that_lost_its_volume_is_replaced(
         after = {state["header"]["member_id"] for state in etcd.status()}
         assert len(before & after) == 2, "two members are the old ones"
         etcd.members[0].kill()
-        found = etcd_value(lost.endpoint, names["etcdctl"])
-        assert found == "kept", "two are enough, and the new one has the data"
+        value = etcd_value(lost.endpoint, names["etcdctl"])
+        assert value == "kept", "two are enough, and the new one has the data"
     assert "member remove" in capfd.readouterr().out
 
 
@@ -106,10 +106,10 @@ def damage(data: Path) -> None:
 
 
 def etcd_value(endpoint: str, etcdctl: object) -> str:
-    words = [str(etcdctl), f"--endpoints={endpoint}", "--command-timeout=30s"]
-    words += ["get", "/elasticzero/train/done", "--print-value-only"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    return found.stdout.strip()
+    command = [str(etcdctl), f"--endpoints={endpoint}", "--command-timeout=30s"]
+    command += ["get", "/elasticzero/train/done", "--print-value-only"]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return completed.stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +151,10 @@ def test_the_printed_commands_make_the_secrets(
     }
     made = {}
     for line in printed.splitlines():
-        words = [program("kubectl"), *shlex.split(line)[1:], "--dry-run=client", "--output=yaml"]
-        found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-        assert found.returncode == 0, found.stderr
-        secret = yaml.safe_load(found.stdout)
+        command = [program("kubectl"), *shlex.split(line)[1:], "--dry-run=client", "--output=yaml"]
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert completed.returncode == 0, completed.stderr
+        secret = yaml.safe_load(completed.stdout)
         made[secret["metadata"]["name"]] = secret["data"].keys()
     assert made.keys() == needed
     assert all(keys == {"ca.crt", "tls.crt", "tls.key"} for keys in made.values())

@@ -24,18 +24,20 @@ process then aborts, with all its work done. What was saved is looked at below."
 
 def scripts(directory: Path, page: Path = PAGE) -> list[str]:
     """Write every example under its name; the names."""
-    found = re.findall(r"<!-- example: (\S+) -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
-    for name, text in found:
+    examples = re.findall(
+        r"<!-- example: (\S+) -->\n```python\n(.*?)```", page.read_text(), re.DOTALL
+    )
+    for name, text in examples:
         (directory / name).write_text(text)
-    return [name for name, _ in found]
+    return [name for name, _ in examples]
 
 
-def run(directory: Path, *words: str) -> str:
-    known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def run(directory: Path, *arguments: str) -> str:
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     finished = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         cwd=directory,
-        env=os.environ | known,
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -63,7 +65,7 @@ def test_every_example_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
         )
         saved = checkpoint.load(tmp_path / "sharded")
         assert saved["step"] == step
-        assert {float(each["step"]) for each in saved["optimizer"]["state"].values()} == {step}
+        assert {float(entry["step"]) for entry in saved["optimizer"]["state"].values()} == {step}
     assert "output: " in run(tmp_path, "infer.py")
 
 
@@ -81,8 +83,8 @@ def test_the_quick_start_runs_as_printed(tmp_path: Path) -> None:
         "2.bias": (10,),
     }
     (tmp_path / "model.safetensors").unlink()
-    words = ["-m", "elasticzero.launcher.cli", "local", "--nodes", "2", "--strategy", "zero3"]
-    assert "done: 939 steps" in run(tmp_path, *words, "train.py")
+    arguments = ["-m", "elasticzero.launcher.cli", "local", "--nodes", "2", "--strategy", "zero3"]
+    assert "done: 939 steps" in run(tmp_path, *arguments, "train.py")
     together = load_file(tmp_path / "model.safetensors")
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=0.05, atol=0.01)

@@ -102,8 +102,8 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch.
 def logits_of(model: Any) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=torch.arange(12)[None], use_cache=False).logits
-    return found
+        logits: torch.Tensor = model(input_ids=torch.arange(12)[None], use_cache=False).logits
+    return logits
 
 
 def new_gpt() -> Any:

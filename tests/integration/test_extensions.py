@@ -39,9 +39,10 @@ sys.exit(args.run_command(args))
 
 
 def test_a_job_ends_well_beside_extensions_that_fail(tmp_path: Path) -> None:
-    words = ["--nproc-per-node=2", "--preemption=none", "--http-port=0", "--log-dir", str(tmp_path)]
+    arguments = ["--nproc-per-node=2", "--preemption=none", "--http-port=0"]
+    arguments += ["--log-dir", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words, str(REGRESSION), "--epochs", "1"],
+        [sys.executable, "-c", PROGRAM, *arguments, str(REGRESSION), "--epochs", "1"],
         capture_output=True,
         text=True,
         timeout=90,

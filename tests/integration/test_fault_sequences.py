@@ -28,9 +28,9 @@ def test_a_world_whose_nodes_are_all_gone_is_taken_over(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
-    words += ["--checkpoint-every", "10", str(REGRESSION), "--pause", "0.03"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
+    arguments += ["--checkpoint-every", "10", str(REGRESSION), "--pause", "0.03"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(25)
         for node in told.cluster.running():
             told.cluster.kill_node(node)
@@ -50,9 +50,9 @@ def test_the_leader_dies_after_it_answered(
     """One worker is slow, another is killed, and the leader dies while it waits for the first."""
     checkpoints, holds = tmp_path / "checkpoints", tmp_path / "holds"
     holds.mkdir()
-    words = ["--nnodes", "1:3", *SHORT, "--checkpoint-dir", str(checkpoints)]
-    words += [str(REGRESSION), "--pause", "0.05", "--holds", str(holds)]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "1:3", *SHORT, "--checkpoint-dir", str(checkpoints)]
+    arguments += [str(REGRESSION), "--pause", "0.05", "--holds", str(holds)]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(10)
         leader, slow, killed = (told.cluster.nodes[n] for n in told.of("world")[0]["members"])
         (holds / "step-1").write_text("1")
@@ -74,10 +74,10 @@ def test_a_stopped_worker_does_not_keep_a_round_waiting(
 ) -> None:
     """What makes the round is another worker's failure, and no hang is looked for."""
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:2", *SHORT, "--hang-timeout", "0"]
-    words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "5"]
-    words += [str(REGRESSION), "--pause", "0.05"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", *SHORT, "--hang-timeout", "0"]
+    arguments += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "5"]
+    arguments += [str(REGRESSION), "--pause", "0.05"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(10)
         stopped, killed = (told.cluster.nodes[n] for n in told.of("world")[0]["members"])
         (worker,) = told.cluster.workers_of(stopped)
@@ -96,9 +96,9 @@ def test_sigterm_ends_a_job_of_one_node_and_its_state_is_saved(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:1", *SHORT, "--checkpoint-dir", str(checkpoints)]
-    words += [str(REGRESSION), "--pause", "0.05"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=1) as told:
+    arguments = ["--nnodes", "1:1", *SHORT, "--checkpoint-dir", str(checkpoints)]
+    arguments += [str(REGRESSION), "--pause", "0.05"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
         told.wait_for_step(15)
         told.cluster.drain(told.node(0))
         told.wait("its end", lambda: not told.node(0).running)
@@ -117,10 +117,10 @@ def test_a_drain_loses_nothing_where_ranks_are_slow(
 ) -> None:
     """Ranks come to the boundary far apart; or the next generation takes long to ask for state."""
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", *SHORT, "--strategy", "zero2"]
-    words += ["--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", "0.02"]
-    words += ["--slow-after", "20"] if slow == "boundary" else ["--slow-start", "6"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "1:3", *SHORT, "--strategy", "zero2"]
+    arguments += ["--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", "0.02"]
+    arguments += ["--slow-after", "20"] if slow == "boundary" else ["--slow-start", "6"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(20 if slow == "boundary" else 10)
         leaver = told.cluster.nodes[told.of("world")[0]["members"][-1]]
         told.cluster.drain(leaver)
@@ -137,9 +137,9 @@ def test_rank_0_may_start_later_than_a_process_group_may_take(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
-    words += ["--slow-start", str(1.4 * CONNECT_S), "--slow-rank", "0"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
+    arguments += ["--slow-start", str(1.4 * CONNECT_S), "--slow-rank", "0"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         codes = told.wait_for_end()
         (late,) = {world["members"][0] for world in told.of("world")}
     assert set(codes.values()) == {0}, told.logs()
@@ -156,10 +156,10 @@ def test_a_newcomer_may_start_later_than_a_process_group_may_take(
     survivor: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), "--settle", "0"]
-    words += ["--keep-workers"] if survivor == "kept" else []
-    words += [str(REGRESSION), "--slow-start", str(1.4 * CONNECT_S), "--slow-rank", "1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=1) as told:
+    arguments = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), "--settle", "0"]
+    arguments += ["--keep-workers"] if survivor == "kept" else []
+    arguments += [str(REGRESSION), "--slow-start", str(1.4 * CONNECT_S), "--slow-rank", "1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
         told.pause(0.8)
         told.wait_for_step(5)
         told.cluster.start_node()
@@ -178,9 +178,9 @@ def test_a_node_told_to_leave_waits_for_nobody_whose_script_starts_slowly(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
-    words += ["--slow-start", "600", "--slow-rank", "1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints), str(REGRESSION)]
+    arguments += ["--slow-start", "600", "--slow-rank", "1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait("the first world", lambda: len(told.of("started")) == 2)
         leaver = told.cluster.nodes[told.of("world")[0]["members"][0]]
         told.cluster.drain(leaver)
@@ -197,9 +197,9 @@ def test_a_leader_told_to_leave_while_etcd_is_away_does_leave(
     tmp_path: Path, job: str, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
-    words += [str(REGRESSION), "--pause", "0.1"]
-    with EtcdServer() as etcd, story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
+    arguments += [str(REGRESSION), "--pause", "0.1"]
+    with EtcdServer() as etcd, story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(5)
         leader = told.cluster.nodes[told.of("world")[0]["members"][0]]
         etcd.pause()
@@ -219,8 +219,8 @@ def test_the_leader_dies_after_all_have_finished(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """What is finished is not trained again."""
-    words = ["--nnodes", "1:2", *SHORT, str(REGRESSION), "--epochs", "1", "--linger", "3"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", *SHORT, str(REGRESSION), "--epochs", "1", "--linger", "3"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         first = told.wait("a world", lambda: told.of("world"))[0]["members"]
         leader, other = (told.cluster.nodes[name] for name in first)
         told.wait("the leader's report", lambda: _said(told, leader.name, "every worker here has"))
@@ -230,9 +230,9 @@ def test_the_leader_dies_after_all_have_finished(
     assert told.generation == 1, told.logs()
 
 
-def _said(told: Story, node: str, words: str) -> bool:
+def _said(told: Story, node: str, text: str) -> bool:
     reasons = [e["reason"] for n, e in told.told if n == node and e["event"] == "reason"]
-    return any(words in reason for reason in reasons)
+    return any(text in reason for reason in reasons)
 
 
 @pytest.mark.timeout(120)
@@ -241,8 +241,8 @@ def test_a_failing_network_ends_the_job(
 ) -> None:
     """Every rank is there, but none can connect: that is no preemption to be forgiven for ever."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    words = ["--nnodes", "2:2", *SHORT, "--max-restarts", "2", str(REGRESSION)]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "2:2", *SHORT, "--max-restarts", "2", str(REGRESSION)]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         codes = told.wait_for_end()
         log = told.node(0).log.read_text()
     assert set(codes.values()) == {70}
@@ -254,9 +254,9 @@ def test_the_fork_server_dies(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
-    words += [str(REGRESSION), "--pause", "0.05"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
+    arguments += [str(REGRESSION), "--pause", "0.05"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(10)
         (server,) = children_of(told.node(1).process.pid)
         os.kill(server, signal.SIGKILL)
@@ -271,33 +271,33 @@ def test_the_fork_server_dies(
 def test_an_agent_refused_for_its_name_leaves_the_others_memory_alone(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    words = ["--nnodes", "1:2", *SHORT, str(REGRESSION), "--pause", "0.2"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=1) as told:
+    arguments = ["--nnodes", "1:2", *SHORT, str(REGRESSION), "--pause", "0.2"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
         told.wait_for_step(2)
         memory = snapshot_directory(job, "node-0") / "kept"
         memory.mkdir(parents=True, exist_ok=True)
         common = ["run", "--etcd", etcd.endpoint, "--job", job, "--node-name", "node-0"]
-        found = subprocess.run(
+        completed = subprocess.run(
             elasticzero(*common, *SHORT, "--http-port", "0", str(REGRESSION)),
             capture_output=True,
             text=True,
             timeout=50,
             check=False,
         )
-        assert found.returncode == 64, found.stderr
+        assert completed.returncode == 64, completed.stderr
         assert memory.exists()
         memory.rmdir()
 
 
 @pytest.mark.timeout(60)
 def test_a_script_that_ends_badly_after_training_has_failed(tmp_path: Path) -> None:
-    words = ["run", "--http-port", "0", "--max-restarts", "0", "--log-dir", str(tmp_path)]
-    found = subprocess.run(
-        elasticzero(*words, str(SCRIPTS / "ends_badly.py")),
+    arguments = ["run", "--http-port", "0", "--max-restarts", "0", "--log-dir", str(tmp_path)]
+    completed = subprocess.run(
+        elasticzero(*arguments, str(SCRIPTS / "ends_badly.py")),
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
     )
-    assert found.returncode == 70, found.stderr
-    assert "exited with status 3" in found.stderr
+    assert completed.returncode == 70, completed.stderr
+    assert "exited with status 3" in completed.stderr

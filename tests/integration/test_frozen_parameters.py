@@ -41,9 +41,10 @@ def test_frozen_parameters_come_back_as_a_script_left_them(
     """Snapshots in turn in both slots, of which a killed worker and a lost node's replica are
     read."""
     out = tmp_path / "out"
-    words = ["--nnodes", "1:2", "--lease-ttl", "2", "--strategy", strategy, "--snapshot-every", "1"]
-    words += [str(SCRIPT), str(out), str(STEPS)]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", "--lease-ttl", "2", "--strategy", strategy]
+    arguments += ["--snapshot-every", "1"]
+    arguments += [str(SCRIPT), str(out), str(STEPS)]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(15)
         told.cluster.kill_worker(told.cluster.nodes["node-0"])
         told.wait_for_generation(2)
@@ -52,6 +53,6 @@ def test_frozen_parameters_come_back_as_a_script_left_them(
         told.wait_for_generation(3)
         told.wait_for_end()
     assert {world["tier"] for world in told.of("world") if world["generation"] > 1} == {"ram"}
-    found = json.loads(out.read_text())
+    averages = json.loads(out.read_text())
     for name, value in plain(monkeypatch).items():
-        assert found[name] == pytest.approx(value, abs=1e-9), name
+        assert averages[name] == pytest.approx(value, abs=1e-9), name

@@ -38,9 +38,9 @@ pytestmark = pytest.mark.timeout(240)
 LAST = steps_in(10, 3)
 
 
-def words(checkpoints: Path, strategy: str, *more: str) -> list[str]:
-    given = ["--strategy", strategy, "--checkpoint-dir", str(checkpoints), *more]
-    return [*given, str(REGRESSION), "--pause", "0.02"]
+def job_arguments(checkpoints: Path, strategy: str, *options: str) -> list[str]:
+    arguments = ["--strategy", strategy, "--checkpoint-dir", str(checkpoints), *options]
+    return [*arguments, str(REGRESSION), "--pause", "0.02"]
 
 
 def terminal(told: Story, node: int = 0) -> str:
@@ -64,7 +64,11 @@ def test_a_disk_full_at_the_end_loses_nothing_once_there_is_room(
         options = ["--nnodes", str(nodes), "--checkpoint-every", "40"]
         checkpoints = disk / "c"
         with story(
-            tmp_path, etcd.endpoint, job, words(checkpoints, strategy, *options), nodes=nodes
+            tmp_path,
+            etcd.endpoint,
+            job,
+            job_arguments(checkpoints, strategy, *options),
+            nodes=nodes,
         ) as told:
             told.wait("a checkpoint", lambda: newest(checkpoints) == 40)
             filler = fill(disk)
@@ -74,9 +78,9 @@ def test_a_disk_full_at_the_end_loses_nothing_once_there_is_room(
             filler.unlink()
             codes = told.wait_for_end()
         assert set(codes.values()) == {0}, told.logs()
-        said = "".join(terminal(told, node) for node in range(nodes))
+        output = "".join(terminal(told, node) for node in range(nodes))
         at_stake = "steps 41 to 102 are at stake, for the newest checkpoint is of step 40"
-        assert at_stake in said, said
+        assert at_stake in output, output
         check_samples(told.lineage, told.directory())
         check_weights(checkpoints, reference)
 
@@ -89,7 +93,7 @@ def test_a_disk_that_stays_full_ends_the_job_and_says_what_is_lost(
         options = ["--nnodes", "2", "--checkpoint-every", "40", "--save-timeout", "6"]
         checkpoints = disk / "c"
         with story(
-            tmp_path, etcd.endpoint, job, words(checkpoints, "zero2", *options), nodes=2
+            tmp_path, etcd.endpoint, job, job_arguments(checkpoints, "zero2", *options), nodes=2
         ) as told:
             told.wait("a checkpoint", lambda: newest(checkpoints) == 40)
             fill(disk)
@@ -112,8 +116,8 @@ def test_a_job_that_is_given_up_saves_its_state_first(
     """The steps since the last checkpoint were thrown away with the job, though memory had them."""
     checkpoints = tmp_path / "c"
     options = ["--nnodes", "2", "--checkpoint-every", "20", "--max-restarts", "1"]
-    given = [*words(checkpoints, strategy, *options), "--fail-at", "38"]
-    with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
+    arguments = [*job_arguments(checkpoints, strategy, *options), "--fail-at", "38"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         codes = told.wait_for_end()
     assert codes == {"node-0": 70, "node-1": 70}, told.logs()
     assert newest(checkpoints) == 37, told.logs()
@@ -127,8 +131,8 @@ def test_storage_that_is_read_only_as_a_job_is_given_up_is_tried_again(
     with small_disk(tmp_path / "disk", 8) as disk:
         checkpoints = disk / "c"
         options = ["--nnodes", "1", "--checkpoint-every", "20", "--max-restarts", "0"]
-        given = [*words(checkpoints, "ddp", *options), "--fail-at", "58"]
-        with story(tmp_path, etcd.endpoint, job, given, nodes=1) as told:
+        arguments = [*job_arguments(checkpoints, "ddp", *options), "--fail-at", "58"]
+        with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
             told.wait("a checkpoint", lambda: newest(checkpoints) == 20)
             told.pause(0.2)
             let_write(disk, writes=False)
@@ -147,8 +151,8 @@ def test_a_signal_while_a_full_disk_is_waited_for_keeps_its_time(
 ) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
         options = ["--nnodes", "1", "--checkpoint-every", "40", "--grace", "8"]
-        given = words(disk / "c", "ddp", *options)
-        with story(tmp_path, etcd.endpoint, job, given, nodes=1) as told:
+        arguments = job_arguments(disk / "c", "ddp", *options)
+        with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
             told.wait("a checkpoint", lambda: newest(disk / "c") == 40)
             fill(disk)
             told.wait("a save that failed", lambda: told.of("save_failed"))

@@ -141,10 +141,10 @@ def test_every_second_of_a_job_with_five_faults_is_in_one_class(
 ) -> None:
     """A worker dies, two leading nodes die, so that the job is below MIN until another node comes,
     a worker is suspended, a node joins, and one drains."""
-    words = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8"]
-    words += ["--checkpoint-dir", str(tmp_path / "c"), "--hang-timeout", str(HANG_S)]
-    words += ["--lease-ttl", "2", str(REGRESSION), "--epochs", "6", "--pause", "0.15"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8"]
+    arguments += ["--checkpoint-dir", str(tmp_path / "c"), "--hang-timeout", str(HANG_S)]
+    arguments += ["--lease-ttl", "2", str(REGRESSION), "--epochs", "6", "--pause", "0.15"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         job_is = Disturber(told)
         job_is.trains_again()
         told.cluster.kill_worker(job_is.first())

@@ -22,18 +22,18 @@ PLAIN = Path(__file__).resolve().parents[2] / "examples" / "torchrun_ddp.py"
 TIMEOUT_S = 4
 
 
-def words(tmp_path: Path, strategy: str, *hangs: str) -> list[str]:
-    found = ["--nnodes", "1:2", "--settle", "10", "--lease-ttl", "2", "--strategy", strategy]
-    found += ["--hang-timeout", str(TIMEOUT_S), "--snapshot-every", "1"]
-    found += ["--checkpoint-dir", str(tmp_path / "checkpoints"), str(HANGING)]
-    return [*found, "--busy-s", str(2 * TIMEOUT_S), "--hang", ",".join(hangs)]
+def job_arguments(tmp_path: Path, strategy: str, *hangs: str) -> list[str]:
+    arguments = ["--nnodes", "1:2", "--settle", "10", "--lease-ttl", "2", "--strategy", strategy]
+    arguments += ["--hang-timeout", str(TIMEOUT_S), "--snapshot-every", "1"]
+    arguments += ["--checkpoint-dir", str(tmp_path / "checkpoints"), str(HANGING)]
+    return [*arguments, "--busy-s", str(2 * TIMEOUT_S), "--hang", ",".join(hangs)]
 
 
 def world_of(told: Story, generation: int) -> dict[str, Any]:
-    def found() -> dict[str, Any] | None:
+    def started_world() -> dict[str, Any] | None:
         return next((w for w in told.of("world") if w["generation"] == generation), None)
 
-    world: dict[str, Any] = told.wait(f"generation {generation}", found)
+    world: dict[str, Any] = told.wait(f"generation {generation}", started_world)
     return world
 
 
@@ -45,8 +45,8 @@ def log_of(told: Story, node: str) -> str:
 def test_stopped_and_looping_workers_are_replaced_busy_ones_not(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    given = words(tmp_path, "ddp", "1:busy@5", "2:loop@40")
-    with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
+    arguments = job_arguments(tmp_path, "ddp", "1:busy@5", "2:loop@40")
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(12)
         assert told.generation == 1, "one rank was busy, and the other waited for it"
         last = world_of(told, 1)["members"][-1]
@@ -55,10 +55,12 @@ def test_stopped_and_looping_workers_are_replaced_busy_ones_not(
         stopped, looped = world_of(told, 2), world_of(told, 3)
         codes = told.wait_for_end()
     assert set(codes.values()) == {0}, told.logs()
-    found = r"rank 1 on \S+ hung \(no step for [\d.]+ s after step \d+; it is stopped by a signal"
-    assert re.match(found, stopped["reason"]), stopped
-    found = r"rank 1 on \S+ hung \(no step for [\d.]+ s after step 39; it is at hanging.py:\d+ in h"
-    assert re.match(found, looped["reason"]), looped
+    pattern = r"rank 1 on \S+ hung \(no step for [\d.]+ s after step \d+; it is stopped by a signal"
+    assert re.match(pattern, stopped["reason"]), stopped
+    pattern = (
+        r"rank 1 on \S+ hung \(no step for [\d.]+ s after step 39; it is at hanging.py:\d+ in h"
+    )
+    assert re.match(pattern, looped["reason"]), looped
     assert len(told.of("world")) == 6, "each node tells of three worlds"
     for node in told.cluster.nodes:
         log = log_of(told, node)
@@ -76,20 +78,22 @@ def test_a_process_that_is_stopped_before_it_says_anything_is_replaced(
     script: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """Its script imports what it needs, or never says anything: it is written for torchrun."""
-    given = ["--nnodes", "1:2", "--lease-ttl", "2", "--hang-timeout", str(TIMEOUT_S)]
+    arguments = ["--nnodes", "1:2", "--lease-ttl", "2", "--hang-timeout", str(TIMEOUT_S)]
     if script == "import":
-        given += [str(REGRESSION), "--slow-start", "4", "--slow-rank", "1"]
+        arguments += [str(REGRESSION), "--slow-start", "4", "--slow-rank", "1"]
     else:
-        given += [str(PLAIN), "--checkpoint", str(tmp_path / "model.pt"), "--epochs", "8"]
-    with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
+        arguments += [str(PLAIN), "--checkpoint", str(tmp_path / "model.pt"), "--epochs", "8"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         last = world_of(told, 1)["members"][-1]
         workers = told.wait("a worker", lambda: told.cluster.workers_of(told.cluster.nodes[last]))
         os.kill(workers[0], signal.SIGSTOP)
         stopped = world_of(told, 2)
         codes = told.wait_for_end()
     assert set(codes.values()) == {0}, told.logs()
-    found = r"rank 1 on \S+ hung \(no step for ([\d.]+) s before its first step; it is stopped by "
-    match = re.match(found, stopped["reason"])
+    pattern = (
+        r"rank 1 on \S+ hung \(no step for ([\d.]+) s before its first step; it is stopped by "
+    )
+    match = re.match(pattern, stopped["reason"])
     assert match and TIMEOUT_S <= float(match[1]) < 60, stopped
 
 
@@ -98,13 +102,13 @@ def test_a_process_that_is_stopped_before_it_says_anything_is_replaced(
 def test_a_held_lock_and_a_collective_that_others_do_not_call(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    given = words(tmp_path, "zero2", "1:gil@15", "2:collective@40")
-    with story(tmp_path, etcd.endpoint, job, given, nodes=2) as told:
+    arguments = job_arguments(tmp_path, "zero2", "1:gil@15", "2:collective@40")
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         held, stuck = world_of(told, 2), world_of(told, 3)
         codes = told.wait_for_end()
     assert set(codes.values()) == {0}, told.logs()
-    found = r"rank 1 on \S+ hung \(no step for [\d.]+ s after step 14; it does not answer"
-    assert re.match(found, held["reason"]), held
+    pattern = r"rank 1 on \S+ hung \(no step for [\d.]+ s after step 14; it does not answer"
+    assert re.match(pattern, held["reason"]), held
     for part in (
         "the ranks wait for each other; rank 0: ",
         "; rank 1: ",
@@ -128,9 +132,9 @@ def test_a_rank_that_breaks_before_its_forward_is_found(
         "strategy": "zero3",
         "exit": [1, 5, "before"],
     }
-    given = ["--nnodes", "2", "--hang-timeout", str(TIMEOUT_S), "--lease-ttl", "2"]
+    arguments = ["--nnodes", "2", "--hang-timeout", str(TIMEOUT_S), "--lease-ttl", "2"]
     script = [str(SCRIPTS / "loops.py"), json.dumps(told)]
-    with story(tmp_path, etcd.endpoint, job, [*given, *script], nodes=2) as seen:
+    with story(tmp_path, etcd.endpoint, job, [*arguments, *script], nodes=2) as seen:
         codes = seen.wait_for_end()
     assert set(codes.values()) == {64}, seen.logs()
     reason = next(event["reason"] for event in seen.of("round"))

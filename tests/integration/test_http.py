@@ -243,7 +243,7 @@ def test_a_whole_snapshot(server: AgentServer, agent: Agent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "start", "stop"),
+    ("header", "start", "stop"),
     [
         ("bytes=0-0", 0, 1),
         ("bytes=5-1004", 5, 1005),
@@ -253,14 +253,14 @@ def test_a_whole_snapshot(server: AgentServer, agent: Agent) -> None:
         ("bytes=-99999999", 0, 3_000_000),
     ],
 )
-def test_a_range(server: AgentServer, wanted: str, start: int, stop: int) -> None:
-    status, headers, body = ask(server, FILE, Range=wanted, **BEARER)
+def test_a_range(server: AgentServer, header: str, start: int, stop: int) -> None:
+    status, headers, body = ask(server, FILE, Range=header, **BEARER)
     assert status == 206 and body == CONTENT[start:stop]
     assert headers["Content-Range"] == f"bytes {start}-{stop - 1}/3000000"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "status"),
+    ("header", "status"),
     [
         ("bytes=3000000-", 416),
         ("bytes=9-8", 416),
@@ -272,8 +272,8 @@ def test_a_range(server: AgentServer, wanted: str, start: int, stop: int) -> Non
         ("bytes=" + "9" * 4000 + "-", 400),
     ],
 )
-def test_a_range_that_cannot_be(server: AgentServer, wanted: str, status: int) -> None:
-    answer = ask(server, FILE, Range=wanted, **BEARER)
+def test_a_range_that_cannot_be(server: AgentServer, header: str, status: int) -> None:
+    answer = ask(server, FILE, Range=header, **BEARER)
     assert answer[0] == status
     if status == 416:
         assert answer[1]["Content-Range"] == "bytes */3000000"
@@ -476,20 +476,20 @@ def test_strangers_cannot_take_all_connections(
     """For a new one the oldest that has shown no token is closed."""
     monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 3)
     with agent.serve() as server:
-        known = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        known.request("GET", FILE, headers={**BEARER, "Range": "bytes=0-9"})
-        assert known.getresponse().read() == CONTENT[:10]
-        first_socket = known.sock
+        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        client.request("GET", FILE, headers={**BEARER, "Range": "bytes=0-9"})
+        assert client.getresponse().read() == CONTENT[:10]
+        first_socket = client.sock
         strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(9)]
         for stranger in strangers[:7]:
             stranger.settimeout(10)
             assert stranger.recv(1) == b""
         assert ask(server, "/healthz")[0] == 200
         assert ask(server, FILE, Range="bytes=5-8", **BEARER)[2] == CONTENT[5:9]
-        known.request("GET", FILE, headers={**BEARER, "Range": "bytes=10-19"})
-        assert known.getresponse().read() == CONTENT[10:20]
-        assert known.sock is first_socket
-        known.close()
+        client.request("GET", FILE, headers={**BEARER, "Range": "bytes=10-19"})
+        assert client.getresponse().read() == CONTENT[10:20]
+        assert client.sock is first_socket
+        client.close()
         for stranger in strangers:
             stranger.close()
 

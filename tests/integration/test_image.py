@@ -39,15 +39,15 @@ class Stage:
 def stages(root: Path) -> list[Stage]:
     text = (root / "k8s" / "Dockerfile").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    found: list[Stage] = []
+    build_stages: list[Stage] = []
     for step in "\n".join(lines).replace("\\\n", " ").splitlines():
         word, _, rest = step.partition(" ")
         if word == "FROM":
             base, _, name = rest.partition(" AS ")
-            found.append(Stage(base=base, name=name))
+            build_stages.append(Stage(base=base, name=name))
         else:
-            found[-1].steps.append((word, " ".join(rest.split())))
-    return found
+            build_stages[-1].steps.append((word, " ".join(rest.split())))
+    return build_stages
 
 
 def of(stage: Stage, word: str) -> list[str]:
@@ -140,9 +140,9 @@ def run_step(command: str, folder: Path, directory: Path, stand_ins: Path) -> No
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads 0 as the value of the option itself
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
-    words = ["sh", "-euc", command]
+    shell = ["sh", "-euc", command]
     done = subprocess.run(
-        words, cwd=directory, capture_output=True, text=True, env=env, timeout=110, check=False
+        shell, cwd=directory, capture_output=True, text=True, env=env, timeout=110, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
@@ -160,11 +160,11 @@ def test_dependencies_are_pinned_and_extras_are_there(root: Path, stages: list[S
     extras = re.search(r"'\.\[([\w,]+)\]'", install)
     assert extras is not None
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    known = project["optional-dependencies"]
+    optional = project["optional-dependencies"]
     chosen = extras[1].split(",")
-    assert {"s3", "gcs"} <= set(chosen) <= known.keys()
+    assert {"s3", "gcs"} <= set(chosen) <= optional.keys()
     pins = (root / "constraints.txt").read_text()
-    for requirement in [*project["dependencies"], *(r for name in chosen for r in known[name])]:
+    for requirement in [*project["dependencies"], *(r for name in chosen for r in optional[name])]:
         name = re.split(r"[<>=]", requirement)[0]
         assert re.search(rf"^{re.escape(name)}==", pins, re.MULTILINE), name
 
@@ -175,9 +175,9 @@ def test_the_installed_command_runs(image: Image) -> None:
     programs = final / "opt" / "elasticzero" / "bin"
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(setuptools.__file__).parents[1])}
 
-    def printed(*words: str | Path) -> str:
+    def printed(*arguments: str | Path) -> str:
         done = subprocess.run(
-            [str(word) for word in words],
+            [str(word) for word in arguments],
             cwd=final / "app",
             capture_output=True,
             text=True,

@@ -45,8 +45,8 @@ def test_ranks_meet_where_the_host_name_is_loopback(
         nodes = []
         for name in ("a", "b"):
             at = networks.place(name)
-            words = ["run", *folder, "--etcd", etcd.endpoint, "--host", at.address]
-            words += [
+            arguments = ["run", *folder, "--etcd", etcd.endpoint, "--host", at.address]
+            arguments += [
                 "--http-port",
                 "0",
                 "--node-name",
@@ -60,7 +60,7 @@ def test_ranks_meet_where_the_host_name_is_loopback(
                 subprocess.Popen(
                     [
                         *at.command_prefix,
-                        *elasticzero(*words, "none", str(REGRESSION), "--epochs", "1"),
+                        *elasticzero(*arguments, "none", str(REGRESSION), "--epochs", "1"),
                     ],
                     env=environment,
                     stderr=subprocess.PIPE,

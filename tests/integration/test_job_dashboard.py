@@ -91,8 +91,8 @@ class Served:
         return json_answer(self.agents[name].status())
 
     def job(self, name: str, path: str = "/job") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(get(self.servers[name].port, path, TOKEN))
-        return found
+        document: dict[str, Any] = json.loads(get(self.servers[name].port, path, TOKEN))
+        return document
 
 
 @pytest.fixture
@@ -109,11 +109,11 @@ def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_leader_asks_the_others_and_they_pass_its_answer_on(served: Served) -> None:
     for name in "abc":
-        found = served.job(name)
-        assert (found["node"], found["leads"], found["leader"]) == ("a", True, "a")
-        assert {n["node"]: n["step"] for n in found["nodes"]} == {"a": 10, "b": 11, "c": 12}
-        assert found["step"] == 12
-        assert {n["state"] for n in found["nodes"]} == {"training"}
+        document = served.job(name)
+        assert (document["node"], document["leads"], document["leader"]) == ("a", True, "a")
+        assert {n["node"]: n["step"] for n in document["nodes"]} == {"a": 10, "b": 11, "c": 12}
+        assert document["step"] == 12
+        assert {n["state"] for n in document["nodes"]} == {"training"}
 
 
 def test_every_agent_writes_the_page_of_what_the_leader_answers(served: Served) -> None:
@@ -128,16 +128,16 @@ def test_every_agent_writes_the_page_of_what_the_leader_answers(served: Served) 
 
 
 def test_an_agent_that_is_asked_for_its_own_asks_nobody(served: Served) -> None:
-    found = served.job("b", "/job/own")
-    assert (found["node"], found["leads"]) == ("b", False)
-    assert {n["node"]: n["silent"] for n in found["nodes"]} == {"a": True, "b": False, "c": True}
+    document = served.job("b", "/job/own")
+    assert (document["node"], document["leads"]) == ("b", False)
+    assert {n["node"]: n["silent"] for n in document["nodes"]} == {"a": True, "b": False, "c": True}
 
 
 def test_without_a_leader_an_agent_says_what_it_has_seen_itself(served: Served) -> None:
     served.servers["a"].close()
-    found = served.job("c")
-    assert (found["node"], found["leads"], found["step"]) == ("c", False, 12)
-    assert {n["node"]: n["state"] for n in found["nodes"]} == {
+    document = served.job("c")
+    assert (document["node"], document["leads"], document["step"]) == ("c", False, 12)
+    assert {n["node"]: n["state"] for n in document["nodes"]} == {
         "a": "?", "b": "?", "c": "training"
     }  # fmt: skip
 
@@ -151,8 +151,8 @@ def test_a_silent_node_is_shown_as_such(served: Served) -> None:
 
 def test_an_agent_without_a_world_answers_too(served: Served) -> None:
     served.agents["b"].view = None
-    found = served.job("b")
-    assert (found["state"], found["leads"], found["nodes"]) == ("waiting", False, [])
+    document = served.job("b")
+    assert (document["state"], document["leads"], document["nodes"]) == ("waiting", False, [])
 
 
 def test_screens_share_the_answers_of_the_other_agents(
@@ -172,9 +172,9 @@ def job_token_of(etcd: EtcdServer, job: str) -> str:
     return token.reveal
 
 
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        elasticzero(*words),
+        elasticzero(*arguments),
         capture_output=True,
         text=True,
         check=False,
@@ -191,20 +191,25 @@ def ports_of(told: Story) -> dict[str, int]:
 def test_a_job_is_seen_from_any_node_and_by_the_commands(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    words = ["--nnodes", "2:2", "--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "5"]
-    words += [str(REGRESSION), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "2:2", "--checkpoint-dir", str(tmp_path / "c")]
+    arguments += ["--checkpoint-every", "5"]
+    arguments += [str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(12)
         told.pause(1.0)
         ports, token = ports_of(told), job_token_of(etcd, job)
         answers = {n: json.loads(get(port, "/job", token)) for n, port in ports.items()}
         leader, other = told.of("world")[-1]["members"]
-        for found in answers.values():
-            assert (found["node"], found["leads"], found["state"]) == (leader, True, "training")
-            assert found["step"] >= 10 and found["loss"] > 0
-            assert {n["state"] for n in found["nodes"]} == {"training"}
-            assert all(n["step"] and n["step_s"] and not n["silent"] for n in found["nodes"])
-            history = found["history"]
+        for document in answers.values():
+            assert (document["node"], document["leads"], document["state"]) == (
+                leader,
+                True,
+                "training",
+            )
+            assert document["step"] >= 10 and document["loss"] > 0
+            assert {n["state"] for n in document["nodes"]} == {"training"}
+            assert all(n["step"] and n["step_s"] and not n["silent"] for n in document["nodes"])
+            history = document["history"]
             assert history["loss"][-1][0] >= 10 and history["goodput"]
             assert history["checkpoint"]["step"] >= 5
             assert [g["generation"] for g in history["generations"]] == [1]
@@ -239,19 +244,19 @@ def test_a_job_is_seen_from_any_node_and_by_the_commands(
 def test_a_node_that_comes_to_lead_knows_what_was_before_it(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    words = ["--nnodes", "1:2", "--lease-ttl", "2", str(REGRESSION), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", "--lease-ttl", "2", str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(12)
         ports, token = ports_of(told), job_token_of(etcd, job)
         leader, other = told.of("world")[-1]["members"]
         told.cluster.kill_node(told.cluster.nodes[leader])
         told.wait_for_first_step(2)
         told.wait_for_step(told.step + 3)
-        found = json.loads(get(ports[other], "/job", token))
-        assert (found["node"], found["leads"], found["generation"]) == (other, True, 2)
-        assert [g["generation"] for g in found["history"]["generations"]] == [1, 2]
-        assert found["history"]["generations"][0]["ended_at"] is not None
-        text = " ".join(line for _, _, line in found["history"]["events"])
+        document = json.loads(get(ports[other], "/job", token))
+        assert (document["node"], document["leads"], document["generation"]) == (other, True, 2)
+        assert [g["generation"] for g in document["history"]["generations"]] == [1, 2]
+        assert document["history"]["generations"][0]["ended_at"] is not None
+        text = " ".join(line for _, _, line in document["history"]["events"])
         assert f"{leader} is lost" in text and "training goes on after" in text
 
         told.pause(2.0)
@@ -262,9 +267,9 @@ def test_a_node_that_comes_to_lead_knows_what_was_before_it(
         told.cluster.kill_node(told.cluster.nodes[other])
         told.wait_for_first_step(4)
         told.pause(2.0)
-        found = json.loads(get(ports_of(told)[third], "/job", token))
-        assert (found["node"], found["leads"]) == (third, True)
-        history = found["history"]
+        document = json.loads(get(ports_of(told)[third], "/job", token))
+        assert (document["node"], document["leads"]) == (third, True)
+        history = document["history"]
         assert [g["generation"] for g in history["generations"]] == [1, 2, 3, 4]
         assert history["loss"][0][0] <= 2, "the node has what was there before it"
         assert told.wait_for_end()[third] == 0
@@ -273,8 +278,8 @@ def test_a_node_that_comes_to_lead_knows_what_was_before_it(
 @pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_an_open_status_is_served_to_everyone(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
-    words = ["--nnodes", "2:2", "--open-status", str(REGRESSION), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "2:2", "--open-status", str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(3)
         for port in ports_of(told).values():
             assert json.loads(get(port, "/job"))["leads"]
@@ -285,21 +290,21 @@ def test_an_open_status_is_served_to_everyone(tmp_path: Path, job: str, etcd: Et
 
 def test_top_says_what_it_needs(etcd: EtcdServer, tmp_path: Path) -> None:
     at = ["--etcd", etcd.endpoint, "--job", "nobody"]
-    for words, said in (
+    for arguments, message in (
         (["top", "--once", *at], "etcd has no job 'nobody'"),
         (["top", *at], "elasticzero top needs a terminal; --once prints the screen once"),
         (["top", "--interval", "0", *at], "--interval 0: 0.1 to 3600 seconds are expected"),
     ):
-        found = run(*words)
-        assert found.returncode == 64
-        assert said in found.stderr and len(found.stderr.splitlines()) == 1
+        completed = run(*arguments)
+        assert completed.returncode == 64
+        assert message in completed.stderr and len(completed.stderr.splitlines()) == 1
     without = (
         "import sys; sys.modules['rich'] = None; "
         "from elasticzero.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", without, "top", "--once", *at]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert found.returncode == 64
-    assert found.stderr == (
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 64
+    assert completed.stderr == (
         "error: elasticzero top needs the package rich: pip install 'elasticzero[top]'\n"
     )

@@ -40,8 +40,8 @@ def assert_memory_right(memory: SnapshotStore) -> None:
     """Of each snapshot that is whole every bit is right."""
     for held in memory.held():
         if len(held.ranks) == held.world_size:
-            here = memory.open(held.generation, held.step)
-            places = {rank: [here] for rank in held.ranks}
+            placed = memory.open(held.generation, held.step)
+            places = {rank: [placed] for rank in held.ranks}
             snapshot = open_snapshot(places, held.generation, held.step)
             assert assert_bits(snapshot) == held.generation
 
@@ -58,7 +58,7 @@ def kill_and_look(savers: Savers, directory: Path, seed: int) -> None:
         victims = dice.choice([workers[:1], workers[1:], workers, [agent], [agent, workers[0]]])
         kill_soon(dice, victims, within_s=0.25)
         ended = savers.wait()
-        assert not any(ended[each] for each in ended.keys() - victims), ended
+        assert not any(ended[rank] for rank in ended.keys() - victims), ended
         newest = catalog.newest_good(place)
         assert newest is not None
         assert assert_right(catalog.resolve(directory)) == (1 if newest == 1 else 2)

@@ -43,9 +43,9 @@ def check_complete(told: PodStory) -> None:
     assert set(last) <= {ExitCode.DONE, ExitCode.LEFT}, told.logs()
 
 
-def operator(told: PodStory, etcd: EtcdServer, *words: str) -> str:
+def operator(told: PodStory, etcd: EtcdServer, *arguments: str) -> str:
     """What a command on the job prints."""
-    asked = elasticzero(*words, "--job", told.job, "--etcd", etcd.endpoint)
+    asked = elasticzero(*arguments, "--job", told.job, "--etcd", etcd.endpoint)
     done = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -180,7 +180,9 @@ BAD_INPUT: list[tuple[str, dict[str, str], Path]] = [
 
 
 @pytest.mark.parametrize(
-    ("variables", "script"), [each[1:] for each in BAD_INPUT], ids=[each[0] for each in BAD_INPUT]
+    ("variables", "script"),
+    [entry[1:] for entry in BAD_INPUT],
+    ids=[entry[0] for entry in BAD_INPUT],
 )
 def test_bad_input_fails_the_job_at_once(
     variables: dict[str, str], script: Path, tmp_path: Path, job: str, etcd: EtcdServer
@@ -201,8 +203,8 @@ def test_a_drained_node_comes_back_as_another(
         wait_for_all(told)
         told.pause(WAITING_S)
         victim = told.pod(1)
-        said = operator(told, etcd, "drain", node_of(victim), "--wait")
-        assert f"{node_of(victim)} has left" in said
+        output = operator(told, etcd, "drain", node_of(victim), "--wait")
+        assert f"{node_of(victim)} has left" in output
         told.wait_for_pods_end(victim)
         assert victim.exit_code == ExitCode.LEFT
         assert "DisruptionTarget" not in victim.conditions

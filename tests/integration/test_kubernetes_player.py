@@ -56,11 +56,11 @@ RULES = {
 
 def job(code: str, *, size: int = 1, grace_s: int = 20, **container: Any) -> dict[str, Any]:
     """A Job whose pods run Python code; /data is a volume that outlives them."""
-    words = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code]
     ip = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     main = {
         "name": "main",
-        "command": words,
+        "command": command,
         "env": [ip],
         "volumeMounts": [
             {"name": "data", "mountPath": "/data"},
@@ -97,9 +97,9 @@ def job(code: str, *, size: int = 1, grace_s: int = 20, **container: Any) -> dic
 @contextmanager
 def cluster_of(tmp_path: Path, manifest: Mapping[str, Any], **options: Any) -> Iterator[Cluster]:
     data = tmp_path / "data"
-    given = Substitutes(image=Image(), files={}, claims={"data": data})
+    stand_ins = Substitutes(image=Image(), files={}, claims={"data": data})
     options = {"backoff": Backoff(first_s=0.1, most_s=0.1), "unreachable_s": 1.0, **options}
-    with Cluster(tmp_path / "cluster", given, **options) as cluster:
+    with Cluster(tmp_path / "cluster", stand_ins, **options) as cluster:
         cluster.apply([manifest])
         yield cluster
 
@@ -114,12 +114,12 @@ def wait(cluster: Cluster, what: str, so: Callable[[], Any]) -> Any:
 
 
 def first_pod(cluster: Cluster) -> Pod:
-    found: Pod = wait(
+    pod: Pod = wait(
         cluster,
         "a pod",
         lambda: next((p for p in cluster.pods() if p.phase == "Running"), None),
     )
-    return found
+    return pod
 
 
 def running(cluster: Cluster) -> int:
@@ -145,9 +145,9 @@ def ready(tmp_path: Path) -> Path:
 
 
 def test_exit_codes_decide_the_job(tmp_path: Path) -> None:
-    for code, wanted in ((0, "Complete"), (64, "Failed")):
+    for code, condition_type in ((0, "Complete"), (64, "Failed")):
         with cluster_of(tmp_path, job(f"import sys; sys.exit({code})")) as cluster:
-            assert condition(cluster) == wanted
+            assert condition(cluster) == condition_type
             assert [pod.exit_code for pod in cluster.pods()] == [code]
 
 
@@ -306,8 +306,8 @@ def test_files_of_config_maps(tmp_path: Path) -> None:
     container["volumeMounts"].append({"name": "scripts", "mountPath": "/scripts"})
     scripts = {"run.py": "import sys; sys.exit(0)"}
     config = {"kind": "ConfigMap", "metadata": {"name": "scripts"}, "data": scripts}
-    given = Substitutes(image=Image(), files={}, claims={"data": tmp_path / "data"})
-    with Cluster(tmp_path / "cluster", given) as cluster:
+    stand_ins = Substitutes(image=Image(), files={}, claims={"data": tmp_path / "data"})
+    with Cluster(tmp_path / "cluster", stand_ins) as cluster:
         cluster.apply([config, manifest])
         assert condition(cluster) == "Complete"
 

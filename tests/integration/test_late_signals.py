@@ -19,10 +19,10 @@ PATIENCE_S = 90.0
 @pytest.mark.timeout(120)
 def test_sigterm_after_the_end_of_a_job_leaves_its_exit_code(tmp_path: Path, job: str) -> None:
     """A Job controller deletes the other pods once the first is done, in the same moment."""
-    words = ["run", "--job", job, "--node-name", "a", "--log-dir", str(tmp_path)]
-    words += ["--http-port", "0", "--preemption", "none", str(REGRESSION), "--epochs", "1"]
+    arguments = ["run", "--job", job, "--node-name", "a", "--log-dir", str(tmp_path)]
+    arguments += ["--http-port", "0", "--preemption", "none", str(REGRESSION), "--epochs", "1"]
     events = EventReader(tmp_path / job / "a")
-    with subprocess.Popen(elasticzero(*words), stderr=subprocess.PIPE, text=True) as agent:
+    with subprocess.Popen(elasticzero(*arguments), stderr=subprocess.PIPE, text=True) as agent:
         deadline_s = time.monotonic() + patience(PATIENCE_S)
         while agent.poll() is None and time.monotonic() < deadline_s:
             if any(event["event"] == "exit" for event in events.read()):

@@ -21,7 +21,7 @@ from tests.integration.test_bad_input import run
 FAILS_ON_IMPORT = SCRIPTS / "fails_on_import.py"
 
 
-def words(etcd: EtcdServer, job: str, launch: str, logs: Path) -> list[str]:
+def job_arguments(etcd: EtcdServer, job: str, launch: str, logs: Path) -> list[str]:
     return [
         *("run", "--etcd", etcd.endpoint, "--job", job, "--http-port", "0"),
         *("--launch-id", launch, "--log-dir", str(logs)),
@@ -38,7 +38,7 @@ def end_of(etcd: EtcdServer, job: str) -> tuple[Done, int]:
 @pytest.mark.timeout(240)
 def test_a_finished_launch_and_the_next(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     script = [str(REGRESSION), "--epochs", "1"]
-    first, second = (words(etcd, job, launch, tmp_path) for launch in ("first", "second"))
+    first, second = (job_arguments(etcd, job, launch, tmp_path) for launch in ("first", "second"))
     assert run(*first, *script).returncode == 0
     done, revision = end_of(etcd, job)
     assert done.launch_id == "first"
@@ -61,7 +61,7 @@ def test_a_finished_launch_and_the_next(tmp_path: Path, job: str, etcd: EtcdServ
 def test_a_failed_launch_fails_those_that_come_later(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    command = words(etcd, job, "first", tmp_path)
+    command = job_arguments(etcd, job, "first", tmp_path)
     failed = run(*command, str(FAILS_ON_IMPORT))
     assert failed.returncode == 64
     late = run(*command, str(FAILS_ON_IMPORT))
@@ -76,9 +76,10 @@ def test_a_restart_waits_for_the_nodes_of_the_run_before_to_be_gone(
 ) -> None:
     """Pods of a launch that ended are still there for a moment; an agent that hangs is for good."""
     script = [str(REGRESSION), "--epochs", "1"]
-    command = [*words(etcd, job, "first", tmp_path), "--lease-ttl", "2"]
+    command = [*job_arguments(etcd, job, "first", tmp_path), "--lease-ttl", "2"]
     assert run(*command, *script).returncode == 0
-    again = [*words(etcd, job, "second", tmp_path), "--lease-ttl", "2", "--restart", *script]
+    again = [*job_arguments(etcd, job, "second", tmp_path), "--lease-ttl", "2"]
+    again += ["--restart", *script]
     with EtcdStore([etcd.endpoint], job_prefix(job)) as store:
         store.write({"members/old": to_bytes(Member("old", "i", "127.0.0.1", 1, 1, 1))})
         refused = run(*again)

@@ -41,14 +41,15 @@ def test_a_running_job_tells_its_state(
     tmp_path: Path, job: str, etcd: EtcdServer, program: Callable[[str], str]
 ) -> None:
     promtool = program("promtool")
-    words = ["--nnodes", "2:2", "--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "5"]
-    words += [str(REGRESSION), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "2:2", "--checkpoint-dir", str(tmp_path / "c")]
+    arguments += ["--checkpoint-every", "5"]
+    arguments += [str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         first = told.wait("rank 0", lambda: [n for n, e in told.told if e["event"] == "checkpoint"])
-        mine = (first[0], "step")
+        stepping = (first[0], "step")
         told.wait(
             "its step 13",
-            lambda: any((n, e["event"]) == mine and e["step"] > 12 for n, e in told.told),
+            lambda: any((n, e["event"]) == stepping and e["step"] > 12 for n, e in told.told),
         )
         serving = {node: e["port"] for node, e in told.told if e["event"] == "serving"}
         port = serving[first[0]]
@@ -57,26 +58,26 @@ def test_a_running_job_tells_its_state(
             [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
         )
         assert checked.returncode == 0, checked.stdout + checked.stderr
-        found = {
+        samples = {
             (sample.name, *sample.labels.values()): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
-        assert found["elasticzero_generation",] == 1
-        assert found["elasticzero_world_size",] == 2
-        assert found["elasticzero_members",] == 2
-        assert found["elasticzero_step", "0"] >= 12
-        assert found["elasticzero_step_seconds_count", "0"] >= 12
-        assert found["elasticzero_samples_total", "0"] >= 120
-        assert found["elasticzero_loss", "0"] > 0
-        assert found["elasticzero_checkpoint_last_step",] >= 10
-        assert found["elasticzero_checkpoint_bytes_total",] > 0
-        assert found["elasticzero_recovery_seconds_count", "start", "first_step"] == 1
-        own = found["elasticzero_compute_seconds_sum", "0"]
-        assert 0 < own < found["elasticzero_step_seconds_sum", "0"]
-        assert found["elasticzero_gradient_norm", "0"] > 0
+        assert samples["elasticzero_generation",] == 1
+        assert samples["elasticzero_world_size",] == 2
+        assert samples["elasticzero_members",] == 2
+        assert samples["elasticzero_step", "0"] >= 12
+        assert samples["elasticzero_step_seconds_count", "0"] >= 12
+        assert samples["elasticzero_samples_total", "0"] >= 120
+        assert samples["elasticzero_loss", "0"] > 0
+        assert samples["elasticzero_checkpoint_last_step",] >= 10
+        assert samples["elasticzero_checkpoint_bytes_total",] > 0
+        assert samples["elasticzero_recovery_seconds_count", "start", "first_step"] == 1
+        compute_s = samples["elasticzero_compute_seconds_sum", "0"]
+        assert 0 < compute_s < samples["elasticzero_step_seconds_sum", "0"]
+        assert samples["elasticzero_gradient_norm", "0"] > 0
         check_that_one_agent_leads(list(serving.values()), job)
-        assert any(name[0] == "elasticzero_etcd_request_seconds_count" for name in found)
+        assert any(name[0] == "elasticzero_etcd_request_seconds_count" for name in samples)
         assert get(port, "/healthz").strip()
         with EtcdStore([etcd.endpoint], job_prefix(job)) as store:
             token = job_token.token_for_operator(store, None)
@@ -84,8 +85,8 @@ def test_a_running_job_tells_its_state(
         status = json.loads(get(port, "/status", token.reveal))
         assert (status["job"], status["generation"], status["world_size"]) == (job, 1, 2)
         assert sorted(status["members"]) == ["node-0", "node-1"]
-        words = ["status", "--etcd", etcd.endpoint, "--job", job]
-        shown = subprocess.run(elasticzero(*words), capture_output=True, text=True, check=False)
+        arguments = ["status", "--etcd", etcd.endpoint, "--job", job]
+        shown = subprocess.run(elasticzero(*arguments), capture_output=True, text=True, check=False)
         assert shown.returncode == 0, shown.stderr
         assert "generation 1, 2 ranks" in shown.stdout
         assert shown.stdout.count("training") == 2
@@ -101,7 +102,7 @@ def test_a_running_job_tells_its_state(
 
 
 def test_status_of_a_job_that_nobody_knows(etcd: EtcdServer) -> None:
-    words = ["status", "--etcd", etcd.endpoint, "--job", "nobody"]
-    found = subprocess.run(elasticzero(*words), capture_output=True, text=True, check=False)
-    assert found.returncode == 64
-    assert "has no job 'nobody'" in found.stderr
+    arguments = ["status", "--etcd", etcd.endpoint, "--job", "nobody"]
+    completed = subprocess.run(elasticzero(*arguments), capture_output=True, text=True, check=False)
+    assert completed.returncode == 64
+    assert "has no job 'nobody'" in completed.stderr

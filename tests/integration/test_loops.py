@@ -22,10 +22,14 @@ from tests.integration.training_harness import Pool, Running
 SCRIPT = Path(loops.__file__)
 
 
-def start(pool: Pool, folder: Path, world_size: int, told: dict[str, Any], **given: Any) -> Running:
+def start(
+    pool: Pool, folder: Path, world_size: int, told: dict[str, Any], **options: Any
+) -> Running:
     """All ranks on one node, so that every snapshot is found on disk."""
     shared = {"node": "node", "snapshot_root": str(folder / "snapshots")}
-    return pool.start(SCRIPT, [json.dumps(told)], world_size, **shared | {"generation": 1} | given)
+    return pool.start(
+        SCRIPT, [json.dumps(told)], world_size, **shared | {"generation": 1} | options
+    )
 
 
 def lines(told: dict[str, Any]) -> list[dict[str, Any]]:
@@ -39,10 +43,10 @@ def used(told: dict[str, Any], loop_of: dict[int, int]) -> dict[int, list[int]]:
         if line.get("rank") == 0 and "samples" in line:
             steps[line["step"]] = line
     assert sorted(steps) == list(range(1, len(steps) + 1))
-    found: dict[int, list[int]] = {}
+    samples: dict[int, list[int]] = {}
     for step in sorted(steps):
-        found.setdefault(loop_of[steps[step]["loop"]], []).extend(steps[step]["samples"])
-    return found
+        samples.setdefault(loop_of[steps[step]["loop"]], []).extend(steps[step]["samples"])
+    return samples
 
 
 def in_order(dataset: int, epochs: int) -> list[int]:
@@ -97,14 +101,14 @@ def test_generations_end_around_an_epochs_end(pool: Pool, tmp_path: Path, strate
     resume, worlds = Resume(tier="fresh"), [2, 3, 1, 2, 3, 2]
     for generation, at in enumerate([5, 6, 7, 15, 17], start=1):
         hold = {"hold": str(tmp_path / f"hold-{generation}"), "hold_at": at}
-        given = {"generation": generation, "resume": resume}
-        running = start(pool, tmp_path, worlds[generation - 1], told | hold, **given)
+        options = {"generation": generation, "resume": resume}
+        running = start(pool, tmp_path, worlds[generation - 1], told | hold, **options)
         ask_at(running, told | hold)
         resume = running.resume()
         assert resume.step == at
     assert start(pool, tmp_path, 2, told, generation=6, resume=resume).finish() == 23
-    found = used(told, {0: 0, 1: 1, 2: 0, 3: 1, 4: 0})
-    assert found == {0: in_order(0, 3), 1: in_order(1, 1)}
+    samples = used(told, {0: 0, 1: 1, 2: 0, 3: 1, 4: 0})
+    assert samples == {0: in_order(0, 3), 1: in_order(1, 1)}
     assert lines(told)[-1]["ended"] == [0, 0, 1, 2]
     ran = [
         (line["step"], line["end"])
@@ -186,8 +190,8 @@ def test_a_rank_that_leaves_its_loop_alone_is_named(
     running.until(running.ended, 30)
     (leaver,) = {**leaves}.values()
     failures = {w.rank: w.last(Failed) for w in running.workers}
-    own = failures.pop(leaver[0])
-    assert own.blame == "user" and own.final and f"rank {leaver[0]} " in own.message
-    assert "session.stop(reason)" in own.message and where in own.message, own.message
+    blamed = failures.pop(leaver[0])
+    assert blamed.blame == "user" and blamed.final and f"rank {leaver[0]} " in blamed.message
+    assert "session.stop(reason)" in blamed.message and where in blamed.message, blamed.message
     assert {failure.blame for failure in failures.values()} == {"peer"}, running.logs()
     assert all(w.last(Stopping).clean for w in running.workers if w.rank != leaver[0])

@@ -91,14 +91,14 @@ class Pair:
 
     def _fork(self, assignment: Assignment, fd: int | None) -> None:
         log = os.open(self.folder / f"{assignment.rank}.log", os.O_WRONLY | os.O_CREAT)
-        mine, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         bell = os.open(os.devnull, os.O_WRONLY)
         fds = [log, theirs.fileno(), bell] + ([fd] if fd is not None else [])
         self.pids[assignment.rank], numbers = self.server.start(self.launch, fds)
         os.close(log)
         os.close(bell)
         theirs.close()
-        channel = Channel(mine)
+        channel = Channel(ours)
         channel.send(replace(assignment, store_fd=numbers[3] if fd is not None else None))
         self.channels.append(channel)
 

@@ -49,11 +49,11 @@ def check_estimate(
     dtype: str,
     element_bytes: int,
     line_up: LineUp,
-    **given: Any,
+    **options: Any,
 ) -> None:
     told = {"strategy": strategy, "dtype": dtype, "micro": 1, "out": str(tmp_path / "peak")}
-    given |= {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
-    running = pool.start(SCRIPT, [json.dumps(told)], line_up.ranks, **given)
+    options |= {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
+    running = pool.start(SCRIPT, [json.dumps(told)], line_up.ranks, **options)
     running.finish()
     model = ModelSize(
         elements=24 * LAYER, element_bytes=element_bytes, largest=256 * 256, layer=LAYER
@@ -86,7 +86,9 @@ def test_the_estimate_knows_mirrors(
         nodes=RANKS, ranks_per_node=1, direct=True, bucket_bytes=BUCKET_BYTES, mirrored=True
     )
     odd = {
-        rank: lambda given, other=1 - rank: replace(given, mirrors=(other,), mirrored_by=other)
+        rank: lambda assignment, other=1 - rank: replace(
+            assignment, mirrors=(other,), mirrored_by=other
+        )
         for rank in range(RANKS)
     }
     check_estimate(pool, tmp_path, strategy, dtype, element_bytes, line_up, odd=odd)
@@ -130,19 +132,19 @@ def test_a_model_on_meta_trains_as_one_that_is_not(
 ) -> None:
     """It has the same first values, and under zero3 no rank has the whole of it at any time; where
     it is not built on meta, no rank has it twice. `auto` has memory for zero3 only."""
-    found, built = [], []
+    weights, built = [], []
     for meta in (False, True):
         told = {"strategy": strategy, "dtype": "float32", "micro": 2, "ram": 1 << 20}
         told |= {"meta": meta, "out": str(tmp_path / "out")}
-        given: dict[str, Any] = {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
-        pool.start(SCRIPT, [json.dumps(told)], RANKS, **given).finish()
-        found.append(json.loads((tmp_path / "out-weights-0").read_text()))
+        options: dict[str, Any] = {"snapshot_every": 0, "bucket_bytes": BUCKET_BYTES}
+        pool.start(SCRIPT, [json.dumps(told)], RANKS, **options).finish()
+        weights.append(json.loads((tmp_path / "out-weights-0").read_text()))
         built.append(
             max(json.loads((tmp_path / f"out-built-{rank}").read_text()) for rank in range(RANKS))
         )
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
-        assert found[1][name] == pytest.approx(value, abs=1e-6)
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        assert weights[1][name] == pytest.approx(value, abs=1e-6)
     whole = 4 * 24 * LAYER
     assert whole <= built[0] < 1.8 * whole
     assert (built[1] < 0.7 * whole) == (strategy != "zero2")

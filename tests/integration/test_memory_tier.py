@@ -18,10 +18,10 @@ from tests.integration.test_elastic_training import check_samples, check_weights
 pytestmark = pytest.mark.timeout(180)
 
 
-def words(checkpoints: Path, strategy: str, *more: str) -> list[str]:
+def job_arguments(checkpoints: Path, strategy: str, *options: str) -> list[str]:
     """Options of a run that writes no checkpoint but at its end, unless `more` says so."""
-    given = ["--strategy", strategy, "--checkpoint-dir", str(checkpoints), *more]
-    return [*given, str(REGRESSION), "--pause", "0.03"]
+    arguments = ["--strategy", strategy, "--checkpoint-dir", str(checkpoints), *options]
+    return [*arguments, str(REGRESSION), "--pause", "0.03"]
 
 
 def members(told: Story) -> list[str]:
@@ -41,7 +41,7 @@ def lose(told: Story, *places: int) -> None:
 def test_a_lost_node_of_four_costs_two_steps_at_most_without_any_checkpoint(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    options = words(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "1")
+    options = job_arguments(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
         told.wait_for_step(30)
         told.pause(1.0)
@@ -61,7 +61,7 @@ def test_a_lost_node_of_four_costs_two_steps_at_most_without_any_checkpoint(
 def test_two_lost_nodes_that_are_no_pair_lose_nothing_that_was_held(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    options = words(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "2")
+    options = job_arguments(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "2")
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
         told.wait_for_step(30)
         lose(told, 0, 3)
@@ -78,7 +78,7 @@ def test_two_lost_nodes_that_are_no_pair_lose_nothing_that_was_held(
 def test_a_lost_pair_falls_back_to_storage_and_says_so(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    options = words(
+    options = job_arguments(
         tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "1",
         "--checkpoint-every", "10",
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_a_lost_pair_falls_back_to_storage_and_says_so(
 def test_memory_is_bounded_whatever_happens_to_the_world(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    options = words(
+    options = job_arguments(
         tmp_path / "c", strategy, "--nnodes", "1:3", "--snapshot-every", "1",
         "--checkpoint-every", "7", "--keep", "2",
     )  # fmt: skip
@@ -125,7 +125,7 @@ def test_memory_is_bounded_whatever_happens_to_the_world(
 def test_a_worker_that_was_alone_leaves_its_state_with_its_agent(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    options = words(tmp_path / "c", strategy, "--nnodes", "1:1", "--snapshot-every", "1")
+    options = job_arguments(tmp_path / "c", strategy, "--nnodes", "1:1", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=1) as told:
         told.wait_for_step(20)
         told.cluster.kill_worker(told.node(0))
@@ -140,7 +140,7 @@ def test_a_worker_that_was_alone_leaves_its_state_with_its_agent(
 def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    options = words(tmp_path / "c", strategy, "--nnodes", "2:2", "--snapshot-every", "1")
+    options = job_arguments(tmp_path / "c", strategy, "--nnodes", "2:2", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=2) as told:
         told.wait_for_step(25)
         lose(told, 1)
@@ -159,7 +159,7 @@ def test_where_nobody_can_go_on_the_agents_save_what_memory_holds(
 def test_four_nodes_that_all_leave_save_what_they_hold_before_they_go(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    options = words(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "1")
+    options = job_arguments(tmp_path / "c", strategy, "--nnodes", "1:4", "--snapshot-every", "1")
     with story(tmp_path, etcd.endpoint, job, options, nodes=4) as told:
         told.wait_for_step(20)
         for name in members(told):

@@ -16,7 +16,7 @@ from torch import Tensor
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
-from tests.integration.test_memory_tier import lose, members, words
+from tests.integration.test_memory_tier import job_arguments, lose, members
 from tests.integration.training_harness import Pool
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def test_two_lost_nodes_one_after_the_other_cost_no_finished_step(
 ) -> None:
     """Three nodes, a node is killed; of the two that are left another one is; then one joins, and
     one leaves."""
-    options = words(tmp_path / "c", strategy, "--nnodes", "1:3", *MIRROR)
+    options = job_arguments(tmp_path / "c", strategy, "--nnodes", "1:3", *MIRROR)
     with story(tmp_path, etcd.endpoint, job, options, nodes=3) as told:
         told.wait_for_step(20)
         lose(told, 1)
@@ -74,7 +74,8 @@ def test_a_node_lost_inside_a_step_costs_that_step_at_most(
     """One rank has not sent its gradient to its mirror yet, and the others wait for it; or it has
     stepped some of its buckets, and the others wait for the rest. Then its node is lost."""
     (holds := tmp_path / "holds").mkdir()
-    options = [*words(tmp_path / "c", "zero1", "--nnodes", "1:3", *MIRROR), "--holds", str(holds)]
+    options = [*job_arguments(tmp_path / "c", "zero1", "--nnodes", "1:3", *MIRROR)]
+    options += ["--holds", str(holds)]
     with story(tmp_path, etcd.endpoint, job, options, nodes=3) as told:
         told.wait_for_step(20)
         (holds / f"{place}-1").write_text("1")
@@ -117,11 +118,11 @@ def test_a_mirror_equals_its_owners_part_bit_by_bit(
         running.until(running.ended, 60)
         assert running.workers[0].exit_code == 0, running.logs()
     for rank in range(3):
-        own = load_file(tmp_path / f"own-{rank}")
+        part = load_file(tmp_path / f"own-{rank}")
         mirror = load_file(tmp_path / f"mirror-{rank}")
-        assert own.keys() == mirror.keys()
-        assert any(name.startswith("optimizer/") for name in own)
-        different = [name for name in own if not torch.equal(own[name], mirror[name])]
+        assert part.keys() == mirror.keys()
+        assert any(name.startswith("optimizer/") for name in part)
+        different = [name for name in part if not torch.equal(part[name], mirror[name])]
         assert not different, (rank, different)
 
 
@@ -134,7 +135,9 @@ def test_nodes_lost_at_random_times_seldom_cost_a_finished_step(
     """Twelve times a node is killed at any time, and another one comes. Only a death while the norm
     is summed goes back to a snapshot."""
     moments = random.Random(15)
-    options = words(tmp_path / "c", strategy, "--nnodes", "1:3", *MIRROR, "--max-restarts", "99")
+    options = job_arguments(
+        tmp_path / "c", strategy, "--nnodes", "1:3", *MIRROR, "--max-restarts", "99"
+    )
     options[options.index("--pause") + 1] = "0.0"
     with story(tmp_path, etcd.endpoint, job, [*options, "--epochs", "10000"], nodes=3) as told:
         told.wait_for_step(10)

@@ -24,22 +24,22 @@ from tests.integration.training_harness import Pool
 SCRIPT = Path(__file__).parent / "training_nonfinite.py"
 
 
-def run(pool: Pool, folder: Path, told: dict[str, Any], **given: Any) -> list[str]:
+def run(pool: Pool, folder: Path, told: dict[str, Any], **options: Any) -> list[str]:
     """What the two workers of a training say of their failures; they end, or wait for their agents
     to end them."""
     line = json.dumps({"steps": 20} | told)
-    running = pool.start(SCRIPT, [line], 2, checkpoint_dir=str(folder), **given)
+    running = pool.start(SCRIPT, [line], 2, checkpoint_dir=str(folder), **options)
 
-    def own() -> list[Failed]:
+    def final_failures() -> list[Failed]:
         failures = [failed for worker in running.workers for failed in worker.all(Failed)]
         return [failed for failed in failures if failed.blame != "peer"]
 
-    running.until(lambda: running.ended() or bool(own()))
+    running.until(lambda: running.ended() or bool(final_failures()))
     with suppress(AssertionError):
         running.until(running.ended, 2.0)
     running.kill()
-    assert own() and all(failed.final for failed in own()), running.logs()
-    return [failed.message for failed in own()]
+    assert final_failures() and all(failed.final for failed in final_failures()), running.logs()
+    return [failed.message for failed in final_failures()]
 
 
 def assert_finite(folder: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_state_that_overflows_replaces_no_checkpoint(
     `state` shows in no gradient. One rank alone would else be found by the replica guard."""
     told = {"strategy": strategy, "wrong": wrong}
     messages = run(pool, tmp_path, told, checkpoint_every=1, verify_every=0)
-    found = [re.search(r"state of step (\d+).* holds NaN or infinity in '", m) for m in messages]
-    assert all(match and int(match[1]) >= 5 for match in found), messages
+    matches = [re.search(r"state of step (\d+).* holds NaN or infinity in '", m) for m in messages]
+    assert all(match and int(match[1]) >= 5 for match in matches), messages
     newest = newest_good(open_directory(str(tmp_path)))
     assert newest is not None and newest < 5
     assert all(f"the newest good checkpoint is that of step {newest} in" in m for m in messages)

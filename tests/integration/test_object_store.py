@@ -36,19 +36,19 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
-def run(*words: str) -> str:
+def run(*arguments: str) -> str:
     """The output of a job that ends well."""
-    command = elasticzero("local", "--nodes", "2", "--checkpoint-dir", URL, *words)
-    found = subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ)
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    command = elasticzero("local", "--nodes", "2", "--checkpoint-dir", URL, *arguments)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def test_a_job_saves_to_a_bucket_and_the_next_goes_on_from_it(bucket: None, tmp_path: Path) -> None:
     """One rank asks for two steps under one tag, and a worker is killed."""
     (asks := tmp_path / "asks").write_text(json.dumps([[3, [1], "best"], [7, [1], "best"]]))
-    words = ("--checkpoint-every", "10", "--keep", "2", "--fault", "kill-worker@15")
-    told = run(*words, str(REGRESSION), "--epochs=1", "--pause=0.05", "--asks", str(asks))
+    arguments = ("--checkpoint-every", "10", "--keep", "2", "--fault", "kill-worker@15")
+    told = run(*arguments, str(REGRESSION), "--epochs=1", "--pause=0.05", "--asks", str(asks))
     # A slow save has the ones due beside it left out: the output says which steps were saved.
     saved = sorted(map(int, re.findall(r"checkpoint of step (\d+) written", told)))
     assert saved[-1] == 34

@@ -26,10 +26,10 @@ def started(folder: Path, *commands: Sequence[str]) -> Iterator[list[subprocess.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = []
     try:
-        for words in commands:
+        for command in commands:
             agents.append(
                 subprocess.Popen(
-                    elasticzero("run", *words),
+                    elasticzero("run", *command),
                     env=environment,
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
@@ -45,62 +45,62 @@ def started(folder: Path, *commands: Sequence[str]) -> Iterator[list[subprocess.
             agent.communicate()
 
 
-def words(etcd: EtcdServer, job: str, *more: str) -> list[str]:
-    given = ["--etcd", etcd.endpoint, "--job", job, "--nnodes", "2", "--preemption", "none"]
-    return [*given, "--host", "127.0.0.1", *more, str(REGRESSION), "--epochs", "1"]
+def job_arguments(etcd: EtcdServer, job: str, *options: str) -> list[str]:
+    arguments = ["--etcd", etcd.endpoint, "--job", job, "--nnodes", "2", "--preemption", "none"]
+    return [*arguments, "--host", "127.0.0.1", *options, str(REGRESSION), "--epochs", "1"]
 
 
 def ends(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
     """What each says, once all have ended well."""
-    said = [agent.communicate(timeout=LATE_S)[1] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(said)
-    return said
+    outputs = [agent.communicate(timeout=LATE_S)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(outputs)
+    return outputs
 
 
 @pytest.mark.timeout(240)
 def test_two_agents_of_one_job_share_a_machine(tmp_path: Path, job: str) -> None:
     """The second ended with 69, "Address already in use", and no flag was named."""
     with EtcdServer() as etcd:
-        one = words(etcd, job)
+        one = job_arguments(etcd, job)
         with started(tmp_path, one, one) as agents:
-            said = "\n".join(ends(agents))
+            output = "\n".join(ends(agents))
     host = socket.gethostname()
-    assert f"this one is node {host}-2 (--node-name)" in said
-    assert "2 ranks on" in said
-    assert f"port {DEFAULT_HTTP_PORT} is in use: /metrics is at port" in said
+    assert f"this one is node {host}-2 (--node-name)" in output
+    assert "2 ranks on" in output
+    assert f"port {DEFAULT_HTTP_PORT} is in use: /metrics is at port" in output
 
 
 @pytest.mark.timeout(240)
 def test_two_jobs_share_a_machine(tmp_path: Path, job: str) -> None:
     """Jobs know nothing of each other: each has its nodes under the host's name."""
     with EtcdServer() as etcd:
-        one, other = words(etcd, job), words(etcd, f"{job}-other")
+        one, other = job_arguments(etcd, job), job_arguments(etcd, f"{job}-other")
         with started(tmp_path, one, one, other, other) as agents:
-            said = ends(agents)
-    assert sum("(--node-name)" in text for text in said) == 2
-    assert sum("/metrics is at port" in text for text in said) >= 3
+            outputs = ends(agents)
+    assert sum("(--node-name)" in text for text in outputs) == 2
+    assert sum("/metrics is at port" in text for text in outputs) >= 3
 
 
 @pytest.mark.timeout(120)
 def test_a_port_that_was_given_and_is_taken_names_the_flag(tmp_path: Path, job: str) -> None:
     with EtcdServer() as etcd, socket.create_server(("0.0.0.0", 0)) as taken:
         port = str(taken.getsockname()[1])
-        with started(tmp_path, words(etcd, job, "--http-port", port)) as (agent,):
-            _, said = agent.communicate(timeout=LATE_S)
+        with started(tmp_path, job_arguments(etcd, job, "--http-port", port)) as (agent,):
+            _, output = agent.communicate(timeout=LATE_S)
     assert agent.returncode == 69
-    assert f":{port}: Address already in use" in said and "--http-port" in said
+    assert f":{port}: Address already in use" in output and "--http-port" in output
 
 
 @pytest.mark.timeout(120)
 def test_a_name_that_was_given_and_is_taken_names_the_flag(tmp_path: Path, job: str) -> None:
     """A second agent under a name that was given takes no other: it may be a mistake."""
     with EtcdServer() as etcd:
-        named = words(etcd, job, "--node-name", "mine", "--http-port", "0")
+        named = job_arguments(etcd, job, "--node-name", "mine", "--http-port", "0")
         with started(tmp_path, named) as (first,):
             assert first.stderr is not None
             line = first.stderr.readline()
             assert "registered" in line, line
             with started(tmp_path, named) as (second,):
-                _, said = second.communicate(timeout=LATE_S)
+                _, output = second.communicate(timeout=LATE_S)
     assert second.returncode == 64
-    assert "--node-name" in said
+    assert "--node-name" in output

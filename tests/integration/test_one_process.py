@@ -128,9 +128,9 @@ if __name__ == "__main__":
 """
 
 
-def call_part(loss: str, given: str = "Model()", before: str = "") -> tuple[int, str]:
+def call_part(loss: str, model: str = "Model()", before: str = "") -> tuple[int, str]:
     """The exit code and the last line of stderr."""
-    script = PARTLY.format(given=given, before=before, loss=loss)
+    script = PARTLY.format(given=model, before=before, loss=loss)
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -139,17 +139,17 @@ def call_part(loss: str, given: str = "Model()", before: str = "") -> tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("loss", "given", "before"),
+    ("loss", "model", "before"),
     [
         ("model.layers[0](x)", "Model()", ""),
         ("model['a'][0](x)", "nn.ModuleDict({'a': nn.ModuleList([Model()])})", ""),
         ("model.encode(x)", "Model()", "register_fsdp_forward_method(model, 'encode')"),
     ],
 )
-def test_zero3_gathers_what_is_called(loss: str, given: str, before: str) -> None:
+def test_zero3_gathers_what_is_called(loss: str, model: str, before: str) -> None:
     """A block before the model, a part of a container, and a method that FSDP2 is told."""
-    code, said = call_part(loss, given, before)
-    assert code == 0 and "finished after step 4" in said
+    code, output = call_part(loss, model, before)
+    assert code == 0 and "finished after step 4" in output
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_zero3_gathers_what_is_called(loss: str, given: str, before: str) -> Non
 def test_zero3_refuses_what_it_does_not_gather(loss: str, complaint: str) -> None:
     """`late` calls the head while the parameters of the model are gathered, and FSDP2 does not wait
     for its gradient."""
-    code, said = call_part(loss)
-    assert code == 64 and complaint in said, said
+    code, output = call_part(loss)
+    assert code == 64 and complaint in output, output
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -193,8 +193,8 @@ def alone(told: dict[str, Any], **options: str) -> Iterator[subprocess.Popen[str
 def ended(told: dict[str, Any], **options: str) -> tuple[int, str]:
     """The exit code, and what it said."""
     with alone(told, **options) as training:
-        said = training.communicate(timeout=100)[1]
-        return training.returncode, said
+        output = training.communicate(timeout=100)[1]
+        return training.returncode, output
 
 
 def interrupted(told: dict[str, Any], number: signal.Signals, **options: str) -> tuple[int, str]:
@@ -204,26 +204,26 @@ def interrupted(told: dict[str, Any], number: signal.Signals, **options: str) ->
         while "step 1/" not in (line := training.stderr.readline()):
             assert line
         training.send_signal(number)
-        said = training.communicate(timeout=60)[1]
-        return training.returncode, said
+        output = training.communicate(timeout=60)[1]
+        return training.returncode, output
 
 
 def test_training_alone_saves_and_goes_on_as_an_agent_does(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    given = {"CHECKPOINT_DIR": str(directory), "CHECKPOINT_EVERY": "4", "KEEP": "2"}
-    given["KEEP_EVERY"] = "8"
+    settings = {"CHECKPOINT_DIR": str(directory), "CHECKPOINT_EVERY": "4", "KEEP": "2"}
+    settings["KEEP_EVERY"] = "8"
     told: dict[str, Any] = {"log": str(tmp_path / "log"), "loops": [{"steps": 14}]}
-    code, said = ended(told, **given)
-    assert code == 0 and steps_in(directory) == [8, 12, 14], said
-    assert f"checkpoints every 4 steps and at the end in {directory}" in said
+    code, output = ended(told, **settings)
+    assert code == 0 and steps_in(directory) == [8, 12, 14], output
+    assert f"checkpoints every 4 steps and at the end in {directory}" in output
     newest = next((directory / "step-000000000014").glob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1])
     told["loops"] = [{"steps": 20}]
-    code, said = ended(told, **given, STRICT_CHECKPOINT="1")
-    assert code == 70 and "error: the checkpoint of step 14 is damaged" in said
-    code, said = ended(told, **given)
-    assert code == 0, said
-    assert "the checkpoint of step 14 is damaged: " in said and "step 12 is used" in said
+    code, output = ended(told, **settings, STRICT_CHECKPOINT="1")
+    assert code == 70 and "error: the checkpoint of step 14 is damaged" in output
+    code, output = ended(told, **settings)
+    assert code == 0, output
+    assert "the checkpoint of step 14 is damaged: " in output and "step 12 is used" in output
     steps = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     samples = {step["step"]: step["samples"] for step in steps if "samples" in step}
     order = SampleOrder(samples=23)
@@ -239,18 +239,18 @@ def test_an_interrupt_ends_at_a_boundary_and_saves(
 ) -> None:
     directory = tmp_path / "checkpoints"
     told = {"log": str(tmp_path / "log"), "loops": [{"epochs": 10**6}]}
-    found, said = interrupted(told, number, CHECKPOINT_DIR=str(directory))
-    assert found == code, said
+    exit_code, output = interrupted(told, number, CHECKPOINT_DIR=str(directory))
+    assert exit_code == code, output
     (step,) = steps_in(directory)
-    assert f"interrupted after step {step}; the same command goes on from the checkpoint" in said
-    assert "Traceback" not in said
+    assert f"interrupted after step {step}; the same command goes on from the checkpoint" in output
+    assert "Traceback" not in output
 
 
 def test_an_interrupt_without_checkpoints_is_one_line(tmp_path: Path) -> None:
     told = {"log": str(tmp_path / "log"), "loops": [{"epochs": 10**6}]}
-    code, said = interrupted(told, signal.SIGINT)
-    assert code == 130 and "nothing was saved: set ELASTICZERO_CHECKPOINT_DIR" in said
-    assert "Traceback" not in said
+    code, output = interrupted(told, signal.SIGINT)
+    assert code == 130 and "nothing was saved: set ELASTICZERO_CHECKPOINT_DIR" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_bad_surroundings_are_one_line(variables: dict[str, str], complaint: str
 
 
 def test_variables_mean_what_they_mean_to_the_launcher() -> None:
-    given = {
+    variables = {
         "ELASTICZERO_CHECKPOINT_DIR": "/x",
         "ELASTICZERO_CHECKPOINT_EVERY": "7",
         "ELASTICZERO_KEEP": "3",
@@ -291,21 +291,21 @@ def test_variables_mean_what_they_mean_to_the_launcher() -> None:
         "ELASTICZERO_ON_SPIKE": "stop:3:10",
     }
     options = {option.variable: option for option in RUN_OPTIONS}
-    for environment in (given, {}, dict.fromkeys(given, "")):
-        asked = [(options[name], options[name].given_in(environment)) for name in given]
-        wanted = [option.default if got is None else got[1] for option, got in asked]
-        wanted[-2:] = data_changes("", wanted[-2]), spike_limit("", wanted[-1])
-        found = read_settings(environment)
-        keep = [None if n is None else str(n) for n in (found.keep.last, found.keep.every)]
-        assert wanted == [
-            found.checkpoint_dir,
-            found.checkpoint_every,
+    for environment in (variables, {}, dict.fromkeys(variables, "")):
+        asked = [(options[name], options[name].given_in(environment)) for name in variables]
+        expected = [option.default if got is None else got[1] for option, got in asked]
+        expected[-2:] = data_changes("", expected[-2]), spike_limit("", expected[-1])
+        settings = read_settings(environment)
+        keep = [None if n is None else str(n) for n in (settings.keep.last, settings.keep.every)]
+        assert expected == [
+            settings.checkpoint_dir,
+            settings.checkpoint_every,
             *keep,
-            found.strategy,
-            found.strict,
-            found.on_nonfinite,
-            found.allow_data_change,
-            found.on_spike,
+            settings.strategy,
+            settings.strict,
+            settings.on_nonfinite,
+            settings.allow_data_change,
+            settings.on_spike,
         ]
 
 

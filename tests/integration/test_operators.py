@@ -28,17 +28,17 @@ class Operator:
     def __init__(self, job: str, etcd: EtcdServer) -> None:
         self._place = ["--job", job, "--etcd", etcd.endpoint]
 
-    def begins(self, *words: str) -> subprocess.Popen[str]:
+    def begins(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            elasticzero(*words, *self._place),
+            elasticzero(*arguments, *self._place),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def asks(self, *words: str) -> str:
+    def asks(self, *arguments: str) -> str:
         """The output of a command that succeeds."""
-        return self.hears(self.begins(*words))
+        return self.hears(self.begins(*arguments))
 
     def hears(self, asked: subprocess.Popen[str]) -> str:
         output, _ = asked.communicate(timeout=120)
@@ -46,8 +46,8 @@ class Operator:
         return output
 
     def sees(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.asks("status", "--json"))
-        return found
+        status: dict[str, Any] = json.loads(self.asks("status", "--json"))
+        return status
 
     def sees_states(self) -> dict[str, str]:
         return {node["node"]: node["state"] for node in self.sees()["nodes"]}
@@ -67,8 +67,8 @@ def test_two_operators_drain_scale_and_stop_a_job(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     operator, checkpoints = Operator(job, etcd), tmp_path / "c"
-    words = ["--settle", "60", "--strategy", "zero2", "--checkpoint-dir", str(checkpoints)]
-    slow = ["--nnodes", "1:2", *words, str(REGRESSION), "--pause", "0.5"]
+    arguments = ["--settle", "60", "--strategy", "zero2", "--checkpoint-dir", str(checkpoints)]
+    slow = ["--nnodes", "1:2", *arguments, str(REGRESSION), "--pause", "0.5"]
     with story(tmp_path, etcd.endpoint, job, slow, nodes=3) as told:
         told.wait(
             "two of three nodes", lambda: told.of("world") and len(told.of("registered")) == 3
@@ -76,17 +76,17 @@ def test_two_operators_drain_scale_and_stop_a_job(
         first, second = members(told)
         (third,) = told.cluster.nodes.keys() - {first, second}
         told.wait_for_step(2)
-        found = operator.sees()
-        assert (found["leader"], found["nnodes"], found["world_size"]) == (first, [1, 2], 2)
-        assert {node["node"]: node["role"] for node in found["nodes"]} == {
+        status = operator.sees()
+        assert (status["leader"], status["nnodes"], status["world_size"]) == (first, [1, 2], 2)
+        assert {node["node"]: node["role"] for node in status["nodes"]} == {
             first: "leader", second: "member", third: "spare"
         }  # fmt: skip
-        assert found["step"] >= 2 and found["steps_per_s"] > 0 and 0 < found["goodput"] <= 1
+        assert status["step"] >= 2 and status["steps_per_s"] > 0 and 0 < status["goodput"] <= 1
 
         asked = [("drain", second, "--wait"), ("scale", "1:1", "--wait")]
-        begun = [operator.begins(*each) for each in asked]
-        said = [operator.hears(one) for one in begun]
-        assert f"{second} leaves at the next step" in said[0]
+        processes = [operator.begins(*request) for request in asked]
+        outputs = [operator.hears(one) for one in processes]
+        assert f"{second} leaves at the next step" in outputs[0]
         assert told.wait("the drained node's end", lambda: not told.cluster.nodes[second].running)
         told.wait("a world of one", lambda: members(told) == [first])
         assert told.cluster.nodes[second].process.returncode == 75
@@ -112,10 +112,10 @@ def test_two_operators_drain_scale_and_stop_a_job(
     assert goes_on in told.cluster.nodes[first].log.read_text()
     assert "stopped" in operator.asks("status")
     again = ["run", "--etcd", etcd.endpoint, "--job", job, "--http-port", "0", "--nnodes", "1:1"]
-    again += [*words, "--log-dir", str(tmp_path / "again")]
-    for more, code in (([], 64), (["--restart"], 0)):
+    again += [*arguments, "--log-dir", str(tmp_path / "again")]
+    for extra_options, code in (([], 64), (["--restart"], 0)):
         ended = subprocess.run(
-            elasticzero(*again, *more, str(REGRESSION)),
+            elasticzero(*again, *extra_options, str(REGRESSION)),
             capture_output=True,
             text=True,
             timeout=120,
@@ -130,9 +130,9 @@ def test_below_min_the_job_waits_goes_on_and_can_be_stopped(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     operator, checkpoints = Operator(job, etcd), tmp_path / "c"
-    words = ["--nnodes", "2:2", "--strategy", "zero1", "--snapshot-every", "1"]
-    words += ["--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", "0.2"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "2:2", "--strategy", "zero1", "--snapshot-every", "1"]
+    arguments += ["--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", "0.2"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
 
         def waits() -> bool:
             texts = [event["reason"] for event in told.of("reason")]
@@ -160,8 +160,8 @@ def test_a_node_whose_workers_fail_again_and_again_is_set_aside(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     operator = Operator(job, etcd)
-    words = ["--nnodes", "1:3", "--settle", "60", str(REGRESSION), "--pause", "0.3"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "1:3", "--settle", "60", str(REGRESSION), "--pause", "0.3"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(2)
         bad = members(told)[1]
         for generation in (1, 2, 3):
@@ -185,9 +185,9 @@ def test_a_node_whose_workers_fail_again_and_again_is_set_aside(
 def test_of_the_nodes_beyond_max_as_many_wait_as_spares_allows(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    words = ["--nnodes", "1:1", "--spares", "1", "--lease-ttl", "2", str(REGRESSION)]
-    words += ["--pause", "0.2", "--epochs", "6"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "1:1", "--spares", "1", "--lease-ttl", "2", str(REGRESSION)]
+    arguments += ["--pause", "0.2", "--epochs", "6"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait("a world", lambda: told.of("world"))
         (trains,) = members(told)
         gone = told.wait(

@@ -46,12 +46,12 @@ REFUSED_BY_ROWS = {
 @pytest.mark.timeout(400)
 def test_each_optimizer_of_torch_equals_ddp_or_is_refused(pool: Pool, tmp_path: Path) -> None:
     """100 steps of 2 ranks, which have whole matrices of Muon's and Adafactor's."""
-    known = {
+    names = {
         name
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
-    assert known - {"Optimizer"} == OPTIMIZERS.keys()
+    assert names - {"Optimizer"} == OPTIMIZERS.keys()
     told: dict[str, Any] = {"world_size": 2, "out": str(tmp_path / "table")}
     script = HERE / "training_optimizer_table.py"
     worlds = [pool.start(script, [json.dumps(told | {"rank": rank})], 1) for rank in range(2)]
@@ -59,9 +59,9 @@ def test_each_optimizer_of_torch_equals_ddp_or_is_refused(pool: Pool, tmp_path: 
         running.until(running.ended, 300)
         assert running.workers[0].exit_code == 0, running.logs()
     for rank in range(2):
-        found = json.loads((tmp_path / f"table-{rank}").read_text())
-        assert found.keys() == set(DIVIDED)
-        for strategy, results in found.items():
+        table = json.loads((tmp_path / f"table-{rank}").read_text())
+        assert table.keys() == set(DIVIDED)
+        for strategy, results in table.items():
             assert results.keys() == OPTIMIZERS.keys()
             for name, result in results.items():
                 refused = REFUSED | (REFUSED_BY_ROWS if strategy == "zero3" else {})
@@ -112,12 +112,12 @@ def test_muon_and_adamw_on_one_model_through_worlds_and_strategies(
         for strategy, ranks, steps in zip(strategies, (3, 2, 1), (6, 13, 20), strict=True)
     ]
     pool.train_through(HERE / "training_optimizers.py", tmp_path, worlds)
-    found = ez_checkpoint.load(tmp_path)
+    state = ez_checkpoint.load(tmp_path)
     expected = plain(20, 0.5)
-    named = {n for n in found if n.startswith(("model/", "optimizer/"))}
+    named = {n for n in state if n.startswith(("model/", "optimizer/"))}
     assert named == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].double() - tensor.double()).abs().max().item() < 1e-9, name
+        assert (state[name].double() - tensor.double()).abs().max().item() < 1e-9, name
 
 
 def gan_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -141,8 +141,8 @@ def plain_gan(steps: int) -> dict[str, Tensor]:
         }
         gradients = {}
         for name, loss in losses.items():
-            own = list(gan.get_submodule(name).parameters())
-            gradients[name] = torch.autograd.grad(loss, own, retain_graph=True)
+            network_parameters = list(gan.get_submodule(name).parameters())
+            gradients[name] = torch.autograd.grad(loss, network_parameters, retain_graph=True)
         for name, optimizer in made.items():
             parameters = gan.get_submodule(name).parameters()
             for parameter, gradient in zip(parameters, gradients[name], strict=True):
@@ -159,9 +159,9 @@ def test_a_gan_with_two_optimizers_is_as_in_one_process(
     script = HERE / "training_gan.py"
     running = pool.start(script, [json.dumps(told)], 2, checkpoint_dir=str(tmp_path))
     assert running.finish() == 12
-    found = ez_checkpoint.load(tmp_path)
+    state = ez_checkpoint.load(tmp_path)
     for name, tensor in plain_gan(12).items():
-        assert (found[name] - tensor).abs().max().item() < 1e-9, name
+        assert (state[name] - tensor).abs().max().item() < 1e-9, name
 
 
 def plain_turns(
@@ -183,9 +183,9 @@ def plain_turns(
 
 
 def assert_equal(folder: Path, expected: dict[str, Tensor]) -> None:
-    found = ez_checkpoint.load(folder)
+    state = ez_checkpoint.load(folder)
     for name, tensor in expected.items():
-        assert (found[name] - tensor).abs().max().item() < 1e-9, name
+        assert (state[name] - tensor).abs().max().item() < 1e-9, name
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_zero3_sums_the_gradients_of_one_network_only(
     """Each network has its two layers as groups of FSDP2, and its head in a group of its own or
     with the other's. The critic's second layer runs twice, for which FSDP2 sums twice."""
     told = {"strategy": "zero3", "kind": kind, "turns": "within", "steps": 2}
-    words = [json.dumps(told | {"count": str(tmp_path / "count")})]
-    assert pool.start(HERE / "training_gan.py", words, 2).finish() == 2
+    arguments = [json.dumps(told | {"count": str(tmp_path / "count")})]
+    assert pool.start(HERE / "training_gan.py", arguments, 2).finish() == 2
     assert json.loads((tmp_path / "count").read_text()) == [4, 3, 4, 3, 0]
 
 
@@ -240,13 +240,13 @@ def test_a_worker_killed_between_two_optimizers_changes_nothing(
     told = {"strategy": strategy, "turns": "within", "steps": 12, "die": [1, 6]}
     told["saved"] = str(tmp_path)
     script = HERE / "training_gan.py"
-    given: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
-    running = pool.start(script, [json.dumps(told)], 3, generation=1, **given)
+    options: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    running = pool.start(script, [json.dumps(told)], 3, generation=1, **options)
     running.until(running.ended)
     newest = newest_good(open_directory(str(tmp_path)))
     assert newest is not None and newest <= 6
     resume = Resume(tier="storage", step=newest)
-    running = pool.start(script, [json.dumps(told)], 2, generation=2, resume=resume, **given)
+    running = pool.start(script, [json.dumps(told)], 2, generation=2, resume=resume, **options)
     assert running.finish() == 12
     assert_equal(tmp_path, plain_turns(12, "within"))
 
@@ -300,11 +300,11 @@ def test_a_stop_between_two_optimizers_saves_no_half_of_a_step(
 ) -> None:
     """The critic has been stepped when the generator's loss is NaN."""
     line = json.dumps({"strategy": strategy, "turns": "within", "steps": 8, "bad": [3]})
-    given: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
-    running = pool.start(HERE / "training_gan.py", [line], 2, **given)
+    options: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    running = pool.start(HERE / "training_gan.py", [line], 2, **options)
     running.until(running.ended)
-    said = [failed.message for worker in running.workers for failed in worker.all(Failed)]
-    assert any("step 4 was not applied" in message for message in said), running.logs()
+    messages = [failed.message for worker in running.workers for failed in worker.all(Failed)]
+    assert any("step 4 was not applied" in message for message in messages), running.logs()
     newest = newest_good(open_directory(str(tmp_path)))
     assert newest in (2, 3)
     assert_equal(tmp_path, plain_turns(newest, "within"))

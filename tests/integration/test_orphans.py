@@ -47,9 +47,9 @@ def wait_until_gone(pids: list[tuple[int, str]]) -> None:
     wait_until(lambda: not left(), f"processes are left of {pids}")
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        elasticzero(*words),
+        elasticzero(*arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -59,8 +59,8 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 def test_nothing_outlives_a_killed_local(tmp_path: Path, job: str) -> None:
     """Agents, workers and fork servers lived on, and asked a dead etcd for good."""
-    words = ["--nodes", "2", "--strategy", "zero2", "--job", job, "--log-dir", str(tmp_path)]
-    process = start("local", *words, str(REGRESSION), "--pause", "0.1")
+    arguments = ["--nodes", "2", "--strategy", "zero2", "--job", job, "--log-dir", str(tmp_path)]
+    process = start("local", *arguments, str(REGRESSION), "--pause", "0.1")
     assert process.stdout is not None
     for line in process.stdout:
         if "  step " in line:
@@ -81,8 +81,9 @@ def test_a_workers_own_daemon_ends_with_it(tmp_path: Path, job: str, end: str) -
     script, told = tmp_path / "script.py", tmp_path / "daemon"
     script.write_text(LEAVES_A_DAEMON)
     seconds = "0" if end == "finished" else "300"
-    words = ["--job", job, "--http-port", "0", "--log-dir", str(tmp_path), "--max-restarts", "0"]
-    agent = start("run", *words, str(script), str(told), seconds)
+    arguments = ["--job", job, "--http-port", "0", "--log-dir", str(tmp_path)]
+    arguments += ["--max-restarts", "0"]
+    agent = start("run", *arguments, str(script), str(told), seconds)
     wait_until(lambda: told.exists() and told.read_text(), "no daemon was started")
     daemon = int(told.read_text())
     pids = [(daemon, born(daemon))]
@@ -120,9 +121,11 @@ def test_a_stopped_fork_server_ends_with_its_agent(tmp_path: Path) -> None:
 def test_an_agent_whose_etcd_is_gone_leaves_a_finished_job(tmp_path: Path, job: str) -> None:
     """It asked a dead etcd for good, with nothing left to do."""
     with EtcdServer() as etcd:
-        words = ["--etcd", etcd.endpoint, "--job", job, "--http-port", "0", "--join-timeout", "3"]
-        words += ["--log-dir", str(tmp_path), str(REGRESSION), "--epochs", "1", "--pause", "0.1"]
-        agent = start("run", *words)
+        arguments = ["--etcd", etcd.endpoint, "--job", job, "--http-port", "0"]
+        arguments += ["--join-timeout", "3"]
+        arguments += ["--log-dir", str(tmp_path), str(REGRESSION), "--epochs", "1"]
+        arguments += ["--pause", "0.1"]
+        agent = start("run", *arguments)
         log = tmp_path / job / socket.gethostname() / "events.jsonl"
         wait_until(lambda: log.exists() and '"step"' in log.read_text(), "no step was made")
         etcd.stop()

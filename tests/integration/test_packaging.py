@@ -43,9 +43,9 @@ print(elasticzero.__file__, cli.__file__, sep="\\n")
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """What a command prints that ends well."""
-    words = [str(word) for word in command]
+    arguments = [str(word) for word in command]
     ran = subprocess.run(
-        words,
+        arguments,
         cwd=cwd,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
         capture_output=True,
@@ -185,8 +185,8 @@ def test_the_command_line_starts_from_each_wheel(
     path = os.pathsep.join([str(tmp_path / "package"), dependencies()])
     start = (sys.executable, "-S", "-P", "-m", "elasticzero.launcher.cli")
 
-    def printed(*words: str) -> str:
-        return run(*start, *words, cwd=tmp_path, PYTHONPATH=path)
+    def printed(*arguments: str) -> str:
+        return run(*start, *arguments, cwd=tmp_path, PYTHONPATH=path)
 
     assert printed("--help").startswith("usage: elasticzero")
     assert printed("checkpoint", "--help").startswith("usage: elasticzero checkpoint")
@@ -202,12 +202,12 @@ def test_the_wheel_works_alone(installed: Path, tmp_path: Path) -> None:
     run(installed / "bin" / "python", "-c", IMPORT, packages, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("words", [(), ("checkpoint",)])
+@pytest.mark.parametrize("arguments", [(), ("checkpoint",)])
 def test_the_installed_command_starts(
-    installed: Path, tmp_path: Path, words: tuple[str, ...]
+    installed: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
-    said = run(installed / "bin" / "elasticzero", *words, "--help", cwd=tmp_path)
-    assert said.startswith(" ".join(["usage: elasticzero", *words])), said
+    output = run(installed / "bin" / "elasticzero", *arguments, "--help", cwd=tmp_path)
+    assert output.startswith(" ".join(["usage: elasticzero", *arguments])), output
 
 
 @pytest.mark.parametrize("by", ["make", "pip"])

@@ -40,8 +40,8 @@ def expected() -> float:
         BatchPlan(order=order, global_batch=GLOBAL_BATCH, steps=STEPS),
         DataPosition(),
     )
-    while (found := plan.next(position)) is not None:
-        batch, position = found
+    while (next_batch := plan.next(position)) is not None:
+        batch, position = next_batch
         optimizer.zero_grad()
         squares(model, collated(samples, range(batch.start, batch.stop))).backward()
         optimizer.step()
@@ -90,26 +90,26 @@ def trained(folder: Path) -> Model:
 def test_16_bits_give_the_loss_of_32(
     pool: Pool, tmp_path: Path, expected: float, strategy: str, told: dict[str, Any]
 ) -> None:
-    found = run(pool, tmp_path, told | {"strategy": strategy})
-    assert found[0]["dtypes"] == ["torch.bfloat16"]
-    assert found[0]["loss"] == pytest.approx(expected, rel=2e-2)
-    assert found[0]["names"] == sorted(Model().state_dict())
+    outcomes = run(pool, tmp_path, told | {"strategy": strategy})
+    assert outcomes[0]["dtypes"] == ["torch.bfloat16"]
+    assert outcomes[0]["loss"] == pytest.approx(expected, rel=2e-2)
+    assert outcomes[0]["names"] == sorted(Model().state_dict())
     assert loss_of(trained(tmp_path)) == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more"),
+    ("strategy", "options"),
     [("zero2", {}), ("zero3", {}), ("zero3", {"compile": True, "backend": "eager"})],
 )
 def test_a_part_of_a_model_without_forward_computes_in_16_bits(
-    pool: Pool, tmp_path: Path, expected: float, strategy: str, more: dict[str, Any]
+    pool: Pool, tmp_path: Path, expected: float, strategy: str, options: dict[str, Any]
 ) -> None:
     """Under zero3 the blocks of the part are compiled, one by one."""
     told = {"strategy": strategy, "precision": "bf16", "parts": True}
-    found = run(pool, tmp_path, told | more)
-    assert found[0].get("graphs") != 0
-    assert found[0]["dtypes"] == ["torch.bfloat16"]
-    assert found[0]["loss"] == pytest.approx(expected, rel=2e-2)
+    outcomes = run(pool, tmp_path, told | options)
+    assert outcomes[0].get("graphs") != 0
+    assert outcomes[0]["dtypes"] == ["torch.bfloat16"]
+    assert outcomes[0]["loss"] == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.timeout(300)
@@ -126,15 +126,15 @@ def test_a_part_of_a_model_without_forward_computes_in_16_bits(
 def test_compile_keeps_names_and_results(
     pool: Pool, tmp_path: Path, expected: float, strategy: str, told: dict[str, Any]
 ) -> None:
-    found = run(pool, tmp_path, {"strategy": strategy, "compile": True} | told)
-    assert found[0]["graphs"] > 0
-    assert found[0]["loss"] == pytest.approx(expected, rel=1e-3)
-    assert found[0]["names"] == sorted(Model().state_dict())
+    outcomes = run(pool, tmp_path, {"strategy": strategy, "compile": True} | told)
+    assert outcomes[0]["graphs"] > 0
+    assert outcomes[0]["loss"] == pytest.approx(expected, rel=1e-3)
+    assert outcomes[0]["names"] == sorted(Model().state_dict())
     assert loss_of(trained(tmp_path)) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "complaint"),
+    ("options", "other", "complaint"),
     [
         ({"precision": "bf16"}, {}, "has precision fp32, the other ranks have bf16"),
         ({"compile": True}, {}, "has compile False, the other ranks have True"),
@@ -143,11 +143,11 @@ def test_compile_keeps_names_and_results(
     ],
 )
 def test_what_ranks_ask_for_is_checked(
-    pool: Pool, tmp_path: Path, own: dict[str, Any], other: dict[str, Any], complaint: str
+    pool: Pool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any], complaint: str
 ) -> None:
-    told = {"strategy": "ddp", "steps": 1, "out": str(tmp_path / "out"), "odd": other} | own
+    told = {"strategy": "ddp", "steps": 1, "out": str(tmp_path / "out"), "odd": other} | options
     running = pool.start(SCRIPT, [json.dumps(told)], 3)
     running.until(lambda: any(worker.all(Failed) for worker in running.workers))
     running.until(running.ended)
-    said = [failed.message for worker in running.workers for failed in worker.all(Failed)]
-    assert any(complaint in message for message in said), said
+    messages = [failed.message for worker in running.workers for failed in worker.all(Failed)]
+    assert any(complaint in message for message in messages), messages

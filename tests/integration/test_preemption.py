@@ -23,10 +23,10 @@ from tests.integration.test_elastic_training import check_samples, check_weights
 SHORT = ("--lease-ttl", "2", "--settle", "10")
 
 
-def words_of(checkpoints: Path, *more: str, nodes: int = 3, pause: str = "0.03") -> list[str]:
+def words_of(checkpoints: Path, *options: str, nodes: int = 3, pause: str = "0.03") -> list[str]:
     """The words of a run; `--settle` is long, so that all nodes are in the first world."""
-    words = ["--nnodes", f"1:{nodes}", *SHORT, "--checkpoint-dir", str(checkpoints)]
-    return [*words, *more, str(REGRESSION), "--pause", pause]
+    arguments = ["--nnodes", f"1:{nodes}", *SHORT, "--checkpoint-dir", str(checkpoints)]
+    return [*arguments, *options, str(REGRESSION), "--pause", pause]
 
 
 def reasons(told: Story) -> str:
@@ -38,8 +38,8 @@ def reasons(told: Story) -> str:
 def codes_of(told: Story, leavers: list[Node]) -> None:
     """Those that were told to leave exit with 75, and all others are done."""
     left = [node.name for node in leavers]
-    wanted = {name: 75 if name in left else 0 for name in told.cluster.nodes}
-    assert told.wait_for_end() == wanted, told.logs()
+    expected = {name: 75 if name in left else 0 for name in told.cluster.nodes}
+    assert told.wait_for_end() == expected, told.logs()
 
 
 @pytest.mark.timeout(120)
@@ -47,12 +47,12 @@ def test_a_spot_interruption_of_the_leader_costs_no_step(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = words_of(checkpoints, "--preemption", "auto", "--strategy", "zero2", pause="0.07")
+    arguments = words_of(checkpoints, "--preemption", "auto", "--strategy", "zero2", pause="0.07")
     with ExitStack() as stack:
         machines = [stack.enter_context(Aws()) for _ in range(3)]
-        each = [machine.environment for machine in machines]
+        environments = [machine.environment for machine in machines]
         told = stack.enter_context(
-            story(tmp_path, etcd.endpoint, job, words, nodes=3, environments=each)
+            story(tmp_path, etcd.endpoint, job, arguments, nodes=3, environments=environments)
         )
         told.wait_for_step(10)
         leader = told.cluster.nodes[told.of("world")[0]["members"][0]]
@@ -74,7 +74,7 @@ def test_two_nodes_are_preempted_at_once(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = words_of(checkpoints, "--preemption", "gcp", "--strategy", "zero3")
+    arguments = words_of(checkpoints, "--preemption", "gcp", "--strategy", "zero3")
     with (
         Gcp() as doomed,
         Gcp() as safe,
@@ -82,7 +82,7 @@ def test_two_nodes_are_preempted_at_once(
             tmp_path,
             etcd.endpoint,
             job,
-            words,
+            arguments,
             nodes=3,
             environments=[doomed.environment, safe.environment, doomed.environment],
         ) as told,
@@ -105,9 +105,11 @@ def test_a_step_longer_than_the_grace_is_given_up(
     """Nobody comes to a boundary in time: the leaver's workers are killed in the middle of the
     step, and what they held lies with another node."""
     checkpoints = tmp_path / "checkpoints"
-    words = words_of(checkpoints, "--grace", "2", "--strategy", "zero2", "--snapshot-every", "1")
+    arguments = words_of(
+        checkpoints, "--grace", "2", "--strategy", "zero2", "--snapshot-every", "1"
+    )
     with story(
-        tmp_path, etcd.endpoint, job, [*words, "--long-step", "20", "--long", "6"], nodes=3
+        tmp_path, etcd.endpoint, job, [*arguments, "--long-step", "20", "--long", "6"], nodes=3
     ) as told:
         told.wait_for_step(19)
         leaver = told.cluster.nodes[told.of("world")[0]["members"][1]]
@@ -148,11 +150,11 @@ def test_sigterm_to_every_process_of_a_node_twice_and_while_others_regroup(
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_notice_before_the_first_world(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
-    words = ["--nnodes", "2:2", *SHORT, "--preemption", "azure", str(REGRESSION)]
+    arguments = ["--nnodes", "2:2", *SHORT, "--preemption", "azure", str(REGRESSION)]
     with (
         Azure() as machine,
         story(
-            tmp_path, etcd.endpoint, job, words, nodes=1, environments=[machine.environment]
+            tmp_path, etcd.endpoint, job, arguments, nodes=1, environments=[machine.environment]
         ) as told,
     ):
         told.wait("the node", lambda: told.of("registered"))

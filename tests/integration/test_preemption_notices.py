@@ -99,8 +99,8 @@ class Ears:
         with self._changed:
             assert self._changed.wait_for(so, PATIENCE_S), (self.notices, self.lines)
 
-    def heard(self, words: str) -> bool:
-        return any(words in line for line in self.lines)
+    def heard(self, text: str) -> bool:
+        return any(text in line for line in self.lines)
 
 
 @pytest.fixture

@@ -63,31 +63,31 @@ def test_it_trains_from_the_values_of_the_files(
     told |= {"load": str(tmp_path / "hf"), "out": str(tmp_path / "out")}
     resume, built = Resume(tier="fresh"), 0
     for ranks, steps in ((2, 1), (3, 2)):
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "checkpoint_dir": str(tmp_path / "checkpoints"),
             "generation": steps,
             "resume": resume,
         }
-        running = pool.start(SCRIPT, [json.dumps(told | {"steps": steps})], ranks, **given)
+        running = pool.start(SCRIPT, [json.dumps(told | {"steps": steps})], ranks, **options)
         assert running.finish() == steps
         peaks = [json.loads((tmp_path / f"out-built-{rank}").read_text()) for rank in range(2)]
         built = built or max(peaks)
         shutil.rmtree(tmp_path / "hf", ignore_errors=True)
         resume = Resume(tier="storage", step=steps)
     assert (built < 0.7 * WHOLE_BYTES) == (strategy == "zero3" and meta)
-    found = json.loads((tmp_path / "out-weights-0").read_text())
-    assert found.keys() == expected.keys()
+    weights = json.loads((tmp_path / "out-weights-0").read_text())
+    assert weights.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, abs=1e-3), name
+        assert weights[name] == pytest.approx(value, abs=1e-3), name
 
 
 def test_files_that_only_rank_0_finds_wrong_end_the_job_in_a_line(tmp_path: Path) -> None:
     written_model(tmp_path / "hf")
     told = {"strategy": "zero3", "dtype": "float32", "micro": 2, "meta": True}
     told |= {"load": str(tmp_path / "hfs"), "out": str(tmp_path / "out")}
-    words = ["local", "--nodes", "2", "--log-dir", str(tmp_path / "logs"), str(SCRIPT)]
+    arguments = ["local", "--nodes", "2", "--log-dir", str(tmp_path / "logs"), str(SCRIPT)]
     done = subprocess.run(
-        elasticzero(*words, json.dumps(told)),
+        elasticzero(*arguments, json.dumps(told)),
         capture_output=True,
         text=True,
         timeout=120.0,

@@ -22,9 +22,12 @@ def reasons(told: Story) -> list[str]:
     return list(dict.fromkeys(event["reason"] for event in told.of("world")))
 
 
-def joins_with(told: Story, words: Sequence[str]) -> str:
+def joins_with(told: Story, arguments: Sequence[str]) -> str:
     """Start another node with a command of its own; its name."""
-    told.cluster.command = [*told.cluster.command[: told.cluster.command.index("--nnodes")], *words]
+    told.cluster.command = [
+        *told.cluster.command[: told.cluster.command.index("--nnodes")],
+        *arguments,
+    ]
     return told.cluster.start_node().name
 
 
@@ -55,15 +58,15 @@ def test_a_bad_newcomer_is_set_aside_and_the_others_train(
     what: str, strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """All nodes exited with 70, and the steps in memory were lost."""
-    words, error = NEWCOMERS[what]
+    newcomer, error = NEWCOMERS[what]
     good = [*OTHERS, "--max-restarts", "0", "--strategy", strategy]
     saved = ["--checkpoint-dir", str(tmp_path / "checkpoints"), str(REGRESSION), "--epochs", "4"]
     with story(tmp_path, etcd.endpoint, job, [*good, *saved, "--pause", "0.2"], nodes=2) as told:
         told.wait_for_step(8)
-        own = ["--checkpoint-dir", str(tmp_path / "checkpoints")] * (what[:2] != "no")
-        own += [word.format(tmp=tmp_path) for word in words]
+        extra_options = ["--checkpoint-dir", str(tmp_path / "checkpoints")] * (what[:2] != "no")
+        extra_options += [word.format(tmp=tmp_path) for word in newcomer]
         with told.slowed(1.0):
-            bad = joins_with(told, [*good, *own])
+            bad = joins_with(told, [*good, *extra_options])
             told.wait("it is set aside", lambda: told.generation >= 3)
         told.wait_for_step(told.step + 5)
         codes = told.wait_for_end()
@@ -82,8 +85,8 @@ def test_an_import_error_on_one_of_two_nodes_leaves_the_other(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """At the start: with MIN 1 the good node trains."""
-    words = [*OTHERS, str(REGRESSION), "--epochs", "2"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=1) as told:
+    arguments = [*OTHERS, str(REGRESSION), "--epochs", "2"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
         bad = joins_with(told, [*OTHERS, str(SCRIPTS / "fails_on_import.py")])
         codes = told.wait_for_end()
     assert codes == {"node-0": 0, bad: 0}, told.logs()
@@ -94,8 +97,8 @@ def test_an_import_error_on_one_of_two_nodes_leaves_the_other(
 def test_bad_input_on_all_nodes_ends_the_job_with_64(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    words = ["--nnodes", "1:2", "--settle", "3", str(SCRIPTS / "fails_on_import.py")]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", "--settle", "3", str(SCRIPTS / "fails_on_import.py")]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         assert told.wait_for_end() == {"node-0": 64, "node-1": 64}, told.logs()
         assert told.generation <= 2
         log = told.node(0).log.read_text()
@@ -107,9 +110,9 @@ def test_a_node_whose_worker_crashes_thrice_is_set_aside(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """SIGSEGV: its death hid behind its peers' loss, and the job ended with two good nodes."""
-    words = [*OTHERS, "--snapshot-every", "2", "--strategy", "zero1", str(REGRESSION)]
-    words += ["--pause", "0.2", "--epochs", "3"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = [*OTHERS, "--snapshot-every", "2", "--strategy", "zero1", str(REGRESSION)]
+    arguments += ["--pause", "0.2", "--epochs", "3"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(2)
         bad = told.of("world")[-1]["members"][1]
         node = told.cluster.nodes[bad]
@@ -135,8 +138,8 @@ def test_an_interrupted_worker_is_named_and_not_its_peer(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """KeyboardInterrupt: the worker ended without a word."""
-    words = [*OTHERS, str(REGRESSION), "--pause", "0.2", "--epochs", "2"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = [*OTHERS, str(REGRESSION), "--pause", "0.2", "--epochs", "2"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(3)
         os.kill(told.cluster.workers_of(told.node(1))[-1], signal.SIGINT)
         told.wait("the next generation", lambda: told.generation > 1)
@@ -153,8 +156,8 @@ def test_an_exception_at_the_same_step_on_two_nodes_ends_the_job(
 
     Rank 0 raises, so another node has to take its place before it is known whose the error is.
     """
-    words = [*OTHERS, "--strategy", strategy, "--snapshot-every", "2", str(REGRESSION)]
-    with story(tmp_path, etcd.endpoint, job, [*words, "--fail-at", "7"], nodes=3) as told:
+    arguments = [*OTHERS, "--strategy", strategy, "--snapshot-every", "2", str(REGRESSION)]
+    with story(tmp_path, etcd.endpoint, job, [*arguments, "--fail-at", "7"], nodes=3) as told:
         codes = told.wait_for_end()
         logs = [path.read_text() for path in told.directory().glob("*/0.log")]
         agents = [told.node(index).log.read_text() for index in range(3)]
@@ -168,11 +171,11 @@ def test_an_exception_at_the_same_step_on_two_nodes_ends_the_job(
 
 
 def test_a_crash_is_shown_with_one_traceback_on_one_terminal() -> None:
-    words = ["local", "--nodes", "2", "--nnodes", "1:2", str(REGRESSION), "--fail-at", "7"]
-    found = subprocess.run(
-        elasticzero(*words), capture_output=True, text=True, timeout=120, check=False
+    arguments = ["local", "--nodes", "2", "--nnodes", "1:2", str(REGRESSION), "--fail-at", "7"]
+    completed = subprocess.run(
+        elasticzero(*arguments), capture_output=True, text=True, timeout=120, check=False
     )
-    assert found.returncode == 70, found.stdout + found.stderr
-    shown = found.stdout + found.stderr
+    assert completed.returncode == 70, completed.stdout + completed.stderr
+    shown = completed.stdout + completed.stderr
     assert shown.count("Traceback") == 1, shown
-    assert len(re.findall("generation [0-9]+: ", found.stdout)) <= 4, shown
+    assert len(re.findall("generation [0-9]+: ", completed.stdout)) <= 4, shown

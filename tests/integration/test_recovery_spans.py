@@ -56,7 +56,7 @@ def collector() -> Iterator[Collector]:
                 told = attributes(resource.resource)
                 assert told["service.name"] == "elasticzero"
                 spans = [span for scope in resource.scope_spans for span in scope.spans]
-                found.spans += [(told["elasticzero.node"], span) for span in spans]
+                collector_server.spans += [(told["elasticzero.node"], span) for span in spans]
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -65,9 +65,9 @@ def collector() -> Iterator[Collector]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found = Collector(f"http://127.0.0.1:{server.server_address[1]}")
+    collector_server = Collector(f"http://127.0.0.1:{server.server_address[1]}")
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield found
+    yield collector_server
     server.shutdown()
     server.server_close()
 
@@ -107,7 +107,7 @@ def test_a_span_lies_where_the_recovery_was_and_its_phases_in_it(
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "endpoint"),
     [
         ({}, None),
         ({"OTEL_SDK_DISABLED": "true", ENDPOINT: "http://127.0.0.1:1"}, None),
@@ -118,13 +118,13 @@ def test_a_span_lies_where_the_recovery_was_and_its_phases_in_it(
     ],
 )
 def test_where_no_spans_are_sent(
-    variables: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], endpoint: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     lines: list[str] = []
     assert open_spans("j", "n", lines.append) is None
-    assert lines == ([said] if said else [])
+    assert lines == ([endpoint] if endpoint else [])
 
 
 @pytest.mark.timeout(120)
@@ -135,9 +135,11 @@ def test_agents_send_a_recovery_each_and_outlive_a_collector_that_is_away(
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        words = ["--nnodes", "2", str(REGRESSION), "--pause", "0.05"]
-        each = [{ENDPOINT: collector.endpoint}, {ENDPOINT: away}]
-        with story(tmp_path, etcd.endpoint, job, words, nodes=2, environments=each) as told:
+        arguments = ["--nnodes", "2", str(REGRESSION), "--pause", "0.05"]
+        environments = [{ENDPOINT: collector.endpoint}, {ENDPOINT: away}]
+        with story(
+            tmp_path, etcd.endpoint, job, arguments, nodes=2, environments=environments
+        ) as told:
             told.wait_for_step(3)
             told.cluster.kill_worker(told.node(0))
             assert told.wait_for_end() == {"node-0": 0, "node-1": 0}

@@ -70,10 +70,11 @@ def test_nodes_of_the_release_before_are_replaced_one_by_one(
     """Either release leads, and a node of each is killed while both are there."""
     place = placed(unpack_release_before(root, tmp_path / "before"))
     assert version(dict(place("node-0").environment)) == BEFORE != elasticzero.__version__
-    words = ["--nnodes", "1:4", "--strategy", "zero1", "--redundancy", "mirror", "--lease-ttl", "2"]
-    words += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "25"]
-    words += [str(REGRESSION), "--epochs", "12", "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3, place=place) as told:
+    arguments = ["--nnodes", "1:4", "--strategy", "zero1", "--redundancy", "mirror"]
+    arguments += ["--lease-ttl", "2"]
+    arguments += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "25"]
+    arguments += [str(REGRESSION), "--epochs", "12", "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3, place=place) as told:
         trains_again(told, 1)
         at = replace(told, told.node(0), 1)
         assert members(told) == {"node-1", "node-2", "node-3"}

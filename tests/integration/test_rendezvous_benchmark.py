@@ -11,15 +11,15 @@ import pytest
 
 @pytest.mark.slow
 def test_ten_agents_form_rest_and_regroup(root: Path) -> None:
-    words = ["--agents", "10", "--rounds", "1", "--rest", "1"]
-    found = subprocess.run(
-        [sys.executable, str(root / "benchmarks" / "rendezvous.py"), *words],
+    arguments = ["--agents", "10", "--rounds", "1", "--rest", "1"]
+    completed = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "rendezvous.py"), *arguments],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "trouble" not in found.stderr
-    rows = [line for line in found.stdout.splitlines() if line.startswith("| 10 |")]
-    assert len(rows) == 6, found.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "trouble" not in completed.stderr
+    rows = [line for line in completed.stdout.splitlines() if line.startswith("| 10 |")]
+    assert len(rows) == 6, completed.stdout

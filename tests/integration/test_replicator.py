@@ -81,21 +81,21 @@ def test_a_new_generation_does_not_wait_for_a_pull_from_a_lost_node(
     tmp_path: Path, buddy: tuple[str, SnapshotStore], loss: Loss
 ) -> None:
     address, theirs = buddy
-    mine, told = SnapshotStore(tmp_path / "mine"), queue.SimpleQueue[SnapshotHeld]()
-    replicator = SnapshotReplicator(mine, told.put, silence_s=2 * LONG_S)
+    store, told = SnapshotStore(tmp_path / "mine"), queue.SimpleQueue[SnapshotHeld]()
+    replicator = SnapshotReplicator(store, told.put, silence_s=2 * LONG_S)
     with lost_host(loss) as host:
-        capture(mine, 1, 5, 0)
+        capture(store, 1, 5, 0)
         replicator.captured(captured(1, 5, host.address))
         deadline_s = time.monotonic() + patience(LONG_S)
         while not host.is_asked():
             assert time.monotonic() < deadline_s, "nothing was pulled"
             time.sleep(0.01)
         replicator.begin()
-        capture(mine, 2, 7, 0)
+        capture(store, 2, 7, 0)
         capture(theirs, 2, 7, 1)
         theirs.seal(ShardName(2, 7, 1, 2))
         replicator.captured(captured(2, 7, address))
         assert told.get(timeout=LONG_S) == SnapshotHeld(generation=2, step=7, error=None)
-        assert mine.sealed(ShardName(2, 7, 1, 2))
+        assert store.sealed(ShardName(2, 7, 1, 2))
     replicator.close()
     assert told.empty(), "of a generation that is over nothing is told"

@@ -22,9 +22,9 @@ def members(told: Story) -> list[str]:
     return list(world["members"])
 
 
-def reported(*words: str) -> subprocess.CompletedProcess[str]:
+def reported(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        elasticzero("report", *words), capture_output=True, text=True, timeout=60, check=False
+        elasticzero("report", *arguments), capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -36,11 +36,11 @@ def agree(one: Mapping[str, float], other: Mapping[str, float], whole_s: float) 
 @pytest.mark.timeout(170)
 def test_a_job_with_three_faults(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     """A worker dies, a node dies, and a node joins; then the job ends."""
-    words = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8"]
-    words += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "20"]
-    words += [str(REGRESSION), "--pause", "0.1"]
+    arguments = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8"]
+    arguments += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "20"]
+    arguments += [str(REGRESSION), "--pause", "0.1"]
     page = tmp_path / "page.html"
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         cluster = told.cluster
 
         def trains_again(generation: int) -> None:

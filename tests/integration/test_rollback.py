@@ -28,10 +28,11 @@ ROWS = ("--shard", "node", "--nproc-per-node", "2")
 pytestmark = pytest.mark.timeout(180)
 
 
-def options(folder: Path, strategy: str, told: dict[str, Any], *more: str) -> list[str]:
+def options(folder: Path, strategy: str, told: dict[str, Any], *extra_options: str) -> list[str]:
     line = {"out": str(folder / "out"), "log": str(folder / "log"), "steps": STEPS} | told
-    given = ["--strategy", strategy, "--checkpoint-dir", str(folder / "c"), "--max-restarts", "0"]
-    return [*given, "--snapshot-every", "10", *more, str(SCRIPT), json.dumps(line)]
+    arguments = ["--strategy", strategy, "--checkpoint-dir", str(folder / "c")]
+    arguments += ["--max-restarts", "0"]
+    return [*arguments, "--snapshot-every", "10", *extra_options, str(SCRIPT), json.dumps(line)]
 
 
 def plain(left_out: set[int]) -> dict[str, torch.Tensor]:
@@ -50,18 +51,18 @@ def plain(left_out: set[int]) -> dict[str, torch.Tensor]:
 def check_result(folder: Path, left_out: set[int]) -> dict[str, Any]:
     """The weights are those without these batches, which the newest checkpoint names as skipped;
     returns what the script has written."""
-    found: dict[str, Any] = json.loads((folder / "out").read_text())
+    outcome: dict[str, Any] = json.loads((folder / "out").read_text())
     for name, tensor in plain(left_out).items():
-        weights = torch.tensor(found["weights"][name], dtype=torch.float64)
+        weights = torch.tensor(outcome["weights"][name], dtype=torch.float64)
         torch.testing.assert_close(weights, tensor, atol=1e-9, rtol=0, msg=name)
-    assert found["count"] == STEPS - len(left_out)
+    assert outcome["count"] == STEPS - len(left_out)
     directory = open_directory(str(folder / "c"))
     assert newest_good(directory) == STEPS
     assert all(tensor.isfinite().all() for tensor in ez_checkpoint.load(folder / "c").values())
     position = open_step(directory.step(f"step-{STEPS:012d}")).manifest.state["position"]
-    assert {each["start"] // script.GLOBAL_BATCH for each in position["skipped"]} == left_out
+    assert {entry["start"] // script.GLOBAL_BATCH for entry in position["skipped"]} == left_out
     assert len(position["skipped"]) == len(left_out)
-    return found
+    return outcome
 
 
 def computed(folder: Path) -> list[tuple[int, int]]:
@@ -75,13 +76,13 @@ def resumed(told: Story, generation: int) -> tuple[str, int]:
     return world["tier"], world["resume_step"]
 
 
-def long(*words: str) -> Any:
+def long(*arguments: str) -> Any:
     """What `make slow` runs."""
-    return pytest.param(words, marks=pytest.mark.slow, id=" ".join(words))
+    return pytest.param(arguments, marks=pytest.mark.slow, id=" ".join(arguments))
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("zero3",),
         long("ddp"),
@@ -93,13 +94,15 @@ def long(*words: str) -> Any:
     ],
 )
 def test_bad_batches_are_left_out_after_going_back(
-    words: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
+    arguments: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """Two in a row, on one rank: two rollbacks, none of which counts as a restart."""
     bad = {BAD, BAD + 1}
-    strategy, *more = words
-    given = options(tmp_path, strategy, {"bad": sorted(bad)}, *more, "--on-nonfinite", "rollback")
-    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "2", *given], nodes=2) as told:
+    strategy, *extra_options = arguments
+    arguments = options(
+        tmp_path, strategy, {"bad": sorted(bad)}, *extra_options, "--on-nonfinite", "rollback"
+    )
+    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "2", *arguments], nodes=2) as told:
         assert set(told.wait_for_end().values()) == {0}, told.logs()
         assert "training goes back to a held state" in told.logs()
     assert check_result(tmp_path, bad)["generation"] == 3
@@ -119,9 +122,9 @@ def test_what_is_left_out_outlives_a_killed_worker_and_a_lost_node(
 ) -> None:
     """Both happen after the rollback, before training has come to the batch again."""
     told_to = {"bad": [BAD], "die": [2, 1, BAD - 4], "pause": 0.1}
-    given = options(tmp_path, strategy, told_to, "--on-nonfinite", "rollback")
-    given[given.index("--max-restarts") + 1] = "3"
-    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "1:2", *given], nodes=2) as told:
+    arguments = options(tmp_path, strategy, told_to, "--on-nonfinite", "rollback")
+    arguments[arguments.index("--max-restarts") + 1] = "3"
+    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "1:2", *arguments], nodes=2) as told:
         told.wait_for_first_step(3)
         lose(told, 1)
         told.wait_for_generation(4)
@@ -136,9 +139,12 @@ def test_a_spike_goes_back_to_a_checkpoint_where_no_snapshot_is_taken(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """Nothing that is committed is undone."""
-    more = ["--on-spike", "rollback:20:5", "--snapshot-every", "0", "--checkpoint-every", "8"]
-    given = options(tmp_path, "zero1", {"bad": [], "spike": [BAD], "pause": 0.02}, *more)
-    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "2", *given], nodes=2) as told:
+    extra_options = ["--on-spike", "rollback:20:5", "--snapshot-every", "0"]
+    extra_options += ["--checkpoint-every", "8"]
+    arguments = options(
+        tmp_path, "zero1", {"bad": [], "spike": [BAD], "pause": 0.02}, *extra_options
+    )
+    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "2", *arguments], nodes=2) as told:
         assert set(told.wait_for_end().values()) == {0}, told.logs()
     assert check_result(tmp_path, {BAD})["generation"] == 2
     assert resumed(told, 2)[1] == 24
@@ -146,15 +152,17 @@ def test_a_spike_goes_back_to_a_checkpoint_where_no_snapshot_is_taken(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [*((s,) for s in STRATEGIES), *((s, *ROWS) for s in STRATEGIES[1:])], ids=" ".join
+    "arguments", [*((s,) for s in STRATEGIES), *((s, *ROWS) for s in STRATEGIES[1:])], ids=" ".join
 )
 @pytest.mark.parametrize("action", ["stop", "skip"])
 def test_the_other_choices_go_back_to_nothing(
-    action: str, words: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
+    action: str, arguments: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    strategy, *more = words
-    given = options(tmp_path, strategy, {"bad": [BAD]}, *more, "--on-nonfinite", action)
-    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "2", *given], nodes=2) as told:
+    strategy, *extra_options = arguments
+    arguments = options(
+        tmp_path, strategy, {"bad": [BAD]}, *extra_options, "--on-nonfinite", action
+    )
+    with story(tmp_path, etcd.endpoint, job, ["--nnodes", "2", *arguments], nodes=2) as told:
         codes = set(told.wait_for_end().values())
     assert len(computed(tmp_path)) == (BAD + 1 if action == "stop" else STEPS)
     if action == "skip":

@@ -51,17 +51,17 @@ def test_a_run_behind_locks_survives_a_killed_node(
     server, client = authority.sign("etcd", LOOPBACK), authority.sign("agent")
     tls = Tls(cert=server.cert, key=server.key, ca=authority.cert, clients=True)
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--lease-ttl", "2", "--strategy", "zero2"]
+    arguments = ["--nnodes", "1:3", "--lease-ttl", "2", "--strategy", "zero2"]
     locks = ["--etcd-cacert", str(authority.cert), "--etcd-user", "trainer"]
     locks += ["--etcd-cert", str(client.cert), "--etcd-key", str(client.key)]
-    words += [*locks, "--checkpoint-dir", str(checkpoints), "--snapshot-every", "3"]
-    words += [str(REGRESSION), "--pause", "0.06"]
+    arguments += [*locks, "--checkpoint-dir", str(checkpoints), "--snapshot-every", "3"]
+    arguments += [str(REGRESSION), "--pause", "0.06"]
     options = {"auth-token-ttl": "1", "bcrypt-cost": "4"}
     secrets = {ETCD_PASSWORD: PASSWORD, TOKEN: JOB_TOKEN}
     with Members(tmp_path / "etcd", tls=tls, options=options) as etcd:
         etcd.enable_users("trainer", PASSWORD)
         with story(
-            tmp_path, etcd.endpoints, job, words, nodes=3, environments=[secrets] * 3
+            tmp_path, etcd.endpoints, job, arguments, nodes=3, environments=[secrets] * 3
         ) as told:
             told.wait_for_step(15)
             check_no_process_shows(told, agents_may=True)

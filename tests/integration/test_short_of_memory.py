@@ -28,8 +28,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = BatchPlan(order=SampleOrder(samples=len(samples)), global_batch=16, steps=STEPS)
     position = DataPosition()
-    while (found := plan.next(position)) is not None:
-        batch, position = found
+    while (next_batch := plan.next(position)) is not None:
+        batch, position = next_batch
         indices = plan.order.indices(batch.epoch, batch.start, batch.stop)
         model(samples[torch.from_numpy(indices)]).square().mean().backward()
         optimizer.step()
@@ -44,16 +44,18 @@ def test_micro_batches_halve_until_memory_suffices(
     """Parts of 8 samples become 4 and 2, in two further generations, without a restart that
     counts."""
     out = tmp_path / "out"
-    words = ["--nnodes", "2", "--max-restarts", "0", "--strategy", strategy]
-    words += ["--checkpoint-dir", str(tmp_path / "checkpoints"), str(SCRIPT)]
-    with story(tmp_path, etcd.endpoint, job, [*words, str(out), "16", str(STEPS)], nodes=2) as told:
+    arguments = ["--nnodes", "2", "--max-restarts", "0", "--strategy", strategy]
+    arguments += ["--checkpoint-dir", str(tmp_path / "checkpoints"), str(SCRIPT)]
+    with story(
+        tmp_path, etcd.endpoint, job, [*arguments, str(out), "16", str(STEPS)], nodes=2
+    ) as told:
         assert set(told.wait_for_end().values()) == {0}, told.logs()
         for size in (4, 2):
             assert f"micro-batches have at most {size} samples from now on" in told.logs()
-    found = json.loads(out.read_text())
-    assert found["generation"] >= 3
-    assert found["most"] == 2
+    outcome = json.loads(out.read_text())
+    assert outcome["generation"] >= 3
+    assert outcome["most"] == 2
     newest = catalog.read_manifest(catalog.find(tmp_path / "checkpoints"))
     assert newest.state["position"]["micro_batch"] == 2, "a run that goes on begins with it"
     for name, values in plain(monkeypatch).items():
-        assert found["weights"][name] == pytest.approx(values, abs=1e-9)
+        assert outcome["weights"][name] == pytest.approx(values, abs=1e-9)

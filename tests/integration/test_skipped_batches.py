@@ -60,33 +60,33 @@ def plain(
 
 
 def assert_close(folder: Path, expected: dict[str, torch.Tensor], atol: float = 1e-4) -> None:
-    found = ez_checkpoint.load(folder)
-    assert all(tensor.isfinite().all() for tensor in found.values()), "running statistics too"
+    state = ez_checkpoint.load(folder)
+    assert all(tensor.isfinite().all() for tensor in state.values()), "running statistics too"
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=atol, rtol=0, msg=name)
+        torch.testing.assert_close(state[name], tensor, atol=atol, rtol=0, msg=name)
 
 
 def skipped_in(folder: Path, step: int) -> list[tuple[int, int]]:
     """The (epoch, first position) of the batches that a checkpoint records as skipped."""
     directory = open_directory(str(folder))
     state = open_step(directory.step(f"step-{step:012d}")).manifest.state
-    return [(each["epoch"], each["start"]) for each in state["position"]["skipped"]]
+    return [(entry["epoch"], entry["start"]) for entry in state["position"]["skipped"]]
 
 
-def start(pool: Pool, folder: Path, told: dict[str, Any], **given: Any) -> Running:
+def start(pool: Pool, folder: Path, told: dict[str, Any], **options: Any) -> Running:
     line = {"steps": STEPS, "out": str(folder / "out"), "log": str(folder / "log")} | told
     return pool.start(
         SCRIPT,
         [json.dumps(line)],
-        given.pop("world", 2),
+        options.pop("world", 2),
         checkpoint_dir=str(folder / "checkpoints"),
-        **{"on_nonfinite": "skip"} | given,
+        **{"on_nonfinite": "skip"} | options,
     )
 
 
-def killed_state(pool: Pool, folder: Path, told: dict[str, Any], **given: Any) -> Resume:
+def killed_state(pool: Pool, folder: Path, told: dict[str, Any], **options: Any) -> Resume:
     """Trains until a worker kills itself after a skipped batch; returns what is committed then."""
-    running = start(pool, folder, told, world=3, generation=1, checkpoint_every=1, **given)
+    running = start(pool, folder, told, world=3, generation=1, checkpoint_every=1, **options)
     running.until(running.ended)
     newest = newest_good(open_directory(str(folder / "checkpoints")))
     assert newest is not None and newest > BAD_BATCH % PER_EPOCH, "the first skip is in it"
@@ -103,8 +103,8 @@ def test_a_bad_batch_is_left_out_on_all_ranks(
     assert start(pool, tmp_path, told).finish() == STEPS
     left_out = {number for number in range(STEPS) if number % PER_EPOCH == BAD_BATCH % PER_EPOCH}
     for rank in (0, 1):
-        found = json.loads((tmp_path / f"out-{rank}").read_text())
-        assert found["count"] == STEPS - len(left_out) and math.isfinite(found["loss"])
+        outcome = json.loads((tmp_path / f"out-{rank}").read_text())
+        assert outcome["count"] == STEPS - len(left_out) and math.isfinite(outcome["loss"])
     assert_close(tmp_path / "checkpoints", plain(left_out))
     first = BAD_BATCH % PER_EPOCH * GLOBAL_BATCH
     assert skipped_in(tmp_path / "checkpoints", STEPS) == [(epoch, first) for epoch in range(3)]
@@ -133,8 +133,8 @@ def test_a_spike_is_left_out(pool: Pool, tmp_path: Path, strategy: str) -> None:
     assert start(pool, tmp_path, told, on_spike=limit, on_nonfinite="stop").finish() == 9
     (skipped,) = skipped_in(tmp_path / "checkpoints", 9)
     assert skipped == (1, BAD_BATCH % PER_EPOCH * GLOBAL_BATCH), "the first one was too early"
-    found = json.loads((tmp_path / "out-0").read_text())
-    assert found["applied"] == [number != BAD_BATCH for number in range(9)]
+    outcome = json.loads((tmp_path / "out-0").read_text())
+    assert outcome["applied"] == [number != BAD_BATCH for number in range(9)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -145,9 +145,11 @@ def test_a_spike_stops_the_job_with_the_state_before_it(
     told = {"strategy": strategy, "spike": [BAD_SAMPLE], "steps": 9}
     running = start(pool, tmp_path, told, on_spike=limit)
     running.until(running.ended)
-    said = [failed for worker in running.workers for failed in worker.all(Failed) if failed.final]
-    assert len(said) == 2, running.logs()
-    for failed in said:
+    failures = [
+        failed for worker in running.workers for failed in worker.all(Failed) if failed.final
+    ]
+    assert len(failures) == 2, running.logs()
+    for failed in failures:
         assert failed.message.startswith(f"step {BAD_BATCH + 1} was not applied: its loss"), failed
         assert "is more than 20 standard deviations of" in failed.message
     folder = tmp_path / "checkpoints"
@@ -175,14 +177,19 @@ def test_fp16_goes_on_with_its_scale_after_a_kill(
     assert len(left_out) == len(skipped) < STEPS / 2, "some overflow by themselves"
     assert guard["scale"] == 2.0 ** (16 - len(skipped))
     assert_close(tmp_path / "checkpoints", plain(left_out, several=several), atol=0.02)
-    found = [json.loads((tmp_path / f"out-{rank}").read_text()) for rank in range(2)]
-    assert found[0]["dtypes"] == ["torch.float16"] and found[0]["applied"] == found[1]["applied"]
-    assert found[0]["count"] == STEPS - len(skipped)
+    outcomes = [json.loads((tmp_path / f"out-{rank}").read_text()) for rank in range(2)]
+    assert (
+        outcomes[0]["dtypes"] == ["torch.float16"]
+        and outcomes[0]["applied"] == outcomes[1]["applied"]
+    )
+    assert outcomes[0]["count"] == STEPS - len(skipped)
 
 
 def test_ranks_must_agree_on_what_is_skipped(pool: Pool, tmp_path: Path) -> None:
-    odd = {2: lambda given: replace(given, on_nonfinite="stop")}
+    odd = {2: lambda assignment: replace(assignment, on_nonfinite="stop")}
     running = start(pool, tmp_path, {"strategy": "ddp"}, world=3, odd=odd)
     running.until(running.ended)
-    said = [failed.message for worker in running.workers for failed in worker.all(Failed)]
-    assert any("has --on-nonfinite stop, the other ranks have skip" in text for text in said), said
+    messages = [failed.message for worker in running.workers for failed in worker.all(Failed)]
+    assert any("has --on-nonfinite stop, the other ranks have skip" in text for text in messages), (
+        messages
+    )

@@ -27,8 +27,8 @@ HERE = Path(__file__).parent
 BATCH, SLICE, SEED = 12, 3, 5
 
 
-def start(pool: Pool, world_size: int, told: dict[str, Any], **given: Any) -> Running:
-    return pool.start(HERE / "training_slices.py", [json.dumps(told)], world_size, **given)
+def start(pool: Pool, world_size: int, told: dict[str, Any], **options: Any) -> Running:
+    return pool.start(HERE / "training_slices.py", [json.dumps(told)], world_size, **options)
 
 
 def plain(steps: int, *, weighted: bool) -> tuple[list[list[float]], dict[str, Tensor]]:
@@ -40,8 +40,8 @@ def plain(steps: int, *, weighted: bool) -> tuple[list[list[float]], dict[str, T
     samples, order = Samples(torch.float64), SampleOrder(samples=SAMPLES, seed=SEED)
     plan, position = BatchPlan(order=order, global_batch=BATCH, steps=steps), DataPosition()
     losses: list[list[float]] = []
-    while (found := plan.next(position)) is not None:
-        batch, position = found
+    while (next_batch := plan.next(position)) is not None:
+        batch, position = next_batch
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         kept: dict[str, Tensor] = {}
         parts, weights = list[float](), list[float]()
@@ -73,19 +73,19 @@ def plain(steps: int, *, weighted: bool) -> tuple[list[list[float]], dict[str, T
 
 def losses_in(log: Path) -> dict[int, list[float]]:
     """The losses of each step's slices; a step that was done again is the later one."""
-    found: dict[int, dict[int, list[float]]] = {}
+    by_step: dict[int, dict[int, list[float]]] = {}
     worlds: dict[int, int] = {}
     for line in log.read_text().splitlines():
         world_size, rank, step, losses = json.loads(line)
         if worlds.get(step) != world_size:
-            found[step], worlds[step] = {}, world_size
-        found[step][rank] = losses
+            by_step[step], worlds[step] = {}, world_size
+        by_step[step][rank] = losses
     result: dict[int, list[float]] = {}
-    for step, by_rank in found.items():
+    for step, by_rank in by_step.items():
         start = (step - 1) * BATCH % (-(-SAMPLES // BATCH) * BATCH)
         count = -(-min(BATCH, SAMPLES - start) // SLICE)
-        own = [by_rank[r][: len(run_of(count, r, worlds[step]))] for r in range(worlds[step])]
-        result[step] = [loss for losses in own for loss in losses]
+        by_part = [by_rank[r][: len(run_of(count, r, worlds[step]))] for r in range(worlds[step])]
+        result[step] = [loss for losses in by_part for loss in losses]
     return result
 
 
@@ -118,15 +118,15 @@ def test_losses_with_dropout_are_those_of_one_plain_process(
     for generation, (until, world_size, rows) in enumerate(worlds, 2):
         resume = Resume(tier="storage", step=step)
         out = {"steps": until, "out": str(tmp_path / "out"), "workers": int(world_size == 1)}
-        given = {"generation": generation, "resume": resume, **saves, **rows}
-        running = start(pool, world_size, told | out, **given)
+        options = {"generation": generation, "resume": resume, **saves, **rows}
+        running = start(pool, world_size, told | out, **options)
         assert running.finish() == until
         step = until
     losses, state = plain(17, weighted=weighted)
-    found = losses_in(tmp_path / "log")
-    assert sorted(found) == list(range(1, 18))
+    measured = losses_in(tmp_path / "log")
+    assert sorted(measured) == list(range(1, 18))
     for index, expected in enumerate(losses, 1):
-        assert found[index] == pytest.approx(expected, abs=1e-9), index
+        assert measured[index] == pytest.approx(expected, abs=1e-9), index
     stored = json.loads((tmp_path / "out").read_text())["state"]
     assert stored.keys() == state.keys()
     for name, tensor in state.items():
@@ -135,14 +135,16 @@ def test_losses_with_dropout_are_those_of_one_plain_process(
 
 
 def bits(path: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads(path.read_text())
-    return found
+    digests: dict[str, str] = json.loads(path.read_text())
+    return digests
 
 
-def in_one_process(pool: Pool, folder: Path, told: dict[str, Any], **given: Any) -> dict[str, str]:
+def in_one_process(
+    pool: Pool, folder: Path, told: dict[str, Any], **options: Any
+) -> dict[str, str]:
     """What a world of 1 gives under ddp that nothing disturbs."""
     alone = told | {"strategy": "ddp", "out": str(folder / "alone"), "workers": 0}
-    assert start(pool, 1, alone, generation=1, **given).finish() == told["steps"]
+    assert start(pool, 1, alone, generation=1, **options).finish() == told["steps"]
     return bits(folder / "alone")
 
 
@@ -164,19 +166,22 @@ def test_deterministic_weights_are_the_same_bits_after_a_kill(
     told |= {"batch": 21, "virtual": 3, "weighted": optimizer == "adamw", "stream": stream}
     told |= {"workers": 2 if stream else 0}
     expected = in_one_process(pool, tmp_path, told | {"steps": 14}, deterministic=True)
-    given: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "deterministic": True}
-    given |= {"checkpoint_every": 5}
+    options: dict[str, Any] = {
+        "checkpoint_dir": str(tmp_path / "checkpoints"),
+        "deterministic": True,
+    }
+    options |= {"checkpoint_every": 5}
     doomed = told | {"strategy": strategies[0], "steps": 30, "die": [1, 7]}
-    doomed["saved"] = given["checkpoint_dir"]
-    first = start(pool, 3, doomed, generation=1, **given)
+    doomed["saved"] = options["checkpoint_dir"]
+    first = start(pool, 3, doomed, generation=1, **options)
     first.until(first.ended)
     step = 5
     for generation, (until, world_size) in enumerate([(10, 2), (14, 4)], 2):
         rest = told | {"strategy": strategies[generation - 1], "steps": until}
         rest["out"] = str(tmp_path / "out")
         resume = Resume(tier="storage", step=step)
-        given |= {"row": 2, "shard": "node"} if world_size == 4 else {}
-        running = start(pool, world_size, rest, generation=generation, resume=resume, **given)
+        options |= {"row": 2, "shard": "node"} if world_size == 4 else {}
+        running = start(pool, world_size, rest, generation=generation, resume=resume, **options)
         assert running.finish() == until
         step = until
     assert bits(tmp_path / "out") == expected
@@ -188,17 +193,22 @@ def test_a_killed_node_changes_no_bit(tmp_path: Path, job: str) -> None:
     told = {"strategy": "zero1", "dtype": "float32", "clip": 0.5, "batch": 21, "steps": 30}
     script = str(HERE / "training_slices.py")
     alone = json.dumps(told | {"strategy": "ddp", "out": str(tmp_path / "alone")})
-    own = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    own["ELASTICZERO_DETERMINISTIC"] = "1"
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment["ELASTICZERO_DETERMINISTIC"] = "1"
     command = [sys.executable, script, alone]
-    subprocess.run(command, env=own, timeout=100, check=True, capture_output=True)
-    words = ["local", "--nodes", "3", "--strategy", "zero1", "--deterministic", "--job", job]
-    words += ["--fault", "kill-node@9", "--log-dir", str(tmp_path / "logs"), script]
-    words.append(json.dumps(told | {"pause": 0.03, "out": str(tmp_path / "out")}))
-    found = subprocess.run(
-        elasticzero(*words), env=own, timeout=150, check=False, capture_output=True, text=True
+    subprocess.run(command, env=environment, timeout=100, check=True, capture_output=True)
+    arguments = ["local", "--nodes", "3", "--strategy", "zero1", "--deterministic", "--job", job]
+    arguments += ["--fault", "kill-node@9", "--log-dir", str(tmp_path / "logs"), script]
+    arguments.append(json.dumps(told | {"pause": 0.03, "out": str(tmp_path / "out")}))
+    completed = subprocess.run(
+        elasticzero(*arguments),
+        env=environment,
+        timeout=150,
+        check=False,
+        capture_output=True,
+        text=True,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     worlds = [event for event in events_in(tmp_path / "logs" / job) if event["event"] == "world"]
     assert {event["generation"] for event in worlds} == {1, 2}
     assert bits(tmp_path / "out") == bits(tmp_path / "alone")

@@ -84,7 +84,7 @@ def array(
     (log_dir / job).mkdir(parents=True)
     slurm = Slurm(tmp_path / "slurm")
     told = ArrayStory(slurm, job, log_dir)
-    words = ["--checkpoint-dir", str(checkpoints), *options, str(REGRESSION), "--pause", "0.1"]
+    arguments = ["--checkpoint-dir", str(checkpoints), *options, str(REGRESSION), "--pause", "0.1"]
     environment = {
         **os.environ,
         "PATH": slurm.path,
@@ -99,8 +99,8 @@ def array(
         "ELASTICZERO_HOST": "127.0.0.1",
     }
     try:
-        said = submit(environment, f"--array=0-{size - 1}", str(SCRIPT), *words)
-        assert said.startswith("Submitted batch job "), said
+        message = submit(environment, f"--array=0-{size - 1}", str(SCRIPT), *arguments)
+        assert message.startswith("Submitted batch job "), message
         yield told
         told.look()
     finally:
@@ -108,10 +108,10 @@ def array(
     told.check_no_process_is_left()
 
 
-def submit(environment: Mapping[str, str], *words: str) -> str:
+def submit(environment: Mapping[str, str], *arguments: str) -> str:
     """What `sbatch` prints."""
     return subprocess.run(
-        ["sbatch", *words],
+        ["sbatch", *arguments],
         env=environment,
         capture_output=True,
         text=True,

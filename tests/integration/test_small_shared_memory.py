@@ -16,9 +16,9 @@ HIDDEN = 40_000
 """Of the model: all state of it is 11 MiB."""
 
 
-def words(memory: Path, strategy: str, *more: str) -> list[str]:
-    given = ["--strategy", strategy, "--snapshot-dir", str(memory), *more, str(REGRESSION)]
-    return [*given, "--pause", "0.1", "--hidden", str(HIDDEN)]
+def job_arguments(memory: Path, strategy: str, *options: str) -> list[str]:
+    arguments = ["--strategy", strategy, "--snapshot-dir", str(memory), *options, str(REGRESSION)]
+    return [*arguments, "--pause", "0.1", "--hidden", str(HIDDEN)]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
@@ -30,7 +30,7 @@ def test_a_join_and_a_drain_lose_no_step_where_memory_is_short(
     disk.mkdir()
     monkeypatch.setenv("TMPDIR", str(disk))
     with small_disk(tmp_path / "shm", 6) as memory:
-        options = words(memory, strategy, "--nnodes", "1:2")
+        options = job_arguments(memory, strategy, "--nnodes", "1:2")
         with story(tmp_path, etcd.endpoint, job, options, nodes=1) as told:
             told.wait_for_step(8)
             told.pause(0.5)
@@ -45,9 +45,9 @@ def test_a_join_and_a_drain_lose_no_step_where_memory_is_short(
         assert told.generation == 3 and told.lineage.recomputed == 0
         assert {world["tier"] for world in told.of("world") if world["generation"] > 1} == {"ram"}
         check_samples(told.lineage, told.directory())
-        said = told.node(0).log.read_text()
-        assert f"{memory} is short: this node's snapshots need " in said
-        assert said.count("is short") == 1 and "--snapshot-dir" in said
+        log = told.node(0).log.read_text()
+        assert f"{memory} is short: this node's snapshots need " in log
+        assert log.count("is short") == 1 and "--snapshot-dir" in log
 
 
 @pytest.mark.parametrize(("strategy", "most"), [("ddp", 1), ("zero2", 6)])
@@ -59,7 +59,7 @@ def test_a_lost_node_costs_a_few_steps_where_memory_is_short(
     disk.mkdir()
     monkeypatch.setenv("TMPDIR", str(disk))
     with small_disk(tmp_path / "shm", 6) as memory:
-        options = words(memory, strategy, "--nnodes", "1:2", "--snapshot-every", "1")
+        options = job_arguments(memory, strategy, "--nnodes", "1:2", "--snapshot-every", "1")
         with story(tmp_path, etcd.endpoint, job, options, nodes=2) as told:
             told.wait_for_step(10)
             told.pause(0.5)

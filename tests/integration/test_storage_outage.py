@@ -17,10 +17,10 @@ from tests.mounts import disk_that_freezes, freeze, let_write, small_disk, thaw
 pytestmark = pytest.mark.timeout(240)
 
 
-def words(checkpoints: Path, strategy: str, *more: str) -> list[str]:
-    given = ["--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
-    given += ["--checkpoint-every", "20", *more]
-    return [*given, str(REGRESSION), "--pause", "0.05"]
+def job_arguments(checkpoints: Path, strategy: str, *options: str) -> list[str]:
+    arguments = ["--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
+    arguments += ["--checkpoint-every", "20", *options]
+    return [*arguments, str(REGRESSION), "--pause", "0.05"]
 
 
 def newest(checkpoints: Path) -> int | None:
@@ -37,7 +37,7 @@ def test_storage_that_is_read_only_as_a_generation_starts_ends_nothing(
 ) -> None:
     """Rank 0's node was blamed and set aside for it, or the job given up, its state in memory."""
     with small_disk(tmp_path / "disk", 8) as disk:
-        options = words(disk / "c", strategy, "--nnodes", "2:2", "--snapshot-every", "1")
+        options = job_arguments(disk / "c", strategy, "--nnodes", "2:2", "--snapshot-every", "1")
         with story(tmp_path, etcd.endpoint, job, options, nodes=2) as told:
             told.wait("a checkpoint", lambda: newest(disk / "c") == 20)
             told.pause(0.3)
@@ -67,7 +67,7 @@ def test_storage_that_does_not_answer_as_a_generation_starts_ends_nothing(
 ) -> None:
     """A blocked open, as on NFS, held rank 0 up for good, and was taken for a hang of its node."""
     with disk_that_freezes(tmp_path / "disk") as disk:
-        options = words(disk / "c", "ddp", "--nnodes", "2:2")
+        options = job_arguments(disk / "c", "ddp", "--nnodes", "2:2")
         with story(tmp_path, etcd.endpoint, job, options, nodes=2) as told:
             told.wait("a checkpoint", lambda: newest(disk / "c") == 20)
             told.pause(0.3)
@@ -92,7 +92,7 @@ def test_a_node_that_comes_while_storage_is_read_only_takes_its_place(
 ) -> None:
     """It exited with 64, on which Kubernetes ends the whole job."""
     with small_disk(tmp_path / "disk", 8) as disk:
-        options = words(disk / "c", "zero2", "--nnodes", "1:2")
+        options = job_arguments(disk / "c", "zero2", "--nnodes", "1:2")
         with story(tmp_path, etcd.endpoint, job, options, nodes=1) as told:
             told.wait("a checkpoint", lambda: newest(disk / "c") == 20)
             told.pause(0.5)
@@ -114,7 +114,7 @@ def test_a_fresh_job_does_not_begin_on_storage_that_is_read_only(
 ) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
         let_write(disk, writes=False)
-        options = words(disk / "c", "ddp", "--nnodes", "1:2")
+        options = job_arguments(disk / "c", "ddp", "--nnodes", "1:2")
         with story(tmp_path, etcd.endpoint, job, options, nodes=2) as told:
             codes = told.wait_for_end()
         assert codes == {"node-0": 64, "node-1": 64}, told.logs()

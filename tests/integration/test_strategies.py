@@ -31,8 +31,8 @@ def plain(steps: int, *, weighted: bool) -> dict[str, Tensor]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
     samples, order = Samples(), SampleOrder(samples=SAMPLES)
     plan, position = BatchPlan(order=order, global_batch=8, steps=steps), DataPosition()
-    while (found := plan.next(position)) is not None:
-        batch, position = found
+    while (next_batch := plan.next(position)) is not None:
+        batch, position = next_batch
         chosen = [samples[i] for i in order.indices(batch.epoch, batch.start, batch.stop).tolist()]
         data = {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
         loss = squares(model, data)
@@ -50,11 +50,11 @@ def plain(steps: int, *, weighted: bool) -> dict[str, Tensor]:
 
 
 def assert_close(directory: Path, expected: dict[str, Tensor]) -> None:
-    found = ez_checkpoint.load(directory)
-    names = {n for n in found if n.startswith(("model/", "optimizer/"))} - {"model/seen"}
+    state = ez_checkpoint.load(directory)
+    names = {n for n in state if n.startswith(("model/", "optimizer/"))} - {"model/seen"}
     assert names == set(expected)
     for name, tensor in expected.items():
-        difference = (found[name].double() - tensor.double()).abs().max().item()
+        difference = (state[name].double() - tensor.double()).abs().max().item()
         assert difference < 1e-9, (name, difference)
 
 
@@ -113,8 +113,8 @@ def test_state_divided_within_nodes_gives_the_same_weights(
     gathered = json.loads((tmp_path / "state").read_text())
     for name, value in gathered.items():
         if f"model/{name}" in expected:
-            wanted = expected[f"model/{name}"]
-            assert (torch.tensor(value, dtype=wanted.dtype) - wanted).abs().max() < 1e-9, name
+            reference = expected[f"model/{name}"]
+            assert (torch.tensor(value, dtype=reference.dtype) - reference).abs().max() < 1e-9, name
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.chaos), "zero3"])
@@ -125,8 +125,8 @@ def test_nodes_sum_their_gradients_once_in_a_global_batch(
     told: dict[str, Any] = {"strategy": strategy, "count": str(tmp_path / "count")}
     counts = []
     for micro in (1, 2):
-        words = [json.dumps(told | {"steps": 3, "micro": micro})]
-        running = pool.start(HERE / "training_rows.py", words, 4, row=2, shard="node")
+        arguments = [json.dumps(told | {"steps": 3, "micro": micro})]
+        running = pool.start(HERE / "training_rows.py", arguments, 4, row=2, shard="node")
         assert running.finish() == 3
         counts.append(int((tmp_path / "count").read_text()))
     assert counts[0] == counts[1] > 0
@@ -141,14 +141,14 @@ def test_the_ranks_of_a_node_stay_at_one_step_when_another_dies(
     If rank 0 goes on first, both its ranks apply the step; if rank 1 does, neither."""
     told: dict[str, Any] = {"strategy": strategy, "micro": 1, "clip": 0.5, "weighted": False}
     told["lose"] = {"step": 7, "ranks": [2, 3], "without": 1, "first": first}
-    given: dict[str, Any] = {"row": 2, "shard": "node", "checkpoint_dir": str(tmp_path / "c")}
-    script, words = HERE / "training_rows.py", [json.dumps(told | {"steps": STEPS[0]})]
-    running = pool.start(script, words, 4, generation=1, **given)
+    options: dict[str, Any] = {"row": 2, "shard": "node", "checkpoint_dir": str(tmp_path / "c")}
+    script, arguments = HERE / "training_rows.py", [json.dumps(told | {"steps": STEPS[0]})]
+    running = pool.start(script, arguments, 4, generation=1, **options)
     running.until(running.ended)
     resume = running.resume()
     assert {(source.rank, source.node) for source in resume.sources} == {(0, "node0"), (1, "node0")}
     assert resume.step == reached, running.logs()
-    again = pool.start(script, words, 2, generation=2, resume=resume, **given)
+    again = pool.start(script, arguments, 2, generation=2, resume=resume, **options)
     assert again.finish() == STEPS[0]
     assert_close(tmp_path / "c", plain(STEPS[0], weighted=False))
 

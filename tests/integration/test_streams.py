@@ -43,9 +43,9 @@ def check_samples(told: Story) -> None:
 def undisturbed(folder: Path, kind: str) -> dict[str, Tensor]:
     """Final weights of one process that nothing disturbs and that loads its data itself."""
     environment = os.environ | {"ELASTICZERO_CHECKPOINT_DIR": str(folder)}
-    words = [sys.executable, str(SCRIPT), kind, "--workers", "0", "--epochs", str(EPOCHS)]
+    command = [sys.executable, str(SCRIPT), kind, "--workers", "0", "--epochs", str(EPOCHS)]
     done = subprocess.run(
-        words,
+        command,
         capture_output=True,
         text=True,
         timeout=120,
@@ -57,8 +57,8 @@ def undisturbed(folder: Path, kind: str) -> dict[str, Tensor]:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    found = elasticzero.checkpoint.load(folder)
-    return {name: tensor for name, tensor in found.items() if name.startswith("model/")}
+    state = elasticzero.checkpoint.load(folder)
+    return {name: tensor for name, tensor in state.items() if name.startswith("model/")}
 
 
 def check_evaluation(told: Story, expected: dict[str, Tensor]) -> None:
@@ -70,9 +70,9 @@ def check_evaluation(told: Story, expected: dict[str, Tensor]) -> None:
         mean = regression.loss_of(model(x), y).item()
     logs = [path.read_text() for path in told.directory().glob("*/0.log")]
     lines = [line for log in logs for line in log.splitlines()]
-    found = [json.loads(line)["loss"] for line in lines if line.startswith('{"loss"')]
-    assert len(found) == 3 and len(set(found)) == 1
-    assert found[0] == pytest.approx(mean, rel=1e-9)
+    losses = [json.loads(line)["loss"] for line in lines if line.startswith('{"loss"')]
+    assert len(losses) == 3 and len(set(losses)) == 1
+    assert losses[0] == pytest.approx(mean, rel=1e-9)
 
 
 def train(
@@ -80,13 +80,13 @@ def train(
     etcd: EtcdServer,
     job: str,
     kind: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     place: Callable[[str], Placement] = on_loopback,
 ) -> Story:
     """Trains while a worker dies, then a node, and another one joins."""
     options = ["--nnodes", "2:3", "--strategy", "zero2", "--lease-ttl", "2"]
     options += ["--checkpoint-dir", str(tmp_path / "c"), "--snapshot-every", "4"]
-    options += [str(SCRIPT), kind, "--epochs", str(EPOCHS), "--pause", "0.05", *words]
+    options += [str(SCRIPT), kind, "--epochs", str(EPOCHS), "--pause", "0.05", *arguments]
     with story(tmp_path, etcd.endpoint, job, options, nodes=3, place=place) as told:
         told.wait_for_step(8)
         if kind == "iterable":  # of which a process that loads data dies, in place of a worker
@@ -110,17 +110,17 @@ def train(
 def check_training(told: Story, folder: Path, kind: str) -> None:
     """Each sample was used once, and the weights are those of an undisturbed run."""
     check_samples(told)
-    expected, found = undisturbed(folder / "alone", kind), weights(folder / "c")
-    assert found.keys() == expected.keys()
+    expected, trained = undisturbed(folder / "alone", kind), weights(folder / "c")
+    assert trained.keys() == expected.keys()
     check_evaluation(told, expected)
     for name, tensor in expected.items():
         assert tensor.dtype == torch.float64
-        assert (found[name] - tensor).abs().max() < 1e-9, name
+        assert (trained[name] - tensor).abs().max() < 1e-9, name
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "arguments"),
     [
         ("seeks", ["--workers", "2"]),
         pytest.param("skips", ["--workers", "2", "--collate"], marks=pytest.mark.slow),
@@ -130,6 +130,6 @@ def check_training(told: Story, folder: Path, kind: str) -> None:
     ],
 )
 def test_each_sample_of_a_stream_is_used_once(
-    kind: str, words: list[str], tmp_path: Path, job: str, etcd: EtcdServer
+    kind: str, arguments: list[str], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    check_training(train(tmp_path, etcd, job, kind, words), tmp_path, kind)
+    check_training(train(tmp_path, etcd, job, kind, arguments), tmp_path, kind)

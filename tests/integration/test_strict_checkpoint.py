@@ -22,13 +22,13 @@ STEPS = 21
 """The last step of the script given below."""
 
 
-def run_local(tmp_path: Path, run: str, *words: str, epochs: int) -> tuple[int, str]:
+def run_local(tmp_path: Path, run: str, *arguments: str, epochs: int) -> tuple[int, str]:
     """Exit code and output of two nodes, from nothing to the end."""
     finished = subprocess.run(
         elasticzero(
             *("local", "--nodes", "2", "--nnodes", "2:2", "--log-dir", str(tmp_path / run)),
             *("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "7"),
-            *("--job", run, *words, str(REGRESSION)),
+            *("--job", run, *arguments, str(REGRESSION)),
             *("--epochs", str(epochs), "--global-batch", "48", "--pause", "0.03"),
         ),
         cwd=ROOT,
@@ -75,20 +75,20 @@ def test_a_damaged_checkpoint_is_passed_over_or_ends_the_job(
     shutil.copytree(trained, tmp_path / "checkpoints")
     before = saved_steps(trained)[-2]
     name = damage(tmp_path / "checkpoints" / step_directory(STEPS), how)
-    words = "bytes 0 to " if how == "a flipped bit" else "has "
+    text = "bytes 0 to " if how == "a flipped bit" else "has "
 
     code, output = run_local(tmp_path, "strict", "--strict-checkpoint", epochs=4)
     assert code == ExitCode.FAILED, output
     (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: the checkpoint of step {STEPS} is damaged: "), output
-    assert name in line and words in line and f"going on from step {before}; mend it" in line
+    assert name in line and text in line and f"going on from step {before}; mend it" in line
     assert "without --strict-checkpoint" in line
     assert not list((tmp_path / "checkpoints").glob(f"step-*{STEPS + 7}"))
 
     code, output = run_local(tmp_path, "usual", epochs=4)
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if name in line]
-    assert f"the checkpoint of step {STEPS} is damaged: " in line and words in line, output
+    assert f"the checkpoint of step {STEPS} is damaged: " in line and text in line, output
     assert line.endswith(f"; going on from step {before}"), output
     assert f"step {before} from storage" in output and "use another step" not in output
     worlds = [

@@ -101,13 +101,13 @@ def finished(command: Sequence[str], **variables: str) -> str:
     return done.stdout + done.stderr
 
 
-def job(script: Path, directory: Path, asks: Sequence[Ask], *words: str, nodes: int = 2) -> str:
+def job(script: Path, directory: Path, asks: Sequence[Ask], *arguments: str, nodes: int = 2) -> str:
     command = command_of("local", "--nodes", str(nodes), "--checkpoint-dir", str(directory))
-    return finished([*command, *words, str(script), json.dumps(asks)])
+    return finished([*command, *arguments, str(script), json.dumps(asks)])
 
 
-def alone(script: Path, directory: Path, asks: Sequence[Ask], **more: str) -> str:
-    options = {f"ELASTICZERO_{name.upper()}": value for name, value in more.items()}
+def alone(script: Path, directory: Path, asks: Sequence[Ask], **settings: str) -> str:
+    options = {f"ELASTICZERO_{name.upper()}": value for name, value in settings.items()}
     return finished(
         [sys.executable, str(script), json.dumps(asks)],
         ELASTICZERO_CHECKPOINT_DIR=str(directory),
@@ -116,9 +116,9 @@ def alone(script: Path, directory: Path, asks: Sequence[Ask], **more: str) -> st
 
 
 def steps(directory: Path) -> list[int]:
-    found = catalog.steps(DiskDirectory(directory))
-    assert not [fault for info in found for fault in verify.find_corruption(info.storage)]
-    return sorted(info.step for info in found)
+    stored = catalog.steps(DiskDirectory(directory))
+    assert not [fault for info in stored for fault in verify.find_corruption(info.storage)]
+    return sorted(info.step for info in stored)
 
 
 def tags(directory: Path) -> dict[str, int]:
@@ -142,8 +142,8 @@ def test_one_rank_that_asks_gets_the_state_at_its_call(
     then; what is saved is the same as a checkpoint that falls due at that step, bit by bit."""
     directory = tmp_path / "c"
     asks = [("step", 7, [1], "best"), ("step", 12, [0], "other"), ("step", 16, [0], None)]
-    words = ["--strategy", strategy, "--snapshot-every", "3"]
-    told = job(script, directory, asks, *words)
+    arguments = ["--strategy", strategy, "--snapshot-every", "3"]
+    told = job(script, directory, asks, *arguments)
     assert tags(directory) == {"best": 7, "other": 12}, told
     assert {7, 12, 16, 20} <= set(steps(directory)), told
     job(script, tmp_path / "due", [], "--checkpoint-every", "7", "--strategy", strategy)
@@ -220,12 +220,12 @@ def test_what_is_no_tag_ends_the_script(script: Path, tmp_path: Path) -> None:
     assert done.returncode == 64 and "session.checkpoint(tag='a/b'): a tag has" in done.stderr
 
 
-def regression(tmp_path: Path, strategy: str, *more: str) -> tuple[list[str], Path]:
+def regression(tmp_path: Path, strategy: str, *options: str) -> tuple[list[str], Path]:
     """The words of a job of the regression script, and the file in which it is asked."""
     asks = tmp_path / "asks.json"
-    words = ["--nnodes", "1:4", "--strategy", strategy, "--checkpoint-dir", str(tmp_path / "c")]
-    words += ["--keep", "1", "--lease-ttl", "2", *more, str(REGRESSION), "--epochs", "1"]
-    return [*words, "--asks", str(asks), "--pause", "0.1"], asks
+    arguments = ["--nnodes", "1:4", "--strategy", strategy, "--checkpoint-dir", str(tmp_path / "c")]
+    arguments += ["--keep", "1", "--lease-ttl", "2", *options, str(REGRESSION), "--epochs", "1"]
+    return [*arguments, "--asks", str(asks), "--pause", "0.1"], asks
 
 
 def weights_at(number: int, tmp_path: Path) -> Path:
@@ -241,11 +241,11 @@ def check(directory: Path, number: int, tmp_path: Path) -> None:
     than the last stays besides."""
     assert tags(directory) == {"best": number}
     assert steps(directory) == [number, 34]
-    found = elasticzero.checkpoint.load(directory / "tags" / "best")
+    state = elasticzero.checkpoint.load(directory / "tags" / "best")
     expected = elasticzero.checkpoint.load(weights_at(number, tmp_path))
     for name, tensor in expected.items():
         if name.startswith("model/"):
-            assert (tensor - found[name]).abs().max() < 1e-9, name
+            assert (tensor - state[name]).abs().max() < 1e-9, name
 
 
 @pytest.mark.parametrize("lost", [pytest.param("worker", marks=pytest.mark.slow), "node"])
@@ -253,9 +253,9 @@ def test_the_tag_of_a_job_whose_processes_are_killed(
     lost: str, tmp_path: Path, etcd: EtcdServer, job: str
 ) -> None:
     """One rank asks; a worker, or a node with its part of the state, is lost soon after."""
-    words, asks = regression(tmp_path, "zero2", "--snapshot-every", "2")
+    arguments, asks = regression(tmp_path, "zero2", "--snapshot-every", "2")
     asks.write_text(json.dumps([[6, [0], "best"], [12, [1], "best"]]))
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(13)
         if lost == "worker":
             told.cluster.kill_worker(told.node(2))
@@ -276,10 +276,10 @@ def test_a_node_lost_in_the_save_itself(
     ddp the others have made one step more, and that state is saved in its place; with zero2
     training goes on from an older one, and the script asks again."""
     (holds := tmp_path / "holds").mkdir()
-    words, asks = regression(tmp_path, strategy, "--snapshot-every", "2")
-    words += ["--holds", str(holds), "--save-every", "12"]
+    arguments, asks = regression(tmp_path, strategy, "--snapshot-every", "2")
+    arguments += ["--holds", str(holds), "--save-every", "12"]
     asks.write_text(json.dumps([[6, [0], "best"], [12, [1], "best"]]))
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(8)
         assert tags(tmp_path / "c") == {"best": 6}
         (holds / "save-1").write_text("2")
@@ -301,9 +301,9 @@ def test_a_call_at_the_step_at_which_a_node_leaves(
 ) -> None:
     """The ranks tell each other before the generation ends, and the next one saves the state."""
     (holds := tmp_path / "holds").mkdir()
-    words, asks = regression(tmp_path, "zero2", "--snapshot-every", "2")
-    words += ["--holds", str(holds)]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments, asks = regression(tmp_path, "zero2", "--snapshot-every", "2")
+    arguments += ["--holds", str(holds)]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(9)
         told.pause(1.0)  # within which no rank comes to where it is held
         told.wait_for_step(told.step + 1)

@@ -81,13 +81,13 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*words: str) -> Iterator[Terminal]:
+def terminal(*arguments: str) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(theirs)
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
-        elasticzero(*words),
+        elasticzero(*arguments),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -110,15 +110,15 @@ def terminal(*words: str) -> Iterator[Terminal]:
 @pytest.fixture
 def agent() -> Iterator[tuple[AgentServer, dict[str, Any]]]:
     """An agent that leads a job, and what it says of it; a test may change that."""
-    found = document()
+    status = document()
     with AgentServer(
         listen("127.0.0.1", 0),
-        routes=job_routes(lambda *, pass_on: found),
+        routes=job_routes(lambda *, pass_on: status),
         events=lambda most_bytes: LogPart(b"", io.BytesIO(), 0, 0),
         snapshots=None,  # type: ignore[arg-type]
         token=lambda: Secret(TOKEN),
     ) as server:
-        yield server, found
+        yield server, status
 
 
 def register(etcd: EtcdServer, job: str, port: int) -> None:
@@ -142,7 +142,7 @@ def register(etcd: EtcdServer, job: str, port: int) -> None:
 def test_top_follows_a_job_and_leaves_the_terminal_as_it_was(
     job: str, agent: tuple[AgentServer, dict[str, Any]]
 ) -> None:
-    server, found = agent
+    server, status = agent
     with EtcdServer() as etcd:
         register(etcd, job, server.port)
         at = ["top", "--interval", "0.2", "--etcd", etcd.endpoint, "--job", job]
@@ -151,10 +151,10 @@ def test_top_follows_a_job_and_leaves_the_terminal_as_it_was(
             shown.wait("STEP TIME")
             etcd.pause()
             shown.wait("etcd is tried again")
-            found["step"] = 7_654_321
+            status["step"] = 7_654_321
             shown.wait("7,654,321 of 12,000")
             etcd.resume()
-            found["state"] = "regrouping"
+            status["state"] = "regrouping"
             shown.wait("● regrouping")
             shown.press(b"q")
             assert shown.end() == 0

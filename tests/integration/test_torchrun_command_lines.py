@@ -29,11 +29,11 @@ Started = subprocess.Popen[str]
 
 @contextmanager
 def started(
-    words: Sequence[str], environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Iterator[Started]:
     """`elasticzero run` with these words, ended with the test."""
     with subprocess.Popen(
-        elasticzero("run", *words),
+        elasticzero("run", *arguments),
         env=os.environ | OURS | dict(environment or {}),
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -48,18 +48,18 @@ def started(
 
 def finish(process: Started, code: int = 0) -> str:
     """What the process printed until its end."""
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == code, said
-    return said
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, output
+    return output
 
 
 def run(
-    words: Sequence[str],
+    arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     code: int = 0,
     cwd: Path | None = None,
 ) -> str:
-    with started(words, environment, cwd) as process:
+    with started(arguments, environment, cwd) as process:
         return finish(process, code)
 
 
@@ -70,8 +70,8 @@ def seen(directory: Path) -> dict[int, dict[str, Any]]:
 
 def sizes(directory: Path) -> list[tuple[str, str]]:
     return [
-        (found["environment"]["RANK"], found["environment"]["WORLD_SIZE"])
-        for _, found in sorted(seen(directory).items())
+        (report["environment"]["RANK"], report["environment"]["WORLD_SIZE"])
+        for _, report in sorted(seen(directory).items())
     ]
 
 
@@ -79,7 +79,7 @@ TWO = [("0", "2"), ("1", "2")]
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--standalone", "--nnodes=1", "--nproc-per-node=2"],
         ["--nnodes=1", "--nproc_per_node=2"],
@@ -88,49 +88,49 @@ TWO = [("0", "2"), ("1", "2")]
     ],
     ids=["standalone", "nothing", "master-port", "c10d port 0"],
 )
-def test_one_node(words: list[str], tmp_path: Path) -> None:
-    run([*words, str(ENVIRONMENT), str(tmp_path), "--lr", "${local_rank}"])
+def test_one_node(arguments: list[str], tmp_path: Path) -> None:
+    run([*arguments, str(ENVIRONMENT), str(tmp_path), "--lr", "${local_rank}"])
     assert sizes(tmp_path) == TWO
-    assert [found["arguments"] for _, found in sorted(seen(tmp_path).items())] == [
+    assert [report["arguments"] for _, report in sorted(seen(tmp_path).items())] == [
         ["--lr", "0"],
         ["--lr", "1"],
     ]
 
 
 def test_a_module(tmp_path: Path) -> None:
-    words = ["--standalone", "--nproc-per-node=2", "-m", "environment", str(tmp_path)]
-    run(words, cwd=SCRIPTS)
+    arguments = ["--standalone", "--nproc-per-node=2", "-m", "environment", str(tmp_path)]
+    run(arguments, cwd=SCRIPTS)
     assert sizes(tmp_path) == TWO
-    assert all(found["main"] for found in seen(tmp_path).values())
+    assert all(report["main"] for report in seen(tmp_path).values())
 
 
 def test_a_program_without_python(tmp_path: Path) -> None:
     """A shell script, and a Python of its own that then calls `elasticzero.run`."""
     text = f'echo "$LOCAL_RANK of $WORLD_SIZE" > {tmp_path}/$RANK; exec sleep 0'
-    words = ["--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c", text]
-    said = run(words)
+    arguments = ["--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c", text]
+    output = run(arguments)
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["0 of 2\n", "1 of 2\n"]
-    assert "every rank's script has ended with status 0" in said
+    assert "every rank's script has ended with status 0" in output
 
 
 @pytest.mark.slow
 def test_a_program_may_be_a_python_that_trains(tmp_path: Path) -> None:
     script = [str(SCRIPTS / "regression.py"), "--epochs", "1"]
-    words = ["--nproc-per-node=2", "--no-python", sys.executable, *script]
-    assert re.search(r"finished after step [1-9]", run(words))
+    arguments = ["--nproc-per-node=2", "--no-python", sys.executable, *script]
+    assert re.search(r"finished after step [1-9]", run(arguments))
 
 
 def test_a_program_that_fails(tmp_path: Path) -> None:
-    words = ["--standalone", "--max-restarts=0", "--no-python", "bash", "-c", "exit 3"]
-    said = run(words, code=ExitCode.FAILED)
-    assert "rank 0" in said
-    assert "exited with status 3" in said
+    arguments = ["--standalone", "--max-restarts=0", "--no-python", "bash", "-c", "exit 3"]
+    output = run(arguments, code=ExitCode.FAILED)
+    assert "rank 0" in output
+    assert "exited with status 3" in output
     broken = tmp_path / "program"
     broken.write_text("#!/nowhere/sh\n")
     broken.chmod(0o755)
-    said = run(["--standalone", "--no-python", str(broken)], code=ExitCode.USAGE)
-    assert f"{broken} cannot be run: No such file or directory" in said
-    assert "generation 2" not in said
+    output = run(["--standalone", "--no-python", str(broken)], code=ExitCode.USAGE)
+    assert f"{broken} cannot be run: No such file or directory" in output
+    assert "generation 2" not in output
 
 
 def test_options_from_pet_variables(tmp_path: Path) -> None:
@@ -146,23 +146,23 @@ def test_options_from_pet_variables(tmp_path: Path) -> None:
     }
     run([str(ENVIRONMENT), str(tmp_path)], pet)
     assert sizes(tmp_path) == TWO
-    found = seen(tmp_path)[1]["environment"]
-    assert (found["TORCHELASTIC_RUN_ID"], found["ROLE_NAME"]) == ("from-pet", "trainer")
-    assert found["TORCHELASTIC_MAX_RESTARTS"] == "2"
+    environment = seen(tmp_path)[1]["environment"]
+    assert (environment["TORCHELASTIC_RUN_ID"], environment["ROLE_NAME"]) == ("from-pet", "trainer")
+    assert environment["TORCHELASTIC_MAX_RESTARTS"] == "2"
 
 
 def test_two_nodes_meet_by_c10d(tmp_path: Path) -> None:
     """Torch's own documented line; both nodes are on the host that is named."""
     port = free_ports(1)[0]
-    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=29:a", "--rdzv-backend=c10d"]
-    words += [f"--rdzv-endpoint=localhost:{port}", str(ENVIRONMENT), str(tmp_path)]
+    arguments = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=29:a", "--rdzv-backend=c10d"]
+    arguments += [f"--rdzv-endpoint=localhost:{port}", str(ENVIRONMENT), str(tmp_path)]
     with (
-        started(words, {"ELASTICZERO_NODE_NAME": "a"}) as first,
-        started(words, {"ELASTICZERO_NODE_NAME": "b"}) as second,
+        started(arguments, {"ELASTICZERO_NODE_NAME": "a"}) as first,
+        started(arguments, {"ELASTICZERO_NODE_NAME": "b"}) as second,
     ):
-        said = finish(first) + finish(second)
+        output = finish(first) + finish(second)
     assert sizes(tmp_path) == TWO
-    assert said.count("losing this host loses coordination") == 1
+    assert output.count("losing this host loses coordination") == 1
 
 
 @pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.slow), "name"])
@@ -170,18 +170,18 @@ def test_two_nodes_meet_at_a_master_address(host: str, tmp_path: Path) -> None:
     """The second starts first, waits for the host, and is the second all the same."""
     port = free_ports(1)[0]
     address = socket.gethostname() if host == "name" else host
-    words = ["--nnodes=2", "--nproc_per_node=1", f"--master_addr={address}"]
-    words += [f"--master_port={port}", str(ENVIRONMENT), str(tmp_path)]
+    arguments = ["--nnodes=2", "--nproc_per_node=1", f"--master_addr={address}"]
+    arguments += [f"--master_port={port}", str(ENVIRONMENT), str(tmp_path)]
     b = {"ELASTICZERO_NODE_NAME": "b", "LAUNCHED_AS": "1"}
     a = {"ELASTICZERO_NODE_NAME": "a", "LAUNCHED_AS": "0"}
-    with started(["--node_rank=1", *words], b) as second:
+    with started(["--node_rank=1", *arguments], b) as second:
         time.sleep(1.0)
         assert second.poll() is None
-        with started(["--node_rank=0", *words], a) as first:
+        with started(["--node_rank=0", *arguments], a) as first:
             waiting, hosting = finish(second), finish(first)
     assert f"waiting for the etcd at {address}:{port}" in waiting
     assert "losing this host loses coordination" in hosting
-    environments = [found["environment"] for _, found in sorted(seen(tmp_path).items())]
+    environments = [report["environment"] for _, report in sorted(seen(tmp_path).items())]
     assert [(e["RANK"], e["GROUP_RANK"], e["LAUNCHED_AS"]) for e in environments] == [
         ("0", "0", "0"),
         ("1", "1", "1"),
@@ -192,10 +192,11 @@ def test_two_nodes_meet_at_a_master_address(host: str, tmp_path: Path) -> None:
 def test_a_taken_master_port_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        words = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        said = run([*words, str(ENVIRONMENT), str(tmp_path)], code=ExitCode.UNAVAILABLE)
-    assert f"port {port} of 127.0.0.1 is taken" in said
-    assert "Traceback" not in said
+        arguments = ["--nnodes=2", "--node-rank=0"]
+        arguments += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        output = run([*arguments, str(ENVIRONMENT), str(tmp_path)], code=ExitCode.UNAVAILABLE)
+    assert f"port {port} of 127.0.0.1 is taken" in output
+    assert "Traceback" not in output
 
 
 DIFFERS = {
@@ -213,7 +214,7 @@ DIFFERS = {
 def test_workers_find_torchruns_environment(tmp_path: Path) -> None:
     """Every variable that torchrun sets is there, with the same value; fails when torch adds
     one."""
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=3", "--role=trainer"]
+    arguments = ["--standalone", "--nproc-per-node=2", "--max-restarts=3", "--role=trainer"]
     theirs, ours = tmp_path / "torchrun", tmp_path / "elasticzero"
     clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     for command, where in (
@@ -222,7 +223,7 @@ def test_workers_find_torchruns_environment(tmp_path: Path) -> None:
     ):
         where.mkdir()
         done = subprocess.run(
-            [*command, *words, str(ENVIRONMENT), str(where)],
+            [*command, *arguments, str(ENVIRONMENT), str(where)],
             env=clean,
             capture_output=True,
             text=True,
@@ -230,15 +231,15 @@ def test_workers_find_torchruns_environment(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
     for rank in (0, 1):
-        expected, found = (seen(where)[rank] for where in (theirs, ours))
+        expected, report = (seen(where)[rank] for where in (theirs, ours))
         for name, value in expected["environment"].items():
             if name == "TORCHELASTIC_USE_AGENT_STORE":
-                assert found["environment"][name] == "False", "an agent holds no such store"
+                assert report["environment"][name] == "False", "an agent holds no such store"
             elif name in DIFFERS:
-                assert found["environment"].get(name), name
+                assert report["environment"].get(name), name
             elif name not in clean:
-                assert found["environment"].get(name) == value, name
-        assert found["threads"] == expected["threads"] == 1
+                assert report["environment"].get(name) == value, name
+        assert report["threads"] == expected["threads"] == 1
 
 
 def test_a_script_that_trains_is_not_held_to_one_thread(tmp_path: Path) -> None:
@@ -268,17 +269,17 @@ def test_a_script_that_trains_is_not_held_to_one_thread(tmp_path: Path) -> None:
 
 def test_the_error_that_record_wrote_is_the_jobs(tmp_path: Path) -> None:
     """Also from a program that has no other way to say it; and the agent passes it on."""
-    mine = tmp_path / "termination-log"
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=0", "--no-python"]
-    words += [sys.executable, str(ENVIRONMENT), str(tmp_path), "--fail"]
-    said = run(words, {"TORCHELASTIC_ERROR_FILE": str(mine)}, code=ExitCode.FAILED)
-    assert "rank 1" in said
-    assert "ValueError: no such colour: octarine" in said
-    assert 'raise ValueError("no such colour: octarine")' in said
-    found = json.loads(mine.read_text())["message"]
-    assert "no such colour: octarine" in found["message"]
-    assert found["errorCode"] == ExitCode.FAILED
-    assert "octarine" in found["extraInfo"]["py_callstack"]
+    error_file = tmp_path / "termination-log"
+    arguments = ["--standalone", "--nproc-per-node=2", "--max-restarts=0", "--no-python"]
+    arguments += [sys.executable, str(ENVIRONMENT), str(tmp_path), "--fail"]
+    output = run(arguments, {"TORCHELASTIC_ERROR_FILE": str(error_file)}, code=ExitCode.FAILED)
+    assert "rank 1" in output
+    assert "ValueError: no such colour: octarine" in output
+    assert 'raise ValueError("no such colour: octarine")' in output
+    message = json.loads(error_file.read_text())["message"]
+    assert "no such colour: octarine" in message["message"]
+    assert message["errorCode"] == ExitCode.FAILED
+    assert "octarine" in message["extraInfo"]["py_callstack"]
 
 
 def test_streams_go_where_redirects_and_tee_say(tmp_path: Path) -> None:
@@ -288,10 +289,12 @@ def test_streams_go_where_redirects_and_tee_say(tmp_path: Path) -> None:
         "print('out of', os.environ['RANK'], flush=True)\n"
         "print('err of', os.environ['RANK'], file=sys.stderr, flush=True)\n"
     )
-    words = ["--standalone", "--nproc-per-node=3", "--log-dir", str(tmp_path / "logs")]
-    words += ["--rdzv-id", "j", "--redirects", "3", "--tee", "0:1,1:2,2:3"]
-    said = run([*words, "--local-ranks-filter", "0,1", str(script)], {"ELASTICZERO_NODE_NAME": "n"})
-    lines = {line for line in said.splitlines() if " of " in line and line.startswith("[")}
+    arguments = ["--standalone", "--nproc-per-node=3", "--log-dir", str(tmp_path / "logs")]
+    arguments += ["--rdzv-id", "j", "--redirects", "3", "--tee", "0:1,1:2,2:3"]
+    output = run(
+        [*arguments, "--local-ranks-filter", "0,1", str(script)], {"ELASTICZERO_NODE_NAME": "n"}
+    )
+    lines = {line for line in output.splitlines() if " of " in line and line.startswith("[")}
     assert {line for line in lines if re.match(r"\[\d\] ", line)} == {
         "[0] out of 0",
         "[1] err of 1",
@@ -312,20 +315,23 @@ def test_a_node_leaves_at_the_signals_that_are_named(tmp_path: Path) -> None:
             if "here" in line:
                 break
         node.send_signal(signal.SIGUSR1)
-        said = finish(node, ExitCode.LEFT)
-    assert "SIGUSR1 (25 s of grace)" in said
+        output = finish(node, ExitCode.LEFT)
+    assert "SIGUSR1 (25 s of grace)" in output
 
 
 def test_each_worker_sees_its_own_gpu_only(tmp_path: Path) -> None:
-    words = ["--standalone", "--nproc-per-node=2", "--virtual-local-rank"]
-    run([*words, str(ENVIRONMENT), str(tmp_path)], {"CUDA_VISIBLE_DEVICES": "5,7"})
-    found = [f["environment"] for _, f in sorted(seen(tmp_path).items())]
-    assert [(e["LOCAL_RANK"], e["CUDA_VISIBLE_DEVICES"]) for e in found] == [("0", "5"), ("0", "7")]
+    arguments = ["--standalone", "--nproc-per-node=2", "--virtual-local-rank"]
+    run([*arguments, str(ENVIRONMENT), str(tmp_path)], {"CUDA_VISIBLE_DEVICES": "5,7"})
+    environments = [f["environment"] for _, f in sorted(seen(tmp_path).items())]
+    assert [(e["LOCAL_RANK"], e["CUDA_VISIBLE_DEVICES"]) for e in environments] == [
+        ("0", "5"),
+        ("0", "7"),
+    ]
 
 
 def test_options_without_effect_are_said(tmp_path: Path) -> None:
-    words = ["--standalone", "--start-method", "spawn", "--monitor-interval=1", "--run-path"]
-    said = run([*words, str(ENVIRONMENT), str(tmp_path)])
-    assert said.count("--start-method has no effect: workers are always forked") == 1
-    assert said.count("--monitor-interval has no effect") == 1
-    assert "--run-path" not in said
+    arguments = ["--standalone", "--start-method", "spawn", "--monitor-interval=1", "--run-path"]
+    output = run([*arguments, str(ENVIRONMENT), str(tmp_path)])
+    assert output.count("--start-method has no effect: workers are always forked") == 1
+    assert output.count("--monitor-interval has no effect") == 1
+    assert "--run-path" not in output

@@ -64,9 +64,9 @@ class Nodes:
 @pytest.fixture
 def nodes(etcd: EtcdServer) -> Iterator[Nodes]:
     with ThreadPoolExecutor(8) as pool:
-        found = Nodes(etcd.endpoint, pool)
-        yield found
-        for handler in found.handlers:
+        torchrun_nodes = Nodes(etcd.endpoint, pool)
+        yield torchrun_nodes
+        for handler in torchrun_nodes.handlers:
             handler.shutdown()
 
 
@@ -156,9 +156,9 @@ signal.pause()
 @pytest.mark.parametrize("how", ["terminate", "kill"])
 def test_a_lost_node_is_noticed_and_a_spare_takes_its_place(nodes: Nodes, how: str) -> None:
     a = nodes.new((1, 2), last_call_timeout=PATIENCE_S)
-    words = [sys.executable, "-c", LONE_NODE, nodes.endpoint, nodes.run_id]
+    command = [sys.executable, "-c", LONE_NODE, nodes.endpoint, nodes.run_id]
     spare = []
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         try:
             first = nodes.together(a)[0]
             assert other.stdout is not None and other.stdout.readline() == "placed\n"

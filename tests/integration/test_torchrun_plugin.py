@@ -36,12 +36,12 @@ class Torchruns:
         self._pids: set[int] = set()
 
     def start(self, *options: str, epochs: int, samples: int) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "torch.distributed.run", *self._options, *options]
-        words += [str(SCRIPT), "--checkpoint", str(self.checkpoint)]
-        words += ["--epochs", str(epochs), "--samples", str(samples)]
+        command = [sys.executable, "-m", "torch.distributed.run", *self._options, *options]
+        command += [str(SCRIPT), "--checkpoint", str(self.checkpoint)]
+        command += ["--epochs", str(epochs), "--samples", str(samples)]
         with (self._folder / f"{len(self.nodes)}.log").open("wb") as log:
             environment = {**os.environ, **cluster_environment(2)}
-            node = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+            node = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         self.nodes.append(node)
         return node
 
@@ -50,8 +50,8 @@ class Torchruns:
 
     def starts(self, index: int) -> list[tuple[int, int]]:
         """Epoch and world at each start of the workers that this node's rank 0 told of."""
-        found = re.findall(r"start epoch (\d+) world (\d+)", self.output(index))
-        return [(int(epoch), int(size)) for epoch, size in found]
+        starts = re.findall(r"start epoch (\d+) world (\d+)", self.output(index))
+        return [(int(epoch), int(size)) for epoch, size in starts]
 
     def wait(self, what: str, so: Callable[[], object]) -> None:
         deadline_s = time.monotonic() + patience(PATIENCE_S)
@@ -95,9 +95,9 @@ class Torchruns:
 
 @pytest.fixture
 def runs(etcd: EtcdServer, tmp_path: Path) -> Iterator[Torchruns]:
-    found = Torchruns(etcd.endpoint, tmp_path)
-    yield found
-    found.close()
+    torchruns = Torchruns(etcd.endpoint, tmp_path)
+    yield torchruns
+    torchruns.close()
 
 
 @pytest.mark.timeout(240)
@@ -119,8 +119,8 @@ def test_a_script_survives_a_killed_worker_and_a_killed_node(runs: Torchruns, jo
     runs.wait("the other goes on alone", lambda: runs.starts(other))
     assert runs.starts(other)[0][0] >= 2 and runs.starts(other)[0][1] == 1
     assert runs.wait_for_end(other) == 0, runs.output(other)
-    said = runs.output(0) + runs.output(1)
-    finished = {int(epoch) for epoch in re.findall(r"^epoch (\d+) world", said, re.MULTILINE)}
+    output = runs.output(0) + runs.output(1)
+    finished = {int(epoch) for epoch in re.findall(r"^epoch (\d+) world", output, re.MULTILINE)}
     assert finished == set(range(16))
     assert "epoch 15 world 1" in runs.output(other)
     runs.check_nothing_is_left()

@@ -19,8 +19,8 @@ EPOCHS = 4
 STEPS = steps_in(10, EPOCHS)
 
 
-def runs_to(directory: Path, *words: str) -> list[str]:
-    return ["--log-to", f"tensorboard:{directory}", *words, str(REGRESSION), "--epochs", "4"]
+def runs_to(directory: Path, *arguments: str) -> list[str]:
+    return ["--log-to", f"tensorboard:{directory}", *arguments, str(REGRESSION), "--epochs", "4"]
 
 
 def subsets(values: list[float]) -> Iterator[tuple[float, ...]]:
@@ -58,8 +58,8 @@ def test_a_curve_has_every_step_once_through_lost_leaders_a_drain_and_a_join(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     directory = tmp_path / "curves"
-    words = ["--nnodes", "1:3", "--strategy", "zero2", *runs_to(directory), "--pause", "0.2"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "1:3", "--strategy", "zero2", *runs_to(directory), "--pause", "0.2"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(20)
         told.cluster.kill_worker(told.node(1))
         told.wait_for_first_step(2)
@@ -87,8 +87,8 @@ def test_the_last_steps_have_the_values_of_all_nodes(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     directory = tmp_path / "curves"
-    words = ["--nnodes", "3", *runs_to(directory), "--pause", "0.01"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "3", *runs_to(directory), "--pause", "0.01"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         codes = told.wait_for_end()
         told.look()
         assert set(codes.values()) == {0}
@@ -101,27 +101,27 @@ def test_a_run_goes_on_after_a_restart_and_another_begins_with_another_job(
     tmp_path: Path, job: str
 ) -> None:
     directory, checkpoints = tmp_path / "curves", tmp_path / "checkpoints"
-    words = ["--nnodes", "1", *runs_to(directory, "--checkpoint-dir", str(checkpoints))]
+    arguments = ["--nnodes", "1", *runs_to(directory, "--checkpoint-dir", str(checkpoints))]
     with EtcdServer() as etcd:
         stopped = tmp_path / "stopped"
         stopped.mkdir()
-        slow = [*words, "--pause", "0.1"]
+        slow = [*arguments, "--pause", "0.1"]
         with story(stopped, etcd.endpoint, job, slow, nodes=1) as told:
             told.wait_for_step(20)
             told.cluster.drain(told.node(0))
             told.wait("its end", lambda: not told.node(0).running)
     with EtcdServer() as another:  # nothing of the job is left but its checkpoint, and the curve
-        with story(tmp_path, another.endpoint, job, words, nodes=1) as told:
+        with story(tmp_path, another.endpoint, job, arguments, nodes=1) as told:
             assert set(told.wait_for_end().values()) == {0}
             assert told.of("world")[0]["resume_step"] >= 20
         curve = [step for _, step, _ in points(directory / job / "run-1", "loss")]
         assert curve == list(range(1, STEPS + 1))
-    words = ["--nnodes", "1", *runs_to(directory)]  # no checkpoint: it begins at the first step
+    arguments = ["--nnodes", "1", *runs_to(directory)]  # no checkpoint: it begins at the first step
     anew = tmp_path / "anew"
     anew.mkdir()
     with (
         EtcdServer() as third,
-        story(anew, third.endpoint, job, [*words, "--pause", "0.01"], nodes=1) as told,
+        story(anew, third.endpoint, job, [*arguments, "--pause", "0.01"], nodes=1) as told,
     ):
         assert set(told.wait_for_end().values()) == {0}
     assert curve == [step for _, step, _ in points(directory / job / "run-1", "loss")]
@@ -134,12 +134,12 @@ def test_a_tracker_that_cannot_be_written_stops_no_training(
 ) -> None:
     blocked = tmp_path / "a file"
     blocked.write_text("where the directory should be")
-    words = ["--nnodes", "2", *runs_to(blocked), "--pause", "0.01"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "2", *runs_to(blocked), "--pause", "0.01"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         assert set(told.wait_for_end().values()) == {0}
         told.look()
-        said = [line for line in told.logs().splitlines() if "--log-to tensorboard" in line]
+        lines = [line for line in told.logs().splitlines() if "--log-to tensorboard" in line]
         events = [event["error"] for event in told.of("tracker")]
-        assert events and all(any(each in line for line in said) for each in events)
-    assert any("NotADirectoryError" in line or "FileExistsError" in line for line in said), said
-    assert any("steps are not written" in line for line in said), said
+        assert events and all(any(event in line for line in lines) for event in events)
+    assert any("NotADirectoryError" in line or "FileExistsError" in line for line in lines), lines
+    assert any("steps are not written" in line for line in lines), lines

@@ -47,8 +47,8 @@ def plain(
     optimizer = optimizer_of(model.parameters())
     samples, order = Samples(), SampleOrder(samples=SAMPLES, shuffle=False)
     plan, position = BatchPlan(order=order, global_batch=6, steps=steps), DataPosition()
-    while (found := plan.next(position)) is not None:
-        batch, position = found
+    while (next_batch := plan.next(position)) is not None:
+        batch, position = next_batch
         chosen = [samples[i] for i in order.indices(batch.epoch, batch.start, batch.stop).tolist()]
         squares(model, {k: torch.stack([s[k] for s in chosen]) for k in chosen[0]}).backward()
         if sums is not None:
@@ -75,13 +75,13 @@ def run(pool: Pool, folder: Path, told: dict[str, Any], worlds: dict[int, int]) 
 
 
 def assert_close(folder: Path, expected: dict[str, Tensor]) -> None:
-    found = ez_checkpoint.load(folder)
-    for name in found.keys() - expected.keys():
+    state = ez_checkpoint.load(folder)
+    for name in state.keys() - expected.keys():
         if name.startswith(("model/", "optimizer/")):  # zeros: of a parameter never stepped
-            assert not found[name].any(), name
+            assert not state[name].any(), name
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name].double(), tensor.double(), rtol=0, atol=1e-9, msg=f"{name}: ".__add__
+            state[name].double(), tensor.double(), rtol=0, atol=1e-9, msg=f"{name}: ".__add__
         )
 
 
@@ -122,12 +122,12 @@ def test_unused_parameters_train_as_in_one_process(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-@pytest.mark.parametrize("more", [{}, {"bucket_bytes": 1, "micro": 1}], ids=["one", "many"])
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1, "micro": 1}], ids=["one", "many"])
 def test_a_layer_that_runs_twice_under_reentrant_checkpointing(
-    pool: Pool, tmp_path: Path, strategy: str, more: dict[str, Any]
+    pool: Pool, tmp_path: Path, strategy: str, options: dict[str, Any]
 ) -> None:
     """Autograd gives its gradient in two parts; the sum over ranks waits for both."""
-    told = {"strategy": strategy, "reentrant": True, "twice": True, "blocks": True} | more
+    told = {"strategy": strategy, "reentrant": True, "twice": True, "blocks": True} | options
     run(pool, tmp_path, told, {2: 6})
     assert_close(tmp_path, plain(told, 6))
 
@@ -143,10 +143,10 @@ def test_a_parameter_read_right_after_a_step_is_up_to_date(
     expected: dict[str, Tensor] = {}
     plain(told, 9, after_step=lambda model: add_to_averages(expected, model))
     for rank in range(3):
-        found = json.loads((tmp_path / f"averages-{rank}").read_text())
-        assert found.keys() == expected.keys()
+        averages = json.loads((tmp_path / f"averages-{rank}").read_text())
+        assert averages.keys() == expected.keys()
         for name, tensor in expected.items():
-            got = torch.tensor(found[name], dtype=torch.float64)
+            got = torch.tensor(averages[name], dtype=torch.float64)
             torch.testing.assert_close(got, tensor, rtol=0, atol=1e-9, equal_nan=True)
 
 
@@ -158,9 +158,9 @@ def test_the_norm_of_each_whole_gradient(pool: Pool, tmp_path: Path, strategy: s
     plain(told, 6, norms=expected)
     assert len(expected) == 6
     for rank in range(3):
-        none_yet, *found = json.loads((tmp_path / f"norms-{rank}").read_text())
+        none_yet, *norms = json.loads((tmp_path / f"norms-{rank}").read_text())
         assert none_yet is None
-        assert found == pytest.approx(expected, rel=1e-9)
+        assert norms == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -176,9 +176,9 @@ def test_a_hook_on_gradients_means_the_same_everywhere(
     assert_close(tmp_path / "checkpoints", plain(told, 7, norms=norms, sums=sums))
     for rank in range(3):
         assert json.loads((tmp_path / f"norms-{rank}").read_text())[1:] == pytest.approx(norms)
-        found = json.loads((tmp_path / f"sums-{rank}").read_text())
-        assert [each.keys() for each in found] == [each.keys() for each in sums]
-        assert all(f == pytest.approx(s, rel=1e-9) for f, s in zip(found, sums, strict=True))
+        reported = json.loads((tmp_path / f"sums-{rank}").read_text())
+        assert [entry.keys() for entry in reported] == [entry.keys() for entry in sums]
+        assert all(f == pytest.approx(s, rel=1e-9) for f, s in zip(reported, sums, strict=True))
 
 
 def test_noise_on_gradients_is_the_same_on_all_ranks_of_ddp(pool: Pool, tmp_path: Path) -> None:

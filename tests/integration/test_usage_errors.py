@@ -52,9 +52,9 @@ def test_each_mistake_is_a_sentence_or_works() -> None:
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.keys() == TOLD.keys() | WORKS
-    for name, (code, text) in found.items():
+    outcomes = json.loads(done.stdout)
+    assert outcomes.keys() == TOLD.keys() | WORKS
+    for name, (code, text) in outcomes.items():
         if name in WORKS:
             assert (code, text) == (0, ""), (name, text)
         else:

@@ -19,8 +19,8 @@ from tests.support.deadlines import patience
 IS_WARM = "import sys; sys.exit(0 if 'torch' in sys.modules else 1)"
 
 
-def python(*words: str, **given: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, **given)
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
 
 
 @pytest.mark.parametrize("mark", ["warm", pytest.param("cold", marks=pytest.mark.cold)])
@@ -38,8 +38,8 @@ def test_what_a_command_prints_and_returns(mark: str, tmp_path: Path) -> None:
     )
     place: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"A": "b"}, "input": "said\n"}
     told = f"beside __main__ {{}} ['-x', 'y'] b {tmp_path}\n"
-    for words in ([str(script)], ["-m", "script"]):
-        done = python(*words, "-x", "y", **place)
+    for arguments in ([str(script)], ["-m", "script"]):
+        done = python(*arguments, "-x", "y", **place)
         assert (done.returncode, done.stderr) == (7, "said\n")
         assert done.stdout == told.format(script)
     done = python("-c", "import sys; print(sys.argv); 1 / 0", "z")
@@ -62,8 +62,8 @@ def test_processes_stay_warm_once_torch_has_set_a_variable(monkeypatch: pytest.M
 def test_a_signal_ends_a_process(number: signal.Signals) -> None:
     """Short sleeps: Python handles a signal that comes just before a sleep only after it."""
     code = "import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
-    words = [sys.executable, "-c", code]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         assert process.poll() is None and is_alive(process.pid)
         process.send_signal(number)
@@ -80,8 +80,8 @@ def test_a_bound_process_ends_with_what_it_is_bound_to() -> None:
     """Agents are bound to the test process, and so to the server that it starts."""
     server = warm.Server()
     warm.install(server)
-    words = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
-    with subprocess.Popen(bound_to_this_process(words), stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
+    with subprocess.Popen(bound_to_this_process(command), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         server.close()
         assert process.wait(30) == -signal.SIGKILL

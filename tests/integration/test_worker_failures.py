@@ -57,9 +57,9 @@ def test_an_abort_between_step_and_boundary_loses_nothing(
     for worker in first.workers:
         stopping = worker.last(Stopping)
         assert stopping.clean and stopping.step == worker.last(Stepped).step, first.logs()
-    resume, given = first.resume(), {"checkpoint_dir": str(tmp_path / "checkpoints")}
+    resume, options = first.resume(), {"checkpoint_dir": str(tmp_path / "checkpoints")}
     assert resume.step == 3
-    second = start(pool, tmp_path, 1, told, generation=2, resume=resume, **given)
+    second = start(pool, tmp_path, 1, told, generation=2, resume=resume, **options)
     assert second.finish() == 20
     assert_close(tmp_path / "checkpoints", plain(20, weighted=False))
 
@@ -153,8 +153,8 @@ def test_snapshots_become_a_checkpoint_though_their_workers_are_gone(
 def test_a_damaged_newest_step_is_reported_and_written_anew(pool: Pool, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     told = {"strategy": "zero1", "steps": 10, "clip": 0.5, "pause": 0.1}
-    given: dict[str, Any] = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
-    start(pool, tmp_path, 2, told, **given).finish()
+    options: dict[str, Any] = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
+    start(pool, tmp_path, 2, told, **options).finish()
     newest = DiskStorage(directory / step_directory(10))
     shard = newest.path / catalog.read_manifest(newest).files[1].name
     data = bytearray(shard.read_bytes())
@@ -162,12 +162,12 @@ def test_a_damaged_newest_step_is_reported_and_written_anew(pool: Pool, tmp_path
     shard.write_bytes(data)
     assert catalog.step_error_text(newest) is None
     resume = Resume(tier="storage", step=10)
-    second = start(pool, tmp_path, 2, told, generation=2, resume=resume, **given)
+    second = start(pool, tmp_path, 2, told, generation=2, resume=resume, **options)
     second.until(second.ended)
     assert 10 in {failed.bad_step for w in second.workers for failed in w.all(Failed)}
     resume = Resume(tier="storage", step=8)
-    given["bad_steps"] = (10,)
-    third = start(pool, tmp_path, 2, told, generation=3, resume=resume, **given)
+    options["bad_steps"] = (10,)
+    third = start(pool, tmp_path, 2, told, generation=3, resume=resume, **options)
     assert third.finish() == 10
     assert 10 in {over.step for over in third.overs if over.committed}
     assert not list(verify.find_corruption(newest))
@@ -180,8 +180,8 @@ def test_a_save_that_finds_the_disk_full_is_told_and_training_goes_on(
 ) -> None:
     directory = tmp_path / "checkpoints"
     told = {"strategy": "ddp", "steps": 10, "full": [1, 4, 5], "pause": 0.2}
-    given = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
-    running = start(pool, tmp_path, 2, told, **given)
+    options = {"checkpoint_dir": str(directory), "checkpoint_every": 4}
+    running = start(pool, tmp_path, 2, told, **options)
     assert running.finish() == 10
     assert steps_in(directory) == [step_directory(8), step_directory(10)]
     assert [over.step for over in running.overs if over.committed] == [8, 10]
@@ -195,20 +195,20 @@ def test_a_save_that_finds_the_disk_full_is_told_and_training_goes_on(
 def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     told = {"strategy": "zero2", "steps": 10, "full": [1, 9, 99]}
-    given = {"checkpoint_dir": str(directory), "checkpoint_every": 8, "save_timeout_s": 5.0}
-    running = start(pool, tmp_path, 2, told, **given)
+    options = {"checkpoint_dir": str(directory), "checkpoint_every": 8, "save_timeout_s": 5.0}
+    running = start(pool, tmp_path, 2, told, **options)
     running.until(lambda: bool(running.workers[1].all(Failed)))
     running.workers[0].channel.send(Abort(reason="rank 1 failed"))
     running.until(running.ended)
     assert [w.exit_code for w in running.workers] == [75, 1], running.logs()
     assert catalog.newest_good(open_directory(directory)) == 8
-    failed, *more = running.workers[1].all(Failed)
+    failed, *failures = running.workers[1].all(Failed)
     assert (failed.blame, failed.final, failed.traceback) == ("storage", False, "")
     assert failed.message.startswith("the last checkpoint, of step 10, was not saved: cannot write")
     assert "File too large" in failed.message
     # Shared memory is full too in this test.
     assert 10 not in [captured.step for captured in running.workers[1].all(Captured)]
-    assert not more
+    assert not failures
     lines = running.workers[1].log.read_text().splitlines()
     *tries, last = [line.split(":")[0] for line in lines]
     one = ["no snapshot of step 10", "the checkpoint of step 10 was not saved"]
@@ -255,15 +255,15 @@ def test_nodes_that_were_told_different_things_about_checkpoints_agree(
 ) -> None:
     directory = tmp_path / "checkpoints"
     told = {"strategy": "ddp", "steps": 5, "pause": 0.3}
-    given = {"checkpoint_dir": str(directory), "checkpoint_every": 2}
+    options = {"checkpoint_dir": str(directory), "checkpoint_every": 2}
     odd = {1: lambda a: replace(a, checkpoint_every=3)}
-    running = start(pool, tmp_path, 2, told, odd=odd, **given)
+    running = start(pool, tmp_path, 2, told, odd=odd, **options)
     assert running.finish() == 5
     # On a busy machine the save of step 2 may still run when step 4 is due, which then waits.
     possible = [[step_directory(step) for step in steps] for steps in ((2, 4, 5), (2, 5))]
     assert steps_in(directory) in possible, "those of rank 0's interval, not of rank 1's"
     odd = {0: lambda a: replace(a, checkpoint_dir=None)}
-    running = start(pool, tmp_path, 2, told, odd=odd, **(given | {"checkpoint_dir": "unused"}))
+    running = start(pool, tmp_path, 2, told, odd=odd, **(options | {"checkpoint_dir": "unused"}))
     assert running.finish() == 5
     assert running.workers[1].log.read_text().startswith("no checkpoints: rank 0's node has no")
 
@@ -274,12 +274,12 @@ def test_a_node_without_a_directory_does_not_end_the_saves_of_others(
     """A node that joined without --checkpoint-dir ended them for all, with a line in a log."""
     told = {"strategy": "ddp", "steps": 5}
     odd = {1: lambda a: replace(a, checkpoint_dir=None)}
-    given = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 2}
-    running = start(pool, tmp_path, 2, told, odd=odd, **given)
+    options = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 2}
+    running = start(pool, tmp_path, 2, told, odd=odd, **options)
     running.until(running.ended)
     failed = running.workers[1].last(Failed)
     assert failed.final and "has no --checkpoint-dir, and rank 0's" in failed.message
-    assert all(said.blame == "peer" for said in running.workers[0].all(Failed))
+    assert all(failure.blame == "peer" for failure in running.workers[0].all(Failed))
 
 
 def test_a_logged_loss_may_require_a_gradient(pool: Pool, tmp_path: Path) -> None:

@@ -38,11 +38,13 @@ from tests.support.deadlines import patience
 SCRIPT = Path(__file__).parent / "training_exact.py"
 
 
-def start(pool: Pool, folder: Path, world_size: int, told: dict[str, Any], **given: Any) -> Running:
+def start(
+    pool: Pool, folder: Path, world_size: int, told: dict[str, Any], **options: Any
+) -> Running:
     """All ranks on one node, so that every snapshot is found on disk."""
-    given = {"node": "node", "snapshot_root": str(folder / "snapshots"), **given}
-    given.setdefault("generation", 1)
-    return pool.start(SCRIPT, [json.dumps(told)], world_size, **given)
+    options = {"node": "node", "snapshot_root": str(folder / "snapshots"), **options}
+    options.setdefault("generation", 1)
+    return pool.start(SCRIPT, [json.dumps(told)], world_size, **options)
 
 
 def committed(log: Path, resumed: list[int]) -> list[int]:
@@ -52,8 +54,8 @@ def committed(log: Path, resumed: list[int]) -> list[int]:
         generation, _, step, indices = json.loads(line)
         limit = resumed[generation - 1] if generation <= len(resumed) else 1 << 60
         if step <= limit:
-            known = used.setdefault((generation, step), indices)
-            assert known == indices, "ranks disagree on the samples of a step"
+            recorded = used.setdefault((generation, step), indices)
+            assert recorded == indices, "ranks disagree on the samples of a step"
     steps = [step for _, step in sorted(used)]
     assert steps == list(range(1, len(steps) + 1))
     return [index for key in sorted(used) for index in used[key]]
@@ -115,11 +117,11 @@ def test_half_precision_keeps_its_masters_over_a_drain(
         pool, tmp_path, 2, told, generation=2, resume=first.resume(), checkpoint_dir=str(directory)
     )
     assert second.finish() == 40
-    found = ez_checkpoint.load(directory)
-    masters = {n: t for n, t in found.items() if n.endswith("/master")}
+    state = ez_checkpoint.load(directory)
+    masters = {n: t for n, t in state.items() if n.endswith("/master")}
     assert len(masters) == 10
     for name, master in masters.items():
-        weight = found[name.replace("optimizer/", "model/").removesuffix("/master")]
+        weight = state[name.replace("optimizer/", "model/").removesuffix("/master")]
         assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), weight)
     assert any(not torch.equal(m.bfloat16().float(), m) for m in masters.values())
 
@@ -154,15 +156,15 @@ def test_a_killed_worker_is_noticed_by_all_others(pool: Pool, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given"),
+    ("ranks", "options"),
     [(3, {}), pytest.param(4, {"row": 2, "shard": "node"}, id="four ranks, state within nodes")],
 )
 def test_a_stopped_peer_is_left_behind_when_the_agent_says_so(
-    pool: Pool, ranks: int, given: dict[str, Any]
+    pool: Pool, ranks: int, options: dict[str, Any]
 ) -> None:
     """With state within nodes the others wait in collectives of their rows and of replicas."""
     told = {"strategy": "zero2", "steps": 100000, "clip": 0.5}
-    running = pool.start(SCRIPT, [json.dumps(told)], ranks, **given)
+    running = pool.start(SCRIPT, [json.dumps(told)], ranks, **options)
     running.until(running.reached(3))
     stopped, *others = running.workers
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -226,10 +228,10 @@ def test_a_batch_smaller_than_the_world_is_the_users_to_mend(pool: Pool, tmp_pat
     running = start(pool, tmp_path, 3, {"strategy": "ddp", "steps": 4, "batch": 2})
     running.until(running.ended)
     failed = [w.last(Failed) for w in running.workers]
-    mine = [f for f in failed if f.blame == "user"]
-    assert mine and all(f.final for f in mine)
-    assert "smaller than the world of 3" in mine[0].message
-    text = running.workers[failed.index(mine[0])].log.read_text()
+    failures = [f for f in failed if f.blame == "user"]
+    assert failures and all(f.final for f in failures)
+    assert "smaller than the world of 3" in failures[0].message
+    text = running.workers[failed.index(failures[0])].log.read_text()
     assert text.startswith("error: global_batch is 2") and "Traceback" not in text
 
 
@@ -300,8 +302,8 @@ def test_growth_at_the_last_boundary_leaves_nothing_to_do_but_the_end(
 @pytest.mark.parametrize("damage", ["bytes", "cannot be read", "other model"])
 def test_a_checkpoint_that_cannot_be_used_says_why(pool: Pool, tmp_path: Path, damage: str) -> None:
     told = {"strategy": "ddp", "steps": 4}
-    given = {"checkpoint_dir": str(tmp_path / "checkpoints")}
-    start(pool, tmp_path, 2, told, **given).finish()
+    options = {"checkpoint_dir": str(tmp_path / "checkpoints")}
+    start(pool, tmp_path, 2, told, **options).finish()
     if damage == "bytes":
         step = tmp_path / "checkpoints" / step_directory(4)
         shard = sorted(step.glob("*.safetensors"))[1]
@@ -315,7 +317,7 @@ def test_a_checkpoint_that_cannot_be_used_says_why(pool: Pool, tmp_path: Path, d
     else:
         told["width"] = 5
     resume = Resume(tier="storage", step=4)
-    running = start(pool, tmp_path, 1, told, generation=2, resume=resume, **given)
+    running = start(pool, tmp_path, 1, told, generation=2, resume=resume, **options)
     running.until(running.ended)
     failed = running.workers[0].last(Failed)
     assert running.workers[0].exit_code == 1
@@ -334,13 +336,13 @@ def test_checkpoints_are_written_on_the_way_and_a_run_goes_on_from_them(
     pool: Pool, tmp_path: Path
 ) -> None:
     told = {"strategy": "zero3", "steps": 10, "clip": 0.5, "pause": 0.3}
-    given = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 4}
-    start(pool, tmp_path, 2, told, **given).finish()
+    options = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 4}
+    start(pool, tmp_path, 2, told, **options).finish()
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == [step_directory(step) for step in (4, 8, 10)]
     resume = Resume(tier="storage", step=8)
-    more = start(pool, tmp_path, 3, told | {"steps": 31}, generation=2, resume=resume, **given)
-    assert more.finish() == 31
+    resumed = start(pool, tmp_path, 3, told | {"steps": 31}, generation=2, resume=resume, **options)
+    assert resumed.finish() == 31
     assert_close(tmp_path / "checkpoints", plain(31, weighted=False))
 
 
@@ -349,9 +351,9 @@ def test_the_whole_model_is_given_to_rank_0(pool: Pool, tmp_path: Path, strategy
     directory, state = tmp_path / "checkpoints", tmp_path / "state"
     told = {"strategy": strategy, "steps": 5, "state": str(state)}
     start(pool, tmp_path, 3, told, checkpoint_dir=str(directory)).finish()
-    found = json.loads(state.read_text())
-    assert list(found) == list(Model().state_dict())
+    state_dict = json.loads(state.read_text())
+    assert list(state_dict) == list(Model().state_dict())
     saved = ez_checkpoint.load(directory)
-    for name, values in found.items():
+    for name, values in state_dict.items():
         stored = saved.get(f"model/{name}", saved.get("model/out.weight"))
         assert stored is not None and stored.tolist() == values, name

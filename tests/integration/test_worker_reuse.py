@@ -30,9 +30,9 @@ def test_a_process_trains_on_when_a_node_leaves_and_another_comes(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
-    words += [*KEEP, str(REGRESSION), "--pause", "0.2"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
+    arguments += [*KEEP, str(REGRESSION), "--pause", "0.2"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(5)
         told.cluster.drain(told.node(0))
         told.wait("the leaver's end", lambda: not told.node(0).running)
@@ -43,9 +43,9 @@ def test_a_process_trains_on_when_a_node_leaves_and_another_comes(
         codes = told.wait_for_end()
     assert codes == {"node-0": 75, "node-1": 0, "node-2": 0}
     assert told.lineage.recomputed == 0
-    begun = starts(told, "node-1")
-    assert len({tuple(start["pids"]) for start in begun}) == 1, told.logs()
-    assert [start["kept"] for start in begun] == [0] + [1] * (len(begun) - 1)
+    first_starts = starts(told, "node-1")
+    assert len({tuple(start["pids"]) for start in first_starts}) == 1, told.logs()
+    assert [start["kept"] for start in first_starts] == [0] + [1] * (len(first_starts) - 1)
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
 
@@ -57,10 +57,10 @@ def test_what_a_killed_worker_leaves_behind_goes_on(
 ) -> None:
     """Its peers are kept, or forked anew where the shock has left a doubt."""
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
-    words += ["--nproc-per-node", "2", "--snapshot-every", "2", *KEEP]
-    words += [str(REGRESSION), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:3", "--strategy", strategy, "--checkpoint-dir", str(checkpoints)]
+    arguments += ["--nproc-per-node", "2", "--snapshot-every", "2", *KEEP]
+    arguments += [str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(10)
         told.cluster.kill_worker(told.node(0))
         told.wait("a second world", lambda: told.generation >= 2)
@@ -76,8 +76,8 @@ def test_what_a_killed_worker_leaves_behind_goes_on(
 @pytest.mark.timeout(120)
 def test_a_process_in_doubt_is_forked_anew(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     """And what the script has started ends with it."""
-    words = ["--nnodes", "1:2", *KEEP, str(SCRIPTS / "leaves_behind.py"), "child"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=2) as told:
+    arguments = ["--nnodes", "1:2", *KEEP, str(SCRIPTS / "leaves_behind.py"), "child"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(3)
         told.cluster.drain(told.node(0))
         codes = told.wait_for_end()
