@@ -43,11 +43,11 @@ LINES = [
 def words_of(line: str) -> list[str]:
     """The words of an example after the program's name and before its output's file, and variables
     before it set."""
-    words = shlex.split(line.partition(" > ")[0])
-    while "=" in words[0]:
-        words.pop(0)
-    assert words.pop(0) == "elasticzero"
-    return words
+    arguments = shlex.split(line.partition(" > ")[0])
+    while "=" in arguments[0]:
+        arguments.pop(0)
+    assert arguments.pop(0) == "elasticzero"
+    return arguments
 
 
 @pytest.mark.parametrize("prog", PARSERS)
@@ -91,8 +91,8 @@ def test_examples_that_start_a_job_pass_its_checks(
 ) -> None:
     for name, line in LINES:
         if name == command:
-            first, *words = words_of(line)
-            assert main([first, "--dry-run", *words]) == ExitCode.DONE, capsys.readouterr().err
+            first, *arguments = words_of(line)
+            assert main([first, "--dry-run", *arguments]) == ExitCode.DONE, capsys.readouterr().err
 
 
 def test_examples_of_plan_and_checkpoint_run_one_after_the_other(
@@ -102,14 +102,14 @@ def test_examples_of_plan_and_checkpoint_run_one_after_the_other(
     for name, line in LINES:
         if name.startswith(("plan", "checkpoint ")):
             code = main(words_of(line))
-            wanted = {0, 1} if name == "checkpoint diff" else {0}
-            assert code in wanted, (line, capsys.readouterr().err)
+            codes = {0, 1} if name == "checkpoint diff" else {0}
+            assert code in codes, (line, capsys.readouterr().err)
             tried += 1
     assert tried >= 16
 
 
 @pytest.mark.parametrize(
-    ("words", "prog"),
+    ("arguments", "prog"),
     [
         ("help", "elasticzero"),
         ("help run", "elasticzero run"),
@@ -118,9 +118,9 @@ def test_examples_of_plan_and_checkpoint_run_one_after_the_other(
         ("help help", "elasticzero help"),
     ],
 )
-def test_help_of_a_command(words: str, prog: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command(arguments: str, prog: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words.split())
+        main(arguments.split())
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: {prog}")
@@ -140,10 +140,10 @@ def test_every_option_of_a_job_stands_under_a_heading(options: list) -> None:  #
     assert loose == [option.flags[0] for option in COMMAND_OPTIONS]
 
 
-def listed_by(words: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+def listed_by(arguments: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Returns the flags that begin a line of a command's help, but for those of help itself."""
     with pytest.raises(SystemExit) as ended:
-        main(words.split())
+        main(arguments.split())
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert "\nexamples:\n  # " in text
@@ -161,11 +161,13 @@ def test_help_lists_25_options_and_help_all_every_one(
     """A new option takes the place of another, or is among those that `--help-all` lists."""
     short = listed_by(f"{command} --help", capsys)
     assert len(short) == 25
-    known = {o.name: o.flags for o in options if o.help != argparse.SUPPRESS}
-    listed = {name for name, flags in known.items() if short.intersection(flags)}
-    assert listed == LISTED.intersection(known).union({"nodes", "fault"} & known.keys())
+    flags_by_name = {o.name: o.flags for o in options if o.help != argparse.SUPPRESS}
+    listed = {name for name, flags in flags_by_name.items() if short.intersection(flags)}
+    assert listed == LISTED.intersection(flags_by_name).union(
+        {"nodes", "fault"} & flags_by_name.keys()
+    )
     every = listed_by(f"{command} --help-all", capsys)
-    assert all(every.intersection(flags) for flags in known.values())
+    assert all(every.intersection(flags) for flags in flags_by_name.values())
     assert listed_by(f"{command} --nnodes 2 {HELP_ALL} --etcd", capsys) == every
 
 
@@ -183,7 +185,7 @@ def test_each_help_text_is_a_sentence(prog: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "near"),
+    ("arguments", "near"),
     [
         ("run --checkpont-dir c train.py", "--checkpoint-dir"),
         ("status --ectd h:1 --job j", "--etcd"),
@@ -191,10 +193,10 @@ def test_each_help_text_is_a_sentence(prog: str) -> None:
     ],
 )
 def test_an_unknown_option_is_told_with_the_nearest(
-    words: str, near: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(words.split())
+        parse(arguments.split())
     assert f"did you mean {near}?" in capsys.readouterr().err
 
 

@@ -31,8 +31,8 @@ def trained(steps: int, *, step_s: float = 1.0) -> TimeAccount:
 
 
 def test_a_generation_from_its_rendezvous_to_its_steps() -> None:
-    found = trained(10).seconds(15.5)
-    assert found == pytest.approx(
+    seconds = trained(10).seconds(15.5)
+    assert seconds == pytest.approx(
         {
             "regroup": 2.0,
             "connect": 0.5,
@@ -42,7 +42,7 @@ def test_a_generation_from_its_rendezvous_to_its_steps() -> None:
             "productive": 9.5,  # with the half second of the step that runs
         }
     )
-    assert goodput(found) == pytest.approx(9.5 / 15.5)
+    assert goodput(seconds) == pytest.approx(9.5 / 15.5)
 
 
 def test_time_from_the_last_step_to_the_round_is_detection() -> None:
@@ -50,11 +50,11 @@ def test_time_from_the_last_step_to_the_round_is_detection() -> None:
     account.round_opened(9.0)
     account.waits("idle", 9.5)
     account.waits("regroup", 12.0)
-    found = account.seconds(13.0)
-    assert found["productive"] == pytest.approx(1.8)
-    assert found["detect"] == pytest.approx(2.0)
-    assert found["idle"] == pytest.approx(2.5)
-    assert found["regroup"] == pytest.approx(2.0 + 0.5 + 1.0)
+    seconds = account.seconds(13.0)
+    assert seconds["productive"] == pytest.approx(1.8)
+    assert seconds["detect"] == pytest.approx(2.0)
+    assert seconds["idle"] == pytest.approx(2.5)
+    assert seconds["regroup"] == pytest.approx(2.0 + 0.5 + 1.0)
 
 
 def test_steps_that_go_on_in_an_open_round_are_productive() -> None:
@@ -63,17 +63,17 @@ def test_steps_that_go_on_in_an_open_round_are_productive() -> None:
     account = trained(2)
     account.round_opened(7.5)
     account.stepped(3, 8.0, data_wait_s=0.0)
-    found = account.seconds(8.25)
-    assert found["productive"] == pytest.approx(1.8 + 1.0)
-    assert "detect" not in found
-    assert found["regroup"] == pytest.approx(2.0 + 0.25)
+    seconds = account.seconds(8.25)
+    assert seconds["productive"] == pytest.approx(1.8 + 1.0)
+    assert "detect" not in seconds
+    assert seconds["regroup"] == pytest.approx(2.0 + 0.25)
     account = trained(2)
     account.round_opened(9.0)
     account.stepped(3, 8.0, data_wait_s=0.0)
-    found = account.seconds(9.5)
-    assert found["productive"] == pytest.approx(1.8 + 1.0)
-    assert found["detect"] == pytest.approx(1.0)
-    assert found["regroup"] == pytest.approx(2.5)
+    seconds = account.seconds(9.5)
+    assert seconds["productive"] == pytest.approx(1.8 + 1.0)
+    assert seconds["detect"] == pytest.approx(1.0)
+    assert seconds["regroup"] == pytest.approx(2.5)
 
 
 def test_stalls_of_a_step_are_apart() -> None:
@@ -82,10 +82,10 @@ def test_stalls_of_a_step_are_apart() -> None:
     account.stalled("checkpoint", 0.3)
     assert account.seconds(6.4)["snapshot"] == pytest.approx(0.2)
     account.stepped(2, 7.0, data_wait_s=0.1)
-    found = account.seconds(7.0)
-    assert found["snapshot"] == pytest.approx(0.2)
-    assert found["checkpoint"] == pytest.approx(0.3)
-    assert found["productive"] == pytest.approx(0.9 + 0.4)
+    seconds = account.seconds(7.0)
+    assert seconds["snapshot"] == pytest.approx(0.2)
+    assert seconds["checkpoint"] == pytest.approx(0.3)
+    assert seconds["productive"] == pytest.approx(0.9 + 0.4)
 
 
 def test_a_generation_that_never_trains_is_start_up() -> None:
@@ -109,9 +109,9 @@ def test_the_last_save_is_no_productive_time() -> None:
     account = trained(1)
     account.saved(0.75)
     account.ended(7.0)
-    found = account.seconds(7.0)
-    assert found["checkpoint"] == pytest.approx(0.75)
-    assert found["productive"] == pytest.approx(0.9 + 0.25)
+    seconds = account.seconds(7.0)
+    assert seconds["checkpoint"] == pytest.approx(0.75)
+    assert seconds["productive"] == pytest.approx(0.9 + 0.25)
 
 
 def test_steps_that_are_done_again_are_wasted() -> None:
@@ -174,10 +174,10 @@ def test_classes_add_up_in_any_order_of_events(
                 text = json.dumps(encode(spent))
                 account = TimeAccount(now_s, decode(TimeSpent, json.loads(text)))
                 assert len(spent.steps) <= GROUPS
-        found = account.seconds(now_s)
-        assert found.keys() <= set(TIME_CLASSES)
-        assert min(found.values(), default=0.0) >= -1e-3
-        assert sum(found.values()) == pytest.approx(now_s, abs=1e-3)
+        seconds = account.seconds(now_s)
+        assert seconds.keys() <= set(TIME_CLASSES)
+        assert min(seconds.values(), default=0.0) >= -1e-3
+        assert sum(seconds.values()) == pytest.approx(now_s, abs=1e-3)
 
 
 def test_groups_of_steps_keep_all_their_time() -> None:

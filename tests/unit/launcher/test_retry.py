@@ -33,13 +33,13 @@ def is_os_error(error: BaseException) -> bool:
 
 def test_a_call_is_repeated_until_it_succeeds() -> None:
     reported: list[tuple[int, str]] = []
-    found = retry_call(
+    value = retry_call(
         failing(2),
         AT_ONCE,
         retryable=is_os_error,
         on_failure=lambda failures, error: reported.append((failures, str(error))),
     )
-    assert found == 3
+    assert value == 3
     assert reported == [(1, "try 1"), (2, "try 2")]
 
 

@@ -27,19 +27,19 @@ def folder(root: Path) -> Path:
     return root / "k8s" / "components" / "monitoring"
 
 
-def promtool(program: Callable[[str], str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [program("promtool"), *words]
+def promtool(program: Callable[[str], str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [program("promtool"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_promtool_accepts_the_rules(folder: Path, program: Callable[[str], str]) -> None:
-    found = promtool(program, "check", "rules", str(folder / "rules.yaml"))
-    assert found.returncode == 0, found.stdout + found.stderr
+    completed = promtool(program, "check", "rules", str(folder / "rules.yaml"))
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 def test_each_alert_fires_when_it_should_and_only_then(program: Callable[[str], str]) -> None:
-    found = promtool(program, "test", "rules", str(TESTS))
-    assert found.returncode == 0, found.stdout + found.stderr
+    completed = promtool(program, "test", "rules", str(TESTS))
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 def test_each_alert_has_a_case_that_fires_and_one_that_does_not(root: Path) -> None:
@@ -72,25 +72,25 @@ def test_each_alert_leads_to_its_entry_in_the_runbook(root: Path) -> None:
 
 
 def test_alerts_name_metrics_and_labels_that_exist(root: Path) -> None:
-    known = series()
-    wrong = {r["alert"]: found for r in rules(root) if (found := mistakes(r["expr"], known))}
+    metrics = series()
+    wrong = {r["alert"]: errors for r in rules(root) if (errors := mistakes(r["expr"], metrics))}
     assert not wrong
 
 
 def test_the_dashboard_names_metrics_and_labels_that_exist() -> None:
-    known = series()
+    metrics = series()
     wrong = {
-        title: found
+        title: errors
         for title, expression, _ in panel_queries()
-        if (found := mistakes(expression, known))
+        if (errors := mistakes(expression, metrics))
     }
     assert not wrong
 
 
 def test_legends_name_labels_that_exist() -> None:
-    known = series()
+    metrics = series()
     for title, expression, legend in panel_queries():
-        labels = set[str]().union(*(known[name] for name, _ in selectors(expression)))
+        labels = set[str]().union(*(metrics[name] for name, _ in selectors(expression)))
         assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= labels, title
 
 
@@ -155,11 +155,11 @@ def test_the_dashboard_is_whole(folder: Path) -> None:
         taken |= cells
     shown = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     assert shown == [expression for _, expression, _ in panel_queries()]
-    known = series()
+    metrics = series()
     for annotation in board["annotations"]["list"]:
-        assert not mistakes(annotation["expr"], known)
+        assert not mistakes(annotation["expr"], metrics)
     variables = [variable["query"] for variable in board["templating"]["list"]]
-    assert not [m for v in variables for m in mistakes(str(v), known)]
+    assert not [m for v in variables for m in mistakes(str(v), metrics)]
 
 
 def test_kustomize_renders_the_component(

@@ -67,14 +67,14 @@ def listening(*taken: int) -> Any:
 
 
 def test_the_next_free_port_is_taken_and_said() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     first = DEFAULT_HTTP_PORT
-    found: Any = listen_on_free_port(None, listening(), said.append)
-    assert found.port == first
-    assert not said
-    found = listen_on_free_port(None, listening(first, first + 1), said.append)
-    assert found.port == first + 2
-    assert str(first + 2) in said[0] and "--http-port" in said[0]
+    listener: Any = listen_on_free_port(None, listening(), messages.append)
+    assert listener.port == first
+    assert not messages
+    listener = listen_on_free_port(None, listening(first, first + 1), messages.append)
+    assert listener.port == first + 2
+    assert str(first + 2) in messages[0] and "--http-port" in messages[0]
 
 
 def test_a_port_that_was_given_is_never_changed() -> None:

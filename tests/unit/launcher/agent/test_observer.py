@@ -159,10 +159,10 @@ def test_the_last_node_is_surplus_once_a_loss_would_show() -> None:
     seen = [node.look(2.0, policy).surplus for node in nodes]
     assert seen == [False, False, False, True]
     asked = nodes[2].store.looks
-    more = replace(policy, max_nodes=3)
+    larger_policy = replace(policy, max_nodes=3)
     assert [node.look(2.0, policy).surplus for node in nodes] == seen
     assert nodes[2].store.looks == asked
-    assert not any(node.look(2.0, more).surplus for node in nodes)
+    assert not any(node.look(2.0, larger_policy).surplus for node in nodes)
     for node in nodes:
         node.close()
 

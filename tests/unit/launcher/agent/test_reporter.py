@@ -112,8 +112,8 @@ def test_a_hang_that_ends_by_itself_is_said(
     step = Stepped(step=7, at_s=1e12, step_s=0.1, data_wait_s=0.0, samples=1)
     reporter.received(group, [(worker, step)], 0.0)
     assert capsys.readouterr().err == ""
-    found = Failure(rank=0, blame="peer", message="no step for 61.0 s after step 6; it waits")
-    reporter.examined(group, found)
+    failure = Failure(rank=0, blame="peer", message="no step for 61.0 s after step 6; it waits")
+    reporter.examined(group, failure)
     reporter.received(group, [(worker, step), (worker, step)], 0.0)
     lines = [line.partition("n] ")[2] for line in capsys.readouterr().err.splitlines()]
     assert lines[0] == "rank 0: no step for 61.0 s after step 6; it waits"
@@ -167,6 +167,6 @@ def test_events_made_of_messages_have_their_documented_fields(
     reporter.save_failed(failed)
     reporter.examined(group, Failure(rank=0, blame="hung", message="no step"))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    found = {event["event"]: event.keys() - {"event", "time"} for event in events}
-    assert len(found) == 13
-    assert found == {name: EVENTS[name].fields.keys() for name in found}
+    fields = {event["event"]: event.keys() - {"event", "time"} for event in events}
+    assert len(fields) == 13
+    assert fields == {name: EVENTS[name].fields.keys() for name in fields}

@@ -57,7 +57,7 @@ def unix_time(monotonic_s: float) -> float:
 @pytest.fixture
 def latest() -> Latest:
     now_s = time.monotonic()
-    found = Latest(began_s=now_s - 60.0)
+    latest_status = Latest(began_s=now_s - 60.0)
     for step in range(1, 6):
         at_s = now_s - 10.0 + step
         for rank in (0, 1):
@@ -70,9 +70,9 @@ def latest() -> Latest:
                 gradient_norm=2.0,
                 compute_s=0.5 * (rank + 1),
             )
-            found.received(rank, message)
-    found.received(0, Logged(step=5, scalars={"loss": 1.5, "lr": 0.1}))
-    return found
+            latest_status.received(rank, message)
+    latest_status.received(0, Logged(step=5, scalars={"loss": 1.5, "lr": 0.1}))
+    return latest_status
 
 
 def test_only_the_leader_of_a_job_that_runs_answers(options: AgentOptions, latest: Latest) -> None:

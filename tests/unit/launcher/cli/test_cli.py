@@ -124,7 +124,7 @@ def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "wanted"),
+    ("variable", "value", "expected"),
     [
         ("ELASTICZERO_STRATEGY", "zero9", "one of ddp, zero1, zero2, zero3, auto is expected"),
         ("ELASTICZERO_KEEP_WORKERS", "maybe", "one of 1, true, yes, 0, false, no is expected"),
@@ -133,7 +133,7 @@ def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_a_value_from_the_environment_is_checked(
-    root: Path, variable: str, value: str, wanted: str
+    root: Path, variable: str, value: str, expected: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "elasticzero.launcher.cli", "run", "train.py"],
@@ -144,21 +144,21 @@ def test_a_value_from_the_environment_is_checked(
         timeout=60,
     )
     assert done.returncode == ExitCode.USAGE
-    assert done.stderr == f"error: {variable}={value}: {wanted}\n"
+    assert done.stderr == f"error: {variable}={value}: {expected}\n"
 
 
-@pytest.mark.parametrize("words", [["--strategy", "zero2", "t.py"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["--strategy", "zero2", "t.py"], ["--help"]])
 def test_a_bad_value_of_an_unused_variable_is_ignored(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ELASTICZERO_STRATEGY", "zero9")
-    if words == ["--help"]:
+    if arguments == ["--help"]:
         with pytest.raises(SystemExit) as ended:
-            parse(["run", *words])
+            parse(["run", *arguments])
         assert ended.value.code == 0
         assert "--strategy {ddp,zero1,zero2,zero3,auto}" in capsys.readouterr().out
     else:
-        assert parse(["run", *words]).strategy == "zero2"
+        assert parse(["run", *arguments]).strategy == "zero2"
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
@@ -188,9 +188,9 @@ def test_extensions_are_imported_before_a_name_is_claimed(tmp_path: Path) -> Non
     (tmp_path / "train.py").touch()
     parser = Parser(prog="elasticzero run")
     add_run(parser, extensions)
-    words = ["--node-name", "n", "--snapshot-dir", str(tmp_path / "memory")]
-    words += ["--log-dir", str(tmp_path / "logs"), str(tmp_path / "train.py")]
-    args = parser.parse_args(words)
+    arguments = ["--node-name", "n", "--snapshot-dir", str(tmp_path / "memory")]
+    arguments += ["--log-dir", str(tmp_path / "logs"), str(tmp_path / "train.py")]
+    args = parser.parse_args(arguments)
     with pytest.raises(UserError, match="the extensions are asked for"):
         args.run_command(args)
     assert claims == []
@@ -219,17 +219,17 @@ def test_a_word_after_the_command_is_no_command(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("words", "command"),
+    ("arguments", "command"),
     [
         ("--quick status --etcd h:1 --job j", "elasticzero status"),
         ("checkpoint inspect --quick .", "elasticzero checkpoint inspect"),
     ],
 )
 def test_an_unknown_option_leads_to_the_help_of_its_command(
-    words: str, command: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(words.split())
+        parse(arguments.split())
     assert capsys.readouterr().err == f"error: unknown option --quick\nsee: {command} --help\n"
 
 
@@ -258,13 +258,13 @@ def test_help_can_be_shown(parser: argparse.ArgumentParser) -> None:
 
 def test_all_commands_are_there() -> None:
     named = {parser.prog for parser in every_command(build_parser())}
-    wanted = ("run", "local", "status", "drain", "scale", "stop", "plan", "checkpoint")
-    assert {f"elasticzero {name}" for name in wanted} < named
+    commands = ("run", "local", "status", "drain", "scale", "stop", "plan", "checkpoint")
+    assert {f"elasticzero {name}" for name in commands} < named
     assert "elasticzero checkpoint verify" in named
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (["--checkpoint-every", "-1"], "--checkpoint-every -1: 0 or more"),
         (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
@@ -283,7 +283,7 @@ def test_all_commands_are_there() -> None:
 @pytest.mark.parametrize("command", [["run"], ["local", "--nodes", "2"]], ids=["run", "local"])
 def test_bad_parsed_are_found_before_anything_starts(
     command: list[str],
-    words: list[str],
+    arguments: list[str],
     text: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -293,7 +293,7 @@ def test_bad_parsed_are_found_before_anything_starts(
 
     monkeypatch.setattr("elasticzero.launcher.local.command.run", starts)
     monkeypatch.setattr("elasticzero.launcher.agent.main.run_agent", starts)
-    assert main([*command, *words, __file__]) == ExitCode.USAGE
+    assert main([*command, *arguments, __file__]) == ExitCode.USAGE
     assert text in capsys.readouterr().err
 
 
@@ -313,8 +313,8 @@ def test_a_value_from_the_environment_needs_a_directory_too(
 
 
 def test_no_checkpoints_at_all_is_fine() -> None:
-    words = ["run", "--checkpoint-every", "0", "--snapshot-every", "4", "train.py"]
-    assert parse_common_options(build_parser().parse_args(words)).training.snapshot_every == 4
+    arguments = ["run", "--checkpoint-every", "0", "--snapshot-every", "4", "train.py"]
+    assert parse_common_options(build_parser().parse_args(arguments)).training.snapshot_every == 4
 
 
 def test_each_field_of_the_table_exists() -> None:
@@ -332,9 +332,9 @@ def test_each_field_of_the_table_exists() -> None:
 
 def test_local_passes_its_options_on_to_each_agent() -> None:
     """`--restart` was taken and went nowhere."""
-    given = "--strategy zero2 --grace 7 --keep-workers --checkpoint-dir c --keep 3 --role r"
-    given += " --restart --no-python"
-    args = parse(["local", "--nodes", "2", *given.split(), "true", "--nodes", "9"])
+    options = "--strategy zero2 --grace 7 --keep-workers --checkpoint-dir c --keep 3 --role r"
+    options += " --restart --no-python"
+    args = parse(["local", "--nodes", "2", *options.split(), "true", "--nodes", "9"])
     got = parse(["run", *agent_arguments(args, "h:1", 3)])
     assert (got.etcd, got.nnodes, got.http_port, got.preemption) == ("h:1", "1:3", 0, "none")
     assert (got.script, got.arguments, got.tee) == ("true", ["--nodes", "9"], True)
@@ -348,14 +348,14 @@ def test_an_agent_that_cannot_start_leaves_its_error_as_an_event(
 ) -> None:
     place = ["--log-dir", str(tmp_path), "--job", "j", "--node-name", "n"]
     assert main(["run", *place, "--nnodes", "2:1", "train.py"]) == ExitCode.USAGE
-    said = capsys.readouterr().err.strip()
+    stderr = capsys.readouterr().err.strip()
     (event,) = EventReader(tmp_path / "j" / "n").read()
     assert event["event"] == "error"
-    assert said == f"error: {event['message']}"
+    assert stderr == f"error: {event['message']}"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--checkpoint-every", "x"], "--checkpoint-every x: a whole number is expected"),
         (["--lease-ttl", "1.5"], "--lease-ttl 1.5: a whole number is expected"),
@@ -370,11 +370,11 @@ def test_an_agent_that_cannot_start_leaves_its_error_as_an_event(
     ],
 )
 def test_a_bad_value_is_named_with_its_option(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    assert main(["run", *words, str(script)]) == ExitCode.USAGE
+    assert main(["run", *arguments, str(script)]) == ExitCode.USAGE
     assert capsys.readouterr().err == f"error: {message}\n"
 
 

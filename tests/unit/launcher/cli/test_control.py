@@ -103,13 +103,13 @@ def test_what_cannot_be_is_refused(store: MemoryStore, server: MemoryServer) -> 
         stop(MemoryStore(MemoryServer(lambda: 0.0)), JOB, None)
 
 
-@pytest.mark.parametrize("words", ["3:1", "0:2", "x"])
+@pytest.mark.parametrize("arguments", ["3:1", "0:2", "x"])
 def test_invalid_limits_are_refused_before_etcd_is_read(
-    words: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["scale", words, "--job", JOB, "--etcd", "127.0.0.1:1"]
+    command = ["scale", arguments, "--job", JOB, "--etcd", "127.0.0.1:1"]
     assert main(command) == ExitCode.USAGE
-    assert f"error: scale {words}: " in capsys.readouterr().err
+    assert f"error: scale {arguments}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_stop_is_idempotent_and_right_when_the_job_is_over(
     assert asked(store) == Control(stop=True)
     store.write({"done": to_bytes(Done(outcome="stopped", step=3, reason="stopped by x"))})
     assert stop(store, JOB, None) == ExitCode.DONE
-    said = capsys.readouterr().out.splitlines()
-    assert said[1:] == [
+    output = capsys.readouterr().out.splitlines()
+    assert output[1:] == [
         "job j was requested to stop before",
         "job j is over already: stopped by x",
     ]

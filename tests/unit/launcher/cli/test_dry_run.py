@@ -45,19 +45,19 @@ def test_each_value_is_shown_with_its_source(
     (place / "job.toml").write_text("\nkeep = 3\ncheckpoint-dir = 'new/deep'\nargs = ['-x', 2]\n")
     monkeypatch.setenv("ELASTICZERO_GRACE", "9")
     before = tree(place)
-    words = ["--config", "job.toml", "--dry-run", "--strategy", "zero2", "train.py"]
-    assert main([*command, *words]) == ExitCode.DONE
+    arguments = ["--config", "job.toml", "--dry-run", "--strategy", "zero2", "train.py"]
+    assert main([*command, *arguments]) == ExitCode.DONE
     out = capsys.readouterr().out
-    found = rows(out)
-    assert found["strategy"] == ("zero2", "flag")
-    assert found["keep"] == ("3", "job.toml:2")
-    assert found["checkpoint-dir"] == ("new/deep", "job.toml:3")
-    assert found["grace"] == ("9", "ELASTICZERO_GRACE")
-    assert found["spares"] == ("(all that come)", "default")
-    assert found["config"] == ("job.toml", "flag")
-    assert found["script"] == ("train.py", "command line")
-    assert found["args"] == ("-x 2", "job.toml:4")
-    assert "dry-run" not in found and "rdzv-backend" not in found
+    settings = rows(out)
+    assert settings["strategy"] == ("zero2", "flag")
+    assert settings["keep"] == ("3", "job.toml:2")
+    assert settings["checkpoint-dir"] == ("new/deep", "job.toml:3")
+    assert settings["grace"] == ("9", "ELASTICZERO_GRACE")
+    assert settings["spares"] == ("(all that come)", "default")
+    assert settings["config"] == ("job.toml", "flag")
+    assert settings["script"] == ("train.py", "command line")
+    assert settings["args"] == ("-x 2", "job.toml:4")
+    assert "dry-run" not in settings and "rdzv-backend" not in settings
     assert f"{place}/train.py -x 2\n" in out
     assert tree(place) == before
 
@@ -66,8 +66,8 @@ def test_the_environment_of_a_worker_is_shown(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_SETTING", "as it is")
-    words = ["--nnodes", "2:3", "--nproc-per-node", "2", "--etcd", "h:1", "--job", "j"]
-    assert main(["run", "--dry-run", *words, "--role", "r", "train.py"]) == ExitCode.DONE
+    arguments = ["--nnodes", "2:3", "--nproc-per-node", "2", "--etcd", "h:1", "--job", "j"]
+    assert main(["run", "--dry-run", *arguments, "--role", "r", "train.py"]) == ExitCode.DONE
     out = capsys.readouterr().out
     assert "2 workers on each of 2 to 3 nodes\n" in out
     shown = [" ".join(line.split()) for line in out.splitlines()]
@@ -96,8 +96,8 @@ def test_no_secret_is_printed(
     }
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    words = ["--nnodes", "2", "--etcd", "h:1", "--job", "j", "--etcd-user", "u", "--dry-run"]
-    assert main(["run", *words, "train.py", "--api-key", "word-secret"]) == ExitCode.DONE
+    arguments = ["--nnodes", "2", "--etcd", "h:1", "--job", "j", "--etcd-user", "u", "--dry-run"]
+    assert main(["run", *arguments, "train.py", "--api-key", "word-secret"]) == ExitCode.DONE
     out = capsys.readouterr().out
     for value in ("0123456789", "sesame", "hf_abc", "aws-very", "proxy-pass", "word-secret"):
         assert value not in out, value
@@ -106,7 +106,7 @@ def test_no_secret_is_printed(
 
 @pytest.mark.parametrize("command", COMMANDS, ids=["run", "local"])
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (["nowhere.py"], "nowhere.py does not exist"),
         (["--keep", "0", "train.py"], "error: --keep 0"),
@@ -120,7 +120,7 @@ def test_no_secret_is_printed(
 )
 def test_an_error_is_that_of_the_real_run(
     command: list[str],
-    words: list[str],
+    arguments: list[str],
     text: str,
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -132,30 +132,30 @@ def test_an_error_is_that_of_the_real_run(
     monkeypatch.setattr("elasticzero.launcher.local.cluster.Cluster.start_node", starts)
     monkeypatch.setattr("elasticzero.launcher.agent.main.run_agent", starts)
     before = tree(place)
-    assert main([*command, "--dry-run", *words]) == ExitCode.USAGE
-    said = capsys.readouterr()
-    assert text in said.err and said.err.startswith("error: ")
-    assert said.out == ""
+    assert main([*command, "--dry-run", *arguments]) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert text in captured.err and captured.err.startswith("error: ")
+    assert captured.out == ""
     assert tree(place) == before
 
 
 def test_a_directory_that_nodes_with_an_etcd_cannot_write_is_an_error_too(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--etcd", "h:1", "--job", "j", "--checkpoint-dir", "train.py", "train.py"]
-    assert main(["run", "--dry-run", *words]) == ExitCode.USAGE
+    arguments = ["--etcd", "h:1", "--job", "j", "--checkpoint-dir", "train.py", "train.py"]
+    assert main(["run", "--dry-run", *arguments]) == ExitCode.USAGE
     assert "train.py cannot be written" in capsys.readouterr().err
 
 
 def test_faults_and_nodes_of_local_are_checked(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words, text in (
+    for arguments, text in (
         (["--nodes", "0"], "--nodes 0: at least 1"),
         (["--nodes", "2", "--fault", "melt@3"], "--fault melt@3"),
         (["--nodes", "2", "--nnodes", "3"], "the job needs 3 nodes"),
     ):
-        assert main(["local", "--dry-run", *words, "train.py"]) == ExitCode.USAGE
+        assert main(["local", "--dry-run", *arguments, "train.py"]) == ExitCode.USAGE
         assert text in capsys.readouterr().err
 
 
@@ -163,8 +163,8 @@ def test_directories_that_were_there_stay(place: Path, capsys: pytest.CaptureFix
     (place / "logs" / "j").mkdir(parents=True)
     (place / "checkpoints").mkdir()
     before = tree(place)
-    words = ["--log-dir", "logs", "--checkpoint-dir", "checkpoints", "--job", "j"]
-    assert main(["run", "--dry-run", *words, "train.py"]) == ExitCode.DONE
+    arguments = ["--log-dir", "logs", "--checkpoint-dir", "checkpoints", "--job", "j"]
+    assert main(["run", "--dry-run", *arguments, "train.py"]) == ExitCode.DONE
     assert tree(place) == before
 
 
@@ -175,6 +175,6 @@ def test_the_example_of_a_file_passes(
     assert f"```toml\n{text}```\n" in (root / "docs" / "command-line.md").read_text()
     (place / "job.toml").write_text(text.replace("/shared", str(place)))
     assert main(["run", "--config", "job.toml", "--dry-run"]) == ExitCode.DONE
-    found = rows(capsys.readouterr().out)
-    assert found["nproc-per-node"] == ("8", "job.toml:2")
-    assert found["args"] == ("--lr 0.0003 --epochs 3", "job.toml:11")
+    settings = rows(capsys.readouterr().out)
+    assert settings["nproc-per-node"] == ("8", "job.toml:2")
+    assert settings["args"] == ("--lr 0.0003 --epochs 3", "job.toml:11")

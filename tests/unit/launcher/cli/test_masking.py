@@ -49,8 +49,9 @@ def test_secrets_within_a_text(text: str, shown: str) -> None:
 
 
 def test_words_after_an_option_that_names_a_secret() -> None:
-    words = ["--lr", "3", "--hf-token", "abc", "--password=def", "KEY=x", "--auth", "--epochs", "2"]
-    assert masked_words(words) == [
+    arguments = ["--lr", "3", "--hf-token", "abc", "--password=def", "KEY=x", "--auth"]
+    arguments += ["--epochs", "2"]
+    assert masked_words(arguments) == [
         *("--lr", "3", "--hf-token", HIDDEN, f"--password={HIDDEN}", f"KEY={HIDDEN}"),
         *("--auth", "--epochs", "2"),
     ]

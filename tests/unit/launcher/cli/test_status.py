@@ -57,8 +57,8 @@ SAID: Statuses = {"node-a": TRAINING, "c": WAITING, "d": WAITING}
 PHASES = {"node-a": "restored", "node-b": "restored"}
 
 
-def lines(job: Job = JOB, said: Statuses = SAID, phases: dict[str, str] = PHASES) -> list[str]:
-    return status_text(collect_status(job, phases, said)).splitlines()
+def lines(job: Job = JOB, statuses: Statuses = SAID, phases: dict[str, str] = PHASES) -> list[str]:
+    return status_text(collect_status(job, phases, statuses)).splitlines()
 
 
 def test_a_job_at_work() -> None:
@@ -88,15 +88,17 @@ def test_a_job_at_work() -> None:
 
 def test_where_the_time_has_gone_is_one_line() -> None:
     seconds = {"productive": 86.0, "data_wait": 8.0, "detect": 5.96, "idle": 0.04, "wasted": 0.0}
-    said = {**SAID, "node-a": TRAINING | {"seconds": seconds}}
-    assert lines(said=said)[2] == "time 100 s: 86.0% productive, 8.0% data wait, 6.0% detect"
+    statuses = {**SAID, "node-a": TRAINING | {"seconds": seconds}}
+    assert (
+        lines(statuses=statuses)[2] == "time 100 s: 86.0% productive, 8.0% data wait, 6.0% detect"
+    )
 
 
 def test_a_silent_agent_is_shown_as_such() -> None:
     row = next(line for line in lines() if line.startswith("node-b"))
     assert row.split()[4:7] == ["?", "?", "?"]
     assert collect_status(JOB, PHASES, {})["step"] is None
-    assert not any(line.startswith("step ") for line in lines(said={}))
+    assert not any(line.startswith("step ") for line in lines(statuses={}))
 
 
 def test_what_a_node_is_set_aside_for_is_shown() -> None:
@@ -106,8 +108,8 @@ def test_what_a_node_is_set_aside_for_is_shown() -> None:
     assert "set aside, 45 s more" in next(line for line in lines(job) if line.startswith("d  "))
 
 
-def states(job: Job, said: Statuses = SAID) -> dict[str, str]:
-    return {node["node"]: node["state"] for node in collect_status(job, PHASES, said)["nodes"]}
+def states(job: Job, statuses: Statuses = SAID) -> dict[str, str]:
+    return {node["node"]: node["state"] for node in collect_status(job, PHASES, statuses)["nodes"]}
 
 
 def test_states() -> None:
@@ -137,9 +139,9 @@ def test_the_whole_picture_before_and_after_a_world() -> None:
 
 def test_what_operators_asked_for_is_shown() -> None:
     control = Control(drain=(Drain(node="c", incarnation="i-c"),), nnodes=(1, 2), stop=True)
-    found = lines(replace(JOB, control=control))
-    assert "requested by operators: drain c, scale 1:2, stop" in found
-    assert "(1:2)" in found[0]
+    shown = lines(replace(JOB, control=control))
+    assert "requested by operators: drain c, scale 1:2, stop" in shown
+    assert "(1:2)" in shown[0]
 
 
 def test_a_drain_of_a_node_that_has_left_is_not_shown() -> None:

@@ -38,9 +38,9 @@ def test_of_a_long_log_the_events_of_the_whole_job_stay(tmp_path: Path) -> None:
         log.write("step", step=step)
     log.write("round", generation=1)
     events, left_out = newest(log, 500)
-    found = [(event["event"], event.get("step")) for event in events]
-    steps = [step for name, step in found if name == "step"]
-    assert found[0] == ("world", None) and found[-1] == ("round", None)
+    entries = [(event["event"], event.get("step")) for event in events]
+    steps = [step for name, step in entries if name == "step"]
+    assert entries[0] == ("world", None) and entries[-1] == ("round", None)
     assert 3 < len(steps) < 10 and steps == list(range(100))[-len(steps) :]
     size = log.path.stat().st_size
     assert left_out == size - sum(len(json.dumps(event)) + 1 for event in events)

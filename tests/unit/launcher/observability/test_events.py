@@ -33,8 +33,8 @@ def test_the_table_has_each_event_once() -> None:
 
 def test_each_written_event_has_its_documented_fields(root: Path) -> None:
     """The events that take their fields from a message are in `test_reporter.py`."""
-    found = [*written(root), *((name, set[str](), True) for name in DECISIONS.values())]
-    assert {name for name, _, _ in found} == set(EVENTS)
-    for name, named, more in found:
+    occurrences = [*written(root), *((name, set[str](), True) for name in DECISIONS.values())]
+    assert {name for name, _, _ in occurrences} == set(EVENTS)
+    for name, named, has_others in occurrences:
         documented = set(EVENTS[typing.cast(EventName, name)].fields)
-        assert named <= documented if more else named == documented, name
+        assert named <= documented if has_others else named == documented, name

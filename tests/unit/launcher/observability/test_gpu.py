@@ -53,11 +53,11 @@ def gpu_samples() -> dict[tuple[str, str], float]:
 
 def test_gpus_are_read_at_each_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Library("pynvml"))
-    found = gpu_samples()
-    assert found["elasticzero_gpu_memory_used_bytes", "1"] == 101
-    assert found["elasticzero_gpu_memory_total_bytes", "0"] == 1000
-    assert found["elasticzero_gpu_utilization_ratio", "0"] == 0.75
-    assert ("elasticzero_gpu_utilization_ratio", "1") not in found
+    samples = gpu_samples()
+    assert samples["elasticzero_gpu_memory_used_bytes", "1"] == 101
+    assert samples["elasticzero_gpu_memory_total_bytes", "0"] == 1000
+    assert samples["elasticzero_gpu_utilization_ratio", "0"] == 0.75
+    assert ("elasticzero_gpu_utilization_ratio", "1") not in samples
 
 
 @pytest.mark.parametrize("library", [None, NoDriver("pynvml")])

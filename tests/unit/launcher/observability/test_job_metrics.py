@@ -89,20 +89,20 @@ def full() -> JobState:
 
 
 def test_the_leader_serves_what_it_knows() -> None:
-    found = exposed(full())
-    assert found["generation", "train"] == 2
-    assert found["waiting_nodes", "train"] == 1
-    assert found["seconds", "train", "productive"] == 9.0
-    assert found["seconds", "train", "idle"] == 0.0
-    assert found["goodput_ratio", "train"] == pytest.approx(0.9)
-    assert found["recoveries_total", "train", "failure"] == 1
-    assert found["recovery_seconds_total", "train", "detect"] == 0.5
-    assert found["recovery_seconds_total", "train", "build"] == 0.0
-    assert found["steps_lost_total", "train"] == 3
-    assert found["interruptions_total", "train", "b"] == 1
-    assert found["interruptions_total", "train", "a"] == 0
-    assert found["preemptions_total", "train", "aws"] == 0
-    assert found["compute_ratio", "train", "b", "1"] == 1.5
+    metrics = exposed(full())
+    assert metrics["generation", "train"] == 2
+    assert metrics["waiting_nodes", "train"] == 1
+    assert metrics["seconds", "train", "productive"] == 9.0
+    assert metrics["seconds", "train", "idle"] == 0.0
+    assert metrics["goodput_ratio", "train"] == pytest.approx(0.9)
+    assert metrics["recoveries_total", "train", "failure"] == 1
+    assert metrics["recovery_seconds_total", "train", "detect"] == 0.5
+    assert metrics["recovery_seconds_total", "train", "build"] == 0.0
+    assert metrics["steps_lost_total", "train"] == 3
+    assert metrics["interruptions_total", "train", "b"] == 1
+    assert metrics["interruptions_total", "train", "a"] == 0
+    assert metrics["preemptions_total", "train", "aws"] == 0
+    assert metrics["compute_ratio", "train", "b", "1"] == 1.5
 
 
 def test_what_is_not_known_has_no_series() -> None:

@@ -50,15 +50,15 @@ def status_in(view: View | None, **statuses: dict[str, Any]) -> dict[str, Any]:
     return collect_status(job_in_view("j", view), phases_in_view(view), statuses)
 
 
-def states(found: dict[str, Any]) -> dict[str, str]:
-    return {node["node"]: node["state"] for node in found["nodes"]}
+def states(status: dict[str, Any]) -> dict[str, str]:
+    return {node["node"]: node["state"] for node in status["nodes"]}
 
 
 def test_the_leader_sees_every_node() -> None:
-    found = status_in(LEADER)
-    assert found["leader"] == "a"
-    assert states(found) == {"a": "training", "b": "training", "c": "waiting"}
-    assert found["page"] == "http://10.0.0.1:9400/"
+    status = status_in(LEADER)
+    assert status["leader"] == "a"
+    assert states(status) == {"a": "training", "b": "training", "c": "waiting"}
+    assert status["page"] == "http://10.0.0.1:9400/"
 
 
 def test_another_agent_does_not_claim_what_it_has_not_seen() -> None:
@@ -68,8 +68,8 @@ def test_another_agent_does_not_claim_what_it_has_not_seen() -> None:
 
 
 def test_an_agent_that_has_seen_nothing_yet() -> None:
-    found = status_in(None)
-    assert (found["state"], found["nodes"], found["leader"], found["page"]) == (
+    status = status_in(None)
+    assert (status["state"], status["nodes"], status["leader"], status["page"]) == (
         "waiting", [], None, None
     )  # fmt: skip
 
@@ -99,22 +99,22 @@ def test_the_state_of_a_job_in_a_word(view: View, state: str) -> None:
 
 
 def test_a_step_takes_the_inverse_of_the_speed() -> None:
-    found = status_in(
+    status = status_in(
         LEADER, a={"steps_per_s": 4.0, "compute_s": {"0": 0.1, "1": 0.2}}, b={"steps_per_s": None}
     )
-    first, second, third = found["nodes"]
+    first, second, third = status["nodes"]
     assert (first["step_s"], first["compute_s"]) == (0.25, 0.2)
     assert (second["step_s"], third["step_s"]) == (None, None)
 
 
 def test_a_nodes_slowest_worker_is_compared_with_the_median_of_all() -> None:
-    found = status_in(
+    status = status_in(
         LEADER,
         a={"generation": 2, "compute_s": {"0": 0.25, "1": 0.75}},
         b={"generation": 2, "compute_s": {"0": 0.5}},
         c={"generation": 2, "compute_s": {"0": 9.0}},
     )
-    ratios = {node["node"]: node["compute_ratio"] for node in found["nodes"]}
+    ratios = {node["node"]: node["compute_ratio"] for node in status["nodes"]}
     assert ratios == {"a": 1.5, "b": 1.0, "c": None}, "node c is no member"
     (alone, *_) = status_in(LEADER, a={"generation": 2, "compute_s": {"0": 0.1}})["nodes"]
     assert alone["compute_ratio"] is None
@@ -129,9 +129,9 @@ def test_the_token_is_in_the_fragment_alone(host: str) -> None:
 
 
 def test_a_document_is_json_although_a_loss_is_not_finite() -> None:
-    found = status_in(LEADER, a={"loss": float("nan"), "seconds": {"productive": float("inf")}})
+    status = status_in(LEADER, a={"loss": float("nan"), "seconds": {"productive": float("inf")}})
     history = {"loss": [[1.0, 2.0]], "events": [[0.0, "info", "NaN"]]}
-    document = job_document(found, history, at=1.0, node="a", leads=True, doing="training")
+    document = job_document(status, history, at=1.0, node="a", leads=True, doing="training")
     read = json.loads(json.dumps(document, allow_nan=False))
     assert (read["loss"], read["seconds"]) == (None, {"productive": None})
     assert read["history"] == history

@@ -17,10 +17,10 @@ def test_a_recovery_is_told_at_its_first_step() -> None:
     assert not record.round_is_open
     record.attached(10.6)
     record.restored(RESTORED, 11.2)
-    found = record.stepped(11.5)
-    assert found is not None
-    assert (found["kind"], found["reason"], found["steps_lost"]) == ("failure", "rank 1 failed", 3)
-    assert found["seconds"] == 1.0 + 0.5 + 0.1 + 0.1 + 0.2 + 0.3 + 0.3
+    event = record.stepped(11.5)
+    assert event is not None
+    assert (event["kind"], event["reason"], event["steps_lost"]) == ("failure", "rank 1 failed", 3)
+    assert event["seconds"] == 1.0 + 0.5 + 0.1 + 0.1 + 0.2 + 0.3 + 0.3
     assert seen[0] == ("failure", "detect", 1.0)
     assert seen[-1] == ("failure", "first_step", 0.3)
     assert record.stepped(11.6) is None
@@ -41,6 +41,6 @@ def test_a_phase_that_was_not_seen_is_null() -> None:
     record.round_opened("grow", "node d comes", 10.0, 0.0)
     record.starting(10.5, lost=0)
     record.restored(RESTORED, 11.0)
-    found = record.stepped(11.5)
-    assert found is not None
-    assert (found["detect_s"], found["start_s"]) == (None, None)
+    event = record.stepped(11.5)
+    assert event is not None
+    assert (event["detect_s"], event["start_s"]) == (None, None)

@@ -22,9 +22,9 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "job.toml"
 
 
-def parsed(file: Path, text: str, *words: str, command: str = "run") -> Any:
+def parsed(file: Path, text: str, *arguments: str, command: str = "run") -> Any:
     file.write_text(text)
-    return parse([command, "--config", str(file), *words])
+    return parse([command, "--config", str(file), *arguments])
 
 
 def test_values_come_from_the_file_below_flag_and_environment(
@@ -33,8 +33,8 @@ def test_values_come_from_the_file_below_flag_and_environment(
     monkeypatch.setenv("ELASTICZERO_SETTLE", "7")
     text = 'nnodes = "2:8"\nsettle = 9.5\nmax-restarts = 4\ncheckpoint_dir = "c"\nlease-ttl = 6\n'
     args = parsed(file, text, "--max-restarts", "1", "train.py")
-    found = (args.nnodes, args.settle, args.max_restarts, args.checkpoint_dir, args.lease_ttl)
-    assert found == ("2:8", 7.0, 1, "c", 6)
+    values = (args.nnodes, args.settle, args.max_restarts, args.checkpoint_dir, args.lease_ttl)
+    assert values == ("2:8", 7.0, 1, "c", 6)
     assert args.grace == 25.0
     shown = {name: args.sources[name].text for name in ("settle", "max_restarts", "grace")}
     assert shown == {"settle": "ELASTICZERO_SETTLE", "max_restarts": "flag", "grace": "default"}
@@ -119,10 +119,10 @@ def test_a_mistake_is_named_with_file_and_line(
 ) -> None:
     file.write_text(text)
     assert main(["run", "--config", str(file), __file__]) == ExitCode.USAGE
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {file}:{line}: "), said
-    assert message in said
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"error: {file}:{line}: "), stderr
+    assert message in stderr
+    assert stderr.count("\n") == 1
 
 
 def test_a_file_that_cannot_be_read_is_named(

@@ -59,11 +59,11 @@ def test_every_spelling_of_torchruns_options_is_taken(action: argparse.Action) -
             assert taken(parse(["run", flag, "train.py"]), action.dest) is True
             continue
         value = VALUES.get(action.dest, "value")
-        for words in ([flag, value], [f"{flag}={value}"]):
-            if "=" in words[0] and not flag.startswith("--"):
-                words = [f"{flag}{value}"]
-            args = parse(["run", *words, "train.py", "--lr", "3"])
-            assert str(taken(args, action.dest)) == value, words
+        for arguments in ([flag, value], [f"{flag}={value}"]):
+            if "=" in arguments[0] and not flag.startswith("--"):
+                arguments = [f"{flag}{value}"]
+            args = parse(["run", *arguments, "train.py", "--lr", "3"])
+            assert str(taken(args, action.dest)) == value, arguments
             assert (args.script, args.arguments) == ("train.py", ["--lr", "3"])
 
 
@@ -96,27 +96,27 @@ def test_prefixes_are_taken_as_torchrun_takes_them(action: argparse.Action) -> N
     """Each prefix that fits one option of torchrun alone, and is not an own option."""
     longs = {f for a in ACTIONS for f in a.option_strings if f.startswith("--") and "_" not in f}
     longs |= {"--help", *(option.flags[0] for option in RUN_OPTIONS)}
-    own = next(flag for flag in action.option_strings if flag in longs)
+    long_flag = next(flag for flag in action.option_strings if flag in longs)
     tried = 0
-    for prefix in (own[:length] for length in range(3, len(own))):
+    for prefix in (long_flag[:length] for length in range(3, len(long_flag))):
         if prefix in longs or sum(flag.startswith(prefix) for flag in longs) > 1:
             continue
-        words = [prefix] if action.nargs == 0 else [prefix, VALUES.get(action.dest, "value")]
-        args = parse(["run", *words, "train.py"])
+        arguments = [prefix] if action.nargs == 0 else [prefix, VALUES.get(action.dest, "value")]
+        args = parse(["run", *arguments, "train.py"])
         assert taken(args, action.dest) not in (None, False), prefix
         assert args.script == "train.py"
         tried += 1
-    assert tried or own in ("--role", "--tee", "--nnodes")
+    assert tried or long_flag in ("--role", "--tee", "--nnodes")
 
 
 def test_a_prefix_of_two_options_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--rdzv=x", "train.py"]) == ExitCode.USAGE
-    said = capsys.readouterr().err
-    assert said.startswith("error: --rdzv could be --rdzv-backend or --rdzv-conf")
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: --rdzv could be --rdzv-backend or --rdzv-conf")
 
 
 @pytest.mark.parametrize(
-    ("words", "tee", "streams", "script"),
+    ("arguments", "tee", "streams", "script"),
     [
         (["--tee", "train.py"], True, None, "train.py"),
         (["--tee", "3", "train.py"], False, "3", "train.py"),
@@ -129,16 +129,17 @@ def test_a_prefix_of_two_options_is_refused(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_tee_takes_a_value_only_if_it_is_torchruns(
-    words: list[str], tee: bool, streams: str | None, script: str
+    arguments: list[str], tee: bool, streams: str | None, script: str
 ) -> None:
     """`--tee 3 train.py` looked for a script named 3."""
-    args = parse(["run", *words])
+    args = parse(["run", *arguments])
     assert (args.tee, args.tee_streams, args.script) == (tee, streams, script)
 
 
 def test_options_without_effect_are_said_once_each() -> None:
-    words = ["--monitor-interval", "5", "--start-method=fork", "--run-path", "--logs-specs", "x"]
-    lines = without_effect(vars(parse(["run", *words, "/train.py"])))
+    arguments = ["--monitor-interval", "5", "--start-method=fork", "--run-path"]
+    arguments += ["--logs-specs", "x"]
+    lines = without_effect(vars(parse(["run", *arguments, "/train.py"])))
     assert [line.split()[0] for line in lines] == [
         "--monitor-interval",
         "--start-method",
@@ -158,13 +159,13 @@ def test_the_docs_say_what_each_option_becomes(root: Path) -> None:
     assert {"--" + a.dest.replace("_", "-") for a in ACTIONS} <= named
 
 
-def found(*words: str, nodes: int = 1) -> Rendezvous:
-    args = parse(["run", *words, "train.py"])
+def rendezvous(*arguments: str, nodes: int = 1) -> Rendezvous:
+    args = parse(["run", *arguments, "train.py"])
     return resolve_rendezvous(vars(args), nodes)
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "etcd", "hosted"),
+    ("arguments", "nodes", "etcd", "hosted"),
     [
         ("", 1, None, None),
         ("--standalone", 1, None, None),
@@ -190,9 +191,9 @@ def found(*words: str, nodes: int = 1) -> Rendezvous:
     ],
 )  # fmt: skip
 def test_where_nodes_meet(
-    words: str, nodes: int, etcd: str | None, hosted: tuple[str, int, bool | None] | None
+    arguments: str, nodes: int, etcd: str | None, hosted: tuple[str, int, bool | None] | None
 ) -> None:
-    place = found(*words.split(), nodes=nodes)
+    place = rendezvous(*arguments.split(), nodes=nodes)
     expected = None
     if hosted is not None:
         expected = HostedEtcd(host=hosted[0], port=hosted[1], starts_here=hosted[2])
@@ -200,7 +201,7 @@ def test_where_nodes_meet(
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "text"),
+    ("arguments", "nodes", "text"),
     [
         ("--rdzv-backend zeus --rdzv-endpoint h:1", 2, "--rdzv-backend zeus: c10d, static"),
         ("--rdzv-backend etcd", 2, "--rdzv-backend etcd needs --rdzv-endpoint"),
@@ -212,9 +213,9 @@ def test_where_nodes_meet(
         ("--rdzv-conf is_host=maybe --rdzv-backend c10d", 1, "is_host=maybe: true or false"),
     ],
 )
-def test_rendezvous_options_that_make_no_sense(words: str, nodes: int, text: str) -> None:
+def test_rendezvous_options_that_make_no_sense(arguments: str, nodes: int, text: str) -> None:
     with pytest.raises(UserError) as refused:
-        found(*words.split(), nodes=nodes)
+        rendezvous(*arguments.split(), nodes=nodes)
     assert text in str(refused.value)
 
 
@@ -228,8 +229,9 @@ def test_the_names_of_two_ids_differ() -> None:
 def test_flags_go_before_rdzv_conf(monkeypatch: pytest.MonkeyPatch) -> None:
     conf = "join_timeout=30,last_call_timeout=2,lease_ttl=4,cert=c.pem,read_timeout=9"
     monkeypatch.setenv("ELASTICZERO_SETTLE", "7")
-    words = ["run", "--etcd", "h:1", "--job", "j", "--rdzv-conf", conf, "--lease-ttl", "6", "t.py"]
-    args = parse(words)
+    arguments = ["run", "--etcd", "h:1", "--job", "j", "--rdzv-conf", conf]
+    arguments += ["--lease-ttl", "6", "t.py"]
+    args = parse(arguments)
     place = check_rendezvous(args, 2)
     assert (args.join_timeout, args.settle, args.lease_ttl) == (30.0, 7.0, 6)
     assert args.etcd_cert == "c.pem"
@@ -248,7 +250,7 @@ def test_torchruns_flags_go_before_own_variables(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"),
+    ("arguments", "shown"),
     [
         ("", [ALL, ALL]),
         ("--log-dir d", [0, 0]),
@@ -263,18 +265,18 @@ def test_torchruns_flags_go_before_own_variables(monkeypatch: pytest.MonkeyPatch
         ("--tee --local-ranks-filter 0", [ALL, 0]),
     ],
 )
-def test_what_of_the_output_is_repeated(words: str, shown: list[int]) -> None:
-    console = console_of(parse(["run", *words.split(), "t.py"]))
+def test_what_of_the_output_is_repeated(arguments: str, shown: list[int]) -> None:
+    console = console_of(parse(["run", *arguments.split(), "t.py"]))
     assert [console.repeated_streams(rank) for rank in range(2)] == shown
     assert [console.needs_separate_stdout(rank) for rank in range(2)] == [
         s in (OUT, ERR) for s in shown
     ]
-    assert console.silent == (words == "--log-dir d")
+    assert console.silent == (arguments == "--log-dir d")
     assert ConsoleOutput().repeated_streams(0) == ALL
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (["--redirects", "5"], "--redirects 5: 0 (none)"),
         (["--tee=all"], "--tee all: 0 (none)"),
@@ -287,9 +289,9 @@ def test_what_of_the_output_is_repeated(words: str, shown: list[int]) -> None:
     ids=" ".join,
 )
 def test_bad_values_of_torchruns_options(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", *words, __file__]) == ExitCode.USAGE
+    assert main(["run", *arguments, __file__]) == ExitCode.USAGE
     assert text in capsys.readouterr().err
 
 

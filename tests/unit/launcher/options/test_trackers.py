@@ -10,7 +10,7 @@ from elasticzero.launcher.options.validation import check_trackers
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         (None, []),
         ("", []),
@@ -23,8 +23,8 @@ from elasticzero.launcher.options.validation import check_trackers
         ("mlflow:http://host:5000", [("mlflow", "http://host:5000")]),
     ],
 )
-def test_a_list_of_trackers(text: str | None, wanted: list[tuple[str, str]]) -> None:
-    assert tracker_targets("--log-to", text) == tuple(TrackerTarget(*each) for each in wanted)
+def test_a_list_of_trackers(text: str | None, expected: list[tuple[str, str]]) -> None:
+    assert tracker_targets("--log-to", text) == tuple(TrackerTarget(*fields) for fields in expected)
 
 
 @pytest.mark.parametrize(

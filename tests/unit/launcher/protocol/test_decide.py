@@ -415,10 +415,10 @@ L5 = [
     ("view", "usually", "strictly"), [row[1:] for row in L5], ids=[row[0] for row in L5]
 )
 def test_a_damaged_checkpoint(view: View, usually: type, strictly: type) -> None:
-    for strict, wanted in ((False, usually), (True, strictly)):
+    for strict, expected in ((False, usually), (True, strictly)):
         decision = decide(view, NOW, replace(POLICY, strict_checkpoint=strict))
         (action,) = decision.actions
-        assert isinstance(action, wanted), decision
+        assert isinstance(action, expected), decision
         if isinstance(action, WriteDone):
             assert action.done.outcome == "failed" and action.done.reason == decision.reason
             assert decision.reason.startswith(
@@ -446,11 +446,11 @@ def test_rule(view: View, expected: list[object]) -> None:
     decision = decide(view, NOW, POLICY)
     assert decision.reason
     assert len(decision.actions) == len(expected), decision
-    for action, wanted in zip(decision.actions, expected, strict=True):
-        if isinstance(wanted, type):
-            assert isinstance(action, wanted)
+    for action, expected_action in zip(decision.actions, expected, strict=True):
+        if isinstance(expected_action, type):
+            assert isinstance(action, expected_action)
         else:
-            assert action == wanted
+            assert action == expected_action
 
 
 def written(view: View) -> WriteWorld:

@@ -187,17 +187,17 @@ def test_without_a_deadline_a_boundary_is_awaited_forever() -> None:
     assert boundary_deadline_s(DRAIN, POLICY) == boundary_deadline_s(None, POLICY) == float("inf")
 
 
-def ended(alarm: Alarm | None, mine: dict[str, Any], theirs: dict[str, Any]) -> View:
+def ended(alarm: Alarm | None, my_fields: dict[str, Any], theirs: dict[str, Any]) -> View:
     """The round's end, both stopped; b leads no more than a does."""
-    my_report = says("stopped", A, holdings=HELD, final_step=20, **mine)
+    my_report = says("stopped", A, holdings=HELD, final_step=20, **my_fields)
     return v(
         TRAINING,
-        leaving=bool(mine.get("leaving")),
-        notice=by(200.0) if mine.get("leaving") else None,
+        leaving=bool(my_fields.get("leaving")),
+        notice=by(200.0) if my_fields.get("leaving") else None,
         alarm=alarm,
         alarm_s=90.0,
         round_s=99.8,
-        workers=replace(TRAINS, running=0, failure=mine.get("failure")),
+        workers=replace(TRAINS, running=0, failure=my_fields.get("failure")),
         holdings=HELD,
         my_report=my_report,
         reports={"a": my_report, "b": says("stopped", B, **theirs)},
@@ -228,7 +228,7 @@ def failed(blame: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "counted"),
+    ("my_fields", "theirs", "counted"),
     [
         ({}, {**LEAVES, **failed("killed")}, 0),  # what the machine's end did to its workers
         ({}, {**LEAVES, **failed("user")}, 0),
@@ -239,9 +239,9 @@ def failed(blame: str) -> dict[str, object]:
     ],
 )
 def test_leaving_is_no_failure(
-    mine: dict[str, object], theirs: dict[str, object], counted: int
+    my_fields: dict[str, object], theirs: dict[str, object], counted: int
 ) -> None:
-    view = ended(FALLEN, mine, theirs)
+    view = ended(FALLEN, my_fields, theirs)
     assert view.world is not None
     stuck = v(view, world=replace(view.world, resume=Resume(tier="storage", step=20)))
     assert next_world(stuck).fruitless == counted

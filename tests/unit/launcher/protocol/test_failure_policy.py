@@ -83,14 +83,16 @@ def test_what_counts_against_max_restarts(
     resume_step: int, cause: tuple[str, Failure] | None, reports: str, expected: int
 ) -> None:
     """reports: the nodes that made one; those that leave in capitals."""
-    found = {name.lower(): replace(said(None), leaving=name.isupper()) for name in reports}
-    assert failures_without_progress(world(), resume_step, cause, found) == expected
+    reports_by_node = {
+        name.lower(): replace(report_of(None), leaving=name.isupper()) for name in reports
+    }
+    assert failures_without_progress(world(), resume_step, cause, reports_by_node) == expected
 
 
 def test_a_lack_of_memory_counts_for_nothing() -> None:
     """The next generation has smaller micro-batches; it is no fault of the node's."""
     short = Failure(rank=0, blame="memory", message="out of memory", step=20, micro_batch=4)
-    reports = {"a": said(short), "b": said(PEER)}
+    reports = {"a": report_of(short), "b": report_of(PEER)}
     assert root_cause(reports) == ("a", short)
     assert failures_without_progress(world(), 20, ("a", short), reports) == world().fruitless
     assert setbacks(world(), 20, ("a", short), reports) == ()
@@ -101,7 +103,7 @@ def test_a_lack_of_memory_counts_for_nothing() -> None:
 def test_a_rollback_is_no_failure() -> None:
     batch = LeftOutBatch(step=31, dataset=0, epoch=0, start=240, stop=248)
     back = Failure(rank=0, blame="rollback", message="step 31", step=30, left_out=batch)
-    reports = {"a": said(back), "b": said(PEER)}
+    reports = {"a": report_of(back), "b": report_of(PEER)}
     assert root_cause(reports) == ("a", back)
     assert failures_without_progress(world(), 20, ("a", back), reports) == world().fruitless
     assert setbacks(world(), 20, ("a", back), reports) == ()
@@ -116,7 +118,7 @@ def test_a_batch_is_left_out_until_a_state_records_it() -> None:
     ]
     failures = [Failure(rank=0, blame="rollback", message="", left_out=b) for b in batches[1:]]
     before = world(left_out=(batches[0],))
-    reports = {"a": said(failures[0]), "b": said(failures[1]), "c": said(PEER)}
+    reports = {"a": report_of(failures[0]), "b": report_of(failures[1]), "c": report_of(PEER)}
     for step, left in ((20, batches), (25, batches[1:]), (31, batches[2:]), (40, [])):
         assert list(left_out_after(before, Resume(tier="ram", step=step), reports)) == left
     stored = world(left_out=tuple(batches))
@@ -134,19 +136,20 @@ UNREAD = Failure(rank=0, blame="environment", message="a shard cannot be read", 
 
 
 @pytest.mark.parametrize(
-    ("failure", "here", "counts"),
+    ("failure", "nodes", "counts"),
     [(UNREAD, "ab", False), (UNREAD, "abc", True), (OWN, "ab", True)],
     ids=["its holder is gone", "all holders are there", "another failure"],
 )
 def test_a_state_whose_holder_is_gone_is_nobodys_fault(
-    failure: Failure, here: str, counts: bool
+    failure: Failure, nodes: str, counts: bool
 ) -> None:
-    found = dict.fromkeys(here, said(None)) | {"a": said(failure)}
+    reports = dict.fromkeys(nodes, report_of(None)) | {"a": report_of(failure)}
     started = world(resume=HELD_BY_C)
     assert (
-        failures_without_progress(started, 20, ("a", failure), found) == world().fruitless + counts
+        failures_without_progress(started, 20, ("a", failure), reports)
+        == world().fruitless + counts
     )
-    assert bool(strikes(started, found, 1.0)) == counts
+    assert bool(strikes(started, reports, 1.0)) == counts
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def test_what_must_be_got_past(
 def test_steps_that_were_reached_before_are_no_progress() -> None:
     """A failure had thrown the job back behind them."""
     behind = world(resume=Resume(tier="fresh"), furthest=20, setbacks=(told(2),))
-    reports = dict.fromkeys("ab", said(None))
+    reports = dict.fromkeys("ab", report_of(None))
     assert failures_without_progress(behind, 20, ("a", OWN), reports) == behind.fruitless + 1
     assert setbacks(behind, 20, ("a", OWN)) == (told(2), told(3))
     assert failures_without_progress(behind, 21, ("a", OWN), reports) == 0
@@ -226,7 +229,7 @@ def test_errors_that_are_alike_are_the_scripts(
     assert repeated_failure_note(row) == expected
 
 
-def said(failure: Failure | None) -> Report:
+def report_of(failure: Failure | None) -> Report:
     return Report(incarnation="i", phase="stopped", failure=failure)
 
 
@@ -261,12 +264,12 @@ def test_strikes(
     lasted_s: float,
     after: tuple[NodeStrikes, ...],
 ) -> None:
-    assert strikes(world(strikes=before), {"a": said(a), "b": said(b)}, lasted_s) == after
+    assert strikes(world(strikes=before), {"a": report_of(a), "b": report_of(b)}, lasted_s) == after
 
 
 def test_a_node_alone_gets_no_strikes() -> None:
     alone = world(members=(member("a"),), strikes=TWICE)
-    assert strikes(alone, {"a": said(OWN)}, 1.0) == ()
+    assert strikes(alone, {"a": report_of(OWN)}, 1.0) == ()
 
 
 def left(count: int, waited_s: float | None) -> float | None:
@@ -291,7 +294,7 @@ def test_the_time_counts_from_the_last_strike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "least", "waits"),
+    ("nodes", "least", "waits"),
     [
         ("abcd", 1, "bcd"),
         ("abcd", 2, "bd"),
@@ -303,12 +306,12 @@ def test_the_time_counts_from_the_last_strike() -> None:
         ("a", 2, "bcd"),
     ],
 )
-def test_as_many_are_taken_back_as_are_wanting(here: str, least: int, waits: str) -> None:
+def test_as_many_are_taken_back_as_are_wanting(nodes: str, least: int, waits: str) -> None:
     row = tuple(
         NodeStrikes(node=node, count=count) for node, count in (("b", 4), ("c", 3), ("d", 3))
     )
     aside = {"b": 5.0, "c": 10.0, "d": 20.0}
-    assert still_quarantined(aside, row, set(here), least) == set(waits)
+    assert still_quarantined(aside, row, set(nodes), least) == set(waits)
 
 
 BAD_INPUT = Failure(rank=1, blame="user", message="ImportError: no", final=True)
@@ -316,7 +319,7 @@ KILLED = Failure(rank=1, blame="killed", message="killed by SIGSEGV")
 
 
 @pytest.mark.parametrize(
-    ("trained", "a", "b", "c", "found"),
+    ("trained", "a", "b", "c", "outlying"),
     [
         (2, None, None, OWN, "c"),
         (2, PEER, PEER, KILLED, "c"),
@@ -344,38 +347,48 @@ KILLED = Failure(rank=1, blame="killed", message="killed by SIGSEGV")
     ],
 )
 def test_which_nodes_are_set_aside_at_once(
-    trained: int, a: Failure | None, b: Failure | None, c: Failure | None, found: str
+    trained: int, a: Failure | None, b: Failure | None, c: Failure | None, outlying: str
 ) -> None:
     three = world(members=tuple(map(member, "abc")), trained=trained)
-    reports = {"a": said(a), "b": said(b), "c": said(c)}
-    assert set(outliers(three, reports, set("abc"), least=2 if trained == 0 else 1)) == set(found)
+    reports = {"a": report_of(a), "b": report_of(b), "c": report_of(c)}
+    assert set(outliers(three, reports, set("abc"), least=2 if trained == 0 else 1)) == set(
+        outlying
+    )
 
 
 def test_a_newcomer_that_made_steps_is_judged_like_the_others() -> None:
     three = world(members=tuple(map(member, "abc")), trained=2)
-    reports = {"a": replace(said(None), final_step=21), "b": said(None), "c": said(OWN)}
+    reports = {
+        "a": replace(report_of(None), final_step=21),
+        "b": report_of(None),
+        "c": report_of(OWN),
+    }
     assert not outliers(three, reports, set("abc"), 1)
     assert trained(three, reports, {"a", "b", "c"}) == 3
-    assert trained(three, {"a": said(None)}, {"a", "c"}) == 1
+    assert trained(three, {"a": report_of(None)}, {"a", "c"}) == 1
 
 
 def test_a_script_that_starts_slowly_on_one_node_has_not_trained() -> None:
     three = world(members=tuple(map(member, "abc")), trained=2)
-    ran = {node: replace(said(None), ran=True) for node in "abc"}
-    assert set(outliers(three, {**ran, "a": said(None), "c": said(OWN)}, set("abc"), 1)) == {"c"}
+    ran = {node: replace(report_of(None), ran=True) for node in "abc"}
+    assert set(
+        outliers(three, {**ran, "a": report_of(None), "c": report_of(OWN)}, set("abc"), 1)
+    ) == {"c"}
     assert trained(three, ran, set("abc")) == 3, "all run a plain script"
 
 
-@pytest.mark.parametrize("c", [replace(said(PEER), leaving=True), None], ids=["leaves", "is lost"])
+@pytest.mark.parametrize(
+    "c", [replace(report_of(PEER), leaving=True), None], ids=["leaves", "is lost"]
+)
 def test_a_lost_peer_is_no_newcomers_fault_where_one_is_gone(c: Report | None) -> None:
     three = world(members=tuple(map(member, "abc")), trained=2)
-    reports = {"a": said(PEER), "b": said(PEER)} | ({"c": c} if c is not None else {})
+    reports = {"a": report_of(PEER), "b": report_of(PEER)} | ({"c": c} if c is not None else {})
     assert not outliers(three, reports, set("ab"), 1)
 
 
 def test_a_failure_that_sets_a_node_aside_strikes_at_once() -> None:
     """It does not count as a failure of the job."""
-    reports = {"a": said(PEER), "b": said(BAD_INPUT)}
+    reports = {"a": report_of(PEER), "b": report_of(BAD_INPUT)}
     assert (
         failures_without_progress(world(), 20, ("b", BAD_INPUT), reports, excused=True)
         == world().fruitless
@@ -413,7 +426,7 @@ def test_the_same_exception_at_one_step_on_two_nodes(
 
 
 def test_all_nodes_that_fail_alike_are_remembered() -> None:
-    reports = {"a": said(OWN), "b": said(replace(OWN, rank=1)), "c": said(PEER)}
+    reports = {"a": report_of(OWN), "b": report_of(replace(OWN, rank=1)), "c": report_of(PEER)}
     (setback,) = setbacks(world(), 20, ("a", OWN), reports)
     assert (setback.node, setback.others) == ("a", ("b",))
 
@@ -434,7 +447,7 @@ def test_snapshots_are_no_progress_for_a_crash_that_recurs(
     """The state comes on from step 15 to 18 by a snapshot; it failed before after step 25."""
     failure = replace(OWN, step=step, message=message)
     creeps = world(resume=Resume(tier="ram", step=15), setbacks=(told(2, step=25),))
-    reports = dict.fromkeys("ab", said(None))
+    reports = dict.fromkeys("ab", report_of(None))
     assert failures_without_progress(creeps, resume_step, ("a", failure), reports) == count
     kept = told(2, step=25) in setbacks(creeps, resume_step, ("a", failure), reports)
     assert kept == (resume_step <= 25), "remembered until the state is past that step"
@@ -443,9 +456,12 @@ def test_snapshots_are_no_progress_for_a_crash_that_recurs(
 def test_the_same_exception_twice_on_one_node_sets_it_aside() -> None:
     """The others show whether it is the script's."""
     once = world(setbacks=(told(2),), strikes=(NodeStrikes(node="a", count=1),))
-    assert strikes(once, {"a": said(OWN), "b": said(PEER)}, 1.0)[0].count == QUARANTINE_STRIKES
+    assert (
+        strikes(once, {"a": report_of(OWN), "b": report_of(PEER)}, 1.0)[0].count
+        == QUARANTINE_STRIKES
+    )
     killed = world(setbacks=(told(2, blame="killed", message=KILLED.message),))
-    assert strikes(killed, {"a": said(KILLED), "b": said(PEER)}, 1.0)[0].count == 1
+    assert strikes(killed, {"a": report_of(KILLED), "b": report_of(PEER)}, 1.0)[0].count == 1
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_when_a_look_is_due(policy: JobPolicy, seen: dict[str, Any], why: str | 
 
 
 @pytest.mark.parametrize(
-    ("found", "guilty", "words"),
+    ("fields", "guilty", "message"),
     [
         ({"state": "T"}, "hung", "no step for 4.0 s after step 8; it is stopped by a signal"),
         ({"state": "T", "overdue": False}, "hung", "it is stopped by a signal (SIGSTOP)"),
@@ -79,11 +79,11 @@ def test_when_a_look_is_due(policy: JobPolicy, seen: dict[str, Any], why: str | 
         ({"state": "T", "step": 0}, "hung", "no step for 4.0 s before its first step"),
     ],
 )
-def test_who_is_to_blame(found: dict[str, object], guilty: str, words: str) -> None:
-    known = {"rank": 3, "step": 8, "silent_s": 4.0, "overdue": True} | found
-    failure = blame(StalledWorker(**known))  # type: ignore[arg-type]
+def test_who_is_to_blame(fields: dict[str, object], guilty: str, message: str) -> None:
+    stalled_fields = {"rank": 3, "step": 8, "silent_s": 4.0, "overdue": True} | fields
+    failure = blame(StalledWorker(**stalled_fields))  # type: ignore[arg-type]
     assert (failure.rank, failure.blame) == (3, guilty)
-    assert words in failure.message
+    assert message in failure.message
 
 
 def test_the_alarm_of_a_suspended_worker_asks_nobody_to_examine_workers() -> None:
@@ -104,9 +104,9 @@ def test_the_node_of_a_suspended_worker_kills_it_at_once() -> None:
 
 def test_a_rank_that_left_its_loop_alone_is_to_blame_for_good() -> None:
     left = Located(place="train.py:9, having left its loop at train.py:7", waits=True, left=True)
-    known = {"silent_s": 4.0, "overdue": True, "state": "S"}
-    astray = blame(StalledWorker(rank=2, step=8, located=left, **known))  # type: ignore[arg-type]
-    waits = blame(StalledWorker(rank=0, step=8, located=WAITS, **known))  # type: ignore[arg-type]
+    stalled_fields = {"silent_s": 4.0, "overdue": True, "state": "S"}
+    astray = blame(StalledWorker(rank=2, step=8, located=left, **stalled_fields))  # type: ignore[arg-type]
+    waits = blame(StalledWorker(rank=0, step=8, located=WAITS, **stalled_fields))  # type: ignore[arg-type]
     assert (astray.blame, astray.final, waits.final) == ("peer", True, False)
     reports = [
         Report(incarnation="1", phase="stalled", failure=failure) for failure in (waits, astray)
@@ -122,7 +122,7 @@ def test_a_rank_that_left_its_loop_alone_is_to_blame_for_good() -> None:
     world = World(
         generation=1, token="t", members=members, strategy="ddp", resume=resume, reason=""
     )
-    found = left_alone(world, alarm)
-    assert found is not None and found[0] == "b"
-    assert (found[1].rank, found[1].blame, found[1].final) == (2, "user", True)
+    blamed = left_alone(world, alarm)
+    assert blamed is not None and blamed[0] == "b"
+    assert (blamed[1].rank, blamed[1].blame, blamed[1].final) == (2, "user", True)
     assert left_alone(world, deadlock("a", reports[:1])) is None

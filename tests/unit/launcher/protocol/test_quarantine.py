@@ -76,9 +76,9 @@ def test_a_spare_takes_over_without_those_that_are_set_aside() -> None:
 def test_a_failing_newcomer_is_set_aside_while_others_train() -> None:
     joined = v(
         blamed(), world=world(A, B, trained=1, fruitless=1, resume=Resume(tier="storage", step=20)),
-        holdings=(), my_report=(mine := says("stopped", A, final_step=0)), control=scaled(1, 2),
+        holdings=(), my_report=(report := says("stopped", A, final_step=0)), control=scaled(1, 2),
         workers=replace(STOPPED, step=0),
-        reports={"a": mine, "b": says("stopped", B, failure=FAILED)},
+        reports={"a": report, "b": says("stopped", B, failure=FAILED)},
     )  # fmt: skip
     following = next_world(joined)
     assert (following.members, following.trained, following.fruitless) == ((A,), 1, 1)

@@ -60,8 +60,12 @@ def test_rule(view: View, expected: list[object]) -> None:
     decision = decide(view, NOW, POLICY)
     assert decision.reason
     assert len(decision.actions) == len(expected), decision
-    for action, wanted in zip(decision.actions, expected, strict=True):
-        assert isinstance(action, wanted) if isinstance(wanted, type) else action == wanted
+    for action, expected_action in zip(decision.actions, expected, strict=True):
+        assert (
+            isinstance(action, expected_action)
+            if isinstance(expected_action, type)
+            else action == expected_action
+        )
 
 
 LOST = "steps 11 to 20 are lost, the newest checkpoint is of step 10"

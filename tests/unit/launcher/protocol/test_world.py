@@ -222,25 +222,25 @@ def test_invariants_catch_a_reordered_world() -> None:
 
 @pytest.mark.parametrize("count", range(1, 40))
 def test_every_node_replicates_one_other_and_is_replicated(count: int) -> None:
-    found = replica_sources([""] * count)
+    sources = replica_sources([""] * count)
     if count == 1:
-        assert found == ()
+        assert sources == ()
         return
-    assert sorted(found) == list(range(count))
-    assert all(other != index for index, other in enumerate(found))
-    fatal = {frozenset((index, other)) for index, other in enumerate(found)}
+    assert sorted(sources) == list(range(count))
+    assert all(other != index for index, other in enumerate(sources))
+    fatal = {frozenset((index, other)) for index, other in enumerate(sources)}
     assert len(fatal) <= count // 2 + 2, "few pairs of nodes can lose a shard"
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=40))
 def test_a_pair_lies_in_two_zones_where_it_can(zones: list[str]) -> None:
-    found = replica_sources(zones)
+    sources = replica_sources(zones)
     count = len(zones)
-    assert sorted(found) == list(range(count))
-    assert all(other != index for index, other in enumerate(found))
-    fatal = {frozenset((index, other)) for index, other in enumerate(found)}
+    assert sorted(sources) == list(range(count))
+    assert all(other != index for index, other in enumerate(sources))
+    fatal = {frozenset((index, other)) for index, other in enumerate(sources)}
     assert len(fatal) <= count // 2 + 2
-    alike = sum(zones[index] == zones[other] for index, other in enumerate(found))
+    alike = sum(zones[index] == zones[other] for index, other in enumerate(sources))
     most = max(zones.count(zone) for zone in zones)
     if most <= count // 2:
         assert alike <= count % 2 * 2, "a ring of three may have two of one zone"
@@ -305,7 +305,7 @@ ODD = member("c", 3)
 
 
 @pytest.mark.parametrize(
-    ("members", "workers", "found"),
+    ("members", "workers", "alike_members"),
     [
         pytest.param([*TWO, ODD], None, TWO, id="as many as the first has"),
         pytest.param([ODD, *TWO], None, [ODD], id="whoever is first"),
@@ -315,19 +315,19 @@ ODD = member("c", 3)
     ],
 )
 def test_nodes_that_hold_everything_have_as_many_workers(
-    members: list[Member], workers: int | None, found: list[Member]
+    members: list[Member], workers: int | None, alike_members: list[Member]
 ) -> None:
-    assert alike(members, "node", workers) == found
+    assert alike(members, "node", workers) == alike_members
     assert alike(members, "world", workers) == members
 
 
 def test_shards_of_one_node_are_a_whole_snapshot_from_any_nodes() -> None:
     of_node = replace(world(*TWO), shard="node")
     reports = {"a": holds((3, 58, 2, (0, 1)), (3, 59, 2, (0,))), "b": holds((3, 58, 2, (1, 0)))}
-    found = choose_resume(of_node, reports, 50)
+    resume = choose_resume(of_node, reports, 50)
     sources = [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
-    assert (found.tier, found.step) == ("ram", 58)
-    assert [(source.rank, source.node) for source in found.sources] == sources
+    assert (resume.tier, resume.step) == ("ram", 58)
+    assert [(source.rank, source.node) for source in resume.sources] == sources
     reports["b"] = holds((3, 58, 2, (1, 0)), (3, 59, 2, (1,)))
     assert choose_resume(of_node, reports, 50).step == 59
     assert world_from_bytes(to_bytes(of_node)) == of_node

@@ -40,19 +40,19 @@ def test_the_first_node_makes_it_and_the_others_take_it(server: MemoryServer) ->
 
 def test_nodes_that_come_at_once_agree(server: MemoryServer) -> None:
     start = threading.Barrier(8)
-    found: list[Secret] = []
+    tokens: list[Secret] = []
 
     def come() -> None:
         store = MemoryStore(server)
         start.wait(20)
-        found.append(job_token.agree_on_token(store, None).secret)
+        tokens.append(job_token.agree_on_token(store, None).secret)
 
     threads = [threading.Thread(target=come) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert len(found) == 8 and len(set(found)) == 1
+    assert len(tokens) == 8 and len(set(tokens)) == 1
 
 
 def test_of_one_that_is_given_the_store_learns_the_digest_alone(server: MemoryServer) -> None:

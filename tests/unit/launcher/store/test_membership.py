@@ -26,16 +26,16 @@ class LossyStore(MemoryStore):
         self.reads += 1
         return super().read(prefix, limit=limit)
 
-    def write(self, *puts: Any, **more: Any) -> int | None:
+    def write(self, *puts: Any, **options: Any) -> int | None:
         if self.to_lapse:
             self.to_lapse -= 1
-            more["lease"].close(revoke=True)
-            more["lease"].lose()
+            options["lease"].close(revoke=True)
+            options["lease"].lose()
             raise LeaseLost("the lease is gone")
         if self.to_lose:
             self.to_lose -= 1
             raise StoreUnavailable("no answer; it is not known whether it was written")
-        return super().write(*puts, **more)
+        return super().write(*puts, **options)
 
 
 @pytest.fixture
@@ -111,10 +111,10 @@ def test_a_name_that_stays_taken_is_the_users_mistake(
 ) -> None:
     other = Member("node-1", "other", "localhost", 9400, 29500, 1)
     store.write({"members/node-1": to_bytes(other)})
-    clock, said = Clock(), list[str]()
+    clock, messages = Clock(), list[str]()
     with pytest.raises(UserError, match="another agent is registered as node 'node-1'"):
-        node_1.join(said.append, clock=clock, sleep=clock.sleep)
-    assert said == ["a former registration of node-1 has not lapsed yet; waiting for it"]
+        node_1.join(messages.append, clock=clock, sleep=clock.sleep)
+    assert messages == ["a former registration of node-1 has not lapsed yet; waiting for it"]
 
 
 def test_leases_that_lapse_before_their_first_use_are_taken_anew(
@@ -122,9 +122,9 @@ def test_leases_that_lapse_before_their_first_use_are_taken_anew(
 ) -> None:
     """As when a thousand agents join at once, and etcd is slow."""
     store.to_lapse = 5
-    clock, said = Clock(), list[str]()
-    node_1.join(said.append, clock=clock, sleep=clock.sleep)
-    assert is_registered(store) and said == []
+    clock, messages = Clock(), list[str]()
+    node_1.join(messages.append, clock=clock, sleep=clock.sleep)
+    assert is_registered(store) and messages == []
 
 
 def test_leases_that_always_lapse_are_no_user_error(store: LossyStore, node_1: Membership) -> None:

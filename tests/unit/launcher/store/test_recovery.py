@@ -36,17 +36,17 @@ FOLLOWED = (WORLD, CONTROL, DONE, ALARM)
 class Node:
     """What an agent has of the store, its loop taken by hand."""
 
-    def __init__(self, server: MemoryServer, name: str, given: Secret | None = None) -> None:
+    def __init__(self, server: MemoryServer, name: str, secret: Secret | None = None) -> None:
         self.name = name
         self.store = MemoryStore(server)
-        self.agreed = agree_on_token(self.store, given)
+        self.agreed = agree_on_token(self.store, secret)
         me = Member(name, name, "localhost", 1, 2, 1)
         self.membership = Membership(self.store, me, 5, _Port())  # type: ignore[arg-type]
         self.membership.join(lambda text: None)
         self.observer = WatchCache(self.store, lambda: None)
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.recovery = StoreRecovery(
-            self.store, self.observer, self.membership, None, self.agreed, self.said.append
+            self.store, self.observer, self.membership, None, self.agreed, self.messages.append
         )
         self.now_s = 100.0
         self.look()
@@ -79,8 +79,8 @@ def server() -> MemoryServer:
 def node(server: MemoryServer) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
-    def make(name: str, given: Secret | None = None) -> Node:
-        nodes.append(Node(server, name, given))
+    def make(name: str, secret: Secret | None = None) -> Node:
+        nodes.append(Node(server, name, secret))
         return nodes[-1]
 
     yield make
@@ -123,8 +123,8 @@ def test_a_wiped_store_is_written_anew(server: MemoryServer, node: Callable[...,
         assert one.observer.control() == asked
         assert one.observer.alarm(7) == alarm
     assert stands(server) == before
-    assert [len(one.said) for one in (a, b)] == [2, 1], "the second found nothing missing"
-    assert "generation 7 goes on" in a.said[0]
+    assert [len(one.messages) for one in (a, b)] == [2, 1], "the second found nothing missing"
+    assert "generation 7 goes on" in a.messages[0]
     assert not a.observer.retained and not b.observer.retained
 
 
@@ -170,10 +170,10 @@ def test_newcomers_to_the_emptied_store_join_the_old_world(
     a.look()
     assert a.observer.done() is None, "an end of another history"
     a.turns()
-    found = stands(server)
-    assert found[WORLD]["generation"] == 5
-    assert DONE not in found
-    assert found[KEY]["token"] == a.agreed.secret.reveal
+    documents = stands(server)
+    assert documents[WORLD]["generation"] == 5
+    assert DONE not in documents
+    assert documents[KEY]["token"] == a.agreed.secret.reveal
     new.turns()
     assert new.observer.world()[0] == world(5, "a")
     assert new.observer.done() is None
@@ -274,13 +274,13 @@ def test_of_two_histories_one_wins(higher: World, lower: World) -> None:
 
 
 def test_no_wish_of_operators_is_lost() -> None:
-    known = Control(drain=(Drain(node="a", incarnation="1"),), nnodes=(2, 3))
-    found = Control(
+    remembered = Control(drain=(Drain(node="a", incarnation="1"),), nnodes=(2, 3))
+    stored = Control(
         drain=(Drain(node="b", incarnation="1"), Drain(node="a", incarnation="1")),
         nnodes=(1, 2),
         stop=True,
     )
-    both = merged(known, found)
+    both = merged(remembered, stored)
     assert both.drain == (Drain(node="a", incarnation="1"), Drain(node="b", incarnation="1"))
     assert both.nnodes == (2, 3) and both.stop
-    assert merged(Control(), found) == found
+    assert merged(Control(), stored) == stored

@@ -30,10 +30,10 @@ def test_what_record_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(ValueError, match="octarine"):
         fails()
-    found = read(path)
-    assert found is not None
-    assert found.message == "ValueError: no such colour: octarine"
-    assert "in fails" in found.traceback
+    recorded = read(path)
+    assert recorded is not None
+    assert recorded.message == "ValueError: no such colour: octarine"
+    assert "in fails" in recorded.traceback
 
 
 def test_what_is_written_torch_reads(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_what_is_written_torch_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "recorded"),
     [
         ('{"message": "short"}', Recorded("short", "")),
         ('{"message": {"message": "m", "extraInfo": null}}', Recorded("m", "")),
@@ -58,8 +58,8 @@ def test_what_is_written_torch_reads(tmp_path: Path) -> None:
         ('{"other": 1}', None),
     ],
 )
-def test_other_forms(text: str, found: Recorded | None) -> None:
-    assert parse(text.encode()) == found
+def test_other_forms(text: str, recorded: Recorded | None) -> None:
+    assert parse(text.encode()) == recorded
 
 
 def test_a_file_that_is_none_of_its(tmp_path: Path) -> None:

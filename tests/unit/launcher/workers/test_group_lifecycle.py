@@ -172,8 +172,8 @@ def facts(state: WorkerGroupState) -> dict[str, bool]:
 def reachable(part: Part) -> set[Part]:
     """The parts to which the table leads from this one, itself among them."""
     reached = {part}
-    while more := {b for (a, _), b in GROUP_TRANSITIONS.items() if a in reached} - reached:
-        reached |= more
+    while next_states := {b for (a, _), b in GROUP_TRANSITIONS.items() if a in reached} - reached:
+        reached |= next_states
     return reached
 
 

@@ -73,8 +73,8 @@ def test_no_order_of_events_takes_anything_back(events: list[Event]) -> None:
 
 def test_every_part_of_a_state_can_be_reached() -> None:
     reached = {WorkerState()}
-    while more := {s.after(e) for s, e in product(reached, Event)} - reached:
-        reached |= more
+    while next_states := {s.after(e) for s, e in product(reached, Event)} - reached:
+        reached |= next_states
     assert {s.stage for s in reached} == set(Stage)
     assert {s.outcome for s in reached} == set(Outcome)
     assert {s.process for s in reached} == set(Process)

@@ -8,14 +8,14 @@ from elasticzero.cli.main import COMMANDS, COMPLETE, build_parser, main
 from elasticzero.ops.cli.completion import completions
 
 
-def found(line: str) -> tuple[list[str], str]:
+def completion_of(line: str) -> tuple[list[str], str]:
     """Whole words and what the shell adds, for a line up to the cursor."""
     result = completions(line.split(" "), build_parser)
     return list(result.descriptions), result.rest
 
 
 @pytest.mark.parametrize(
-    ("line", "words", "rest"),
+    ("line", "candidates", "rest"),
     [
         ("st", ["status", "stop"], "nothing"),
         ("checkpoint ver", ["verify"], "nothing"),
@@ -51,13 +51,13 @@ def found(line: str) -> tuple[list[str], str]:
         ("plan --optimizer adamw --dtype f", ["fp16", "fp32"], "nothing"),
     ],
 )  # fmt: skip
-def test_what_completes(line: str, words: list[str], rest: str) -> None:
-    assert found(line) == (words, rest)
+def test_what_completes(line: str, candidates: list[str], rest: str) -> None:
+    assert completion_of(line) == (candidates, rest)
 
 
 def test_all_commands_and_hidden_options() -> None:
-    assert found("") == (list(COMMANDS), "nothing")
-    flags, _ = found("run --")
+    assert completion_of("") == (list(COMMANDS), "nothing")
+    flags, _ = completion_of("run --")
     assert {"--help", "--help-all", "--spares", "--rdzv-backend"} <= set(flags)
     assert not [flag for flag in flags if "_" in flag or flag == "--tee-streams"]
 

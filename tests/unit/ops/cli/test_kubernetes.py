@@ -37,8 +37,8 @@ def test_a_script_keeps_every_character(
     (tmp_path / "train.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     assert main([*RENDER, "train.py"]) == 0
-    found = list(yaml.safe_load_all(capsys.readouterr().out))
-    (held,) = (m for m in found if "train.py" in m.get("data", {}))
+    manifests = list(yaml.safe_load_all(capsys.readouterr().out))
+    (held,) = (m for m in manifests if "train.py" in m.get("data", {}))
     assert held["data"]["train.py"] == text
 
 
@@ -52,7 +52,7 @@ def test_without_pyyaml_json_is_left(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["missing.py"], "missing.py: No such file or directory"),
         (["--env", "NCCL_DEBUG", "/app/train.py"], "KEY=VALUE is expected"),
@@ -62,10 +62,10 @@ def test_without_pyyaml_json_is_left(
     ],
 )
 def test_a_mistake_is_one_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = main([*RENDER, *words])
+        code = main([*RENDER, *arguments])
     except SystemExit as error:
         code = int(error.code or 0)
     assert code == 64
@@ -120,7 +120,9 @@ def test_apply_without_kubectl_says_so(
     assert "kubectl, which is not on PATH" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["scale", "Train", "2:6"], ["drain", "a b", "1"]])
-def test_a_bad_name_reaches_no_shell(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["k8s", *words]) == 64
-    assert f"k8s {words[0]}" in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", [["scale", "Train", "2:6"], ["drain", "a b", "1"]])
+def test_a_bad_name_reaches_no_shell(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["k8s", *arguments]) == 64
+    assert f"k8s {arguments[0]}" in capsys.readouterr().err

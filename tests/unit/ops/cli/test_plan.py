@@ -19,10 +19,10 @@ def test_the_table_names_the_first_that_fits(capsys: pytest.CaptureFixture[str])
 
 
 def test_state_within_nodes_needs_what_one_node_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--params", "7e9", "--gpus", "8"]
+    arguments = ["plan", "--params", "7e9", "--gpus", "8"]
 
-    def totals(*more: str) -> dict[tuple[str, str | None], int]:
-        assert main([*words, *more, "--json"]) == 0
+    def totals(*options: str) -> dict[tuple[str, str | None], int]:
+        assert main([*arguments, *options, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["strategies"]
         return {(row["strategy"], row["shard"]): row["total"] for row in rows}
 
@@ -35,31 +35,31 @@ def test_state_within_nodes_needs_what_one_node_needs(capsys: pytest.CaptureFixt
 
 
 def test_each_way_to_divide_has_a_first_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--params", "70e9", "--nodes", "8", "--gpus", "8"]
-    assert main(words) == 0
-    said = "The first that fits is zero3 with --shard world, none with --shard node."
-    assert said in capsys.readouterr().out
+    arguments = ["plan", "--params", "70e9", "--nodes", "8", "--gpus", "8"]
+    assert main(arguments) == 0
+    sentence = "The first that fits is zero3 with --shard world, none with --shard node."
+    assert sentence in capsys.readouterr().out
 
 
 def test_json_has_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--params", "7B", "--gpus", "8", "--gpu-memory", "40GB", "--json"]
-    assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["first_that_fits"] == {"world": "zero2"}
-    ddp = found["strategies"][0]
+    arguments = ["plan", "--params", "7B", "--gpus", "8", "--gpu-memory", "40GB", "--json"]
+    assert main(arguments) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["first_that_fits"] == {"world": "zero2"}
+    ddp = plan["strategies"][0]
     assert (ddp["weights"], ddp["checkpoint"]) == (14 * 10**9, 42 * 10**9)
 
 
 def test_state_in_host_memory_has_a_column_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--params", "70B", "--gpus", "8", "--cpu-offload"]
-    assert main(words) == 0
+    arguments = ["plan", "--params", "70B", "--gpus", "8", "--cpu-offload"]
+    assert main(arguments) == 0
     heads, *rows = capsys.readouterr().out.splitlines()[2:7]
     assert "state in a node's RAM" in heads
     assert [row.split()[2] for row in rows][3:] == ["0"]
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["first_that_fits"] == {"world": "zero3"}
-    whole, offloaded = found["strategies"][2], found["strategies"][3]
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["first_that_fits"] == {"world": "zero3"}
+    whole, offloaded = plan["strategies"][2], plan["strategies"][3]
     assert whole["node_state"] == 0 and offloaded["total"] == offloaded["buffers"]
     assert offloaded["node_state"] == 70 * 10**9 * (2 + 4 + 2 + 8 + 4)
 
@@ -75,10 +75,11 @@ def test_a_strategy_that_refuses_the_optimizer_is_left_out(
 
 
 def test_mirrors_have_a_column_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--params", "7B", "--nodes", "8", "--dtype", "fp32", "--redundancy", "mirror"]
-    assert main(words) == 0
+    arguments = ["plan", "--params", "7B", "--nodes", "8", "--dtype", "fp32"]
+    arguments += ["--redundancy", "mirror"]
+    assert main(arguments) == 0
     assert "mirrors" in capsys.readouterr().out.splitlines()[2]
-    assert main([*words, "--json"]) == 0
+    assert main([*arguments, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["strategies"]
     assert [row["mirrors"] for row in rows] == [0, *3 * [14 * 10**9, 0]]
 
@@ -89,7 +90,7 @@ def test_a_model_that_no_strategy_fits_is_said(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--params", "many"],
         ["--params", "nan"],
@@ -97,8 +98,8 @@ def test_a_model_that_no_strategy_fits_is_said(capsys: pytest.CaptureFixture[str
         ["--params", "7B", "--gpu-memory", "80 lakes"],
     ],
 )
-def test_bad_numbers_are_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_numbers_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["plan", *words])
+        main(["plan", *arguments])
     assert ended.value.code == 64
-    assert words[-1] in capsys.readouterr().err
+    assert arguments[-1] in capsys.readouterr().err

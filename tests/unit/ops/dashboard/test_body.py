@@ -73,8 +73,8 @@ class Body(HTMLParser):
         return "hidden" in self.by_id[name]
 
 
-def body(found: Mapping[str, Any]) -> Body:
-    return Body(status_page_body(found))
+def body(status: Mapping[str, Any]) -> Body:
+    return Body(status_page_body(status))
 
 
 def empty() -> dict[str, Any]:
@@ -92,8 +92,8 @@ def empty() -> dict[str, Any]:
 
 
 def test_a_running_job_has_all_parts() -> None:
-    found = document(waiting=["node-6"])
-    page = body(found)
+    status = document(waiting=["node-6"])
+    page = body(status)
     assert page.texts["job"] == "gpt-1b" and page.texts["state"] == "training"
     assert page.texts["source"] == "from node-0, which leads · "
     assert page.texts["line"] == (
@@ -124,17 +124,17 @@ def test_the_tables_have_nodes_generations_and_events() -> None:
 
 
 def test_the_curves_carry_what_the_script_reads_of_them() -> None:
-    found = document()
-    markup = status_page_body(found)
+    status = document()
+    markup = status_page_body(status)
     curves = re.findall(r"<polyline [^>]*>", markup)
     assert len(curves) == 2
     for line, name in zip(curves, ("loss", "goodput"), strict=True):
         attributes = Body(f"{line}</polyline>").attributes
         values = {key: value or "" for key, value in attributes}
-        count = len(found["history"][name])
+        count = len(status["history"][name])
         assert len(values["points"].split()) == len(json.loads(values["data-read"])) == count
         if name == "goodput":
-            times = [row[0] for row in found["history"][name]]
+            times = [row[0] for row in status["history"][name]]
             assert json.loads(values["data-at"]) == times
 
 
@@ -152,8 +152,8 @@ def test_a_job_without_a_generation_is_a_page_too() -> None:
 
 
 def test_the_steps_of_a_plain_script_are_not_seen() -> None:
-    found = {**document(), "plain": True, "step": None, "total_steps": None, "steps_per_s": None}
-    page = body(found)
+    status = {**document(), "plain": True, "step": None, "total_steps": None, "steps_per_s": None}
+    page = body(status)
     assert "the script's steps are not seen" in page.texts["status"]
     assert page.texts["line"].endswith("began 5 min ago")
 
@@ -167,8 +167,8 @@ def test_the_steps_of_a_plain_script_are_not_seen() -> None:
     ],
 )
 def test_a_job_that_is_over_says_so(outcome: str, look: str, text: str) -> None:
-    found = {**document(), "state": outcome, "done": {"outcome": outcome, "reason": "why"}}
-    page = body({**found, "leads": False})
+    status = {**document(), "state": outcome, "done": {"outcome": outcome, "reason": "why"}}
+    page = body({**status, "leads": False})
     assert (page.look("over"), page.texts["over"]) == (look, text)
     assert page.is_hidden("alone")
     assert page.by_id["status"]["data-wait-ms"] == "5000"
@@ -189,11 +189,11 @@ def test_what_operators_asked_for_is_shown() -> None:
 
 
 def test_a_node_that_is_set_aside_says_why_and_how_long() -> None:
-    found = document()
+    status = document()
     aside = {"state": "set aside", "set_aside_s": 540.0, "set_aside_for": "3 failures"}
-    found["nodes"][1] |= aside
-    found["nodes"][2] |= {"silent": True, "step": None, "up_s": None, "address": None}
-    page = body(found)
+    status["nodes"][1] |= aside
+    status["nodes"][2] |= {"silent": True, "step": None, "up_s": None, "address": None}
+    page = body(status)
     assert page.rows["nodes"][1][3] == "set aside, 9 min more"
     assert ("title", "3 failures") in page.attributes
     assert page.rows["nodes"][2][4] == "?" and page.rows["nodes"][2][8:] == ["?", "–"]
@@ -201,9 +201,9 @@ def test_a_node_that_is_set_aside_says_why_and_how_long() -> None:
 
 def test_of_many_nodes_those_in_trouble_come_first() -> None:
     names = [f"node-{i}" for i in range(1000)]
-    found = document(names)
-    found["nodes"][997]["state"] = "gone"
-    page = body(found)
+    status = document(names)
+    status["nodes"][997]["state"] = "gone"
+    page = body(status)
     rows = page.rows["nodes"]
     assert [row[0] for row in rows[:3]] == ["node-997", "node-0", "node-1"]
     assert len(rows) == 1000
@@ -217,17 +217,17 @@ def test_of_many_nodes_those_in_trouble_come_first() -> None:
 
 
 def test_names_and_messages_are_text() -> None:
-    found = document(waiting=["node-6"])
-    found |= {"job": EVIL, "reason": EVIL, "state": EVIL, "node": EVIL}
-    found["done"] = {"outcome": EVIL, "reason": EVIL}
-    found["control"]["drain"] = [{"node": EVIL}]
-    found["seconds"] = {EVIL: 3.0}
+    status = document(waiting=["node-6"])
+    status |= {"job": EVIL, "reason": EVIL, "state": EVIL, "node": EVIL}
+    status["done"] = {"outcome": EVIL, "reason": EVIL}
+    status["control"]["drain"] = [{"node": EVIL}]
+    status["seconds"] = {EVIL: 3.0}
     for key in ("node", "role", "state", "ranks", "address", "set_aside_for"):
-        found["nodes"][0][key] = EVIL
-    found["history"]["events"] = [[found["at"], EVIL, EVIL]]
-    for record in found["history"]["generations"]:
+        status["nodes"][0][key] = EVIL
+    status["history"]["events"] = [[status["at"], EVIL, EVIL]]
+    for record in status["history"]["generations"]:
         record |= {"reason": EVIL, "tier": EVIL}
-    markup = status_page_body(found)
+    markup = status_page_body(status)
     page = Body(markup)
     assert not page.tags & {"script", "img", "style", "link", "iframe", "a"}
     names = {name for name, _ in page.attributes}
@@ -240,11 +240,11 @@ def test_names_and_messages_are_text() -> None:
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_values_that_are_no_numbers_are_left_out(value: float | None) -> None:
-    found = document()
-    rows = found["history"]["loss"]
+    status = document()
+    rows = status["history"]["loss"]
     rows[3] = [rows[3][0], value, value, value]
-    found["history"]["goodput"][1][1] = value
-    markup = status_page_body(found)
+    status["history"]["goodput"][1][1] = value
+    markup = status_page_body(status)
     assert "nan" not in markup.lower().replace("&#x27;", "") and "inf%" not in markup
     points = re.findall(r'<polyline points="([^"]*)"', markup)
     assert len(points[0].split()) == len(rows) - 1
@@ -255,24 +255,24 @@ def test_a_goodput_near_nothing_is_text() -> None:
 
 
 def test_loss_that_does_not_change_has_a_curve() -> None:
-    found = document()
-    found["history"]["loss"] = [[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
-    assert "<polyline" in status_page_body(found)
+    status = document()
+    status["history"]["loss"] = [[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
+    assert "<polyline" in status_page_body(status)
 
 
 def test_a_body_is_written_once_for_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
-    found = document()
+    status = document()
 
-    def count(given: Mapping[str, Any]) -> str:
-        written.append(given["at"])
+    def count(job_status: Mapping[str, Any]) -> str:
+        written.append(job_status["at"])
         return "markup"
 
     monkeypatch.setattr("elasticzero.ops.dashboard.service.status_page_body", count)
-    page = PageBody(lambda *, pass_on: found)
+    page = PageBody(lambda *, pass_on: status)
     first = page.answer("")
     assert page.answer("") is first
-    found = {**found, "at": found["at"] + 1}
+    status = {**status, "at": status["at"] + 1}
     assert page.answer("") is not first
     assert len(written) == 2
     assert "sandbox" in first.headers["Content-Security-Policy"]

@@ -21,8 +21,8 @@ def clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.gmtime(at))
 
 
-def drawn(found: dict[str, Any], width: int = 80, height: int | None = 24, **more: Any) -> str:
-    screen = job_screen(found, width=width, height=height, clock=clock, **more)
+def drawn(status: dict[str, Any], width: int = 80, height: int | None = 24, **options: Any) -> str:
+    screen = job_screen(status, width=width, height=height, clock=clock, **options)
     file = io.StringIO()
     console = Console(file=file, width=width, color_system=None, highlight=False, _environ={})
     console.print(screen)
@@ -49,9 +49,9 @@ def fits(text: str, width: int, height: int) -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (200, 60)])
 def test_many_nodes_fit_and_those_in_trouble_come_first(width: int, height: int) -> None:
     names = [f"node-{i}" for i in range(100)]
-    found = document(names)
-    found["nodes"][77]["state"] = "gone"
-    text = drawn(found, width, height)
+    status = document(names)
+    status["nodes"][77]["state"] = "gone"
+    text = drawn(status, width, height)
     fits(text, width, height)
     assert len(text.splitlines()) >= height - 1
     lines = text.splitlines()
@@ -72,12 +72,12 @@ def test_no_size_breaks_the_screen(width: int, height: int) -> None:
 
 def test_names_and_messages_are_escaped() -> None:
     """A node's name may come from another's machine, a message from a script."""
-    found = document()
-    found["nodes"][0]["node"] = "\x1b[2Jnode[red]"
-    found["job"] = "job\x07[bold]"
-    found["reason"] = "rank 1 failed:\n\x1b]0;title\x07 [link=http://x]y[/link]"
-    found["history"]["events"] = [[found["at"], "error", "\x1b[31mred\x1b[0m [blink]no[/blink]"]]
-    text = drawn(found, 120)
+    status = document()
+    status["nodes"][0]["node"] = "\x1b[2Jnode[red]"
+    status["job"] = "job\x07[bold]"
+    status["reason"] = "rank 1 failed:\n\x1b]0;title\x07 [link=http://x]y[/link]"
+    status["history"]["events"] = [[status["at"], "error", "\x1b[31mred\x1b[0m [blink]no[/blink]"]]
+    text = drawn(status, 120)
     assert not any(ord(c) < 32 for c in text.replace("\n", ""))
     for shown in (
         "\\x1b[2Jnode[red]",
@@ -89,36 +89,36 @@ def test_names_and_messages_are_escaped() -> None:
 
 
 def test_a_job_of_which_only_etcd_is_known() -> None:
-    found = {**collect_status(job_in_view("j", None), {}, {}), "at": 0.0}
-    text = drawn(found, notes=["etcd at a:1 does not answer; trying again"])
+    status = {**collect_status(job_in_view("j", None), {}, {}), "at": 0.0}
+    text = drawn(status, notes=["etcd at a:1 does not answer; trying again"])
     assert "j  ● waiting" in text
     assert "etcd at a:1 does not answer; trying again" in text
     assert "nothing yet" in text
 
 
 def test_what_a_reader_must_know_is_said() -> None:
-    found = document()
-    found["leads"] = False
-    found["control"] = {"drain": [{"node": "node-2"}], "nnodes": [1, 2], "stop": True}
-    text = drawn(found)
+    status = document()
+    status["leads"] = False
+    status["control"] = {"drain": [{"node": "node-2"}], "nnodes": [1, 2], "stop": True}
+    text = drawn(status)
     assert "no agent that leads the job answers node-0; this is what node-0 has seen" in text
     assert "operators asked for: drain node-2, scale 1:2, stop" in text
-    found["done"] = {"outcome": "failed", "reason": "rank 1 failed"}
-    assert "failed: rank 1 failed" in drawn(found)
+    status["done"] = {"outcome": "failed", "reason": "rank 1 failed"}
+    assert "failed: rank 1 failed" in drawn(status)
 
 
 def test_a_nodes_own_compute_time_is_shown_where_it_is_known() -> None:
-    found = document()
-    for node in found["nodes"]:
+    status = document()
+    for node in status["nodes"]:
         node["compute_s"] = node["compute_ratio"] = None
-    assert "COMPUTE" not in drawn(found)
-    found["nodes"][1]["compute_s"] = 0.251
-    lines = drawn(found).splitlines()
+    assert "COMPUTE" not in drawn(status)
+    status["nodes"][1]["compute_s"] = 0.251
+    lines = drawn(status).splitlines()
     column = next(line for line in lines if line.startswith("NODE")).index("COMPUTE")
     row = next(line for line in lines if line.startswith("node-2"))
     assert row[column:].split()[:2] == ["251", "ms"]
-    found["nodes"][1]["compute_ratio"] = 1.42
-    row = next(line for line in drawn(found).splitlines() if line.startswith("node-2"))
+    status["nodes"][1]["compute_ratio"] = 1.42
+    row = next(line for line in drawn(status).splitlines() if line.startswith("node-2"))
     assert row[column:].split()[:3] == ["251", "ms", "1.4x"]
 
 

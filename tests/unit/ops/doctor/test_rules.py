@@ -77,24 +77,24 @@ FINE = MachineFacts(
 )
 
 
-def told(found: Any) -> list[tuple[str, str]]:
+def told(items: Any) -> list[tuple[str, str]]:
     """Level and text with the advice of each finding."""
-    listed = [found] if isinstance(found, Finding) else list(found)
+    listed = [items] if isinstance(items, Finding) else list(items)
     return [(finding.level, f"{finding.text}; {finding.advice}") for finding in listed]
 
 
-def one(found: Any, level: str, *texts: str) -> None:
+def one(items: Any, level: str, *texts: str) -> None:
     """There is a finding of this level with these texts, and none is worse."""
-    rows = told(found)
+    rows = told(items)
     assert [row for row in rows if row[0] == level and all(text in row[1] for text in texts)], rows
     order = ("ok", "note", "problem")
     assert max(order.index(row[0]) for row in rows) == order.index(level), rows
 
 
 def test_a_machine_that_is_fine() -> None:
-    found = findings(FINE)
-    assert [finding.level for finding in found] == ["ok"] * 10
-    text = report_text(found)
+    results = findings(FINE)
+    assert [finding.level for finding in results] == ["ok"] * 10
+    text = report_text(results)
     assert text.splitlines()[-1] == "0 problems, 0 notes"
     assert "etcd           h:1 takes writes, 3.0 ms each (median of 3); version 3.5.13" in text
     assert "torch sees 2 GPUs (NVIDIA H100, CUDA 13.0, NCCL 2.28.3)" in text
@@ -140,8 +140,8 @@ def test_etcd(changes: dict[str, Any], level: str, texts: list[str]) -> None:
 )
 def test_versions_of_etcd(version: str, members: int, level: str) -> None:
     names = tuple(f"h:{i}" for i in range(members))
-    said = tuple(EtcdVersion(endpoint=name, version=version) for name in names)
-    one(judge_etcd(replace(ETCD, endpoints=names, versions=said)), level)
+    versions = tuple(EtcdVersion(endpoint=name, version=version) for name in names)
+    one(judge_etcd(replace(ETCD, endpoints=names, versions=versions)), level)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_versions_of_etcd(version: str, members: int, level: str) -> None:
     [(30.0, "is 30 s before this machine's"), (-7200.0, "is 2 h behind this machine's")],
 )
 def test_a_clock_that_differs_from_etcds(ahead_s: float, text: str) -> None:
-    said = (EtcdVersion(endpoint="h:1", version="3.5.13", clock_ahead_s=ahead_s),)
-    one(judge_etcd(replace(ETCD, versions=said)), "note", text, "NTP")
+    versions = (EtcdVersion(endpoint="h:1", version="3.5.13", clock_ahead_s=ahead_s),)
+    one(judge_etcd(replace(ETCD, versions=versions)), "note", text, "NTP")
 
 
 def test_ports() -> None:

@@ -46,18 +46,18 @@ def test_a_node_is_named_as_status_names_it(node: str) -> None:
 
 def test_a_member_is_removed_before_it_is_added() -> None:
     lines = replace_member_script("train", 0, 3, "", tls=True)
-    words = [shlex.split(line) for line in lines]
+    commands = [shlex.split(line) for line in lines]
     assert lines[0].startswith("ID=$(kubectl exec train-etcd-1 --container=etcd -- etcdctl ")
     assert "--endpoints=https://train-etcd-1.train-etcd:2379,https://train-etcd-2" in lines[0]
-    assert words[1][-3:] == ["member", "remove", "$ID"]
+    assert commands[1][-3:] == ["member", "remove", "$ID"]
     assert lines[2].startswith("for TRY in 1 2 3 ")
     add = "member add train-etcd-0 --peer-urls=https://train-etcd-0.train-etcd:2380 && break;"
     assert add in lines[2]
-    assert json.loads(words[3][-1].removeprefix("--patch=")) == {
+    assert json.loads(commands[3][-1].removeprefix("--patch=")) == {
         "data": {"initial-cluster-state": "existing"}
     }
-    assert words[4][1:4] == ["delete", "pvc", "data-train-etcd-0"]
-    assert words[5][1:] == ["delete", "pod", "train-etcd-0"]
+    assert commands[4][1:4] == ["delete", "pvc", "data-train-etcd-0"]
+    assert commands[5][1:] == ["delete", "pod", "train-etcd-0"]
 
 
 @pytest.mark.parametrize(("index", "members"), [(3, 3), (-1, 3), (0, 1)])

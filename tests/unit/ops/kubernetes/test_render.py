@@ -52,14 +52,14 @@ def test_two_runs_share_etcd_and_checkpoints_and_nothing_else() -> None:
         ("NetworkPolicy", "train-etcd"),
         ("PersistentVolumeClaim", "train-checkpoints"),
     }
-    own = names([m for m in first if m not in shared])
-    assert own == {
+    unshared = names([m for m in first if m not in shared])
+    assert unshared == {
         ("Job", "train-1"),
         ("Service", "train-1-agents"),
         ("PodDisruptionBudget", "train-1"),
         ("NetworkPolicy", "train-1-agents"),
     }
-    assert not own & names(second)
+    assert not unshared & names(second)
     assert variables(second)["ELASTICZERO_JOB"] == "train-2"
     assert variables(second)["ELASTICZERO_CHECKPOINT_DIR"] == "/checkpoints/train-2"
 
@@ -119,8 +119,8 @@ def test_a_claim_names_its_class() -> None:
 
 
 def test_without_checkpoints_none_are_asked_for() -> None:
-    found = variables(rendered(checkpoints="none"))
-    assert not [name for name in found if name.startswith("ELASTICZERO_CHECKPOINT")]
+    set_variables = variables(rendered(checkpoints="none"))
+    assert not [name for name in set_variables if name.startswith("ELASTICZERO_CHECKPOINT")]
 
 
 def test_a_shared_etcd_is_used_and_not_rendered() -> None:
@@ -164,8 +164,8 @@ def test_one_node_has_no_budget() -> None:
 
 def test_own_variables_win() -> None:
     pod = PodOptions(environment={"ELASTICZERO_STRATEGY": "zero3", "NCCL_DEBUG": "INFO"})
-    found = variables(rendered(pod=pod))
-    assert (found["ELASTICZERO_STRATEGY"], found["NCCL_DEBUG"]) == ("zero3", "INFO")
+    set_variables = variables(rendered(pod=pod))
+    assert (set_variables["ELASTICZERO_STRATEGY"], set_variables["NCCL_DEBUG"]) == ("zero3", "INFO")
     listed = [entry["name"] for entry in agent_of(agents_of(rendered(pod=pod)))["env"]]
     assert len(set(listed)) == len(listed)
 
@@ -231,9 +231,9 @@ def test_what_is_refused_names_the_option(changes: dict[str, Any], message: str)
 def test_the_environment_leaves_what_the_manifests_depend_on(changes: dict[str, Any]) -> None:
     pod = PodOptions(token_secret="token")
     variables = agent_of(agents_of(rendered(pod=pod, **changes)))["env"]
-    given = {one["name"] for one in variables if one["name"].startswith("ELASTICZERO_")}
+    set_names = {one["name"] for one in variables if one["name"].startswith("ELASTICZERO_")}
     free = {"NPROC_PER_NODE", "JOIN_TIMEOUT", "TEE", "LOG_DIR", "STRATEGY", "CHECKPOINT_EVERY"}
-    assert given - {f"ELASTICZERO_{name}" for name in free} <= SET_BY.keys()
+    assert set_names - {f"ELASTICZERO_{name}" for name in free} <= SET_BY.keys()
 
 
 def test_a_queued_job_waits_and_begins_with_min() -> None:

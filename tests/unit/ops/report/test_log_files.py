@@ -35,7 +35,7 @@ def test_the_only_job_of_a_directory_needs_no_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("arguments", "expected"),
     [
         (["missing"], "does not exist"),
         (["empty"], "has no event log (events.jsonl)"),
@@ -50,22 +50,22 @@ def test_the_only_job_of_a_directory_needs_no_name(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_one_line_and_exit_code_64(
     logs: Path,
-    words: list[str],
-    wanted: str,
+    arguments: list[str],
+    expected: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (logs / "empty").mkdir()
     (logs / "blank" / "a").mkdir(parents=True)
     (logs / "blank" / "a" / "events.jsonl").write_text("")
-    if words == ["."] or "three" in words:
+    if arguments == ["."] or "three" in arguments:
         (logs / "blank" / "a" / "events.jsonl").unlink()
     monkeypatch.chdir(logs)
     monkeypatch.delenv("ELASTICZERO_ETCD", raising=False)
-    assert main(["report", *words]) == ExitCode.USAGE
+    assert main(["report", *arguments]) == ExitCode.USAGE
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
-    assert wanted in error
+    assert expected in error
 
 
 def test_the_command_writes_the_page_and_says_where(
@@ -73,9 +73,9 @@ def test_the_command_writes_the_page_and_says_where(
 ) -> None:
     monkeypatch.chdir(logs)
     assert main(["report", "one", "-o", "page.html"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("Job one finished all 100 steps in")
-    assert said[1].startswith("The report is in page.html (")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Job one finished all 100 steps in")
+    assert lines[1].startswith("The report is in page.html (")
     assert (logs / "page.html").read_text().startswith("<!DOCTYPE html>")
     assert main(["report", "one", "-o", "-"]) == 0
     assert capsys.readouterr().out.startswith("<!DOCTYPE html>")

@@ -37,8 +37,8 @@ def test_a_stride_is_prime(size: int, most: int, every: int) -> None:
 def test_each_generation_keeps_its_first_and_its_last_step() -> None:
     log = lines(*steps(1, 23), ("round", 23), ("world", 20), *steps(21, 33), ("exit", 0))
     kept = [json.loads(line) for line in sampled(log, 7)]
-    found = [(event["event"], event["step"]) for event in kept]
-    assert found == [
+    named_steps = [(event["event"], event["step"]) for event in kept]
+    assert named_steps == [
         *(("step", s) for s in (1, 7, 14, 21, 23)),
         *(("round", 23), ("world", 20)),
         *(("step", s) for s in (21, 28, 33)),
@@ -66,13 +66,13 @@ def test_a_thinned_curve_keeps_its_ends_and_peaks(
     points: list[tuple[float, float]], most: int
 ) -> None:
     points.sort()
-    found = thinned(points, most)
-    assert len(found) <= max(most, 4)
-    assert found == sorted(found)
-    assert set(found) <= set(points)
+    kept_points = thinned(points, most)
+    assert len(kept_points) <= max(most, 4)
+    assert kept_points == sorted(kept_points)
+    assert set(kept_points) <= set(points)
     if points:
-        assert (found[0][0], found[-1][0]) == (points[0][0], points[-1][0])
-        values, kept = [y for _, y in points], [y for _, y in found]
+        assert (kept_points[0][0], kept_points[-1][0]) == (points[0][0], points[-1][0])
+        values, kept = [y for _, y in points], [y for _, y in kept_points]
         assert (min(values), max(values)) == (min(kept), max(kept))
 
 
@@ -89,5 +89,5 @@ def test_of_many_spans_each_column_shows_what_takes_most_of_it() -> None:
     ]
     assert coarse(short, 1000.0, 100) == [(0.0, 1000.0, "training")]
     gone = [(s, e, what) for s, e, what in short if not 300 <= s < 500]
-    found = coarse(gone, 1000.0, 100)
-    assert [(round(s), round(e)) for s, e, _ in found] == [(0, 300), (500, 1000)]
+    columns = coarse(gone, 1000.0, 100)
+    assert [(round(s), round(e)) for s, e, _ in columns] == [(0, 300), (500, 1000)]

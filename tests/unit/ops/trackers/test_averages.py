@@ -163,10 +163,10 @@ def test_answers_are_cut_and_go_on_where_they_were(monkeypatch: pytest.MonkeyPat
         node.received(0, Logged(step=step, scalars={"loss": float(step)}))
     node.received(0, Ended(0))
     steps: list[int] = []
-    serial, more = 0, True
-    while more:
+    serial, has_more = 0, True
+    while has_more:
         answer = node.since(serial)
-        serial, more = answer["serial"], answer["more"]
+        serial, has_more = answer["serial"], answer["more"]
         assert 1 <= len(answer["rows"]) < 30
         steps += [row[1] for row in answer["rows"]]
     assert steps == list(range(1, 31))

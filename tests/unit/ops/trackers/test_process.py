@@ -53,12 +53,12 @@ def wait(what: str, done: Callable[[], bool]) -> None:
 
 def children() -> list[psutil.Process]:
     """Returns the trackers' processes that run."""
-    found = []
+    processes = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):  # it has just ended
             if "elasticzero.ops.trackers.writer" in child.cmdline():
-                found.append(child)
-    return found
+                processes.append(child)
+    return processes
 
 
 def test_what_waits_is_written_before_the_end(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ def points(directory: Path, name: str) -> list[tuple[float, int, float]]:
     """Returns what TensorBoard shows of a curve."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    found.Reload()
-    return [(e.wall_time, e.step, e.value) for e in found.Scalars(name)]
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(e.wall_time, e.step, e.value) for e in events.Scalars(name)]
 
 
 @contextmanager
@@ -46,8 +46,8 @@ def test_a_run_that_is_opened_again_knows_its_last_step(tmp_path: Path) -> None:
     for _ in range(2):  # a process that writes nothing hides nothing
         with opened(tmp_path) as later:
             assert later.last_step == 4
-    wanted = [(1000.0 + step, step, step / 2) for step in (1, 2, 3, 4)]
-    assert points(tmp_path / "job" / "run-1", "loss") == wanted
+    expected = [(1000.0 + step, step, step / 2) for step in (1, 2, 3, 4)]
+    assert points(tmp_path / "job" / "run-1", "loss") == expected
 
 
 def test_a_job_that_begins_anew_has_a_run_of_its_own(tmp_path: Path) -> None:

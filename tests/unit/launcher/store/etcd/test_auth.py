@@ -45,27 +45,27 @@ def test_the_own_address_is_found_whatever_the_scheme() -> None:
 
 
 def counted() -> tuple[list[str], TokenCache]:
-    given: list[str] = []
+    issued: list[str] = []
 
     def ask() -> str:
-        given.append(f"token-{len(given)}")
-        return given[-1]
+        issued.append(f"token-{len(issued)}")
+        return issued[-1]
 
-    return given, TokenCache(ask, life_s=60.0)
+    return issued, TokenCache(ask, life_s=60.0)
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_is_refused() -> None:
-    given, login = counted()
+    issued, login = counted()
     assert [login.token(), login.token()] == ["token-0", "token-0"]
     login.invalidate("token-0")
     assert login.token() == "token-1"
     login.invalidate("token-0")  # somebody who was slow to hear of it
     assert login.token() == "token-1"
-    assert len(given) == 2
+    assert len(issued) == 2
 
 
 def test_many_who_are_refused_ask_once() -> None:
-    given, login = counted()
+    issued, login = counted()
     first = login.token()
     start = threading.Barrier(8)
 
@@ -79,7 +79,7 @@ def test_many_who_are_refused_ask_once() -> None:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert given == ["token-0", "token-1"]
+    assert issued == ["token-0", "token-1"]
 
 
 def test_an_old_token_is_replaced() -> None:
