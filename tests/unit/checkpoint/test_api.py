@@ -66,15 +66,15 @@ def test_a_whole_training_state_comes_back_as_it_was(tmp_path: Path) -> None:
         "names": {1: "one", ("a", 2): None, "$x": True, "": -1},
     }
     checkpoint.save(tmp_path, saved, step=4)
-    found = checkpoint.load(tmp_path)
-    assert equal(found, saved)
+    loaded = checkpoint.load(tmp_path)
+    assert equal(loaded, saved)
     other, again = trained()
     nn.init.zeros_(other.get_parameter("0.weight"))
-    other.load_state_dict(found["model"])
-    again.load_state_dict(found["optimizer"])
+    other.load_state_dict(loaded["model"])
+    again.load_state_dict(loaded["optimizer"])
     for thing, old in ((other, net), (again, optimizer)):
         assert equal(dict(thing.state_dict()), dict(old.state_dict()))
-    assert not torch.equal(next(iter(found["model"].values())), torch.zeros(4, 3))
+    assert not torch.equal(next(iter(loaded["model"].values())), torch.zeros(4, 3))
 
 
 def test_loading_into_a_fresh_script_s_objects(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_loading_into_a_fresh_script_s_objects(tmp_path: Path) -> None:
         "epoch": 0,
     }
     kept = into["model"]["0.weight"]
-    found = checkpoint.load(tmp_path, into)
-    assert list(found) == ["model", "optimizer", "epoch"] and found["epoch"] == 3
-    assert found["model"]["0.weight"] is kept and torch.equal(
+    loaded = checkpoint.load(tmp_path, into)
+    assert list(loaded) == ["model", "optimizer", "epoch"] and loaded["epoch"] == 3
+    assert loaded["model"]["0.weight"] is kept and torch.equal(
         fresh.get_parameter("0.weight"), net.get_parameter("0.weight")
     )
     assert fresh[1].num_batches_tracked == 2
@@ -117,13 +117,13 @@ def test_flat_checkpoints_load_into_nested_dicts_and_vice_versa(
     checkpoint.save(tmp_path / "flat", flat)
     assert equal(checkpoint.load(tmp_path / "flat"), flat)
     nested = {"model": OrderedDict(w=torch.empty(3))}
-    found = checkpoint.load(tmp_path / "flat", nested)
-    assert found["model"]["w"] is nested["model"]["w"] and torch.equal(
-        found["model"]["w"], torch.ones(3)
+    loaded = checkpoint.load(tmp_path / "flat", nested)
+    assert loaded["model"]["w"] is nested["model"]["w"] and torch.equal(
+        loaded["model"]["w"], torch.ones(3)
     )
     checkpoint.save(tmp_path / "nested", {"model": {"w": torch.ones(3)}, "epoch": 1})
-    found = checkpoint.load(tmp_path / "nested", {"model/w": torch.empty(3)})
-    assert equal(found, {"model/w": torch.ones(3)})
+    loaded = checkpoint.load(tmp_path / "nested", {"model/w": torch.empty(3)})
+    assert equal(loaded, {"model/w": torch.ones(3)})
 
 
 @pytest.mark.parametrize(

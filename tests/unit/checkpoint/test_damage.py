@@ -333,15 +333,15 @@ def test_damage_is_found_named_and_passed_over(place: Place, name: str) -> None:
     harm, named, complaint = (CASES | CHEAP)[name]
     harm(place)
     storage = DiskStorage(place.step)
-    found = catalog.step_error_text(storage)
+    error = catalog.step_error_text(storage)
     if name in CASES:
-        assert found is None, "not seen at a cheap look"
-        found = failed_load(place.step)
-    assert found is not None and re.search(complaint, found), found
-    assert "\n" not in found and found.isprintable() and len(found) < 1000
+        assert error is None, "not seen at a cheap look"
+        error = failed_load(place.step)
+    assert error is not None and re.search(complaint, error), error
+    assert "\n" not in error and error.isprintable() and len(error) < 1000
     faults = list(verify.find_corruption(storage))
     assert named in [fault.file for fault in faults], faults
-    assert any(fault.file in found for fault in faults)
+    assert any(fault.file in error for fault in faults)
     if complaint.startswith("bytes 0 to "):
         size = size_of(storage, named)
         assert (0, size) in [(f.start, f.stop) for f in faults if f.file == named]
@@ -372,8 +372,8 @@ def test_verify_names_every_bad_byte_range(place: Place, tmp_path: Path) -> None
     for position in (BLOCK + 5, 2 * BLOCK, 4 * BLOCK - 1):
         flip(first, position)
     os.truncate(second, 2 * BLOCK + 100)
-    found = [(fault.file, fault.start, fault.stop) for fault in verify.find_corruption(storage)]
-    assert found == [
+    ranges = [(fault.file, fault.start, fault.stop) for fault in verify.find_corruption(storage)]
+    assert ranges == [
         (first.name, BLOCK, 4 * BLOCK),
         (second.name, 2 * BLOCK, size_of(storage, second.name)),
     ]
@@ -423,8 +423,8 @@ def test_what_no_memory_can_hold_is_refused(place: Place) -> None:
 
     def huge(value: dict[str, Any]) -> None:
         value["layout"]["tensors"]["model/b"]["shape"] = [1 << 56]
-        for each in value["files"]:
-            each["bytes"] = 1 << 60
+        for entry in value["files"]:
+            entry["bytes"] = 1 << 60
 
     place.edit_manifest(huge)
     assert catalog.step_error_text(DiskStorage(place.step)) is not None

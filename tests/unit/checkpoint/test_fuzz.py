@@ -102,20 +102,20 @@ fuzz = settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(mutated(MANIFEST))
 @example(MANIFEST.replace(b"zero2", b"zero3"))
 def test_a_changed_manifest_is_never_taken_for_one(data: bytes) -> None:
-    found = outcome(lambda: from_json(data, "/c/file"))
-    assert found is None or data == MANIFEST
+    parsed = outcome(lambda: from_json(data, "/c/file"))
+    assert parsed is None or data == MANIFEST
 
 
 @fuzz
 @given(mutated(MANIFEST[: MANIFEST.rindex(b',"digest"')] + b"}"))
 def test_a_changed_manifest_whose_digest_is_right(data: bytes) -> None:
     """What is taken for a manifest can be written and read again, dealt out and looked through."""
-    found = outcome(lambda: from_json(sign(data), "/c/file"))
-    if found is not None:
-        assert from_json(to_json(found), "/c/file") == found or "NaN" in repr(found)
-        assert found.layout.world_size == len(found.files) <= len(data)
-        for name in found.layout.tensors:
-            assert outcome(partial(found.layout.holders, name))
+    parsed = outcome(lambda: from_json(sign(data), "/c/file"))
+    if parsed is not None:
+        assert from_json(to_json(parsed), "/c/file") == parsed or "NaN" in repr(parsed)
+        assert parsed.layout.world_size == len(parsed.files) <= len(data)
+        for name in parsed.layout.tensors:
+            assert outcome(partial(parsed.layout.holders, name))
 
 
 @fuzz
@@ -126,12 +126,12 @@ def test_a_changed_header(data: bytes) -> None:
     base = 8 + len(data)
     file_bytes = FILE_BYTES - len(HEADER) + len(data)
     try:
-        found = outcome(lambda: parse_header(data, file_bytes, "/c/file"))
+        parsed = outcome(lambda: parse_header(data, file_bytes, "/c/file"))
     except UserError as error:
         assert "has the dtype" in str(error)
         return
-    if found is not None:
-        _, entries = found
+    if parsed is not None:
+        _, entries = parsed
         ends = base
         for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
             assert entry.start == ends <= entry.stop
@@ -143,10 +143,10 @@ def test_a_changed_header(data: bytes) -> None:
 @fuzz
 @given(mutated(SUMS))
 def test_changed_checksums(data: bytes) -> None:
-    found = outcome(lambda: parse_sums(data, "/c/file"))
-    if found is not None:
-        assert len(found.blocks) == -(-found.size // found.block_bytes)
-        assert (found.digest == parse_sums(SUMS, "").digest) == (data == SUMS)
+    parsed = outcome(lambda: parse_sums(data, "/c/file"))
+    if parsed is not None:
+        assert len(parsed.blocks) == -(-parsed.size // parsed.block_bytes)
+        assert (parsed.digest == parse_sums(SUMS, "").digest) == (data == SUMS)
 
 
 @pytest.mark.parametrize(

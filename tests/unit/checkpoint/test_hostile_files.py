@@ -179,7 +179,7 @@ def test_names_are_printed_escaped_in_any_encoding(tmp_path: Path, encoding: str
     checkpoint.save(root, {name: torch.ones(2)}, state={key: 1})
     checkpoint.save(tmp_path / "other", {name: torch.zeros(2)})
     step = root / "step-000000000000"
-    for words in (
+    for arguments in (
         ["inspect", root],
         ["inspect", "--json", root],
         ["list", root],
@@ -190,17 +190,17 @@ def test_names_are_printed_escaped_in_any_encoding(tmp_path: Path, encoding: str
         ["export", "-q", tmp_path / "\x1b]0;title\x07", tmp_path / "hf2"],
         ["inspect", root / "\udcff"],
     ):
-        found = subprocess.run(
-            [sys.executable, "-m", "elasticzero.checkpoint.cli", *map(str, words)],
+        completed = subprocess.run(
+            [sys.executable, "-m", "elasticzero.checkpoint.cli", *map(str, arguments)],
             env=os.environ
             | {"PYTHONIOENCODING": f"{encoding}:strict", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
             capture_output=True,
             timeout=120,
             check=False,
         )
-        text = (found.stdout + found.stderr).decode(encoding)
+        text = (completed.stdout + completed.stderr).decode(encoding)
         assert "Traceback" not in text, text
-        assert found.returncode in (0, 1, 64), text
+        assert completed.returncode in (0, 1, 64), text
         assert text.replace("\n", "").isprintable(), text
         assert not any(line.startswith("step 9: whole") for line in text.splitlines())
     assert step.is_dir()

@@ -102,15 +102,15 @@ class Node:
 
     def copy(self, root: Path) -> Node:
         """Another of the same contents, a file of several names included."""
-        known: dict[int, str] = {}
+        copies: dict[int, str] = {}
 
         def copy(source: str, target: str) -> None:
             inode = os.stat(source).st_ino
-            if inode in known:
-                os.link(known[inode], target)
+            if inode in copies:
+                os.link(copies[inode], target)
             else:
                 shutil.copy2(source, target)
-            known[inode] = target
+            copies[inode] = target
 
         shutil.copytree(self.path.parent, root, copy_function=copy)
         return Node(root, self.way)

@@ -53,18 +53,18 @@ def test_tensors_that_cannot_be_filled_are_refused(
     ],
 )
 def test_views_without_overlap_are_filled(saved: Path, tensor: torch.Tensor) -> None:
-    found = checkpoint.load(saved, {"w": tensor})
-    assert found["w"] is tensor and torch.equal(tensor.detach(), W)
+    loaded = checkpoint.load(saved, {"w": tensor})
+    assert loaded["w"] is tensor and torch.equal(tensor.detach(), W)
 
 
 def test_conjugate_and_negative_views_are_saved_and_filled(tmp_path: Path) -> None:
     """They ended in torch's own error about `resolve_conj` or `resolve_neg`."""
     c = torch.complex(W, W + 1)
     checkpoint.save(tmp_path, {"conj": c.conj(), "neg": c.conj().imag, "array": W.numpy()[::-1]})
-    found = checkpoint.load(tmp_path)
-    assert torch.equal(found["conj"], c.conj().resolve_conj())
-    assert torch.equal(found["neg"], -(W + 1))
-    assert np.array_equal(found["array"], W.numpy()[::-1])
+    loaded = checkpoint.load(tmp_path)
+    assert torch.equal(loaded["conj"], c.conj().resolve_conj())
+    assert torch.equal(loaded["neg"], -(W + 1))
+    assert np.array_equal(loaded["array"], W.numpy()[::-1])
     into = {"conj": torch.zeros_like(c).conj(), "neg": torch.zeros_like(c).conj().imag}
     assert into["conj"].is_conj() and into["neg"].is_neg()
     checkpoint.load(tmp_path, into)

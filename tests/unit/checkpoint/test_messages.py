@@ -55,17 +55,17 @@ def test_the_loser_of_a_race_reports_the_other_save(tmp_path: Path) -> None:
 
 def test_a_save_whose_files_the_winner_removed_is_not_an_error(tmp_path: Path) -> None:
     directory = DiskDirectory(tmp_path)
-    mine = draft_of(simple_layout(world_size=1), token="mine")
+    draft = draft_of(simple_layout(world_size=1), token="mine")
 
     def pieces() -> Any:
-        for name, span in mine.layout.spans(0).items():
+        for name, span in draft.layout.spans(0).items():
             dtype = torch.float32 if name == "optimizer/w/step" else torch.float64
             yield TensorPiece(name, torch.ones(len(span), dtype=dtype))
-        checkpoint.save(tmp_path, {"w": W}, step=mine.step)
+        checkpoint.save(tmp_path, {"w": W}, step=draft.step)
         for path in (tmp_path / "step-000000000007").glob("*mine*"):
             path.unlink()
 
-    written = write_checkpoint(directory, mine, 0, pieces())
+    written = write_checkpoint(directory, draft, 0, pieces())
     assert isinstance(written, WriteResult) and not written.committed
     assert commit.is_good(directory.step("step-000000000007"))
 
@@ -97,9 +97,9 @@ def test_export_says_under_which_names_and_what_is_not_converted(
 ) -> None:
     small = torch.ones(4, dtype=torch.float8_e4m3fn)
     checkpoint.save(tmp_path / "run", {"model": {"w": W, "q": small}})
-    for what, words in (("model", "those of model.state_dict()"), ("all", '"model"')):
+    for what, text in (("model", "those of model.state_dict()"), ("all", '"model"')):
         order = ["export", "-q", str(tmp_path / "run"), str(tmp_path / what), "--format", "dcp"]
         assert main([*order, "--what", what, "--dtype", "bf16"]) == 0
         printed = capsys.readouterr()
-        assert words in printed.out
+        assert text in printed.out
         assert "--dtype bf16 leaves float8 as it is: 1 tensor, the first model/q" in printed.err

@@ -82,7 +82,9 @@ def renamed(manifest: dict[str, Any], name: str) -> None:
     layout = manifest["layout"]
     layout["tensors"][name] = layout["tensors"].pop("model/w")
     for group in layout["groups"]:
-        group["tensors"] = [name if each == "model/w" else each for each in group["tensors"]]
+        group["tensors"] = [
+            name if tensor_name == "model/w" else tensor_name for tensor_name in group["tensors"]
+        ]
     manifest["state"]["$tree"]["model"]["w"] = {"$tensor": name}
 
 
@@ -144,8 +146,8 @@ def raises(work: Callable[[], object]) -> bool:
     return False
 
 
-def command(*words: object) -> int:
-    return main([str(word) for word in words])
+def command(*arguments: object) -> int:
+    return main([str(word) for word in arguments])
 
 
 def listed(root: Path, capsys: pytest.CaptureFixture[str]) -> bool:
@@ -171,11 +173,11 @@ def looked_at_by_an_agent(root: Path) -> bool:
 
 
 def read_by_a_session(root: Path) -> None:
-    found = open_step(DiskDirectory(root).step(STEP))
-    for name, spec in found.manifest.layout.tensors.items():
+    opened = open_step(DiskDirectory(root).step(STEP))
+    for name, spec in opened.manifest.layout.tensors.items():
         dtype = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}[spec.dtype]
         out = torch.empty(spec.shape, dtype=dtype)
-        found.load([LoadTarget(name, Span(0, spec.numel), out)])
+        opened.load([LoadTarget(name, Span(0, spec.numel), out)])
 
 
 def counted_by_retention(root: Path) -> bool:
@@ -230,8 +232,8 @@ def same(source: str, target: str) -> None:
 def test_a_good_step_is_good_for_every_tool(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = verdicts(root, tmp_path, capsys)
-    assert all(found.values()), found
+    by_tool = verdicts(root, tmp_path, capsys)
+    assert all(by_tool.values()), by_tool
 
 
 @pytest.mark.timeout(120)
@@ -241,10 +243,10 @@ def test_a_damaged_step_is_bad_for_every_tool(
 ) -> None:
     """`verify` called a step good that `list` called damaged, and `reshard` took it."""
     DAMAGE[name](root / STEP)
-    found = verdicts(root, tmp_path, capsys)
-    assert not any(found.values()), [tool for tool, good in found.items() if good]
+    by_tool = verdicts(root, tmp_path, capsys)
+    assert not any(by_tool.values()), [tool for tool, good in by_tool.items() if good]
     left = {path.name for path in tmp_path.iterdir()} - {"a", "b", "checkpoints"}
-    assert all(not list((tmp_path / each).rglob("*.*")) for each in left), left
+    assert all(not list((tmp_path / directory).rglob("*.*")) for directory in left), left
 
 
 def plain_file(path: Path, name: str) -> Path:

@@ -10,15 +10,15 @@ from elasticzero.errors import RetryError, UserError
 
 def agreed(calls: list[Call]) -> tuple[int, int]:
     """The greatest of what the ranks give."""
-    given = [marks(call, rank) for rank, call in enumerate(calls)]
-    return max(a for a, _ in given), max(b for _, b in given)
+    rank_marks = [marks(call, rank) for rank, call in enumerate(calls)]
+    return max(a for a, _ in rank_marks), max(b for _, b in rank_marks)
 
 
 @pytest.mark.parametrize("call", list(Call))
 def test_ranks_at_one_call_go_on(call: Call) -> None:
-    found = agreed([call] * 5)
+    greatest = agreed([call] * 5)
     for rank in range(5):
-        check(found, call, rank, "")
+        check(greatest, call, rank, "")
 
 
 @pytest.mark.parametrize("astray", range(4))
@@ -26,12 +26,12 @@ def test_ranks_at_one_call_go_on(call: Call) -> None:
 def test_the_rank_that_is_elsewhere_is_named(call: Call, astray: int) -> None:
     calls = [Call.STEP] * 4
     calls[astray] = call
-    found = agreed(calls)
+    greatest = agreed(calls)
     with pytest.raises(UserError, match=f"rank {astray} .* at train.py:7, while rank [0-3] is at "):
-        check(found, call, astray, " at train.py:7")
+        check(greatest, call, astray, " at train.py:7")
     for rank in set(range(4)) - {astray}:
         with pytest.raises(RetryError, match=f"rank {astray} .*, while rank {rank} is at"):
-            check(found, Call.STEP, rank, "")
+            check(greatest, Call.STEP, rank, "")
 
 
 def test_numbers_without_marks_say_nothing() -> None:

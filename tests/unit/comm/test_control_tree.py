@@ -24,7 +24,7 @@ SIZES = [1, 2, 3, 17, 18, 40]
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 300, 6400])
 def test_the_tree_reaches_each_rank_once_and_is_flat(size: int) -> None:
-    below = [rank for each in range(size) for rank in relatives(each, size)[1]]
+    below = [rank for parent in range(size) for rank in relatives(parent, size)[1]]
     assert sorted(below) == list(range(1, size))
     for rank in range(size):
         above, others = relatives(rank, size)
@@ -36,20 +36,20 @@ def test_the_tree_reaches_each_rank_once_and_is_flat(size: int) -> None:
 
 
 @contextmanager
-def met(size: int, **given: float) -> Iterator[tuple[dist.Store, Callable[[int], MaxTree]]]:
+def met(size: int, **options: float) -> Iterator[tuple[dist.Store, Callable[[int], MaxTree]]]:
     """A store, and what joins a rank of this process."""
     store = dist.HashStore()
     plain = RankInfo(rank=0, world_size=size, token="t", password="p")
 
     def join_rank(rank: int) -> MaxTree:
-        return join(replace(plain, rank=rank, **given), store)  # type: ignore[arg-type]
+        return join(replace(plain, rank=rank, **options), store)  # type: ignore[arg-type]
 
     yield store, join_rank
 
 
 @contextmanager
-def joined(size: int, **given: float) -> Iterator[tuple[list[MaxTree], ThreadPoolExecutor]]:
-    with met(size, **given) as (_, join_rank), ThreadPoolExecutor(size) as pool:
+def joined(size: int, **options: float) -> Iterator[tuple[list[MaxTree], ThreadPoolExecutor]]:
+    with met(size, **options) as (_, join_rank), ThreadPoolExecutor(size) as pool:
         ranks = list(pool.map(join_rank, range(size)))
         try:
             yield ranks, pool
@@ -62,10 +62,12 @@ def joined(size: int, **given: float) -> Iterator[tuple[list[MaxTree], ThreadPoo
 def test_all_take_the_greatest_of_each_number(size: int) -> None:
     with joined(size) as (ranks, pool):
         for turn in range(20):
-            given = [[(rank * 7 + turn) % size, -rank, LEAST + 1 + rank] for rank in range(size)]
-            for rank, numbers in zip(ranks, given, strict=True):
+            rank_numbers = [
+                [(rank * 7 + turn) % size, -rank, LEAST + 1 + rank] for rank in range(size)
+            ]
+            for rank, numbers in zip(ranks, rank_numbers, strict=True):
                 rank.submit(numbers)
-            most = (*map(max, zip(*given, strict=True)), *[LEAST] * (WIDTH - 3))
+            most = (*map(max, zip(*rank_numbers, strict=True)), *[LEAST] * (WIDTH - 3))
             assert list(pool.map(MaxTree.collect, ranks)) == [most] * size
 
 
@@ -74,12 +76,14 @@ def test_what_is_taken_later_is_what_was_given_then(size: int) -> None:
     with joined(size) as (ranks, pool):
         for rank in ranks:
             rank.submit([100])
-        own = zip(ranks, range(size), strict=True)
-        assert list(pool.map(lambda pair: pair[0].allreduce_max(pair[1]), own)) == [size - 1] * size
+        pairs = zip(ranks, range(size), strict=True)
+        assert (
+            list(pool.map(lambda pair: pair[0].allreduce_max(pair[1]), pairs)) == [size - 1] * size
+        )
         for rank in ranks:
             rank.submit([200])
         assert [rank.collect()[0] for rank in ranks] == [100] * size
-        assert [found[0] for found in pool.map(MaxTree.collect, ranks)] == [200] * size
+        assert [maxima[0] for maxima in pool.map(MaxTree.collect, ranks)] == [200] * size
 
 
 @pytest.mark.parametrize(("size", "lost"), [(2, 0), (2, 1), (40, 0), (40, 1), (40, 39)])
@@ -102,12 +106,12 @@ def passing_on() -> bool:
     return any(thread.name == "elasticzero-agree" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_nothing_of_it_is_left_after_its_end(given: bool) -> None:
+@pytest.mark.parametrize("submits", [False, True])
+def test_nothing_of_it_is_left_after_its_end(submits: bool) -> None:
     up, down = socket.socketpair()
     top = MaxTree(None, [down])
     assert passing_on()
-    if given:
+    if submits:
         top.submit([1])  # and waits for the other
     top.close()
     top.close()

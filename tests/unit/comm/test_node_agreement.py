@@ -30,10 +30,10 @@ def test_a_rank_without_the_result_takes_what_another_has_committed(
     begin(ranks)
     ranks[0].offer(VALUES)
     ranks[0].commit()
-    found = ranks[1].learn()
-    assert found is not None
-    assert torch.equal(found, VALUES) or found.isnan()[2]
-    assert found[:2].tolist() == VALUES[:2].tolist()
+    decision = ranks[1].learn()
+    assert decision is not None
+    assert torch.equal(decision, VALUES) or decision.isnan()[2]
+    assert decision[:2].tolist() == VALUES[:2].tolist()
     ranks[1].commit()
     ranks[2].offer(VALUES)
     ranks[2].commit()
@@ -58,8 +58,8 @@ def test_a_decision_is_of_one_global_batch(ranks: list[NodeAgreement]) -> None:
     begin(ranks)
     ranks[1].offer(VALUES[:1])
     ranks[1].commit()
-    assert (found := ranks[2].learn()) is not None
-    assert found.tolist() == [2.5]
+    assert (decision := ranks[2].learn()) is not None
+    assert decision.tolist() == [2.5]
 
 
 def test_nothing_of_an_earlier_generation_counts(

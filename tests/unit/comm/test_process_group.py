@@ -42,19 +42,23 @@ def test_each_worker_has_a_gpu_of_its_own(two_gpus: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "shut", "right"),
+    ("countersigned", "shut", "right"),
     [(3, False, True), (2, False, False), (0, False, False), (3, True, False)],
 )
 def test_every_rank_countersigns_or_none_goes_on(
-    monkeypatch: pytest.MonkeyPatch, given: int, shut: bool, right: bool
+    monkeypatch: pytest.MonkeyPatch, countersigned: int, shut: bool, right: bool
 ) -> None:
     """Of three ranks so many gave this time's number, and two the time before's."""
     seen: list[int] = []
 
     def all_reduce(tensor: torch.Tensor) -> None:
-        own = int(tensor.item())
-        tensor.copy_(torch.tensor([given * own + (3 - given) * (seen[-1] if seen else own)]))
-        seen.append(own)
+        value = int(tensor.item())
+        tensor.copy_(
+            torch.tensor(
+                [countersigned * value + (3 - countersigned) * (seen[-1] if seen else value)]
+            )
+        )
+        seen.append(value)
         if shut:
             groups.shut()
 

@@ -62,7 +62,7 @@ def parts(step: int, generation: int = 4) -> Holding:
 
 
 @pytest.mark.parametrize(
-    ("resume", "holdings", "storage", "verified", "found"),
+    ("resume", "holdings", "storage", "verified", "expected"),
     [
         pytest.param(FRESH, [parts(40), parts(55)], None, 50, ("ram", 40), id="not the newest"),
         pytest.param(FRESH, [parts(40)], 48, 50, ("storage", 48), id="a newer checkpoint"),
@@ -84,7 +84,7 @@ def test_what_counts_after_ranks_were_found_to_differ(
     holdings: list[Holding],
     storage: int | None,
     verified: int,
-    found: tuple[str, int],
+    expected: tuple[str, int],
 ) -> None:
     reports = {
         "a": report("a", *holdings),
@@ -92,7 +92,7 @@ def test_what_counts_after_ranks_were_found_to_differ(
         "c": report("c"),
     }
     chosen = choose_resume(world(resume), reports, storage)
-    assert (chosen.tier, chosen.step) == found
+    assert (chosen.tier, chosen.step) == expected
     lost = describe_incomplete_snapshot(world(resume), reports, chosen)
     assert lost == (
         ""
@@ -126,8 +126,10 @@ def test_an_odd_rank_s_node_is_set_aside_if_others_suffice() -> None:
 
 def test_digests_differ_iff_their_maxima_are_no_complements() -> None:
     def heard(*digests: int | None) -> ControlWord:
-        given = [encode_word(ControlWord(digest=each), rank) for rank, each in enumerate(digests)]
-        return decode_word([max(column) for column in zip(*given, strict=True)])
+        encoded = [
+            encode_word(ControlWord(digest=digest), rank) for rank, digest in enumerate(digests)
+        ]
+        return decode_word([max(column) for column in zip(*encoded, strict=True)])
 
     top = (1 << 62) - 1
     for alike in ([None, None], [0, 0, 0], [5, 5], [top, top]):
@@ -159,8 +161,8 @@ class Row:
     def __init__(self, shards: list[Tensor]) -> None:
         self.numbers = [combined(digests({"state": shard})) for shard in shards]
 
-    def sum_of_row(self, given: Tensor) -> Tensor:
-        assert [n for n in given.tolist() if n] in [[own] for own in self.numbers]
+    def sum_of_row(self, tensor: Tensor) -> Tensor:
+        assert [n for n in tensor.tolist() if n] in [[number] for number in self.numbers]
         return torch.tensor(self.numbers)
 
 
@@ -175,8 +177,8 @@ def test_a_shard_that_differs_makes_its_whole_node_differ() -> None:
         row: Any = Row(shards)
         mesh = Mesh(shard=shard, shards=2, replica=node, replicas=3)
         held = (mesh, {"state": shards[shard]})
-        given = replace(STANDALONE, world_size=6, rank=rank)
-        verifier = ReplicaVerifier(row, given, dict, lambda held=held: held)  # type: ignore[misc]
+        assignment = replace(STANDALONE, world_size=6, rank=rank)
+        verifier = ReplicaVerifier(row, assignment, dict, lambda held=held: held)  # type: ignore[misc]
         tables.append(verifier._take_digest(copy).table)
     assert by_majority(tables).odd == (2, 3)
     assert by_majority(tables).names == ("shard 1",)

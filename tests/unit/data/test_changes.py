@@ -39,26 +39,26 @@ def stored(position: DataPosition) -> DataPosition:
 
 def stepped(plan: BatchPlan, position: DataPosition, steps: int) -> DataPosition:
     for _ in range(steps):
-        found = plan.next(position)
-        assert found is not None
-        position = found[1]
+        next_batch = plan.next(position)
+        assert next_batch is not None
+        position = next_batch[1]
     return stored(position)
 
 
 def used_by(plan: BatchPlan, position: DataPosition, world_size: int) -> tuple[int, list[int]]:
     """The epoch of a step, and the samples of all ranks in it, as their readers get them."""
-    found = plan.next(position)
-    assert found is not None
+    next_batch = plan.next(position)
+    assert next_batch is not None
     one_step = replace(plan, epochs=None, steps=position.steps + 1)
     samples: list[int] = []
     for rank in range(world_size):
         schedule = RankSchedule(plan=one_step, rank=rank, world_size=world_size)
         for part, request in zip(
-            schedule.parts(found[0]), schedule.requests(position), strict=True
+            schedule.parts(next_batch[0]), schedule.requests(position), strict=True
         ):
             assert isinstance(request, list)
             samples += request if part.weight else []
-    return found[0].epoch, samples
+    return next_batch[0].epoch, samples
 
 
 runs = st.lists(
@@ -89,15 +89,15 @@ def test_each_sample_is_used_once_whatever_the_batch_size(
         plan = plan_of(samples, size, epochs, seed=seed, drop_last=drop_last)
         position = plan.start(position, 0, allowed=BATCH)
         expected, done = plan.steps_from(position), 0
-        while (found := plan.next(position)) is not None and (last or done < most):
-            ranks = min(ranks, len(found[0]))
+        while (next_batch := plan.next(position)) is not None and (last or done < most):
+            ranks = min(ranks, len(next_batch[0]))
             epoch, samples_used = used_by(plan, position, ranks)
             while len(left[at]) < (size if drop_last else 1):
                 at, dropped = at + 1, dropped + len(left[at])
             assert epoch == at
             assert samples_used == left[at][:size]
             left[at] = left[at][size:]
-            position, done, steps = found[1], done + 1, steps + 1
+            position, done, steps = next_batch[1], done + 1, steps + 1
         assert done == expected or not last
         assert position.steps == steps
         position = stored(position)
@@ -108,13 +108,13 @@ def test_each_sample_is_used_once_whatever_the_batch_size(
 
 @given(
     samples=st.integers(1, 60),
-    more=st.integers(0, 20),
+    added=st.integers(0, 20),
     size=st.integers(1, 9),
     steps=st.integers(0, 40),
     another_size=st.integers(1, 9),
 )
 def test_with_another_dataset_the_epoch_begins_anew(
-    samples: int, more: int, size: int, steps: int, another_size: int
+    samples: int, added: int, size: int, steps: int, another_size: int
 ) -> None:
     """So each sample of the new dataset is used once in each epoch that was not over."""
     before = plan_of(samples, size)
@@ -122,14 +122,14 @@ def test_with_another_dataset_the_epoch_begins_anew(
     steps = min(steps, before.steps_from(at))
     at = stepped(before, at, steps)
     ended = before.wrapped(at).epoch
-    after = plan_of(samples + more, another_size, seed=1)
+    after = plan_of(samples + added, another_size, seed=1)
     position = after.start(at, 0, allowed=("batch", "dataset"))
     assert (position.epoch, position.offset, position.steps) == (ended, 0, steps)
     used: list[int] = []
-    while (found := after.next(position)) is not None:
+    while (next_batch := after.next(position)) is not None:
         used += used_by(after, position, 1)[1]
-        position = found[1]
-    every = [after.order.indices(epoch, 0, samples + more) for epoch in range(ended, 3)]
+        position = next_batch[1]
+    every = [after.order.indices(epoch, 0, samples + added) for epoch in range(ended, 3)]
     assert used == [int(index) for indices in every for index in indices]
     assert position.steps == steps + after.steps_from(
         after.start(at, 0, allowed=("batch", *DATASET))
@@ -143,7 +143,7 @@ def test_a_limit_of_steps_counts_what_was_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "allowed", "words"),
+    ("after", "allowed", "phrases"),
     [
         (
             plan_of(40, 8),
@@ -174,14 +174,14 @@ def test_a_limit_of_steps_counts_what_was_done() -> None:
     ],
 )
 def test_a_change_that_nobody_asked_for_is_refused(
-    after: BatchPlan, allowed: tuple[DataChange, ...], words: list[str]
+    after: BatchPlan, allowed: tuple[DataChange, ...], phrases: list[str]
 ) -> None:
     before = plan_of(40, 4)
     at = stepped(before, before.start(DataPosition(), 0), 3)
     for given_ in ((), allowed):
         with pytest.raises(UserError) as refused:
             after.start(at, 0, allowed=given_)
-        assert [word for word in words if word not in str(refused.value)] == []
+        assert [word for word in phrases if word not in str(refused.value)] == []
 
 
 def test_the_next_generations_need_no_permission() -> None:
@@ -194,7 +194,7 @@ def test_the_next_generations_need_no_permission() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "after", "said"),
+    ("steps", "after", "message"),
     [
         (3, plan_of(40, 4), ""),
         (0, plan_of(50, 8), ""),
@@ -251,12 +251,12 @@ def test_the_next_generations_need_no_permission() -> None:
         ),
     ],
 )
-def test_a_change_is_said(steps: int, after: BatchPlan | StreamPlan, said: str) -> None:
+def test_a_change_is_said(steps: int, after: BatchPlan | StreamPlan, message: str) -> None:
     before = plan_of(40, 4)
     at = stepped(before, before.start(DataPosition(), 0), steps)
-    begun = after.start(at, 0, allowed=("batch", "dataset"))
-    assert (begun.global_batch, begun.order) == (after.global_batch, after.order.inputs)
-    assert change_text(after, at, steps) == said
+    started = after.start(at, 0, allowed=("batch", "dataset"))
+    assert (started.global_batch, started.order) == (after.global_batch, after.order.inputs)
+    assert change_text(after, at, steps) == message
 
 
 def test_a_stream_gives_way_to_a_dataset_with_an_index() -> None:
@@ -265,8 +265,8 @@ def test_a_stream_gives_way_to_a_dataset_with_an_index() -> None:
     after = plan_of(20, 2)
     with pytest.raises(UserError, match="in the middle of an epoch"):
         after.start(at, 0, allowed=BATCH)
-    begun = after.start(at, 0, allowed=DATASET)
-    assert (begun.epoch, begun.offset, begun.steps, begun.stream) == (1, 0, 9, None)
+    started = after.start(at, 0, allowed=DATASET)
+    assert (started.epoch, started.offset, started.steps, started.stream) == (1, 0, 9, None)
 
 
 def test_a_state_of_the_release_before_may_have_any_batch_size() -> None:
@@ -281,8 +281,8 @@ def test_another_loop_may_have_any_batch_size() -> None:
     """A script may raise it from loop to loop; what it says is the same at each start."""
     before = plan_of(40, 4)
     at = stepped(before, before.start(DataPosition(), 0), 3)
-    begun = plan_of(40, 8).start(at, 1)
-    assert (begun.loop, begun.offset, begun.global_batch) == (1, 12, 8)
+    started = plan_of(40, 8).start(at, 1)
+    assert (started.loop, started.offset, started.global_batch) == (1, 12, 8)
 
 
 def test_the_words_of_the_option() -> None:

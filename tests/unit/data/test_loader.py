@@ -15,8 +15,8 @@ PLAN = BatchPlan(order=SampleOrder(samples=100), global_batch=20, steps=1)
 BATCH = GlobalBatch(epoch=0, start=0, stop=20)
 
 
-def schedule(**given: Any) -> RankSchedule:
-    return RankSchedule(plan=PLAN, rank=0, world_size=2, **given)
+def schedule(**options: Any) -> RankSchedule:
+    return RankSchedule(plan=PLAN, rank=0, world_size=2, **options)
 
 
 def sizes(rank: RankSchedule) -> list[int]:

@@ -41,8 +41,8 @@ NONE: dict[str, Any] = {
 }
 
 
-def resolved(dataset: Any, first_world: int = 3, **given: Any) -> LoopArguments:
-    return LoopArguments(**{**NONE, "dataset": dataset, **given}).resolved(first_world)
+def resolved(dataset: Any, first_world: int = 3, **options: Any) -> LoopArguments:
+    return LoopArguments(**{**NONE, "dataset": dataset, **options}).resolved(first_world)
 
 
 def indices(loop: LoopArguments, epoch: int = 0) -> list[int]:
@@ -112,11 +112,11 @@ def test_another_sampler_in_mid_epoch_is_refused() -> None:
 
     before = plan([1.0] * 20)
     position = before.start(DataPosition(), 0)
-    found = before.next(position)
-    assert found is not None
-    assert plan([1.0] * 20).start(found[1], 0) == found[1]
+    next_batch = before.next(position)
+    assert next_batch is not None
+    assert plan([1.0] * 20).start(next_batch[1], 0) == next_batch[1]
     with pytest.raises(UserError, match="in the middle of an epoch"):
-        plan([1.0] * 19 + [9.0]).start(found[1], 0)
+        plan([1.0] * 19 + [9.0]).start(next_batch[1], 0)
 
 
 class Row(IterableDataset[int]):
@@ -139,7 +139,7 @@ class Lying:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "given", "message"),
+    ("dataset", "options", "message"),
     [
         (DATA, {}, "needs global_batch="),
         (
@@ -155,8 +155,8 @@ class Lying:
     ],
 )
 def test_what_cannot_be_taken_over_is_refused(
-    dataset: Any, given: dict[str, Any], message: str
+    dataset: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        plan = resolved(dataset, **given).schedule(0, 1, None).plan
+        plan = resolved(dataset, **options).schedule(0, 1, None).plan
         plan.start(DataPosition(), 0)

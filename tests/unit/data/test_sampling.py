@@ -30,8 +30,8 @@ BATCH: tuple[DataChange, ...] = ("batch",)
 
 def walk(plan: BatchPlan, position: DataPosition) -> list[GlobalBatch]:
     batches = []
-    while (found := plan.next(position)) is not None:
-        batch, position = found
+    while (next_batch := plan.next(position)) is not None:
+        batch, position = next_batch
         batches.append(batch)
     return batches
 
@@ -53,9 +53,9 @@ def test_any_part_is_computed_by_itself(samples: int, seed: int, data: st.DataOb
 
 def test_a_huge_dataset_needs_no_table() -> None:
     samples = 10**15
-    found = permuted(np.array([0, 1, samples - 1], dtype=np.uint64), samples, 0, 0)
-    assert len(set(found.tolist())) == 3
-    assert all(0 <= index < samples for index in found.tolist())
+    indices = permuted(np.array([0, 1, samples - 1], dtype=np.uint64), samples, 0, 0)
+    assert len(set(indices.tolist())) == 3
+    assert all(0 <= index < samples for index in indices.tolist())
 
 
 def test_seed_and_epoch_change_the_order_and_it_looks_random() -> None:
@@ -120,8 +120,10 @@ def test_a_changed_batch_size_goes_on_from_the_same_sample(
         plan = BatchPlan(order=order, global_batch=size, epochs=epochs)
         position = plan.start(position, 0, allowed=BATCH)
         steps = 0
-        while (found := plan.next(position)) is not None and (steps < 3 or i == len(batches) - 1):
-            batch, position = found
+        while (next_batch := plan.next(position)) is not None and (
+            steps < 3 or i == len(batches) - 1
+        ):
+            batch, position = next_batch
             used += [(batch.epoch, p) for p in range(batch.start, batch.stop)]
             steps += 1
     assert used == [(epoch, p) for epoch in range(epochs) for p in range(samples)]
@@ -154,20 +156,20 @@ def test_more_epochs_go_on_where_fewer_ended() -> None:
     order = SampleOrder(samples=10)
     ended = DataPosition()
     plan = BatchPlan(order=order, global_batch=4, epochs=1)
-    while (found := plan.next(ended)) is not None:
-        ended = found[1]
-    more = BatchPlan(order=order, global_batch=4, epochs=2)
-    assert [batch.epoch for batch in walk(more, more.start(ended, 0))] == [1, 1, 1]
+    while (next_batch := plan.next(ended)) is not None:
+        ended = next_batch[1]
+    longer = BatchPlan(order=order, global_batch=4, epochs=2)
+    assert [batch.epoch for batch in walk(longer, longer.start(ended, 0))] == [1, 1, 1]
 
 
 def test_another_order_in_mid_epoch_is_refused() -> None:
     plan = BatchPlan(order=SampleOrder(samples=10, seed=0), global_batch=4, epochs=2)
-    found = plan.next(plan.start(DataPosition(), 0))
-    assert found is not None
+    next_batch = plan.next(plan.start(DataPosition(), 0))
+    assert next_batch is not None
     other = BatchPlan(order=SampleOrder(samples=10, seed=1), global_batch=4, epochs=2)
     with pytest.raises(UserError, match="some samples would be used twice"):
-        other.start(found[1], 0)
-    after = other.start(found[1], 1)
+        other.start(next_batch[1], 0)
+    after = other.start(next_batch[1], 1)
     assert (after.epoch, after.offset, after.first_epoch, after.order) == (1, 0, 1, [10, 1, True])
 
 
@@ -210,8 +212,8 @@ def test_loops_use_each_sample_once_an_epoch(
         plan = BatchPlan(order=order, global_batch=size, epochs=epochs, steps=steps)
         position = plan.start(position, number, dataset)
         expected, done = plan.steps_from(position), 0
-        while (found := plan.next(position)) is not None and done < breaks_after:
-            batch, after = found
+        while (next_batch := plan.next(position)) is not None and done < breaks_after:
+            batch, after = next_batch
             position = plan.wrapped(after) if number % 2 else after
             into = used.setdefault(dataset, [])
             into += [(batch.epoch, p) for p in range(batch.start, batch.stop)]
@@ -278,15 +280,15 @@ def test_a_completed_epoch_is_not_stopped_in_the_middle(
         order=SampleOrder(samples=samples), global_batch=size, epochs=2, drop_last=drop_last
     )
     position = before.start(DataPosition(), 0)
-    found = before.next(position)
-    while found is not None:
-        position = found[1]
-        found = before.next(position)
+    next_batch = before.next(position)
+    while next_batch is not None:
+        position = next_batch[1]
+        next_batch = before.next(position)
     other = SampleOrder(samples=samples + 1, seed=7)
     after = BatchPlan(order=other, global_batch=size, epochs=3, drop_last=drop_last)
-    begun = after.start(position, 0)
-    assert (begun.epoch, begun.offset, begun.steps) == (2, 0, position.steps)
-    assert begun.order == [samples + 1, 7, True]
+    started = after.start(position, 0)
+    assert (started.epoch, started.offset, started.steps) == (2, 0, position.steps)
+    assert started.order == [samples + 1, 7, True]
     if samples > size:
         with pytest.raises(UserError, match="in the middle of an epoch"):
             after.start(replace(position, offset=1), 0)

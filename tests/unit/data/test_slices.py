@@ -53,22 +53,22 @@ def test_slices_of_groups_are_the_same_in_all_worlds(
     batch = GlobalBatch(epoch=1, start=50, stop=50 + sum(samples))
     world_size = min(world_size, len(samples))
     cut = list(slices_of_groups(batch, samples, 0, 1, size))
-    each = [
+    rank_parts = [
         list(slices_of_groups(batch, samples, rank, world_size, size)) for rank in range(world_size)
     ]
-    real = [part for parts in each for part in parts if part.slice is not None]
+    real = [part for parts in rank_parts for part in parts if part.slice is not None]
     assert [part.positions for part in real] == [part.positions for part in cut]
     assert [part.slice for part in real] == list(range(cut[0].slices))
     assert [part.weight for part in real] == [len(part.positions) for part in cut]
     assert sum(part.weight for part in cut) == len(batch)
     assert max(part.weight for part in cut) <= size
-    assert each[0][0].slice == 0
-    for rank, parts in enumerate(each):
+    assert rank_parts[0][0].slice == 0
+    for rank, parts in enumerate(rank_parts):
         assert [part.slice for part in parts if part.slice is not None] == [
             *range(parts[0].runs[rank].start, parts[0].runs[rank].stop)
         ]
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert len({len(parts) for parts in each}) == 1
+    assert len({len(parts) for parts in rank_parts}) == 1
     used = [part.positions for part in cut if part.weight]
     assert [p.start for p in used] == [50, *(p.stop for p in used[:-1])]
 
@@ -105,7 +105,7 @@ def read(world_size: int, workers: int, first: int) -> dict[int, Any]:
     """What all ranks read from step `first` on, by the first sample of each slice."""
     plan = BatchPlan(order=SampleOrder(samples=20), global_batch=6, epochs=1)
     position = DataPosition(offset=6 * first, steps=first)
-    found: dict[int, Any] = {}
+    by_start: dict[int, Any] = {}
     for rank in range(world_size):
         schedule = RankSchedule(plan=plan, rank=rank, world_size=world_size, virtual_batch=2)
         parts = [part for batch, _ in schedule.steps(position) for part in schedule.parts(batch)]
@@ -117,9 +117,9 @@ def read(world_size: int, workers: int, first: int) -> dict[int, Any]:
             seeded=True,
         )
         for part, data in zip(parts, reader.batches(schedule.requests(position)), strict=True):
-            found.setdefault(part.positions.start, data)
-            assert torch.equal(found[part.positions.start], data)
-    return found
+            by_start.setdefault(part.positions.start, data)
+            assert torch.equal(by_start[part.positions.start], data)
+    return by_start
 
 
 def test_what_is_drawn_while_samples_are_read_is_the_same_in_all_worlds() -> None:

@@ -14,10 +14,10 @@ asks = st.tuples(st.integers(0, 9), st.frozensets(st.sampled_from("abc"), max_si
 
 
 def as_dict(requests: TagRequests) -> dict[str, int]:
-    found = [(tag, each.step) for each in requests for tag in each.tags]
-    assert len(dict(found)) == len(found) and all(each.tags for each in requests)
-    assert len({each.step for each in requests}) == len(requests)
-    return dict(found)
+    pairs = [(tag, request.step) for request in requests for tag in request.tags]
+    assert len(dict(pairs)) == len(pairs) and all(request.tags for request in requests)
+    assert len({request.step for request in requests}) == len(requests)
+    return dict(pairs)
 
 
 @given(events=st.lists(st.one_of(asks, st.integers(0, 9)), max_size=12))

@@ -193,8 +193,8 @@ def test_reshard_for_nodes_that_hold_everything(
     assert main(["diff", str(directory), str(tmp_path / "new")]) == 0
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "new")]) == 0
-    wanted = "world       4 ranks on 2 nodes, each of which had the whole state\n"
-    assert wanted in capsys.readouterr().out
+    expected = "world       4 ranks on 2 nodes, each of which had the whole state\n"
+    assert expected in capsys.readouterr().out
 
 
 def test_one_rank_is_one_rank(directory: Path, tmp_path: Path, capsys: Output) -> None:

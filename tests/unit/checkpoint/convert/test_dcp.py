@@ -63,8 +63,8 @@ def by_torch(path: Path, state_dict: dict[str, Any]) -> Path:
 
 def read_by_torch(path: Path) -> dict[str, Any]:
     dcp_to_torch_save(path, path.with_suffix(".pt"))
-    found: dict[str, Any] = torch.load(path.with_suffix(".pt"), weights_only=True)
-    return found
+    exported: dict[str, Any] = torch.load(path.with_suffix(".pt"), weights_only=True)
+    return exported
 
 
 def imported(source: Path, target: Path, *, model_only: bool = False, **shape: Any) -> Storage:
@@ -153,19 +153,19 @@ def test_everything_goes_out_and_comes_back(tmp_path: Path) -> None:
     saved = save(tmp_path / "ckpt", tensors, state=state, step=3)
     source = open_storage(saved)
     export_dcp(source, str(tmp_path / "dcp"), DcpExportOptions(everything=True))
-    found = read_by_torch(tmp_path / "dcp")
-    assert equal(found["model"]["2.weight"], found["model"]["0.weight"])
-    group = found["optimizer"]["param_groups"][0]
+    exported = read_by_torch(tmp_path / "dcp")
+    assert equal(exported["model"]["2.weight"], exported["model"]["0.weight"])
+    group = exported["optimizer"]["param_groups"][0]
     assert (group["params"], group["betas"]) == (names, (0.9, 0.999))
     assert torch.equal(group["lr"], torch.tensor(0.1))
-    del found["model"]["2.weight"]
+    del exported["model"]["2.weight"]
     other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     opened = torch.optim.AdamW(other.parameters())
-    set_model_state_dict(other, found["model"])
-    set_optimizer_state_dict(other, opened, found["optimizer"])
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        assert equal(optimizer.state[mine], opened.state[theirs])
+    set_model_state_dict(other, exported["model"])
+    set_optimizer_state_dict(other, opened, exported["optimizer"])
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert equal(optimizer.state[ours], opened.state[theirs])
     assert compare(source, imported(tmp_path / "dcp", tmp_path / "back")).same
     alone = imported(tmp_path / "dcp", tmp_path / "alone", model_only=True)
     assert compare(source, alone, model_only=True).same
@@ -197,10 +197,10 @@ def test_what_was_nested_by_hand_goes_out_and_comes_back(tmp_path: Path) -> None
     )
     source = open_storage(saved)
     export_dcp(source, str(tmp_path / "dcp"), DcpExportOptions(everything=True))
-    found = read_by_torch(tmp_path / "dcp")
-    assert torch.equal(found["net"]["w"], torch.arange(6.0).reshape(2, 3))
-    assert torch.equal(found["pair"][1]["deep"][0], torch.zeros(1))
-    assert torch.equal(found["array"], torch.arange(3))
+    exported = read_by_torch(tmp_path / "dcp")
+    assert torch.equal(exported["net"]["w"], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(exported["pair"][1]["deep"][0], torch.zeros(1))
+    assert torch.equal(exported["array"], torch.arange(3))
     step = imported(tmp_path / "dcp", tmp_path / "back")
     assert compare(source, step).same
     back = load(step.where)
@@ -246,8 +246,8 @@ def test_a_tensor_saved_under_one_of_two_names_loads_under_both(tmp_path: Path) 
     path = by_torch(tmp_path / "dcp", {"model": {"a": one, "b": one}, "epoch": 3})
     order = ["import", "-q", str(path), str(tmp_path / "run"), "--format", "dcp"]
     assert main([*order, "--alias", "b=a"]) == 0
-    found = load(tmp_path / "run")
-    assert equal(found, {"model": {"a": one, "b": one}, "epoch": 3})
+    loaded = load(tmp_path / "run")
+    assert equal(loaded, {"model": {"a": one, "b": one}, "epoch": 3})
 
 
 class _Malice:
@@ -338,7 +338,7 @@ def metadata_of(size: list[int], parts: list[ChunkStorageMetadata], file: str) -
 
 
 @pytest.mark.parametrize(
-    ("size", "parts", "file", "words"),
+    ("size", "parts", "file", "message"),
     [
         ([4, 2], chunks(([0, 0], [2, 2])), "f", "are not the whole"),
         ([4, 2], chunks(([0, 0], [2, 2]), ([1, 0], [2, 2])), "f", "overlap"),
@@ -352,13 +352,13 @@ def metadata_of(size: list[int], parts: list[ChunkStorageMetadata], file: str) -
     ],
 )
 def test_metadata_that_makes_no_sense(
-    tmp_path: Path, size: list[int], parts: list[Any], file: str, words: str | None
+    tmp_path: Path, size: list[int], parts: list[Any], file: str, message: str | None
 ) -> None:
     (tmp_path / METADATA_NAME).write_bytes(metadata_of(size, parts, file))
-    if words is None:
+    if message is None:
         assert len(read_contents(DiskStorage(tmp_path)).tensors) == 1
         return
-    with pytest.raises(CheckpointDamaged, match=words):
+    with pytest.raises(CheckpointDamaged, match=message):
         read_contents(DiskStorage(tmp_path))
 
 
@@ -407,10 +407,10 @@ def plain() -> bytes:
 def test_spoiled_metadata_is_refused_in_words(data: st.DataObject) -> None:
     spoiled = spoiled_somewhere(data, plain())
     try:
-        found = read_contents(_Memory(spoiled))
+        contents = read_contents(_Memory(spoiled))
     except (CheckpointDamaged, UserError):
         return
-    assert isinstance(found, Contents)
+    assert isinstance(contents, Contents)
 
 
 def spoiled_somewhere(data: st.DataObject, whole: bytes) -> bytes:

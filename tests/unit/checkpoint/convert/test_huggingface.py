@@ -213,8 +213,8 @@ def test_an_import_misses_nothing_silently(tmp_path: Path) -> None:
     index = json.loads((target / INDEX_NAME).read_text())
     whole = first.read_bytes()
 
-    def refused(kind: type[Exception], words: str) -> None:
-        with pytest.raises(kind, match=words):
+    def refused(kind: type[Exception], message: str) -> None:
+        with pytest.raises(kind, match=message):
             foreign = open_hf(str(target))
             import_foreign(foreign, DiskDirectory(tmp_path / "new"), 0, TargetShape(world_size=2))
         assert not os.path.exists(tmp_path / "new") or os.listdir(tmp_path / "new") == []
@@ -228,14 +228,14 @@ def test_an_import_misses_nothing_silently(tmp_path: Path) -> None:
     first.unlink()
     refused(CheckpointDamaged, "lacks 'model-00001-of-00002.safetensors', which its index names")
     first.write_bytes(whole)
-    for weight_map, words in (
+    for weight_map, message in (
         ({**index["weight_map"], "w2": first.name}, "has no tensor 'w2'"),
         ({**index["weight_map"], "w": "../hf/" + first.name}, "lacks '../hf/"),
         ([], "is not an index"),
         ({"w": 5}, "lacks '5'"),
     ):
         (target / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
-        refused(CheckpointDamaged, words)
+        refused(CheckpointDamaged, message)
     (target / INDEX_NAME).unlink()
     refused(UserError, "2 safetensors files and not one index")
     second.unlink()
@@ -287,16 +287,16 @@ def test_two_names_of_one_tensor_become_one(tmp_path: Path) -> None:
     both = {"a": torch.arange(4.0), "b": torch.arange(4.0), "c": torch.ones(4), "d": torch.ones(2)}
     safetensors.torch.save_file(both, tmp_path / "model.safetensors")
     foreign = open_hf(str(tmp_path))
-    found = tie_aliases(foreign, {"b": "a"})
-    assert found.specs.keys() == {"model/a", "model/c", "model/d"}
-    assert found.state == {"aliases": {"b": "a"}}
-    for aliases, words in (
+    tied = tie_aliases(foreign, {"b": "a"})
+    assert tied.specs.keys() == {"model/a", "model/c", "model/d"}
+    assert tied.state == {"aliases": {"b": "a"}}
+    for aliases, message in (
         ({"c": "a"}, "the two are not the same"),
         ({"d": "c"}, "the two are not the same"),
         ({"x": "a"}, "there is no tensor model/x"),
         ({"b": "a", "a": "b"}, "there is no tensor model/b"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             tie_aliases(foreign, aliases)
 
 

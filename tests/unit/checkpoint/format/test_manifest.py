@@ -45,9 +45,9 @@ def test_every_element_and_every_empty_tensor_lies_with_one_rank(
 
 @given(layouts())
 def test_holders_say_what_spans_say(layout: Layout) -> None:
-    dealt = [layout.spans(rank) for rank in range(layout.world_size)]
+    spans_by_rank = [layout.spans(rank) for rank in range(layout.world_size)]
     for name in layout.tensors:
-        held = [(rank, spans[name]) for rank, spans in enumerate(dealt) if name in spans]
+        held = [(rank, spans[name]) for rank, spans in enumerate(spans_by_rank) if name in spans]
         assert layout.holders(name) == held
 
 

@@ -22,13 +22,13 @@ def test_a_plan_fills_what_is_wanted_from_what_each_rank_holds(
         {n: cut(whole[n], layout.tensors[n].dtype, span) for n, span in layout.spans(r).items()}
         for r in range(layout.world_size)
     ]
-    wanted = {}
+    targets = {}
     for name, spec in layout.tensors.items():
         ends = sorted(data.draw(st.tuples(*[st.integers(0, spec.numel)] * 2)))
-        wanted[name] = Span(*ends)
-    filled = {n: bytearray(len(s) * itemsize(layout.tensors[n].dtype)) for n, s in wanted.items()}
-    times = {n: [0] * len(s) for n, s in wanted.items()}
-    for copy in plan(layout, wanted):
+        targets[name] = Span(*ends)
+    filled = {n: bytearray(len(s) * itemsize(layout.tensors[n].dtype)) for n, s in targets.items()}
+    times = {n: [0] * len(s) for n, s in targets.items()}
+    for copy in plan(layout, targets):
         dtype = layout.tensors[copy.name].dtype
         part = cut(shards[copy.rank][copy.name], dtype, copy.span_in_shard)
         start = copy.offset_in_target * itemsize(dtype)
@@ -36,7 +36,7 @@ def test_a_plan_fills_what_is_wanted_from_what_each_rank_holds(
         assert part == cut(whole[copy.name], dtype, copy.span_in_tensor)
         for i in range(len(copy.span_in_tensor)):
             times[copy.name][copy.offset_in_target + i] += 1
-    for name, span in wanted.items():
+    for name, span in targets.items():
         assert filled[name] == cut(whole[name], layout.tensors[name].dtype, span)
         assert all(count == 1 for count in times[name])
 

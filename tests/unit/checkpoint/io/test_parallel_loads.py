@@ -163,12 +163,14 @@ def test_a_last_source_that_fails_is_not_tried_again_by_every_lane(tmp_path: Pat
     assert len(reads) <= read_pool.MAX_THREADS
 
 
-@pytest.mark.parametrize(("said", "ranks"), [("1", 1), ("2", 2), ("1000", 1000), ("", 1), ("x", 1)])
+@pytest.mark.parametrize(
+    ("local_world_size", "ranks"), [("1", 1), ("2", 2), ("1000", 1000), ("", 1), ("x", 1)]
+)
 def test_the_cores_are_shared_by_the_node_s_ranks(
-    monkeypatch: pytest.MonkeyPatch, said: str, ranks: int
+    monkeypatch: pytest.MonkeyPatch, local_world_size: str, ranks: int
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     assert read_pool.spare_cores() == max(1, len(os.sched_getaffinity(0)) // ranks)
 
 

@@ -88,14 +88,14 @@ def test_any_layout_loads_into_any_other(data: st.DataObject, old: Layout) -> No
             new = draft_of(data.draw(layouts(old.tensors)), generation=generation)
             for rank in range(new.layout.world_size):
                 checkpoint = open_snapshot(places, draft.generation, 7)
-                mine = {
+                parts = {
                     name: (span, torch.empty(len(span), dtype=whole[name].dtype))
                     for name, span in new.layout.spans(rank).items()
                 }
-                checkpoint.load(LoadTarget(name, *held) for name, held in mine.items())
-                for name, (span, tensor) in mine.items():
+                checkpoint.load(LoadTarget(name, *held) for name, held in parts.items())
+                for name, (span, tensor) in parts.items():
                     assert same(tensor, whole[name].reshape(-1)[span.start : span.stop])
-                held = [TensorPiece(name, tensor) for name, (_, tensor) in mine.items()]
+                held = [TensorPiece(name, tensor) for name, (_, tensor) in parts.items()]
                 write_snapshot(Path(directory), new, rank, held)
             draft, source = new, DiskStorage(SnapshotStore(Path(directory)).path(generation, 7))
 
@@ -130,8 +130,8 @@ def test_only_rank_0_commits_and_says_so(tmp_path: Path) -> None:
     names = storage.names()
     for rank in (0, 1):
         other = replace(draft, token="other")
-        given = pieces(draft, rank, whole)
-        again = write_checkpoint(DiskDirectory(tmp_path), other, rank, given, NO_WAIT)
+        rank_pieces = pieces(draft, rank, whole)
+        again = write_checkpoint(DiskDirectory(tmp_path), other, rank, rank_pieces, NO_WAIT)
         assert (again.bytes, again.committed) == (0, False)
     assert storage.names() == names
 

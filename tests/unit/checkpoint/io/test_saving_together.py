@@ -40,11 +40,11 @@ class Table:
     def greatest(self, number: int) -> int:
         self._numbers.append(number)
         self._barrier.wait()
-        found = max(self._numbers)
+        maximum = max(self._numbers)
         if self._barrier.wait() == 0:
             self._numbers.clear()
         self._barrier.wait()
-        return found
+        return maximum
 
 
 def pieces(rank: int, fails: bool) -> Iterator[TensorPiece]:
@@ -77,20 +77,20 @@ def save_all(
 
 @pytest.mark.parametrize("fails", range(WORLD))
 def test_if_one_rank_fails_all_fail_at_once_and_leave_no_file(tmp_path: Path, fails: int) -> None:
-    found = save_all(tmp_path, DRAFT, fails=fails)
-    assert isinstance(found[fails], StorageError) and "No space left" in str(found[fails])
-    others = [each for rank, each in enumerate(found) if rank != fails]
-    assert all(isinstance(each, RetryError) for each in others)
+    outcomes = save_all(tmp_path, DRAFT, fails=fails)
+    assert isinstance(outcomes[fails], StorageError) and "No space left" in str(outcomes[fails])
+    others = [outcome for rank, outcome in enumerate(outcomes) if rank != fails]
+    assert all(isinstance(outcome, RetryError) for outcome in others)
     assert os.listdir(tmp_path) == []
 
 
 def test_one_rank_that_knows_of_the_damage_is_enough(tmp_path: Path) -> None:
-    def written(**given: int) -> list[bool]:
+    def written(**options: int) -> list[bool]:
         token = f"save{len(tokens)}"
         tokens.append(token)
-        found = save_all(tmp_path, replace(DRAFT, token=token), **given)
-        assert all(isinstance(each, WriteResult) for each in found), found
-        return [each.committed for each in found if isinstance(each, WriteResult)]
+        outcomes = save_all(tmp_path, replace(DRAFT, token=token), **options)
+        assert all(isinstance(outcome, WriteResult) for outcome in outcomes), outcomes
+        return [outcome.committed for outcome in outcomes if isinstance(outcome, WriteResult)]
 
     tokens: list[str] = []
     storage = DiskStorage(tmp_path / step_directory(DRAFT.step))
@@ -105,6 +105,6 @@ def test_a_failed_replacement_leaves_what_stood(tmp_path: Path) -> None:
     save_all(tmp_path, DRAFT)
     storage = DiskStorage(tmp_path / step_directory(DRAFT.step))
     names = storage.names()
-    found = save_all(tmp_path, replace(DRAFT, token="again"), fails=1, replacing=0)
-    assert all(isinstance(each, ElasticZeroError) for each in found)
+    outcomes = save_all(tmp_path, replace(DRAFT, token="again"), fails=1, replacing=0)
+    assert all(isinstance(outcome, ElasticZeroError) for outcome in outcomes)
     assert storage.names() == names and commit.is_good(storage)

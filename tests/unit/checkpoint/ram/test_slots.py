@@ -90,8 +90,8 @@ def test_what_is_captured_is_the_state_at_the_call(tmp_path: Path) -> None:
     store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     state = TENSORS["a"].clone()
     manifest = draft(5)
-    own = [TensorPiece("a", state), *pieces(manifest)[1:]]
-    writer.write(manifest, 0, own, set())
+    current_pieces = [TensorPiece("a", state), *pieces(manifest)[1:]]
+    writer.write(manifest, 0, current_pieces, set())
     state.zero_()
     store.seal(ShardName(1, 5, 0, 1))
     assert torch.equal(read(store, 5), TENSORS["a"])
@@ -275,8 +275,10 @@ def test_snapshots_of_two_nodes_become_one_checkpoint(tmp_path: Path) -> None:
     again = SharedMemoryStager(stores[0].root, 0)
     again.write(manifest, 0, pieces(manifest), set())
     stores[0].seal(shards[0])
-    own, size = persist(stores[0], shards[0], directory, lambda: stores[0].read_seal(shards[0]))
-    assert size == 0 and own.files[0] == catalog.read_manifest(storage).files[0]
+    persisted, size = persist(
+        stores[0], shards[0], directory, lambda: stores[0].read_seal(shards[0])
+    )
+    assert size == 0 and persisted.files[0] == catalog.read_manifest(storage).files[0]
 
 
 def test_a_wait_for_a_commit_ends_with_the_reason_to_give_up(tmp_path: Path) -> None:
@@ -342,10 +344,10 @@ def test_another_layout_is_copied_whole(tmp_path: Path) -> None:
     store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
     for step, world_size in ((1, 1), (2, 2), (3, 1), (4, 2), (10**9, 1), (10**9 + 1, 1)):
         of = draft(step, world_size=world_size)
-        given = [TensorPiece(piece.name, piece.data, frozen=True) for piece in pieces(of)]
-        writer.write(of, 0, given, set())
+        frozen = [TensorPiece(piece.name, piece.data, frozen=True) for piece in pieces(of)]
+        writer.write(of, 0, frozen, set())
         store.seal(ShardName(1, step, 0, world_size))
-        for piece in given:
+        for piece in frozen:
             shard = store.path_of(ShardName(1, step, 0, world_size)) / of.file_name(0)
             held = load_file(shard)[piece.name].reshape(-1)
             assert torch.equal(held, piece.data), (step, piece.name)

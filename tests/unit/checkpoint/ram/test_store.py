@@ -26,10 +26,10 @@ def hold(store: SnapshotStore, rank: int, draft: Manifest) -> DiskStorage:
     held = draft.layout.spans(rank)
     specs = shard_specs(draft, rank)
     chunks = [cut(CONTENTS[name], spec.dtype, held[name]) for name, spec in specs.items()]
-    own = write_shard(storage, draft, rank, chunks)
+    written = write_shard(storage, draft, rank, chunks)
     world = draft.layout.world_size
     files = tuple(
-        own if r == rank else ShardFile(draft.file_name(r), 0, None) for r in range(world)
+        written if r == rank else ShardFile(draft.file_name(r), 0, None) for r in range(world)
     )
     storage.write(snapshot_manifest_name(rank, world), [to_json(replace(draft, files=files))])
     return storage

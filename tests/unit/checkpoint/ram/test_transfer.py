@@ -77,13 +77,13 @@ def test_captures_go_on_while_a_shard_is_being_copied(tmp_path: Path, generation
     assert read(open_step(storage)) == 5.0
     (held,) = memory.held()
     assert held.step == next(later) - 1 and not memory.has(shard)
-    here = memory.open(held.generation, held.step)
-    assert read(open_snapshot({0: [here]}, held.generation, held.step)) == held.step
+    snapshot = memory.open(held.generation, held.step)
+    assert read(open_snapshot({0: [snapshot]}, held.generation, held.step)) == held.step
 
 
 def read(checkpoint: Checkpoint) -> float:
     """What all of its numbers are."""
-    found = torch.empty(NUMEL)
-    checkpoint.read("a", Span(0, NUMEL), found)
-    assert bool((found == found[0]).all())
-    return float(found[0])
+    values = torch.empty(NUMEL)
+    checkpoint.read("a", Span(0, NUMEL), values)
+    assert bool((values == values[0]).all())
+    return float(values[0])

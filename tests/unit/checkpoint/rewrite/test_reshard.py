@@ -121,12 +121,12 @@ def test_nodes_of_a_resharded_step_divide_it_as_those_of_a_job(
     source = write_step(tmp_path / "a", draft_of(layout), contents)
     shape = TargetShape(world_size=6, strategy=strategy, shard="node", nodes=2)
     done = reshard(source, DiskDirectory(tmp_path / "b"), shape)
-    found = assert_holds(open_storage(done.where), contents).layout
-    assert (found.world_size, found.replicas) == (6, 2)
+    node_layout = assert_holds(open_storage(done.where), contents).layout
+    assert (node_layout.world_size, node_layout.replicas) == (6, 2)
     three = reshape_layout(layout, TargetShape(world_size=3, strategy=strategy))
     for shard in range(3):
         for name, whole in three.spans(shard).items():
-            parts = [found.spans(rank).get(name, EMPTY) for rank in (shard, shard + 3)]
+            parts = [node_layout.spans(rank).get(name, EMPTY) for rank in (shard, shard + 3)]
             if name == "optimizer/w/step":  # which is on one rank
                 assert parts[0] == whole
                 continue
@@ -305,8 +305,8 @@ def test_a_conversion_is_torchs_own_and_leaves_the_rest(tmp_path: Path) -> None:
         held = manifest.layout.tensors
         assert held["model/w"] == TensorSpec(spelling, (3, 7))
         assert held["model/none"] == TensorSpec(spelling, (0, 7))
-        wanted = values.to(kind).view(torch.int16).numpy().tobytes()
-        assert_holds(new, contents | {"model/w": wanted})
+        expected = values.to(kind).view(torch.int16).numpy().tobytes()
+        assert_holds(new, contents | {"model/w": expected})
 
 
 def test_a_small_buffer_opens_many_shards_by_turns(tmp_path: Path) -> None:

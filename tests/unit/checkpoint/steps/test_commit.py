@@ -244,9 +244,9 @@ def test_a_step_that_may_not_be_read_is_not_called_damaged(
     refuse(monkeypatch, tmp_path)
     with pytest.raises(StorageError, match="Permission denied"):
         catalog.resolve(tmp_path)
-    found = [report.row_of(info) for info in catalog.steps(DiskDirectory(tmp_path))]
-    assert [row["unreadable"] for row in found] == [True, True]
-    text = report.steps_text("there", found, [])
+    rows = [report.row_of(info) for info in catalog.steps(DiskDirectory(tmp_path))]
+    assert [row["unreadable"] for row in rows] == [True, True]
+    text = report.steps_text("there", rows, [])
     assert "UNREADABLE: " in text and "DAMAGED" not in text
     with pytest.raises(StorageError, match="Permission denied"):
         list(verify.find_corruption(storages[1]))

@@ -207,8 +207,8 @@ def test_what_is_long_untouched_is_nobody_s(tmp_path: Path) -> None:
 def test_a_save_by_hand_replaces_killed_saves_but_none_of_a_job(
     tmp_path: Path,
 ) -> None:
-    mine = draft_of(LAYOUT, step=7, token="mine", generation=9)
-    write_step(tmp_path, mine, CONTENTS)
+    manual_draft = draft_of(LAYOUT, step=7, token="mine", generation=9)
+    write_step(tmp_path, manual_draft, CONTENTS)
     left = shards(tmp_path, draft_of(LAYOUT, step=7, token="killed"))
     left.append(f".{draft_of(LAYOUT, token='killed').file_name(1)}.123-ab12cd34.partial")
     (tmp_path / step_directory(7) / left[-1]).write_bytes(b"x")
@@ -216,7 +216,7 @@ def test_a_save_by_hand_replaces_killed_saves_but_none_of_a_job(
         shards(tmp_path, manifest)
     (tmp_path / step_directory(4)).mkdir()
     before = {*tmp_path.rglob("*")}
-    tidied = clean_up_after_manual_save(DiskDirectory(tmp_path), mine)
+    tidied = clean_up_after_manual_save(DiskDirectory(tmp_path), manual_draft)
     assert not tidied.problems
     gone = {tmp_path / step_directory(7) / name for name in left}
     assert before - {*tmp_path.rglob("*")} == gone

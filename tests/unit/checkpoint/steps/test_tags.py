@@ -312,19 +312,19 @@ def test_saves_in_any_order_against_the_newest_of_all(
     """Each save tags its step, unless it is killed before it; then all begin once more."""
     place = tmp_path_factory.mktemp("steps")
     directory = DiskDirectory(place)
-    known: list[int] = []
+    tagged_steps: list[int] = []
     for step in order:
         write(place, step, *(["best"] if tagged[step] else []))
         if tagged[step] and not killed[step]:
             set_tags(directory, step, ["best"])
-        known += [step] if tagged[step] else []
-        found = named(place).get("best")
-        assert found is None or found in known
-        written = [s for s in known if not killed[s]]
-        assert not written or (found is not None and found >= max(written))
-    for step in known:
+        tagged_steps += [step] if tagged[step] else []
+        best = named(place).get("best")
+        assert best is None or best in tagged_steps
+        written = [s for s in tagged_steps if not killed[s]]
+        assert not written or (best is not None and best >= max(written))
+    for step in tagged_steps:
         set_tags(directory, step, ["best"])
-    assert named(place) == ({"best": max(known)} if known else {})
+    assert named(place) == ({"best": max(tagged_steps)} if tagged_steps else {})
 
 
 def save_harmed(place: Path, harm: Harm, at: int) -> Faults:
@@ -351,11 +351,13 @@ def test_a_tagged_save_harmed_at_each_call(tmp_path: Path, harm: Harm) -> None:
         place = tmp_path / str(at)
         faults = save_harmed(place, harm, at)
         directory = DiskDirectory(place)
-        found = named(place)["best"]
-        assert catalog.step_error(directory.step(step_directory(found))) is None, faults.calls[at:]
+        tagged_step = named(place)["best"]
+        assert catalog.step_error(directory.step(step_directory(tagged_step))) is None, (
+            faults.calls[at:]
+        )
         new = commit.is_good(directory.step(step_directory(2)))
-        assert found == 1 or new
-        outcomes.add((found, new))
+        assert tagged_step == 1 or new
+        outcomes.add((tagged_step, new))
         third = draft(3, generation=5)
         save(directory, third)
         for _ in range(2):
@@ -402,10 +404,10 @@ def test_a_tag_that_nobody_gave(tagged_run: Path) -> None:
 
 def test_a_checkpoint_directory_may_lie_in_one_named_tags(tmp_path: Path) -> None:
     write(tmp_path / "tags" / "run", 3)
-    found = catalog.resolve(tmp_path / "tags" / "run")
-    assert found.where.endswith(step_directory(3))
+    info = catalog.resolve(tmp_path / "tags" / "run")
+    assert info.where.endswith(step_directory(3))
 
 
 def test_unwritten_tags_are_those_that_name_older_steps() -> None:
-    found = tags.unwritten_tags(draft(5, "a", "b", "c", "d"), {"a": 4, "b": 5, "c": 6})
-    assert found == ["a", "d"]
+    unwritten = tags.unwritten_tags(draft(5, "a", "b", "c", "d"), {"a": 4, "b": 5, "c": 6})
+    assert unwritten == ["a", "d"]

@@ -42,10 +42,10 @@ def swap_ranks(storage: DiskStorage) -> None:
 @pytest.mark.parametrize("harm", [swap_shards, swap_ranks])
 def test_swapped_files_are_told(storage: DiskStorage, harm: Callable[[DiskStorage], None]) -> None:
     harm(storage)
-    found = {fault.file: fault.reason for fault in verify.find_corruption(storage)}
-    assert list(found) == [DRAFT.file_name(0), DRAFT.file_name(1)]
-    assert "it is the file of rank '1', from another" in found[DRAFT.file_name(0)]
-    assert "it is the file of rank '0', from another" in found[DRAFT.file_name(1)]
+    reasons = {fault.file: fault.reason for fault in verify.find_corruption(storage)}
+    assert list(reasons) == [DRAFT.file_name(0), DRAFT.file_name(1)]
+    assert "it is the file of rank '1', from another" in reasons[DRAFT.file_name(0)]
+    assert "it is the file of rank '0', from another" in reasons[DRAFT.file_name(1)]
 
 
 @pytest.mark.parametrize("suffixes", [("",), ("", ".sums")])

@@ -182,8 +182,8 @@ def test_what_is_no_file_is_not_listed_among_the_steps(tmp_path: Path) -> None:
     (tmp_path / "a" / "link").symlink_to("nowhere")
     (tmp_path / "notes").write_bytes(b"x")
     (tmp_path / "empty").mkdir()
-    found = {step: list(files) for step, files in directory.files().items()}
-    assert found == {"a": ["file"], "empty": []}
+    listing = {step: list(files) for step, files in directory.files().items()}
+    assert listing == {"a": ["file"], "empty": []}
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_place_where_no_directory_can_be_made_is_named() -> None:
 
 
 def test_urls_of_checkpoint_directories(tmp_path: Path) -> None:
-    for given, meant in (
+    for url, meant in (
         (tmp_path, tmp_path),
         (str(tmp_path), tmp_path),
         ("here/../there/", Path.cwd() / "there"),
@@ -219,9 +219,9 @@ def test_urls_of_checkpoint_directories(tmp_path: Path) -> None:
         ("~/c", Path.home() / "c"),
         ("memory://a/b/", "memory://a/b"),
     ):
-        assert open_directory(given).where == str(meant)
-        assert open_storage(given).where == str(meant)
-        assert open_directory(given).step("s").where == f"{meant}/s"
+        assert open_directory(url).where == str(meant)
+        assert open_storage(url).where == str(meant)
+        assert open_directory(url).step("s").where == f"{meant}/s"
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ Run = tuple[int, int, int]
 
 def play(job: Job, runs: list[Run], worlds: list[int]) -> Job:
     """Trains with each size in turn, and with the last one to the end."""
-    found = replace(job, committed={}, position=DataPosition(), allowed=("batch",))
+    played = replace(job, committed={}, position=DataPosition(), allowed=("batch",))
     for (size, steps, kept), world in zip(runs, worlds, strict=True):
-        if not found.ended:
-            found.loop = job.loop | {"global_batch": size}
-            found.generation(world, steps, kept)
-    while not found.ended:
-        found.allowed = ()  # the position has the size of the last generation by now
-        found.generation(worlds[-1], 10_000, 10_000)
-    return found
+        if not played.ended:
+            played.loop = job.loop | {"global_batch": size}
+            played.generation(world, steps, kept)
+    while not played.ended:
+        played.allowed = ()  # the position has the size of the last generation by now
+        played.generation(worlds[-1], 10_000, 10_000)
+    return played
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_each_sample_of_a_stream_is_used_once_whatever_the_batch_size(part: int)
             runs.append((random.randint(4, 24), steps, random.randint(0, steps)))
         most = min(4, job.readers or 1, *(size for size, _, _ in runs))
         alone = play(job, runs, [1] * len(runs))
-        found = play(job, runs, [random.randint(1, most) for _ in runs])
-        assert list(found.committed) == list(alone.committed)
-        for batch, samples in found.committed.items():
+        played = play(job, runs, [random.randint(1, most) for _ in runs])
+        assert list(played.committed) == list(alone.committed)
+        for batch, samples in played.committed.items():
             assert sorted(samples) == sorted(alone.committed[batch]), (number, batch)
         if "steps" not in job.loop:
-            uses = Counter(s for samples in found.committed.values() for s in samples_in(samples))
+            uses = Counter(s for samples in played.committed.values() for s in samples_in(samples))
             assert set(uses.values()) == {job.loop["epochs"]}
             assert len(uses) == sum(job.sizes)
 
@@ -57,8 +57,8 @@ def test_the_order_of_a_stream_does_not_depend_on_the_batch_size() -> None:
     job = Job([30, 20, 25], 3, 4, {"global_batch": 8, "epochs": 2})
     orders = []
     for size in (8, 5):
-        found = play(job, [(8, 3, 3), (size, 4, 4)], [1, 1])
-        orders.append([s for batch in found.committed.values() for s in sorted(batch)])
+        played = play(job, [(8, 3, 3), (size, 4, 4)], [1, 1])
+        orders.append([s for batch in played.committed.values() for s in sorted(batch)])
     assert sorted(orders[0]) == sorted(orders[1])
     assert orders[0][:24] == orders[1][:24]
 
@@ -86,12 +86,12 @@ def test_with_other_shards_the_epoch_begins_anew() -> None:
     job = Job([30, 20, 25], 3, 4, {"global_batch": 8, "epochs": 2})
     job.generation(2, 4, 4)
     assert not job.ended
-    more = replace(job, sizes=[30, 20, 25, 10], committed={}, allowed=("dataset",))
-    more.generation(3, 99, 99)
-    assert more.ended
-    expected = undisturbed(replace(more, allowed=())).committed
-    assert {batch: sorted(samples) for batch, samples in more.committed.items()} == {
+    larger = replace(job, sizes=[30, 20, 25, 10], committed={}, allowed=("dataset",))
+    larger.generation(3, 99, 99)
+    assert larger.ended
+    expected = undisturbed(replace(larger, allowed=())).committed
+    assert {batch: sorted(samples) for batch, samples in larger.committed.items()} == {
         batch: sorted(samples) for batch, samples in expected.items()
     }
-    uses = Counter(sample for samples in more.committed.values() for sample in samples)
+    uses = Counter(sample for samples in larger.committed.values() for sample in samples)
     assert len(uses) == 85 and set(uses.values()) == {2}

@@ -38,9 +38,9 @@ def length_of(sample: int) -> int:
     return sample % 4 + 1 if sample % 50 else 30
 
 
-def samples_in(found: list[Any]) -> list[int]:
+def samples_in(samples: list[Any]) -> list[int]:
     """The samples of a batch, also where they are packed in lists."""
-    return [s for one in found for s in (one if isinstance(one, list) else [one])]
+    return [s for one in samples for s in (one if isinstance(one, list) else [one])]
 
 
 class Sum:
@@ -55,11 +55,11 @@ class Sum:
         with self._lock:
             self._tables.append(table)
         self._barrier.wait(20)
-        found = torch.stack(self._tables).sum(0)
+        total = torch.stack(self._tables).sum(0)
         if self._barrier.wait(20) == 0:
             self._tables = []
         self._barrier.wait(20)
-        return found
+        return total
 
     def abort(self) -> None:
         self._barrier.abort()
@@ -92,13 +92,13 @@ class Job:
             yield from range(first[shard] + start, first[shard] + self.sizes[shard])
 
         numbers = range(len(self.sizes))
-        given: dict[str, Any] = {"readers": self.readers, "shuffle_window": self.window}
-        stream = Stream(numbers, read, **given)
+        options: dict[str, Any] = {"readers": self.readers, "shuffle_window": self.window}
+        stream = Stream(numbers, read, **options)
         if "mixed" in self.kind:
             # As many shards each, so that both can be dealt to the readers.
             half = len(numbers) // 2
             parts = {Stream(numbers[:half], read): 1.0, Stream(numbers[half:], read): 3.5}
-            stream = Stream.mixed(parts, **given)
+            stream = Stream.mixed(parts, **options)
         return stream.packed(9, length_of) if "packed" in self.kind else stream
 
     def generation(self, world_size: int, steps: int, kept: int) -> None:
@@ -119,11 +119,11 @@ class Job:
             raise error  # that of a rank which did not only miss the others
         ranks = [future.result() for future in futures]
         positions = ranks[0][1]
-        assert all(each == positions for _, each in ranks)
+        assert all(rank_positions == positions for _, rank_positions in ranks)
         kept = min(kept, len(positions) - 1)
         batches = list(ranks[0][0])
         for batch in batches[:kept]:
-            samples = [sample for found, _ in ranks for sample in found[batch]]
+            samples = [sample for rank_batches, _ in ranks for sample in rank_batches[batch]]
             if batch not in self.left_out:
                 assert len(samples) == len(batch)
             self.committed[batch] = samples
@@ -148,23 +148,23 @@ class Job:
             dataset=None, stream=self.stream(), device=CPU, sum_over_ranks=add, collate_fn=list
         )
         data = reader.open(schedule, position)
-        found: Batches = {}
+        batches: Batches = {}
         positions = [position]
         for batch, after in schedule.steps(position):
-            if len(found) == steps:
+            if len(batches) == steps:
                 break
             data.look_ahead(batch, after)
-            found[batch] = []
+            batches[batch] = []
             for part in schedule.parts(batch) if batch not in self.left_out else ():
                 samples = next(data)
                 assert len(samples) == (part.weight or schedule.filler_samples)
-                found[batch] += samples if part.weight else []
+                batches[batch] += samples if part.weight else []
                 if self.virtual_batch is not None and part.slice is not None and part.weight:
                     assert len(samples) <= self.virtual_batch
                     assert self.slices.setdefault((batch, part.slice), samples) == samples
             positions.append(after)
         data.close()
-        return found, positions
+        return batches, positions
 
 
 def random_job(random: Random) -> Job:
@@ -174,8 +174,8 @@ def random_job(random: Random) -> Job:
     kind = random.choice(KINDS)
     if "mixed" in kind:
         sizes += [random.randrange(20) for _ in sizes]
-    each = len(sizes) // 2 if "mixed" in kind else len(sizes)
-    readers = each * random.randint(2, 3) if several else random.randint(1, each)
+    part_shards = len(sizes) // 2 if "mixed" in kind else len(sizes)
+    readers = part_shards * random.randint(2, 3) if several else random.randint(1, part_shards)
     loop: dict[str, Any] = {"global_batch": random.randint(4, 24)}
     loop["epochs"] = random.choice((1, 2, 3))
     if random.random() < 0.3:
@@ -192,10 +192,10 @@ def random_job(random: Random) -> Job:
 
 
 def undisturbed(job: Job) -> Job:
-    found = replace(job, committed={}, position=DataPosition())
-    found.generation(1, 10_000, 10_000)
-    assert found.ended
-    return found
+    alone = replace(job, committed={}, position=DataPosition())
+    alone.generation(1, 10_000, 10_000)
+    assert alone.ended
+    return alone
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ def test_slices_have_the_same_samples_in_every_world(part: int) -> None:
 
 def test_a_packed_batch_has_lists_of_at_most_the_length() -> None:
     job = Job([40, 70], 2, 4, {"global_batch": 8, "epochs": 1}, "packed")
-    lists = [each for samples in undisturbed(job).committed.values() for each in samples]
-    lengths = [sum(map(length_of, each)) for each in lists]
-    assert all(length <= 9 or len(each) == 1 for length, each in zip(lengths, lists, strict=True))
+    lists = [pack for samples in undisturbed(job).committed.values() for pack in samples]
+    lengths = [sum(map(length_of, pack)) for pack in lists]
+    assert all(length <= 9 or len(pack) == 1 for length, pack in zip(lengths, lists, strict=True))
     assert max(map(len, lists)) > 1
     assert sum(lengths) / 9 > 0.6 * len(lists)
 
@@ -315,12 +315,14 @@ def test_a_larger_world_than_readers_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("readers", "world", "said"),
+    ("readers", "world", "message"),
     [(6, 2, "6 readers, and virtual_batch cuts .* 4 slices"), (8, 5, "the world has 5 ranks")],
 )
-def test_slices_that_readers_cannot_have_are_refused(readers: int, world: int, said: str) -> None:
+def test_slices_that_readers_cannot_have_are_refused(
+    readers: int, world: int, message: str
+) -> None:
     job = Job([30, 20], readers, 4, {"global_batch": 8, "epochs": 1}, virtual_batch=2)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         job.generation(world, 1, 1)
 
 

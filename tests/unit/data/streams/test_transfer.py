@@ -48,22 +48,22 @@ def batches(workers: int, global_batch: int) -> list[Any]:
     at = plan.start(DataPosition(), 0)
     reader = StreamReader(dataset=stream, stream=stream, device=CPU, num_workers=workers)
     data = reader.open(schedule, at)
-    found = []
+    taken = []
     for batch, after in schedule.steps(at):
         data.look_ahead(batch, after)
-        found += [next(data) for _ in schedule.parts(batch)]
+        taken += [next(data) for _ in schedule.parts(batch)]
     data.close()
-    return found
+    return taken
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize(("workers", "global_batch"), [(1, 12), (2, 12), (3, 12), (2, 1)])
 def test_no_batch_changes_while_later_ones_are_read(workers: int, global_batch: int) -> None:
-    wanted = batches(0, global_batch)
-    found = batches(workers, global_batch)
-    assert len(found) == len(wanted) > 2 * COMMANDS
-    for batch, as_wanted in zip(found, wanted, strict=True):
+    expected = batches(0, global_batch)
+    received = batches(workers, global_batch)
+    assert len(received) == len(expected) > 2 * COMMANDS
+    for batch, as_wanted in zip(received, expected, strict=True):
         keys = batch["key"]
         assert sorted(keys.tolist()) == sorted(as_wanted["key"].tolist())
         assert torch.equal(batch["large"], keys.to(torch.int32)[:, None].expand(-1, 9000))
@@ -101,11 +101,11 @@ def test_parts_beyond_the_limit_come_as_torch_sends_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(transfer, "MOST_BYTES", 1 << 20)
     arena = Arena(OWNER, slots=4)
     large = [torch.full((100_000,), 2.0)] * 2
-    assert isinstance(found := arena.collate(large), Tensor)
-    assert torch.equal(found, torch.stack(large))
+    assert isinstance(collated := arena.collate(large), Tensor)
+    assert torch.equal(collated, torch.stack(large))
     small = [torch.full((10_000,), 3.0)] * 2
-    assert isinstance(found := arena.collate(small), InArena)
-    assert torch.equal(tensors(found), torch.stack(small))
+    assert isinstance(collated := arena.collate(small), InArena)
+    assert torch.equal(tensors(collated), torch.stack(small))
     assert torch.equal(arena.collate(large), torch.stack(large))
 
 
@@ -119,12 +119,12 @@ def test_small_and_special_tensors_are_not_in_a_slot() -> None:
     samples = [
         {"large": torch.zeros(10_000), "small": torch.zeros(3), "special": special, "text": "a"}
     ] * 2
-    found = arena.collate(samples)
-    assert isinstance(found["large"], InArena)
-    assert type(found["special"]) is Special
-    assert isinstance(found["small"], Tensor)
-    assert isinstance(InMessage.of(found["small"]), InMessage)
-    assert found["text"] == ["a", "a"]
+    collated = arena.collate(samples)
+    assert isinstance(collated["large"], InArena)
+    assert type(collated["special"]) is Special
+    assert isinstance(collated["small"], Tensor)
+    assert isinstance(InMessage.of(collated["small"]), InMessage)
+    assert collated["text"] == ["a", "a"]
 
 
 def test_samples_of_different_shapes_are_an_error_as_in_torch() -> None:
