@@ -129,7 +129,7 @@ class Mounts:
 
     places: Mapping[str, str]
 
-    def here(self, text: str) -> str:
+    def on_host(self, text: str) -> str:
         """Returns the text with each path of a mount replaced by that on this machine."""
         if not self.places:
             return text

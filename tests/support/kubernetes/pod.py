@@ -142,7 +142,7 @@ class Pod:
         variables |= dict.fromkeys(substitutes.address_variables, self.fields.ip)
 
         def as_mounted(text: str) -> str:
-            text = mounts.here(text)
+            text = mounts.on_host(text)
             for pattern, address in substitutes.addresses.items():
                 text = re.sub(pattern, address, text)
             return text

@@ -96,10 +96,10 @@ def test_no_more_pods_run_than_indexes_are_left() -> None:
 
 
 def test_a_failed_pod_is_replaced_in_its_index() -> None:
-    found = after(spec(3), [*running(0, 2), pod("a", 1, "Failed", 75)])
-    assert created(found) == [1]
-    assert found.status.failed == 1
-    assert found.status.failures[1].counted == 1
+    decision = after(spec(3), [*running(0, 2), pod("a", 1, "Failed", 75)])
+    assert created(decision) == [1]
+    assert decision.status.failed == 1
+    assert decision.status.failures[1].counted == 1
 
 
 def test_a_failure_counts_once() -> None:
@@ -155,25 +155,25 @@ def test_an_exit_code_that_no_rule_names_is_counted() -> None:
     ids=["its container", "another container", "not in", "in"],
 )
 def test_exit_codes(rule: FailureRule, code: int, fails: bool) -> None:
-    found = after(spec(1, failure_rules=(rule,)), [pod("a", 0, "Failed", code)])
-    assert (condition(found)[1] == "PodFailurePolicy") == fails
+    decision = after(spec(1, failure_rules=(rule,)), [pod("a", 0, "Failed", code)])
+    assert (condition(decision)[1] == "PodFailurePolicy") == fails
 
 
 def test_a_pod_without_exit_codes_matches_by_its_condition() -> None:
     """Its node is gone, and no kubelet has told how its container ended."""
     rules = (on_codes("FailJob", 75, operator="NotIn"), IGNORE_DISRUPTIONS)
     lost = pod("a", 0, "Failed", conditions=frozenset({DISRUPTED}))
-    found = after(spec(1, failure_rules=rules), [lost])
-    assert created(found) == [0]
-    assert found.status.failed == 0
+    decision = after(spec(1, failure_rules=rules), [lost])
+    assert created(decision) == [0]
+    assert decision.status.failed == 0
 
 
 def test_a_condition_that_is_false_does_not_match() -> None:
     other = frozenset({("DisruptionTarget", "False")})
-    found = after(
+    decision = after(
         spec(1, failure_rules=(IGNORE_DISRUPTIONS,)), [pod("a", 0, "Failed", 75, conditions=other)]
     )
-    assert found.status.failed == 1
+    assert decision.status.failed == 1
 
 
 def test_an_index_fails_past_its_limit_and_the_job_at_its_end() -> None:
@@ -191,18 +191,18 @@ def test_an_index_fails_past_its_limit_and_the_job_at_its_end() -> None:
 
 def test_too_many_failed_indexes_end_the_job() -> None:
     job = spec(3, backoff_limit_per_index=0, max_failed_indexes=0)
-    found = after(job, [pod("a", 0, "Failed", 1), *running(1, 2)])
-    assert condition(found) == ("FailureTarget", "MaxFailedIndexesExceeded")
-    assert deleted(found) == ["uid-1", "uid-2"]
+    decision = after(job, [pod("a", 0, "Failed", 1), *running(1, 2)])
+    assert condition(decision) == ("FailureTarget", "MaxFailedIndexesExceeded")
+    assert deleted(decision) == ["uid-1", "uid-2"]
 
 
 def test_fail_index_fails_an_index_without_another_try() -> None:
-    found = after(
+    decision = after(
         spec(2, failure_rules=(on_codes("FailIndex", 42),)),
         [pod("a", 0, "Failed", 42), *running(1)],
     )
-    assert found.status.failed_indexes == {0}
-    assert created(found) == []
+    assert decision.status.failed_indexes == {0}
+    assert created(decision) == []
 
 
 def test_without_a_limit_per_index_failures_of_all_count_together() -> None:
@@ -219,18 +219,20 @@ def test_a_success_policy_ends_the_job_and_its_other_pods() -> None:
     met = after(job, [pod("a", 0, "Succeeded", 0), *running(1, 2)])
     assert condition(met) == ("SuccessCriteriaMet", "SuccessPolicy")
     assert deleted(met) == ["uid-1", "uid-2"]
-    leaving = [replace(each, deleting=True) for each in running(1, 2)]
+    leaving = [replace(pod_state, deleting=True) for pod_state in running(1, 2)]
     waits = decide(job, met.status, leaving, 0.0, AT_ONCE)
     assert (waits.actions, condition(waits)[0]) == ((), "SuccessCriteriaMet")
-    ended = [replace(each, phase="Failed", exit_codes=(("agent", 70),)) for each in leaving]
+    ended = [
+        replace(pod_state, phase="Failed", exit_codes=(("agent", 70),)) for pod_state in leaving
+    ]
     assert condition(decide(job, waits.status, ended, 0.0, AT_ONCE))[0] == "Complete"
 
 
 def test_a_failure_seen_with_a_success_comes_first() -> None:
     """ "Once the Job meets either policy, the job controller respects the terminating policy"."""
     job = spec(2, success_rules=(SuccessRule(count=1),), failure_rules=(on_codes("FailJob", 64),))
-    found = after(job, [pod("a", 0, "Succeeded", 0), pod("b", 1, "Failed", 64)])
-    assert condition(found) == ("Failed", "PodFailurePolicy")
+    decision = after(job, [pod("a", 0, "Succeeded", 0), pod("b", 1, "Failed", 64)])
+    assert condition(decision) == ("Failed", "PodFailurePolicy")
 
 
 @pytest.mark.parametrize(
@@ -245,8 +247,8 @@ def test_a_failure_seen_with_a_success_comes_first() -> None:
     ],
 )
 def test_success_rules(rule: SuccessRule, completed: set[int], met: bool) -> None:
-    found = after(spec(5, success_rules=(rule,)), [], completed=frozenset(completed))
-    assert (condition(found)[1] == "SuccessPolicy") == met
+    decision = after(spec(5, success_rules=(rule,)), [], completed=frozenset(completed))
+    assert (condition(decision)[1] == "SuccessPolicy") == met
 
 
 def test_without_a_success_policy_each_index_must_succeed() -> None:
@@ -257,17 +259,17 @@ def test_without_a_success_policy_each_index_must_succeed() -> None:
 
 def test_a_finished_job_does_nothing_more() -> None:
     done = Outcome(condition="Complete")
-    found = after(spec(3), [pod("a", 0, "Failed", 64)], outcome=done)
-    assert (found.actions, found.status.outcome) == ((), done)
+    decision = after(spec(3), [pod("a", 0, "Failed", 64)], outcome=done)
+    assert (decision.actions, decision.status.outcome) == ((), done)
 
 
 def test_a_smaller_job_loses_its_highest_indexes() -> None:
     """The section "Elastic Indexed Jobs"; such an end is no failure."""
     small = patched(spec(3), parallelism=2, completions=2)
-    found = after(small, running(0, 1, 2))
-    assert deleted(found) == ["uid-2"]
+    decision = after(small, running(0, 1, 2))
+    assert deleted(decision) == ["uid-2"]
     gone = pod("uid-2", 2, "Failed", 75, deleting=True)
-    later = decide(small, found.status, [*running(0, 1), gone], 0.0, AT_ONCE)
+    later = decide(small, decision.status, [*running(0, 1), gone], 0.0, AT_ONCE)
     assert (later.actions, later.status.failed) == ((), 0)
     assert created(decide(spec(3), later.status, [*running(0, 1), gone], 0.0, AT_ONCE)) == [2]
 
@@ -291,21 +293,24 @@ def test_completions_change_with_parallelism_only() -> None:
 def test_a_suspended_job_has_no_pods_and_their_ends_do_not_count() -> None:
     """The section "Suspending a Job"."""
     job = patched(spec(2), suspend=True)
-    found = after(job, running(0, 1))
-    assert deleted(found) == ["uid-0", "uid-1"]
-    assert found.status.suspended
+    decision = after(job, running(0, 1))
+    assert deleted(decision) == ["uid-0", "uid-1"]
+    assert decision.status.suspended
     ended = [pod("uid-0", 0, "Succeeded", 0), pod("uid-1", 1, "Failed", 75)]
-    later = decide(job, found.status, ended, 0.0, AT_ONCE)
+    later = decide(job, decision.status, ended, 0.0, AT_ONCE)
     assert (later.actions, later.status.completed, later.status.failed) == ((), frozenset(), 0)
     assert created(decide(spec(2), later.status, ended, 0.0, AT_ONCE)) == [0, 1]
 
 
 def test_a_deadline_counts_from_the_start_or_the_resumption() -> None:
     job = spec(1, active_deadline_s=10.0)
-    begun = decide(job, JobStatus(), [], 100.0).status
-    assert condition(decide(job, begun, running(0), 109.0)) == ("", "")
-    assert condition(decide(job, begun, running(0), 110.0)) == ("FailureTarget", "DeadlineExceeded")
-    paused = decide(patched(job, suspend=True), begun, [], 105.0).status
+    started = decide(job, JobStatus(), [], 100.0).status
+    assert condition(decide(job, started, running(0), 109.0)) == ("", "")
+    assert condition(decide(job, started, running(0), 110.0)) == (
+        "FailureTarget",
+        "DeadlineExceeded",
+    )
+    paused = decide(patched(job, suspend=True), started, [], 105.0).status
     resumed = decide(job, paused, [], 200.0).status
     assert condition(decide(job, resumed, running(0), 209.0)) == ("", "")
 
@@ -401,42 +406,42 @@ class World:
     def turn(self) -> Decision:
         """One turn of the controller, and its actions."""
         before = list(self.pods)
-        found = decide(self.job, self.status, before, self.now_s)
-        assert decide(self.job, self.status, before, self.now_s) == found
-        self.check(found)
-        self.status = found.status
-        for action in found.actions:
+        decision = decide(self.job, self.status, before, self.now_s)
+        assert decide(self.job, self.status, before, self.now_s) == decision
+        self.check(decision)
+        self.status = decision.status
+        for action in decision.actions:
             match action:
                 case CreatePod(index):
                     uid = f"uid-{len(self.pods)}"
                     self.pods.append(pod(uid, index, "Pending", created_s=self.now_s))
                 case DeletePod(uid):
-                    at = next(n for n, each in enumerate(self.pods) if each.uid == uid)
+                    at = next(n for n, pod_state in enumerate(self.pods) if pod_state.uid == uid)
                     self.pods[at] = replace(self.pods[at], deleting=True)
-        return found
+        return decision
 
-    def check(self, found: Decision) -> None:
+    def check(self, decision: Decision) -> None:
         """What holds of every decision."""
-        live = [each for each in self.pods if each.is_live]
-        active = [each for each in live if not each.deleting]
-        fresh = created(found)
+        live = [pod_state for pod_state in self.pods if pod_state.is_live]
+        active = [pod_state for pod_state in live if not pod_state.deleting]
+        fresh = created(decision)
         assert len(set(fresh)) == len(fresh)
         assert all(0 <= index < self.job.completions for index in fresh)
-        assert not set(fresh) & (found.status.completed | found.status.failed_indexes)
+        assert not set(fresh) & (decision.status.completed | decision.status.failed_indexes)
         counted = active if self.job.replaces_terminating else live
-        assert not set(fresh) & {each.index for each in counted}
+        assert not set(fresh) & {pod_state.index for pod_state in counted}
         assert not fresh or len(counted) + len(fresh) <= self.job.parallelism
-        assert not (fresh and deleted(found))
-        assert not fresh or (found.status.outcome is None and not self.job.suspend)
-        assert set(deleted(found)) <= {each.uid for each in active}
-        assert self.status.outcome is None or condition(found)[1] == self.status.outcome.reason
-        if found.status.is_finished:
+        assert not (fresh and deleted(decision))
+        assert not fresh or (decision.status.outcome is None and not self.job.suspend)
+        assert set(deleted(decision)) <= {pod_state.uid for pod_state in active}
+        assert self.status.outcome is None or condition(decision)[1] == self.status.outcome.reason
+        if decision.status.is_finished:
             assert not live
-        assert found.status.settled >= self.status.settled
+        assert decision.status.settled >= self.status.settled
         limit = self.job.backoff_limit_per_index
-        for index, failures in found.status.failures.items():
+        for index, failures in decision.status.failures.items():
             if limit is not None and index < self.job.completions and failures.counted > limit:
-                assert index in found.status.failed_indexes
+                assert index in decision.status.failed_indexes
 
     def disturb(self) -> None:
         """Something happens to a pod, or to the Job."""
@@ -446,26 +451,26 @@ class World:
             self.job = patched(self.job, parallelism=size, completions=size)
         if self.draw.random() < 0.05:
             self.job = patched(self.job, suspend=not self.job.suspend)
-        for at, each in enumerate(self.pods):
-            if each.is_live and self.draw.random() < 0.4:
-                self.pods[at] = self.changed(each)
+        for at, pod_state in enumerate(self.pods):
+            if pod_state.is_live and self.draw.random() < 0.4:
+                self.pods[at] = self.changed(pod_state)
 
-    def changed(self, each: PodState) -> PodState:
+    def changed(self, pod_state: PodState) -> PodState:
         end = {"finished_s": self.now_s, "ready": False}
         match self.draw.randrange(6):
             case 0:
-                return replace(each, phase="Running", ready=True)
+                return replace(pod_state, phase="Running", ready=True)
             case 1:
-                return replace(each, deleting=True, conditions=frozenset({DISRUPTED}))
+                return replace(pod_state, deleting=True, conditions=frozenset({DISRUPTED}))
             case 2:
-                return replace(each, phase="Succeeded", exit_codes=(("agent", 0),), **end)  # type: ignore[arg-type]
+                return replace(pod_state, phase="Succeeded", exit_codes=(("agent", 0),), **end)  # type: ignore[arg-type]
             case 3:
-                return replace(each, phase="Failed", **end)  # type: ignore[arg-type]
+                return replace(pod_state, phase="Failed", **end)  # type: ignore[arg-type]
             case 4:
                 code = self.draw.choice([64, 75, 75, 75, 137])
-                return replace(each, phase="Failed", exit_codes=(("agent", code),), **end)  # type: ignore[arg-type]
+                return replace(pod_state, phase="Failed", exit_codes=(("agent", code),), **end)  # type: ignore[arg-type]
             case _:
-                return replace(each, deleting=True)
+                return replace(pod_state, deleting=True)
 
 
 RULES = (on_codes("FailJob", 64), on_codes("FailIndex", 137), IGNORE_DISRUPTIONS)
@@ -511,12 +516,12 @@ def test_a_job_whose_pods_all_succeed_in_the_end_completes(seed: int, size: int)
     for turn in range(60):
         world.turn()
         world.now_s += 700.0
-        for at, each in enumerate(world.pods):
-            if each.is_live:
+        for at, pod_state in enumerate(world.pods):
+            if pod_state.is_live:
                 lucky = turn > 20 or draw.random() < 0.2
                 code = 0 if lucky else 75
                 world.pods[at] = replace(
-                    each,
+                    pod_state,
                     phase="Succeeded" if lucky else "Failed",
                     exit_codes=(("agent", code),),
                     conditions=frozenset() if lucky else frozenset({DISRUPTED}),

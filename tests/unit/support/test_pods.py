@@ -30,10 +30,10 @@ FIELDS = PodFields(
 
 
 def test_references_are_replaced_as_kubernetes_does() -> None:
-    known = {"A": "1", "B_2": "two"}
-    assert expand("$(A)-$(B_2)", known) == "1-two"
-    assert expand("$(NONE) $A ${A} $", known) == "$(NONE) $A ${A} $"
-    assert expand("$$(A) $$$(A)", known) == "$(A) $1"
+    variables = {"A": "1", "B_2": "two"}
+    assert expand("$(A)-$(B_2)", variables) == "1-two"
+    assert expand("$(NONE) $A ${A} $", variables) == "$(NONE) $A ${A} $"
+    assert expand("$$(A) $$$(A)", variables) == "$(A) $1"
 
 
 def test_a_variable_sees_those_above_it_only() -> None:
@@ -82,12 +82,12 @@ def test_what_is_not_played_is_refused() -> None:
 
 
 def test_values_of_secrets_and_config_maps() -> None:
-    def refer(kind: str, name: str, key: str, **more: Any) -> dict[str, Any]:
-        return {"name": "A", "valueFrom": {kind: {"name": name, "key": key, **more}}}
+    def refer(kind: str, name: str, key: str, **options: Any) -> dict[str, Any]:
+        return {"name": "A", "valueFrom": {kind: {"name": name, "key": key, **options}}}
 
     objects = {("Secret", "token"): {"token": "s3cret"}}
-    given = environment({"env": [refer("secretKeyRef", "token", "token")]}, FIELDS, objects)
-    assert given["A"] == "s3cret"
+    values = environment({"env": [refer("secretKeyRef", "token", "token")]}, FIELDS, objects)
+    assert values["A"] == "s3cret"
     absent = environment({"env": [refer("secretKeyRef", "x", "y", optional=True)]}, FIELDS, objects)
     assert "A" not in absent
     with pytest.raises(Invalid, match="no y in ConfigMap x"):
@@ -96,9 +96,9 @@ def test_values_of_secrets_and_config_maps() -> None:
 
 def test_services_set_variables() -> None:
     """A Service `elasticzero-http` would set what an option of the agent is read from."""
-    found = service_variables({"elasticzero-http": {"": 80}})
-    assert found["ELASTICZERO_HTTP_PORT"].startswith("tcp://")
-    assert found["ELASTICZERO_HTTP_SERVICE_PORT"] == "80"
+    variables = service_variables({"elasticzero-http": {"": 80}})
+    assert variables["ELASTICZERO_HTTP_PORT"].startswith("tcp://")
+    assert variables["ELASTICZERO_HTTP_SERVICE_PORT"] == "80"
 
 
 def test_command_and_arguments_replace_those_of_the_image() -> None:
@@ -113,10 +113,10 @@ def test_command_and_arguments_replace_those_of_the_image() -> None:
 
 def test_paths_of_mounts_are_found_in_texts() -> None:
     mounts = Mounts({"/tmp": "/v/t", "/app": "/v/a", "/app/train.py": "/src/t.py"})
-    assert mounts.here("/tmp") == "/v/t"
-    assert mounts.here("/tmp/x:/app/y") == "/v/t/x:/v/a/y"
-    assert mounts.here("--dir=/app/train.py") == "--dir=/src/t.py"
-    assert mounts.here("/tmpfile /x/tmp /applet s3://bucket/app") == (
+    assert mounts.on_host("/tmp") == "/v/t"
+    assert mounts.on_host("/tmp/x:/app/y") == "/v/t/x:/v/a/y"
+    assert mounts.on_host("--dir=/app/train.py") == "--dir=/src/t.py"
+    assert mounts.on_host("/tmpfile /x/tmp /applet s3://bucket/app") == (
         "/tmpfile /x/tmp /applet s3://bucket/app"
     )
 
@@ -155,9 +155,9 @@ def test_the_shell_form_of_an_entrypoint_is_refused() -> None:
 def test_defaults_of_probes() -> None:
     get = {"httpGet": {"path": "/healthz", "port": "http"}}
     ports = [{"name": "http", "containerPort": 9400}]
-    found = probes_of({"ports": ports, "livenessProbe": get})
-    assert found == {"liveness": Probe(path="/healthz", port=9400)}
-    (probe,) = found.values()
+    probes = probes_of({"ports": ports, "livenessProbe": get})
+    assert probes == {"liveness": Probe(path="/healthz", port=9400)}
+    (probe,) = probes.values()
     assert (probe.period_s, probe.timeout_s, probe.failure_threshold) == (10, 1, 3)
 
 
