@@ -130,7 +130,7 @@ class Aws(Metadata):
     def __init__(self) -> None:
         super().__init__()
         self.tokens: set[str] = set()
-        self.given = 0
+        self.issued = 0
         self.action: dict[str, Any] | None = None
         self.recommended = False
 
@@ -143,8 +143,8 @@ class Aws(Metadata):
             ttl = request.headers.get("x-aws-ec2-metadata-token-ttl-seconds", "")
             if request.method != "PUT" or not ttl.isdecimal() or not 1 <= int(ttl) <= 21600:
                 return Reply(400)
-            self.given += 1
-            token = f"AQAAA-token-{self.given}=="
+            self.issued += 1
+            token = f"AQAAA-token-{self.issued}=="
             self.tokens.add(token)
             return Reply(200, token, {"X-aws-ec2-metadata-token-ttl-seconds": ttl})
         if request.headers.get("x-aws-ec2-metadata-token") not in self.tokens:

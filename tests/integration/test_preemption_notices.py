@@ -125,7 +125,7 @@ def test_aws_says_nothing_until_there_is_a_notice_and_then_when(aws: Aws) -> Non
     assert isinstance(notice, PreemptionNotice) and notice.reason.startswith(
         "AWS spot interruption in "
     )
-    assert aws.given == 1, "the token is kept"
+    assert aws.issued == 1, "the token is kept"
 
 
 def test_aws_tokens_are_renewed_when_refused_and_when_old(aws: Aws) -> None:
@@ -133,10 +133,10 @@ def test_aws_tokens_are_renewed_when_refused_and_when_old(aws: Aws) -> None:
     assert cloud.poll() is None
     aws.tokens.clear()
     assert cloud.poll() is None
-    assert aws.given == 2
+    assert aws.issued == 2
     cloud._renew_s = time.monotonic()
     assert cloud.poll() is None
-    assert aws.given == 3
+    assert aws.issued == 3
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
