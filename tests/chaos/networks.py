@@ -73,8 +73,8 @@ class Networks:
         _ip("link", "del", self._tag, check=False)
 
 
-def _ip(*words: str, check: bool = True) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30.0)
+def _ip(*arguments: str, check: bool = True) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30.0)
     if check and done.returncode != 0:
-        raise NoNetworks(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise NoNetworks(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout

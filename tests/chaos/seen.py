@@ -47,7 +47,7 @@ class Seen:
         """Of the newest world, in its order."""
         return list(self.worlds[self.generation]["members"]) if self.worlds else []
 
-    def said(self, word: str, nodes: Iterable[Node]) -> bool:
+    def all_reported(self, word: str, nodes: Iterable[Node]) -> bool:
         """Whether all these nodes have come so far: `serving`, `registered`, `leads` or `start
         GENERATION`."""
         return all(word in self._said.get(node.name, ()) for node in nodes)

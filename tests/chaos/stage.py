@@ -90,10 +90,10 @@ class Stage:
             self._start(self._shape[-1])
             self._whole(0)
             return
-        more = self._shape[:1] if cell.fault in ("leader", "drain") else ()
-        spares = self._spares(self._shape[-1], *more)
-        self._wait("registrations", lambda: self._seen.said("registered", free))
-        leads = lambda: [node for node in free if self._seen.said("leads", [node])]  # noqa: E731
+        further_sizes = self._shape[:1] if cell.fault in ("leader", "drain") else ()
+        spares = self._spares(self._shape[-1], *further_sizes)
+        self._wait("registrations", lambda: self._seen.all_reported("registered", free))
+        leads = lambda: [node for node in free if self._seen.all_reported("leads", [node])]  # noqa: E731
         leader = self._wait("a leader", leads)[0]
         others = [node for node in free if node is not leader]
         choices = {"leader": [leader], "drain": free}.get(cell.fault, others)
@@ -129,7 +129,7 @@ class Stage:
         struck, began_s = self._seen.generation, time.monotonic()
         if joiner is not None:
             self._release(joiner)
-            self._wait("the registration", lambda: self._seen.said("registered", [joiner]))
+            self._wait("the registration", lambda: self._seen.all_reported("registered", [joiner]))
         else:
             self._strike(cell, victim)
         for hold in self._holds.glob("*-*"):
@@ -142,9 +142,9 @@ class Stage:
         """Train to the end of an epoch at full speed, and see that each node ends as it should;
         returns how many epochs were trained."""
         self._put(OVER, "")
-        found = self._told.wait_for_end()
-        wanted = {name: self._codes.get(name, 0) for name in found}
-        assert found == wanted, f"{self.done}: {found}\n{self._told.logs()}"
+        exit_codes = self._told.wait_for_end()
+        expected = {name: self._codes.get(name, 0) for name in exit_codes}
+        assert exit_codes == expected, f"{self.done}: {exit_codes}\n{self._told.logs()}"
         epochs, rest = divmod(self._told.step, steps_in(10, 1))
         assert rest == 0, f"{self.done}: {self._told.step} steps\n{self._told.logs()}"
         return epochs
@@ -161,7 +161,7 @@ class Stage:
         """Nodes that do not register before they are released."""
         nodes = [self._start(workers) for workers in nproc]
         for node in nodes:
-            self._wait("a spare node", partial(self._seen.said, "serving", [node]))
+            self._wait("a spare node", partial(self._seen.all_reported, "serving", [node]))
             node.process.send_signal(signal.SIGSTOP)
         return nodes
 
@@ -199,7 +199,7 @@ class Stage:
     def _reach(self, cell: Cell, generation: int, victim: Node, other: Node) -> None:
         """Come to the step of the protocol, and stay there."""
         ranks = self._ranks()
-        everybody = [rank for own in ranks.values() for rank in own]
+        everybody = [rank for node_ranks in ranks.values() for rank in node_ranks]
         late = ranks[other.name][-1]
         rest = [rank for rank in everybody if rank != late]
         match cell.step:
@@ -219,7 +219,7 @@ class Stage:
                 self._wait("a world", lambda: self._seen.generation > generation)
                 if cell.fault in STRIKES:
                     word = f"start {generation + 1}"
-                    self._wait("a start", lambda: self._seen.said(word, [victim]))
+                    self._wait("a start", lambda: self._seen.all_reported(word, [victim]))
                     workers = lambda: self._told.cluster.workers_of(victim)  # noqa: E731
                     self._wait("a new worker", workers)
             case "connecting":

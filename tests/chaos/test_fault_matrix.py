@@ -71,19 +71,25 @@ def play(
     checkpoints, holds = tmp_path / "checkpoints", tmp_path / "holds"
     holds.mkdir()
     nodes, save_every = SHAPES[shape], str(SAVE_EVERY)
-    words = ["--nnodes", f"1:{len(nodes)}", "--lease-ttl", "2", "--settle", "30"]
-    words += ["--keep-workers"] if survivors == "kept" else []
-    words += ["--strategy", strategy, "--hang-timeout", "6", "--snapshot-every", "1"]
-    words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", save_every]
-    words += [str(REGRESSION), "--epochs", str(most_epochs), "--pause", "0.1"]
-    words += ["--holds", str(holds), "--save-every", save_every]
+    arguments = ["--nnodes", f"1:{len(nodes)}", "--lease-ttl", "2", "--settle", "30"]
+    arguments += ["--keep-workers"] if survivors == "kept" else []
+    arguments += ["--strategy", strategy, "--hang-timeout", "6", "--snapshot-every", "1"]
+    arguments += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", save_every]
+    arguments += [str(REGRESSION), "--epochs", str(most_epochs), "--pause", "0.1"]
+    arguments += ["--holds", str(holds), "--save-every", save_every]
     first = [{NPROC: str(nproc)} for nproc in nodes[:-1]]
     place = networks.place if networks is not None else on_loopback
     address = networks.address if networks is not None else "127.0.0.1"
     with (
         EtcdServer(address=address) as etcd,
         story(
-            tmp_path, etcd.endpoint, job, words, nodes=len(first), environments=first, place=place
+            tmp_path,
+            etcd.endpoint,
+            job,
+            arguments,
+            nodes=len(first),
+            environments=first,
+            place=place,
         ) as told,
     ):
         dice = random.Random(f"{seed} {strategy} {shape} {survivors} {cells}")
@@ -123,8 +129,8 @@ def test_a_fault_at_every_step(
     job: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    wanted = parse(os.environ["CHAOS_CELLS"]) if "CHAOS_CELLS" in os.environ else CELLS
-    cells = [cell for cell in cells_of(fault) if cell in wanted]
+    chosen_cells = parse(os.environ["CHAOS_CELLS"]) if "CHAOS_CELLS" in os.environ else CELLS
+    cells = [cell for cell in cells_of(fault) if cell in chosen_cells]
     if not cells:
         pytest.skip("none of the cells that CHAOS_CELLS names")
     networks = request.getfixturevalue("networks") if fault == "cut" else None

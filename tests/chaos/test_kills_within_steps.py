@@ -57,13 +57,13 @@ def test_kills_within_a_step_change_nothing(
 ) -> None:
     (nodes, workers), options = PLACEMENTS[placement]
     (holds := tmp_path / "holds").mkdir()
-    words = ["--nnodes", f"1:{nodes}", "--nproc-per-node", str(workers), "--strategy", strategy]
-    words += [*options, "--lease-ttl", "2", "--max-restarts", "9"]
-    words += ["--checkpoint-dir", str(tmp_path / "c"), str(REGRESSION)]
-    words += ["--holds", str(holds)]
-    words += ["--virtual-batch", "2"] if placement == "fixed order" else []
+    arguments = ["--nnodes", f"1:{nodes}", "--nproc-per-node", str(workers), "--strategy", strategy]
+    arguments += [*options, "--lease-ttl", "2", "--max-restarts", "9"]
+    arguments += ["--checkpoint-dir", str(tmp_path / "c"), str(REGRESSION)]
+    arguments += ["--holds", str(holds)]
+    arguments += ["--virtual-batch", "2"] if placement == "fixed order" else []
     spares = len(PLACES) if fault == "node" else 0
-    with story(tmp_path, etcd.endpoint, job, words, nodes=nodes + spares) as told:
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=nodes + spares) as told:
         told.pause(LONG_STEP_S)
         told.wait("registrations", lambda: len(registered(told)) == nodes + spares)
         told.pause(STEP_S)

@@ -23,9 +23,9 @@ def test_each_mutant_is_one_edit_that_compiles() -> None:
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_simulator_finds_a_mutant(mutant: Mutant, tmp_path: Path) -> None:
-    said = hunt(mutant, tmp_path, first=0, count=SEEDS, timeout_s=TIMEOUT_S)
-    print(f"{mutant.name}: {said}")
-    assert "schedules: " in said, said
-    if NOTHING in said and not mutant.sure:
+    verdict = hunt(mutant, tmp_path, first=0, count=SEEDS, timeout_s=TIMEOUT_S)
+    print(f"{mutant.name}: {verdict}")
+    assert "schedules: " in verdict, verdict
+    if NOTHING in verdict and not mutant.sure:
         pytest.xfail("not found")
-    assert NOTHING not in said, said
+    assert NOTHING not in verdict, verdict

@@ -79,8 +79,10 @@ def goodput(told: Story, struck: Sequence[tuple[float, str]]) -> str:
     lost = seconds_lost(told, [(began_s, "the start"), *struck])
     share = 1 - sum(seconds for _, seconds in lost) / (struck[-1][0] - began_s)
     kinds = sorted({what for what, _ in lost})
-    each = {kind: statistics.mean(s for what, s in lost if what == kind) for kind in kinds}
-    return f"{share:.1%}; lost by a fault: " + ", ".join(f"{k} {s:.1f} s" for k, s in each.items())
+    mean_s = {kind: statistics.mean(s for what, s in lost if what == kind) for kind in kinds}
+    return f"{share:.1%}; lost by a fault: " + ", ".join(
+        f"{k} {s:.1f} s" for k, s in mean_s.items()
+    )
 
 
 def play(
@@ -98,9 +100,9 @@ def play(
     options = options or (dice.choice(STRATEGIES),)
     epochs = round(1.15 * faults * mean_gap_s / STEP_S / steps_in(10, 1)) + 1
     checkpoints = tmp_path / "checkpoints"
-    words = ["--nnodes", f"1:{NODES}", "--lease-ttl", "2", "--strategy", *options]
-    words += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "10"]
-    words += [
+    arguments = ["--nnodes", f"1:{NODES}", "--lease-ttl", "2", "--strategy", *options]
+    arguments += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "10"]
+    arguments += [
         "--hang-timeout",
         "5",
         "--max-restarts",
@@ -109,12 +111,12 @@ def play(
         "--epochs",
         str(epochs),
     ]
-    words += ["--pause", str(STEP_S)]
+    arguments += ["--pause", str(STEP_S)]
     place = networks.place if networks is not None else on_loopback
     address = networks.address if networks is not None else "127.0.0.1"
     with (
         EtcdServer(address=address) as etcd,
-        story(tmp_path, etcd.endpoint, job, words, nodes=NODES, place=place) as told,
+        story(tmp_path, etcd.endpoint, job, arguments, nodes=NODES, place=place) as told,
     ):
         told.wait("training", lambda: told.step >= 2)
         strikes = Strikes(told, etcd, networks, dice, NODES)

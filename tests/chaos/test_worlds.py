@@ -66,8 +66,8 @@ def plain(numbers: str) -> nn.Module:
     schedule = schedule_of(optimizer)
     samples, order = Samples(dtype_of(numbers)), SampleOrder(samples=SAMPLES, seed=SEED)
     plan, position = BatchPlan(order=order, global_batch=GLOBAL_BATCH, steps=STEPS), DataPosition()
-    while (found := plan.next(position)) is not None:
-        batch, position = found
+    while (next_batch := plan.next(position)) is not None:
+        batch, position = next_batch
         chosen = order.indices(batch.epoch, batch.start, batch.stop).tolist()
         optimizer.zero_grad()
         loss_of(model, {"x": samples.x_NI[chosen], "y": samples.y_NO[chosen]}).backward()
@@ -83,26 +83,27 @@ def train(cell: Cell, pool: Pool, folder: Path, job: str, etcd: EtcdServer) -> d
     told = {"numbers": cell.numbers, "strategy": cell.strategy, "steps": STEPS, "out": str(out)}
     nodes, workers = SHAPES[cell.ranks]
     if not cell.faults:
-        given = {"row": workers, "shard": cell.shard, "deterministic": cell.numbers == "bits"}
+        options = {"row": workers, "shard": cell.shard, "deterministic": cell.numbers == "bits"}
         assert (
-            pool.start(SCRIPT, [json.dumps(told)], cell.ranks, **given).finish(PATIENCE_S) == STEPS
+            pool.start(SCRIPT, [json.dumps(told)], cell.ranks, **options).finish(PATIENCE_S)
+            == STEPS
         )
     else:
-        words = ["--nnodes", f"1:{nodes}", "--nproc-per-node", str(workers), "--lease-ttl", "2"]
-        words += ["--shard", cell.shard, "--max-restarts", "9"]
-        words += ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", "25"]
-        words += ["--deterministic"] if cell.numbers == "bits" else []
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [*words, str(SCRIPT), json.dumps(told)]
+        arguments = ["--nnodes", f"1:{nodes}", "--nproc-per-node", str(workers), "--lease-ttl", "2"]
+        arguments += ["--shard", cell.shard, "--max-restarts", "9"]
+        arguments += ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", "25"]
+        arguments += ["--deterministic"] if cell.numbers == "bits" else []
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [*arguments, str(SCRIPT), json.dumps(told)]
         with story(
-            folder, etcd.endpoint, job, command, nodes=nodes, environments=[own] * nodes
+            folder, etcd.endpoint, job, command, nodes=nodes, environments=[environment] * nodes
         ) as followed:
             strike(followed, nodes, random.Random(str(cell)))
             codes = followed.wait_for_end()
         assert 0 in codes.values() and set(codes.values()) <= {0, -9, 75}, codes
         assert followed.generation >= 4
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    outcome: dict[str, Any] = json.loads(out.read_text())
+    return outcome
 
 
 def strike(told: Story, nodes: int, dice: random.Random) -> None:
@@ -146,23 +147,23 @@ def trains_whole(told: Story, nodes: int) -> None:
 def test_float64_weights_are_those_of_one_process(
     cell: Cell, pool: Pool, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    found = train(cell, pool, tmp_path, job, etcd)["state"]
+    state = train(cell, pool, tmp_path, job, etcd)["state"]
     expected: dict[str, Tensor] = plain(cell.numbers).state_dict()
-    assert found.keys() == expected.keys()
-    for name, wanted in expected.items():
-        got = torch.frombuffer(bytearray.fromhex(found[name]), dtype=torch.float64)
-        assert (got.view(wanted.shape) - wanted).abs().max() < 1e-9, name
+    assert state.keys() == expected.keys()
+    for name, reference_tensor in expected.items():
+        got = torch.frombuffer(bytearray.fromhex(state[name]), dtype=torch.float64)
+        assert (got.view(reference_tensor.shape) - reference_tensor).abs().max() < 1e-9, name
 
 
 @pytest.mark.parametrize("cell", of("bf16"))
 def test_the_loss_of_bf16_is_that_of_one_process_with_32_bits(
     cell: Cell, pool: Pool, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    found = train(cell, pool, tmp_path, job, etcd)["loss"]
+    loss = train(cell, pool, tmp_path, job, etcd)["loss"]
     samples, model = Samples(torch.float32), plain(cell.numbers)
     with torch.no_grad():
-        wanted = loss_of(model, {"x": samples.x_NI, "y": samples.y_NO}).item()
-    assert found == pytest.approx(wanted, rel=2e-2)
+        reference_loss = loss_of(model, {"x": samples.x_NI, "y": samples.y_NO}).item()
+    assert loss == pytest.approx(reference_loss, rel=2e-2)
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +172,8 @@ def one_process(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     out = tmp_path_factory.mktemp("alone") / "out"
     told = {"numbers": "bits", "strategy": "ddp", "steps": STEPS, "out": str(out)}
     assert pool.start(SCRIPT, [json.dumps(told)], 1, deterministic=True).finish(PATIENCE_S) == STEPS
-    found: dict[str, str] = json.loads(out.read_text())["state"]
-    return found
+    state: dict[str, str] = json.loads(out.read_text())["state"]
+    return state
 
 
 @pytest.mark.parametrize("cell", of("bits"))
@@ -198,5 +199,5 @@ def test_deterministic_refuses_what_it_cannot_do(
     running = pool.start(SCRIPT, [json.dumps(told)], 4, row=2, shard=shard, deterministic=True)
     running.until(running.ended)
     reasons = {worker.last(Failed).message for worker in running.workers if worker.all(Failed)}
-    wanted = "--deterministic cannot be had with strategy zero3"
-    assert any(wanted in reason for reason in reasons)
+    message = "--deterministic cannot be had with strategy zero3"
+    assert any(message in reason for reason in reasons)

@@ -18,12 +18,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="run them in so many processes")
     parser.add_argument("--first", action="store_true", help="no more after the first failure")
     parser.add_argument("--shown", type=int, default=3, help="failures to print in full")
-    given = parser.parse_args()
-    if given.count == 1:
-        return trace(given.seed, given.nodes, aloud=given.trace)
+    options = parser.parse_args()
+    if options.count == 1:
+        return trace(options.seed, options.nodes, aloud=options.trace)
     began_s = time.monotonic()
-    seeds = range(given.seed, given.seed + given.count)
-    if given.first:
+    seeds = range(options.seed, options.seed + options.count)
+    if options.first:
         ran, failure = first_failure(seeds)
         print(f"{ran} schedules: {failure.brief if failure is not None else 'none broke a rule'}")
         return 1 if failure is not None else 0
@@ -31,9 +31,9 @@ def main() -> int:
 
     def tell(failure: Failure) -> None:
         shown.append(failure)
-        print(failure if len(shown) <= given.shown else failure.brief, flush=True)
+        print(failure if len(shown) <= options.shown else failure.brief, flush=True)
 
-    ran, failures = run_many(seeds, given.nodes, processes=given.processes, tell=tell)
+    ran, failures = run_many(seeds, options.nodes, processes=options.processes, tell=tell)
     took_s = time.monotonic() - began_s
     print(f"{ran} schedules in {took_s:.1f} s; {len(failures)} broke a rule")
     return 1 if failures else 0

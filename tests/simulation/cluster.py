@@ -85,10 +85,10 @@ class Cluster:
     def read_document(self, kind: type[Any], data: bytes) -> Any:
         """What `WatchCache` reads, once for all agents: documents never change."""
         key = (kind, data)
-        found = self._documents.get(key)
-        if found is None:
-            found = self._documents[key] = document(kind, data)
-        return found
+        cached = self._documents.get(key)
+        if cached is None:
+            cached = self._documents[key] = document(kind, data)
+        return cached
 
     def group(self, world: World) -> Group:
         """The process group of a world, which its token names."""

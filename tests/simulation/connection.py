@@ -108,8 +108,8 @@ class SimulatedStore(Link):
         return self.kept is not None and self.kept.lost
 
     def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
-        found: PrefixState = self._request(lambda: self.etcd.read(prefix, limit))
-        return replace(found, history=self.history) if self.history else found
+        state: PrefixState = self._request(lambda: self.etcd.read(prefix, limit))
+        return replace(state, history=self.history) if self.history else state
 
     def count(self, prefix: str, revision: int) -> int:
         result: int = self._request(lambda: self.etcd.count(prefix, revision))
@@ -225,9 +225,9 @@ class Watch:
             link.timeline.after(link.stopped_until_s - now_s, self._arrive)
         else:
             self._pending = False
-            found = link.etcd.read(self.prefix)
+            state = link.etcd.read(self.prefix)
             link.hears(link.etcd.revision)
-            self._changed(replace(found, history=link.history) if link.history else found)
+            self._changed(replace(state, history=link.history) if link.history else state)
 
     def close(self) -> None:
         self._closed = True

@@ -111,10 +111,10 @@ class Etcd:
         self._backlog: list[Callable[[], object]] = []
 
     def bucket(self, name: str) -> Bucket:
-        found = self._buckets.get(name)
-        if found is None:
-            found = self._buckets[name] = Bucket()
-        return found
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            bucket = self._buckets[name] = Bucket()
+        return bucket
 
     def queue_s(self, cost_s: float) -> float:
         """How long it takes until work of this size is done, after what came before it."""
@@ -138,11 +138,11 @@ class Etcd:
             if bucket.snapshot is None:
                 bucket.snapshot = self._snapshot(dict(bucket.entries))
             return bucket.snapshot
-        found, index = {}, bisect_left(bucket.names, prefix)
+        entries, index = {}, bisect_left(bucket.names, prefix)
         while index < len(bucket.names) and bucket.names[index].startswith(prefix):
-            found[bucket.names[index]] = bucket.entries[bucket.names[index]]
+            entries[bucket.names[index]] = bucket.entries[bucket.names[index]]
             index += 1
-        return self._snapshot(found)
+        return self._snapshot(entries)
 
     def count(self, prefix: str, revision: int) -> int:
         """Of what stands under a whole folder now."""

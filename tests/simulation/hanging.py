@@ -117,7 +117,7 @@ class Hanging:
         )
         self._examination = "over"
         expected, watched = self._expected(), self._watched()
-        found, guilty = [], False
+        failures, guilty = [], False
         for worker in subjects:
             progress_s = self._progress_s(worker)
             if worker not in watched or progress_s > began_s:
@@ -135,12 +135,12 @@ class Hanging:
             if silence.unresponsive:
                 self.unresponsive.add(worker.rank)
             failure = blame(silence)
-            found.append(failure)
+            failures.append(failure)
             if failure.blame == "hung":
                 guilty = True
                 worker_group.blame(failure)
-        all_wait = bool(found) and len(found) == len(expected) and not guilty
-        self._stalled = found[0] if all_wait else None
+        all_wait = bool(failures) and len(failures) == len(expected) and not guilty
+        self._stalled = failures[0] if all_wait else None
         worker_group.wake()
 
 

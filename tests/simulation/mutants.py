@@ -395,5 +395,5 @@ def hunt(mutant: Mutant, folder: Path, *, first: int, count: int, timeout_s: flo
         text=True,
         timeout=timeout_s,
     )
-    said = ran.stdout.strip().splitlines()
-    return said[-1] if said else ran.stderr.strip()[-500:]
+    lines = ran.stdout.strip().splitlines()
+    return lines[-1] if lines else ran.stderr.strip()[-500:]

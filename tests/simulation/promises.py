@@ -142,14 +142,14 @@ class Promises:
             self._stop_s = now_s
 
     def registered(self, member: Member) -> None:
-        known = (member.node, member.incarnation)
-        self._since.setdefault(known, self._now_s)
+        identity = (member.node, member.incarnation)
+        self._since.setdefault(identity, self._now_s)
 
     def unregistered(self, member: Member) -> None:
-        known = (member.node, member.incarnation)
-        since_s = self._since.pop(known, None)
+        identity = (member.node, member.incarnation)
+        since_s = self._since.pop(identity, None)
         if since_s is not None:
-            self._ended[known] = (self._cluster.timeline.now_s, since_s)
+            self._ended[identity] = (self._cluster.timeline.now_s, since_s)
 
     def reported(self, generation: int, node: str, report: Report) -> None:
         self._reports[generation, node] = (self._now_s, report)
@@ -172,13 +172,13 @@ class Promises:
         world = self._cluster.world
         assert world is not None
         trained, stepped_s, since_s = self._steps
-        known = trained == generation
+        is_current = trained == generation
         pause_s = STEP_SHARE * self._cluster.plan.step_s
-        goes_on = known and now_s - stepped_s < pause_s and now_s - since_s > self._heard_s
+        goes_on = is_current and now_s - stepped_s < pause_s and now_s - since_s > self._heard_s
         text = f"{alarm.reason}, though steps went on: {generation}"
         self._require(not goes_on, "R10", text)
         node = alarm.reason.removeprefix("the lease of ").removesuffix(" lapsed")
-        self._check_noticed(generation, node, stepped_s if known else 0.0)
+        self._check_noticed(generation, node, stepped_s if is_current else 0.0)
 
     def _check_noticed(self, generation: int, node: str, stepped_s: float) -> None:
         """R16."""
@@ -194,9 +194,9 @@ class Promises:
     def asks(self, agent: Agent) -> None:
         """R10: nobody who knows that etcd is away has workers stop at a boundary."""
         away_s = self._cluster.timeline.now_s - agent.store.away_since_s
-        known = not agent.store.reachable and away_s > KNOWN_AWAY_S
+        is_away = not agent.store.reachable and away_s > KNOWN_AWAY_S
         text = f"{agent.host.name} asks for a boundary though etcd is away for {away_s:.1f} s"
-        self._require(not known, "R10", text)
+        self._require(not is_away, "R10", text)
 
     # -- what must be so
 
@@ -237,17 +237,17 @@ class Promises:
                 stands |= ended_s == self._cluster.timeline.now_s
                 self._require(stands, "R3", f"{me.node} wrote {after.generation}, unregistered")
                 told = agent.look.told or 0
-                known = etcd.late or told in after.bad_steps or after.resume.step >= told
+                accounted_for = etcd.late or told in after.bad_steps or after.resume.step >= told
                 start = f"{after.generation} starts from {after.resume.step}"
-                self._require(known, "R5", f"{start}, its writer knew of {told} on storage")
+                self._require(accounted_for, "R5", f"{start}, its writer knew of {told} on storage")
 
     def _stood_before(self, member: Member) -> bool:
         """Whether a registration stood for so long that whoever wrote just now has read it; it may
         have ended by that very write."""
-        known = (member.node, member.incarnation)
-        since_s = self._since.get(known)
+        identity = (member.node, member.incarnation)
+        since_s = self._since.get(identity)
         if since_s is None:
-            ended_s, since_s = self._ended.get(known, (-1.0, 0.0))
+            ended_s, since_s = self._ended.get(identity, (-1.0, 0.0))
             if ended_s != self._cluster.timeline.now_s:
                 return False
         return self._now_s - since_s > self._read_s
@@ -274,8 +274,8 @@ class Promises:
                 slow = report is not None and report.phase == "alive" and lasts_s > policy.stop_s
                 hears = same and not slow and agent.hears_for(LISTENS_S)
                 self._require(not hears, "R11", f"{text}, which lives and hears")
-            mine = report is not None and report.incarnation == member.incarnation
-            if report is None or not mine or report.phase not in ("alive", "stopped"):
+            same_process = report is not None and report.incarnation == member.incarnation
+            if report is None or not same_process or report.phase not in ("alive", "stopped"):
                 lives = (
                     agent is not None
                     and not agent.dead
@@ -327,9 +327,9 @@ class Promises:
 
     def _check_odd(self, before: World, after: World) -> None:
         """R17: of a generation that ended by nothing but nodes with bad input."""
-        said = [(m.node, self._reports.get((before.generation, m.node))) for m in before.members]
+        reports = [(m.node, self._reports.get((before.generation, m.node))) for m in before.members]
         failed: dict[str, Failure] = {}
-        for node, entry in said:
+        for node, entry in reports:
             if entry is None or entry[1].phase != "stopped" or entry[1].leaving:
                 return  # a node is lost, or leaves
             if entry[1].failure is not None and entry[1].failure.blame != "peer":
@@ -339,13 +339,13 @@ class Promises:
         bad = [node for node in failed if self._cluster.hosts[node].bad_input]
         judged = before.trained > 0 or all(failed[node].final for node in bad)
         least = max(least for least, _ in self.sizes())
-        left = sum(node not in bad for node, _ in said)
+        left = sum(node not in bad for node, _ in reports)
         if not bad or len(bad) < len(failed) or not judged or left < least:
             return
         text = f"{after.generation} follows failures of {', '.join(bad)} alone"
         self._require(after.fruitless <= before.fruitless, "R17", f"{text}, and they count")
-        here = {member.node for member in before.members}
-        held = all(source.node in here for source in before.resume.sources)
+        members = {member.node for member in before.members}
+        held = all(source.node in members for source in before.resume.sources)
         back = held and after.resume.step < before.resume.step
         self._require(not back, "R17", f"{text}, and goes back")
         kept = [node for node in bad if any(m.node == node for m in after.members)]
@@ -359,8 +359,10 @@ class Promises:
         if done.failure is None or not done.failure.message.endswith("not as on the others"):
             return False
         put = [(m.node, self._reports.get((world.generation, m.node))) for m in world.members]
-        said = [(node, p[1]) for node, p in put if p is not None and p[1].phase == "stopped"]
-        good = [node for node, report in said if node not in bad and not report.leaving]
+        final_reports = [
+            (node, p[1]) for node, p in put if p is not None and p[1].phase == "stopped"
+        ]
+        good = [node for node, report in final_reports if node not in bad and not report.leaving]
         least = max(least for least, _ in self.sizes())
         ended = len(good) >= least and (world.trained > 0 or done.failure.final)
         self._require(not ended, "R17", f"{', '.join(bad)} ended the job: {done.reason}")
@@ -371,10 +373,10 @@ class Promises:
         if before is None or not after.reason.startswith("all nodes of generation"):
             return
         for member in before.members:
-            known = (member.node, member.incarnation)
-            ended_s = self._ended.get(known, (0.0, 0.0))[0]
+            identity = (member.node, member.incarnation)
+            ended_s = self._ended.get(identity, (0.0, 0.0))[0]
             lately = self._cluster.timeline.now_s - ended_s < self._cluster.plan.ttl_s / 2
-            stands = known in self._since or (known in self._ended and lately)
+            stands = identity in self._since or (identity in self._ended and lately)
             text = f"{after.generation} was taken over from {member.node}"
             self._require(not stands, "R14", text)
 
@@ -422,14 +424,14 @@ class Promises:
             return [f"{count - most} members too many"]
         if count == most or len(self._since) <= count or world.strikes:
             return []
-        found = []
+        pending = []
         for node, incarnation in self._since:
             agent = self._cluster.hosts[node].agent
             idle = agent is not None and not agent.dead and not agent.leaving
             idle &= (node, incarnation) not in self._drained
             if idle and world.find(node, incarnation) is None:
-                found.append(f"{node} {incarnation} waits")
-        return found
+                pending.append(f"{node} {incarnation} waits")
+        return pending
 
     def _check_owed(self, world: World) -> None:
         """R11, R12: it is paid within some steps, as long as all agents hear of it."""
@@ -438,8 +440,8 @@ class Promises:
         now_s = self._cluster.timeline.now_s
         if any(a is None or not a.store.well or a.deaf_until_s > now_s for a in agents):
             owed = []
-        known = self._owing
-        self._owing = {text: known.get(text, (self._now_s, 0)) for text in owed}
+        previous = self._owing
+        self._owing = {text: previous.get(text, (self._now_s, 0)) for text in owed}
         for text, (since_s, steps) in self._owing.items():
             self._owing[text] = (since_s, steps + 1)
             late = steps >= PAID_WITHIN_STEPS and self._long_ago(since_s, 2 * self._heard_s)

@@ -149,8 +149,8 @@ class Rules:
             and not agent.dead
             and agent.membership.me.incarnation == report.incarnation
         )
-        said = {(h.generation, h.step, h.world_size): set(h.ranks) for h in report.holdings}
-        self._held.setdefault((generation, node), said)
+        holdings = {(h.generation, h.step, h.world_size): set(h.ranks) for h in report.holdings}
+        self._held.setdefault((generation, node), holdings)
         for held in report.holdings:
             ranks = shards.get((held.generation, held.step, held.world_size), set())
             late = not speaks or world is None or world.generation > int(generation)
@@ -160,10 +160,10 @@ class Rules:
     def removed(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
             member: Member = self._cluster.read_document(Member, entry.value)
-            known = (member.node, member.incarnation)
-            self._registered.discard(known)
+            identity = (member.node, member.incarnation)
+            self._registered.discard(identity)
             self.promises.unregistered(member)
-            self._last_sign[known] = self._cluster.etcd.served_s
+            self._last_sign[identity] = self._cluster.etcd.served_s
 
     def writes(self, before: World | None, after: World) -> None:
         """A world is written over what stands in etcd: a new one, or, where etcd has lost its data,
@@ -221,11 +221,11 @@ class Rules:
         """R3."""
         served_s, ttl_s = self._cluster.etcd.served_s, self._cluster.plan.ttl_s
         for member in world.members:
-            known = (member.node, member.incarnation)
+            identity = (member.node, member.incarnation)
             text = f"generation {world.generation}: {member.node} {member.incarnation}"
-            if known in self._registered:
+            if identity in self._registered:
                 continue
-            last_s = self._last_sign.get(known)
+            last_s = self._last_sign.get(identity)
             self.require(last_s is not None, "R3", f"{text} was never registered")
             silent_s = served_s - max(last_s or 0.0, self._disturbed_s)
             late_s = TOLD_LATE_S if self._cluster.plan.trouble else 0.0
@@ -256,10 +256,12 @@ class Rules:
     def _check_held(self, before: World | None, resume: Resume) -> None:
         """R4: the sources hold what they are said to hold, unless they have died since."""
         if resume.tier == "storage":
-            found = self._cluster.storage.steps.get(resume.step)
+            stored_step = self._cluster.storage.steps.get(resume.step)
             now_s = self._cluster.timeline.now_s
-            seen_good = found is not None and (
-                found.hidden or not found.damaged or now_s - found.damaged_s < STORAGE_SEEN_WITHIN_S
+            seen_good = stored_step is not None and (
+                stored_step.hidden
+                or not stored_step.damaged
+                or now_s - stored_step.damaged_s < STORAGE_SEEN_WITHIN_S
             )
             self.require(seen_good, "R4", f"storage has no good step {resume.step}")
             return
@@ -312,16 +314,16 @@ class Rules:
         """The newest step that is whole among the members that stay, of those that count."""
         if before is None:
             return 0
-        found: dict[SnapshotName, set[int]] = {}
+        ranks_by_snapshot: dict[SnapshotName, set[int]] = {}
         for member in after.members:
             shards = self._held.get((str(before.generation), member.node), {})
             if before.names(member) and self._same_agent(before, member.node):
                 for name, ranks in shards.items():
-                    found.setdefault(name, set()).update(ranks)
+                    ranks_by_snapshot.setdefault(name, set()).update(ranks)
         resume = before.resume
         origin = (resume.generation, resume.step) if resume.tier == "ram" else None
-        counts = [n for n in found if n[0] == before.generation or n[:2] == origin]
-        return max((n[1] for n in counts if len(found[n]) == n[2]), default=0)
+        counts = [n for n in ranks_by_snapshot if n[0] == before.generation or n[:2] == origin]
+        return max((n[1] for n in counts if len(ranks_by_snapshot[n]) == n[2]), default=0)
 
     def committed(self, generation: int, step: int) -> None:
         """A checkpoint stands: its state was reached."""
@@ -357,12 +359,12 @@ class Rules:
         same = written is not None and written.token == world.token
         same |= self._cluster.etcd.losses > 0 and world.token in self._tokens
         self.require(same, "R1", text)
-        mine = world.members[index]
-        mine_too = (mine.node, mine.incarnation) == (
+        member = world.members[index]
+        mine_too = (member.node, member.incarnation) == (
             agent.host.name,
             agent.membership.me.incarnation,
         )
-        self.require(mine_too, "R6", f"{text} in the place of {mine.node}")
+        self.require(mine_too, "R6", f"{text} in the place of {member.node}")
         self.started[world.generation] = self.started.get(world.generation, 0) + 1
 
     def done_written(self, done: Done) -> None:
@@ -445,10 +447,14 @@ class Rules:
         members = self._cluster.etcd.read(MEMBERS).entries
         for agent in agents:
             me = agent.membership.me
-            found = members.get(f"{MEMBERS}{me.node}")
-            known = found is not None and self._cluster.read_document(Member, found.value)
+            entry = members.get(f"{MEMBERS}{me.node}")
+            stored_member = entry is not None and self._cluster.read_document(Member, entry.value)
             away = not agent.store.well or agent.deaf_until_s > self._cluster.timeline.now_s
-            if agent.leaving or away or (known and known.incarnation == me.incarnation):
+            if (
+                agent.leaving
+                or away
+                or (stored_member and stored_member.incarnation == me.incarnation)
+            ):
                 self._unregistered.pop(me.node, None)
                 continue
             since_s = self._unregistered.setdefault(me.node, self._cluster.timeline.now_s)
@@ -458,9 +464,11 @@ class Rules:
     def stuck(self) -> None:
         """R7: there were no faults for long, and the job is not over."""
         cluster = self._cluster
-        said = "; ".join(f"{a.host.name}: {a.reason}" for a in cluster.running())
+        reasons = "; ".join(f"{a.host.name}: {a.reason}" for a in cluster.running())
         done = "not done" if cluster.done is None else "done, but not all have left"
-        self.fail("R7", f"no end {cluster.timeline.now_s:.0f} s after the start ({done}): {said}")
+        self.fail(
+            "R7", f"no end {cluster.timeline.now_s:.0f} s after the start ({done}): {reasons}"
+        )
 
     def at_the_end(self) -> None:
         cluster = self._cluster

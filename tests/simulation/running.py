@@ -59,15 +59,15 @@ def run_many(
     tell: Callable[[Failure], None] = lambda failure: None,
 ) -> tuple[int, list[Failure]]:
     """Schedules in parallel: how many ran, and what failed. tell: called for each that did."""
-    wanted = list(seeds)
+    seed_list = list(seeds)
     size = BATCH if nodes is None else 1
-    batches = [(wanted[i : i + size], nodes) for i in range(0, len(wanted), size)]
+    batches = [(seed_list[i : i + size], nodes) for i in range(0, len(seed_list), size)]
     ran, failures = 0, []
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for count, found in pool.map(_run_batch, batches):
+        for count, batch_failures in pool.map(_run_batch, batches):
             ran += count
-            failures += found
-            for failure in found:
+            failures += batch_failures
+            for failure in batch_failures:
                 tell(failure)
     return ran, failures
 
@@ -85,9 +85,9 @@ def first_failure(seeds: Iterable[int]) -> tuple[int, Failure | None]:
 def _run_batch(work: tuple[list[int], int | None]) -> tuple[int, list[Failure]]:
     seeds, nodes = work
     gc.disable()  # what a schedule leaves in cycles is freed between two batches
-    found = [run_one(seed, nodes) for seed in seeds]
+    results = [run_one(seed, nodes) for seed in seeds]
     gc.collect()
-    return len(found), [failure for failure in found if failure is not None]
+    return len(results), [failure for failure in results if failure is not None]
 
 
 def trace(seed: int, nodes: int | None, *, aloud: bool) -> int:

@@ -52,9 +52,9 @@ def play(text: str) -> str:
     events = [line.split() for line in script if line and "=" not in line]
     lines: list[str] = []
     cluster = _cluster(settings, lines)
-    for words in events:
-        cluster.timeline.after(float(words[0]), _happen, cluster, words[1:])
-    last_s = max((float(words[0]) for words in events), default=0.0)
+    for event in events:
+        cluster.timeline.after(float(event[0]), _happen, cluster, event[1:])
+    last_s = max((float(event[0]) for event in events), default=0.0)
     cluster.begin(last_s + 0.01, mends=settings.get("mends", "yes") == "yes")
     return f"{head}\n{END}\n" + "\n".join(_joined(lines)) + "\n"
 
@@ -81,16 +81,18 @@ def _cluster(settings: dict[str, str], lines: list[str]) -> Cluster:
         apart_s=0.0,
     )
     numbers = {f.name for f in fields(Plan) if f.type in ("int", "float")}
-    given: dict[str, Any] = {k: float(v) for k, v in settings.items() if k in numbers - {"nodes"}}
-    given = {k: int(v) if v == int(v) else v for k, v in given.items()}
-    plan = replace(plan, strategy=settings.get("strategy", "zero1"), **given)
+    plan_options: dict[str, Any] = {
+        k: float(v) for k, v in settings.items() if k in numbers - {"nodes"}
+    }
+    plan_options = {k: int(v) if v == int(v) else v for k, v in plan_options.items()}
+    plan = replace(plan, strategy=settings.get("strategy", "zero1"), **plan_options)
     plan = replace(plan, storage=settings.get("storage", "yes") == "yes")
     return Cluster(plan, lines.append, Even())
 
 
-def _happen(cluster: Cluster, words: list[str]) -> None:
+def _happen(cluster: Cluster, event: list[str]) -> None:
     """One event: what happens, the node where it is about one, and for how long."""
-    kind, *rest = words
+    kind, *rest = event
     agent: Agent | None = None
     if rest and rest[0] in cluster.hosts:
         agent = cluster.hosts[rest.pop(0)].agent
@@ -100,25 +102,25 @@ def _happen(cluster: Cluster, words: list[str]) -> None:
 def _joined(lines: list[str]) -> list[str]:
     """What several nodes say alike, one after another, on one line; what a node has said before in
     the same generation is left out."""
-    found: list[tuple[str, list[str], str]] = []
-    known: set[tuple[str, str]] = set()
+    rows: list[tuple[str, list[str], str]] = []
+    shown_states: set[tuple[str, str]] = set()
     for line in lines:
         time, rest = line[:9], line[9:].strip()
-        name, colon, said = rest.partition(": ")
+        name, colon, text = rest.partition(": ")
         if not colon or not name.startswith("node-"):
             if "etcd: generation" in rest:
-                known.clear()
-            found.append((time, [], rest))
-        elif (name, said) in known:
+                shown_states.clear()
+            rows.append((time, [], rest))
+        elif (name, text) in shown_states:
             continue
-        elif found and found[-1][1] and found[-1][2] == said:
-            found[-1][1].append(name)
+        elif rows and rows[-1][1] and rows[-1][2] == text:
+            rows[-1][1].append(name)
         else:
-            found.append((time, [name], said))
-        known.add((name, said))
+            rows.append((time, [name], text))
+        shown_states.add((name, text))
     return [
-        f"{float(time):7.2f}  {', '.join(sorted(names))}{': ' * bool(names)}{said}"
-        for time, names, said in found
+        f"{float(time):7.2f}  {', '.join(sorted(names))}{': ' * bool(names)}{text}"
+        for time, names, text in rows
     ]
 
 

@@ -29,9 +29,9 @@ def check_large(seeds: range, *, processes: int = 1) -> None:
     """Runs schedules of LARGE_NODES nodes; none may break a rule."""
     failures: list[Failure] = []
     for index, nodes in enumerate(LARGE_NODES):
-        mine = [seed for seed in seeds if seed % len(LARGE_NODES) == index]
-        _, found = run_many(mine, nodes, processes=processes)
-        failures += found
+        group_seeds = [seed for seed in seeds if seed % len(LARGE_NODES) == index]
+        _, group_failures = run_many(group_seeds, nodes, processes=processes)
+        failures += group_failures
     assert not failures, tell(failures)
 
 

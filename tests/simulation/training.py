@@ -130,14 +130,14 @@ class Group:
         self.cluster.rules.connects(self, worker)
         self.workers[worker.rank] = worker
         if len(self.workers) == self.size:
-            for each in self.workers.values():
-                each.worker_group.all_are_there(each)
+            for peer in self.workers.values():
+                peer.worker_group.all_are_there(peer)
         self.look_again()
 
     def reaches(self, worker: Worker) -> bool:
         """Whether nothing lies between its machine and rank 0's."""
-        here, first = worker.worker_group.host, self.cluster.hosts[self.world.members[0].node]
-        return here is first or not (here.dark or first.dark)
+        host, first = worker.worker_group.host, self.cluster.hosts[self.world.members[0].node]
+        return host is first or not (host.dark or first.dark)
 
     def look_again(self) -> None:
         """Something may be in reach again."""

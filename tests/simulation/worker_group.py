@@ -87,10 +87,10 @@ class WorkerGroup:
                 heard = max(heard, worker.step)
         late = self.cluster.timeline.now_s - self._began_s >= LATE_AFTER_S
         attached, flags = self._attached, self.flags
-        known = (running, saving, restored, finished, left, heard, attached, flags, late)
+        inputs = (running, saving, restored, finished, left, heard, attached, flags, late)
         told = (self._heard_s, self.aborted_s, self.killed, self.failure)
-        if self._viewed[0] != (known, told):
-            self._viewed = ((known, told), self._view(known))
+        if self._viewed[0] != (inputs, told):
+            self._viewed = ((inputs, told), self._view(inputs))
         view = self._viewed[1]
         waits = self.cluster.timeline.now_s - (self.group.stepped_s or inf) > WAITS_S
         if not running or not (waits or self.progress_monitor.suspected):
@@ -101,9 +101,9 @@ class WorkerGroup:
         return replace(view, **seen)
 
     def _view(
-        self, known: tuple[int, int, bool, bool, bool, int, int, int, bool]
+        self, inputs: tuple[int, int, bool, bool, bool, int, int, int, bool]
     ) -> WorkerGroupState:
-        running, saving, restored, finished, left, heard, attached, asked, late = known
+        running, saving, restored, finished, left, heard, attached, asked, late = inputs
         happened = {
             GroupEvent.FIRST_ATTACHED: attached > 0,
             GroupEvent.ALL_ATTACHED: attached == len(self.workers),
@@ -191,21 +191,21 @@ class WorkerGroup:
         """A worker dies of itself; its peers may notice before its agent has read of its end."""
         if not worker.alive:
             return
-        said = worker.failed or worker.stopping
-        if not said and self.aborted_s is None and not self.agent.dead:
+        has_reported = worker.failed or worker.stopping
+        if not has_reported and self.aborted_s is None and not self.agent.dead:
             self.cluster.rules.promises.crashed(self.generation, self.host.name)
         self._end(worker)
         worker.unheard = True
         self.group.lose(worker)
-        self.cluster.later(0.0, SLOW_END_S, self._read_end, worker, said)
+        self.cluster.later(0.0, SLOW_END_S, self._read_end, worker, has_reported)
 
-    def _read_end(self, worker: Worker, said: bool) -> None:
+    def _read_end(self, worker: Worker, has_reported: bool) -> None:
         worker.unheard = False
         asked, code = self.aborted_s is not None, -signal.SIGKILL
         failure = judge_exit(
             worker.rank, code, worker.step, stop_requested=asked, exiting=worker.exiting
         )
-        if failure is not None and not said:
+        if failure is not None and not has_reported:
             self._blame(worker, failure)
         self.wake()
 
@@ -299,8 +299,8 @@ class WorkerGroup:
 
     def blame(self, failure: Failure) -> None:
         """Keep the failure that explains the others; of equals the first."""
-        order, known = BLAME_ORDER.index, self.failure
-        if known is None or order(failure.blame) < order(known.blame):
+        order, current = BLAME_ORDER.index, self.failure
+        if current is None or order(failure.blame) < order(current.blame):
             self.failure = failure
         self.wake()
 
@@ -329,10 +329,10 @@ class WorkerGroup:
         replicated = plan.strategy == "ddp" or group.size == 1
         torn = not agreed and plan.strategy != "ddp" and random.random() < 0.15
         clean = trained and not torn
-        wanted = clean and not (replicated and self._complete_given)
-        self._complete_given |= wanted and replicated
+        snapshot_due = clean and not (replicated and self._complete_given)
+        self._complete_given |= snapshot_due and replicated
         can = agreed or replicated or not group.ledger.copying
-        if wanted and can:
+        if snapshot_due and can:
             keep = group.kept_states()
             if not agreed and group.ledger.taken is not None:
                 keep.add((self.generation, group.ledger.taken))
