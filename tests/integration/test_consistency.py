@@ -25,7 +25,7 @@ NAMED = re.compile(r"rank 1 on (\S+) has (\S+) digest [0-9a-f]{16}")
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Tensor]:
+def expected_weights() -> dict[str, Tensor]:
     """The weights of an undisturbed run."""
     return undisturbed(global_batch=12, epochs=2)
 
@@ -57,7 +57,7 @@ def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(
     tmp_path: Path,
     job: str,
     etcd: EtcdServer,
-    reference: dict[str, Tensor],
+    expected_weights: dict[str, Tensor],
 ) -> None:
     """One element of a parameter, one bit, or the learning rate, on rank 1 after step 7: the run
     ended with exit code 0 and other weights than an undisturbed one."""
@@ -76,13 +76,13 @@ def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(
     assert f"{odd} is set aside" in second["reason"]
     assert second["members"] == [node for node in first["members"] if node != odd]
     assert second["resume_step"] <= 7
-    check_weights(tmp_path / "checkpoints", reference)
+    check_weights(tmp_path / "checkpoints", expected_weights)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", [slow("ddp"), "zero2"])
 def test_two_ranks_that_differ_go_back_to_a_verified_state(
-    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, expected_weights: dict[str, Tensor]
 ) -> None:
     """Without a majority none of both is right; and no checkpoint was written after the change."""
     told_words = job_arguments(
@@ -96,7 +96,7 @@ def test_two_ranks_that_differ_go_back_to_a_verified_state(
     second = world(told, 2)
     assert "were equal at step 6" in second["reason"]
     assert len(second["members"]) == 2 and 0 < second["resume_step"] <= 6
-    check_weights(tmp_path / "checkpoints", reference)
+    check_weights(tmp_path / "checkpoints", expected_weights)
 
 
 @pytest.mark.timeout(120)
@@ -195,7 +195,7 @@ def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
 
 @pytest.mark.timeout(120)
 def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
-    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, expected_weights: dict[str, Tensor]
 ) -> None:
     told_words = job_arguments(
         "--pause 0.05", "--nnodes", "1:2", "--checkpoint-dir", str(tmp_path / "checkpoints")
@@ -213,7 +213,7 @@ def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
     assert "node-1 is set aside" in third["reason"]
     assert "rank 1 on node-1 has samples 300, rank 0 on node-0 has 331" in third["reason"]
     assert told.lineage.recomputed == 0
-    check_weights(tmp_path / "checkpoints", reference)
+    check_weights(tmp_path / "checkpoints", expected_weights)
 
 
 @pytest.mark.timeout(120)

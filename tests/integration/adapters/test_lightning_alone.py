@@ -52,7 +52,7 @@ def trained(strategy: Any, folder: Path, module: Any = None, **options: Any) -> 
             {"accumulate_grad_batches": 1, "val_check_interval": 0.5}, marks=pytest.mark.slow
         ),
     ],
-    ids=lambda given: ",".join(given) or "plain",
+    ids=lambda options: ",".join(options) or "plain",
 )
 def test_the_steps_are_those_of_lightning(options: dict[str, Any], tmp_path: Path) -> None:
     outcomes = [trained(strategy, tmp_path, **options) for strategy in (Elastic(), "auto")]
