@@ -29,7 +29,9 @@ class LostHost:
         """Whether somebody has a connection to it, or waits for one."""
         state = _ESTABLISHED if self.loss == "stopped" else _SYN_SENT
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        return any(words[2].endswith(f":{self.port:04X}") and words[3] == state for words in lines)
+        return any(
+            fields[2].endswith(f":{self.port:04X}") and fields[3] == state for fields in lines
+        )
 
 
 @contextmanager

@@ -41,5 +41,5 @@ class Told:
 
 def has(**values: bytes) -> Callable[[PrefixState], bool]:
     """A snapshot that holds exactly these keys (`a__b` stands for a/b) and values."""
-    wanted = {key.replace("__", "/"): value for key, value in values.items()}
-    return lambda snapshot: {k: e.value for k, e in snapshot.entries.items()} == wanted
+    expected = {key.replace("__", "/"): value for key, value in values.items()}
+    return lambda snapshot: {k: e.value for k, e in snapshot.entries.items()} == expected

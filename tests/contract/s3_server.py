@@ -32,11 +32,11 @@ PUT = re.compile(r"PUT [^?]*$")
 def running_server() -> Iterator[int]:
     """Runs moto's server; gives its port."""
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    with tempfile.NamedTemporaryFile("r") as said:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said.fileno())
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log.fileno())
         try:
             deadline_s = time.monotonic() + patience(60)
-            while not (serving := SERVING.search(Path(said.name).read_text())):
+            while not (serving := SERVING.search(Path(log.name).read_text())):
                 assert process.poll() is None and time.monotonic() < deadline_s
                 time.sleep(0.05)
             yield int(serving[1])

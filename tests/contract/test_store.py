@@ -360,8 +360,8 @@ def test_a_store_that_lost_its_data_says_so_and_is_followed_anew(losing: Losing)
     assert store.history == 1 and store.loss
     assert told.until(lambda snapshot: not snapshot.entries).history == 1
     other.write({"k/a": b"new"})
-    found = told.until(has(k__a=b"new"))
-    assert (found.history, found.entries["k/a"].value) == (1, b"new")
+    state = told.until(has(k__a=b"new"))
+    assert (state.history, state.entries["k/a"].value) == (1, b"new")
     while not lease.lost:
         assert time.monotonic() < deadline_s, "the lease of the lost data seems to live"
         time.sleep(0.02)

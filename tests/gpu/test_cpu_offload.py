@@ -57,11 +57,11 @@ def test_state_in_host_memory_gives_the_same_weights(
     the GPU, and a copy of them is stepped."""
     told = {"dtype": dtype, "fused": fused}
     plain = trained(pool, tmp_path / "plain", told | {"offload": "none"})
-    own = trained(pool, tmp_path / "own", told | {"offload": "all"})
-    assert plain.keys() == own.keys()
+    offloaded = trained(pool, tmp_path / "own", told | {"offload": "all"})
+    assert plain.keys() == offloaded.keys()
     for name in plain:
         if name.startswith(("model/", "optimizer/")):
-            difference = (plain[name].double() - own[name].double()).abs().max().item()
+            difference = (plain[name].double() - offloaded[name].double()).abs().max().item()
             assert difference <= tolerance, (name, difference)
     places = json.loads((tmp_path / "own-0").read_text())
     assert places["rows"] == places["pieces"] == places["state"] == ["cpu"]
@@ -71,9 +71,9 @@ def test_state_in_host_memory_gives_the_same_weights(
 
 
 def test_mirrors_cannot_be_had_with_it(pool: Pool, tmp_path: Path) -> None:
-    words = [json.dumps(TOLD | {"offload": "all", "steps": 1})]
-    running = pool.start(SCRIPT, words, 2, mirrors=(1,), mirrored_by=1)
+    arguments = [json.dumps(TOLD | {"offload": "all", "steps": 1})]
+    running = pool.start(SCRIPT, arguments, 2, mirrors=(1,), mirrored_by=1)
     running.until(lambda: any(worker.all(Failed) for worker in running.workers), PATIENCE_S)
     running.until(running.ended, PATIENCE_S)
-    said = [failed.message for worker in running.workers for failed in worker.all(Failed)]
-    assert any("mirrors of --redundancy mirror" in message for message in said), said
+    messages = [failed.message for worker in running.workers for failed in worker.all(Failed)]
+    assert any("mirrors of --redundancy mirror" in message for message in messages), messages

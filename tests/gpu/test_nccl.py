@@ -20,10 +20,12 @@ def test_a_collective_that_was_aborted_is_not_taken_for_done(tmp_path: Path, oth
     """NCCL says that it is over, though what it gave is not the sum; `verify_collectives` tells. A
     peer that dies is noticed without anybody's word."""
     port_file = str(tmp_path / "port")
-    words = [json.dumps({"rank": rank, "port_file": port_file, "other": other}) for rank in (0, 1)]
+    arguments = [
+        json.dumps({"rank": rank, "port_file": port_file, "other": other}) for rank in (0, 1)
+    ]
     ranks = [
         subprocess.Popen([sys.executable, str(RANK), word], stdout=subprocess.PIPE, text=True)
-        for word in words
+        for word in arguments
     ]
     try:
         told, _ = ranks[0].communicate(timeout=PATIENCE_S)

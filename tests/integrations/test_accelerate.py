@@ -25,9 +25,9 @@ ENVIRONMENT = {
 }
 
 
-def run(*words: str, node: str = "a") -> subprocess.Popen[str]:
+def run(*arguments: str, node: str = "a") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        elasticzero("run", "--max-restarts=0", *words),
+        elasticzero("run", "--max-restarts=0", *arguments),
         env=os.environ | ENVIRONMENT | {"ELASTICZERO_NODE_NAME": node},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -39,16 +39,16 @@ def run(*words: str, node: str = "a") -> subprocess.Popen[str]:
 def test_a_script_of_accelerate(name: str) -> None:
     pytest.importorskip("accelerate", reason="`make integrations` has it")
     process = run("--nproc-per-node=2", "-m", f"accelerate.test_utils.scripts.{name}")
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, said[-4000:]
-    assert "[1] " in said
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output[-4000:]
+    assert "[1] " in output
 
 
 def test_a_script_of_accelerate_on_two_nodes(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="`make integrations` has it")
-    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=a", "--rdzv-backend=c10d"]
-    words += [f"--rdzv-endpoint=localhost:{free_ports(1)[0]}"]
-    words += ["-m", "accelerate.test_utils.scripts.test_ops"]
-    processes = [run(*words, node=node) for node in ("a", "b")]
-    said = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    arguments = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=a", "--rdzv-backend=c10d"]
+    arguments += [f"--rdzv-endpoint=localhost:{free_ports(1)[0]}"]
+    arguments += ["-m", "accelerate.test_utils.scripts.test_ops"]
+    processes = [run(*arguments, node=node) for node in ("a", "b")]
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs

@@ -55,8 +55,8 @@ class OfPackage(Job):
     dataset: Any = None
 
     def stream(self) -> Stream:
-        found = resolved(self.dataset, global_batch=1).dataset
-        return Stream(found, readers=self.readers, shuffle_window=self.window)
+        dataset = resolved(self.dataset, global_batch=1).dataset
+        return Stream(dataset, readers=self.readers, shuffle_window=self.window)
 
     def numbers(self) -> list[list[int]]:
         return [[number for *_, number in samples] for samples in self.committed.values()]
@@ -97,12 +97,14 @@ def test_files_are_shards_and_a_shard_is_read_from_any_sample(
     source: Any = stream.source
     assert stream_order(stream, 0, True).shards == source.shards > 4
     numbers = [[s[2] for s in source.read(shard, 0)] for shard in range(source.shards)]
-    assert sorted(number for found in numbers for number in found) == list(range(SAMPLES))
+    assert sorted(number for shard_numbers in numbers for number in shard_numbers) == list(
+        range(SAMPLES)
+    )
     if kind == "webdataset":
         assert tuple(map(len, numbers)) == SIZES
-    for shard, found in enumerate(numbers):
-        for start in (1, len(found) - 1, len(found)):
-            assert [s[2] for s in source.read(shard, start)] == found[start:]
+    for shard, shard_numbers in enumerate(numbers):
+        for start in (1, len(shard_numbers) - 1, len(shard_numbers)):
+            assert [s[2] for s in source.read(shard, start)] == shard_numbers[start:]
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "litdata"])
@@ -121,8 +123,8 @@ def test_the_ranks_of_the_environment_divide_nothing(
     stream = as_stream(dataset)
     assert stream is not None
     source: Any = stream.source
-    found = [s[2] for shard in range(source.shards) for s in source.read(shard, 0)]
-    assert sorted(found) == list(range(SAMPLES))
+    numbers = [s[2] for shard in range(source.shards) for s in source.read(shard, 0)]
+    assert sorted(numbers) == list(range(SAMPLES))
 
 
 def test_a_stateful_loader_is_taken_over(data: Numbered) -> None:
@@ -156,16 +158,16 @@ def test_a_stateful_loader_is_not_tracked(data: Numbered) -> None:
         check_tracked("loader", loader_of(data), Optimizers({}, []), "ddp")
 
 
-def pipeline(*stages: Callable[[Any], Any], **given: Any) -> Callable[[str], Any]:
+def pipeline(*stages: Callable[[Any], Any], **options: Any) -> Callable[[str], Any]:
     """Makes a pipeline of the tar file of this name."""
 
     def make(url: str) -> Any:
         import webdataset
 
-        found = webdataset.WebDataset(url, **{"shardshuffle": False, **given})
+        dataset = webdataset.WebDataset(url, **{"shardshuffle": False, **options})
         for stage in stages:
-            found = stage(found)
-        return found
+            dataset = stage(dataset)
+        return dataset
 
     return make
 
@@ -240,8 +242,8 @@ def test_a_pipeline_has_its_stages_for_each_tar_file(data: Numbered, tmp_path: P
     made_ = [
         wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node)
         .decode()
-        .select(lambda found: found["json"] % 2 == 0)
-        .map(lambda found: found["json"])
+        .select(lambda sample: sample["json"] % 2 == 0)
+        .map(lambda sample: sample["json"])
         .compose(twice),
         wds.DataPipeline(
             wds.SimpleShardList(urls),
@@ -249,8 +251,8 @@ def test_a_pipeline_has_its_stages_for_each_tar_file(data: Numbered, tmp_path: P
             wds.split_by_worker,
             wds.tarfile_to_samples(),
             wds.decode(),
-            wds.select(lambda found: found["json"] % 2 == 0),
-            wds.map(lambda found: found["json"]),
+            wds.select(lambda sample: sample["json"] % 2 == 0),
+            wds.map(lambda sample: sample["json"]),
             twice,
         ),
     ]

@@ -52,12 +52,12 @@ def test_each_sample_is_used_once_through_faults(
         if kind != "mosaic":
             return on_loopback(node)
         # The workers of a node share memory and files by names that depend on nothing else.
-        own = tmp_path / "nodes" / node
-        own.mkdir(parents=True)
+        node_directory = tmp_path / "nodes" / node
+        node_directory.mkdir(parents=True)
         environment = {
             "ELASTICZERO_NPROC_PER_NODE": "2",
-            "STREAM_CACHE": str(own / "cache"),
-            "TMPDIR": str(own),
+            "STREAM_CACHE": str(node_directory / "cache"),
+            "TMPDIR": str(node_directory),
         }
         return replace(with_own_memory(node), environment=environment)
 

@@ -64,8 +64,8 @@ def window(chromium: Any) -> Iterator[Window]:
     opened.page.on("request", lambda request: opened.requests.append(request))
     opened.page.on(
         "console",
-        lambda said: (
-            opened.complaints.append(said.text) if said.type in ("error", "warning") else None
+        lambda message: (
+            opened.complaints.append(message.text) if message.type in ("error", "warning") else None
         ),
     )
     opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))
@@ -80,9 +80,10 @@ def members(told: Story) -> list[str]:
 def test_a_job_is_followed_through_the_death_of_a_node(
     tmp_path: Path, job: str, etcd: EtcdServer, window: Window
 ) -> None:
-    words = ["--nnodes", "1:3", "--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "9"]
-    words += ["--lease-ttl", "2", str(REGRESSION), "--pause", "0.1"]
-    with story(tmp_path, etcd.endpoint, job, words, nodes=3) as told:
+    arguments = ["--nnodes", "1:3", "--checkpoint-dir", str(tmp_path / "c")]
+    arguments += ["--checkpoint-every", "9"]
+    arguments += ["--lease-ttl", "2", str(REGRESSION), "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(10)
         told.pause(1.0)
         ports, token = ports_of(told), job_token_of(etcd, job)
@@ -140,18 +141,18 @@ def test_a_wrong_token_is_asked_for_again(window: Window) -> None:
 
 def test_names_and_messages_are_text(window: Window) -> None:
     """A node's name or an error's text is no part of the page."""
-    found = document()
+    status = document()
     bad = "<img src=x onerror=document.title='bad'><script>document.title='bad'</script>"
-    found["job"] = found["reason"] = bad
-    found["nodes"][0]["node"] = bad
-    found["history"]["events"] = [[found["at"], "error", bad]]
-    found["history"]["generations"][-1]["reason"] = bad
-    with served_page(found) as address:
+    status["job"] = status["reason"] = bad
+    status["nodes"][0]["node"] = bad
+    status["history"]["events"] = [[status["at"], "error", bad]]
+    status["history"]["generations"][-1]["reason"] = bad
+    with served_page(status) as address:
         window.page.goto(address)
         window.wait("!document.querySelector('#all').hidden")
         assert window.text("#job") == bad
         assert bad in window.text("#events") and bad in window.text("#nodes")
-        assert window.page.title() == f"step {found['step']} · {bad}"
+        assert window.page.title() == f"step {status['step']} · {bad}"
         assert window.page.locator("img").count() == 0
         assert not window.complaints
 
@@ -161,10 +162,10 @@ SHOWN = "[...document.querySelectorAll('#nodes tr')].filter((row) => row.offsetH
 
 def test_all_of_many_nodes_are_shown_when_asked_for(window: Window) -> None:
     """Also once the agent does not answer any more."""
-    found = document([f"node-{i}" for i in range(200)])
-    found["nodes"][150]["state"] = "gone"
+    status = document([f"node-{i}" for i in range(200)])
+    status["nodes"][150]["state"] = "gone"
     page = window.page
-    with served_page(found) as address:
+    with served_page(status) as address:
         page.goto(address)
         window.wait("document.querySelectorAll('#nodes tr').length === 200")
         assert page.evaluate(f"{SHOWN}.length") == 40
@@ -200,18 +201,18 @@ def test_the_pointer_reads_a_curve(window: Window) -> None:
 
 def test_what_stays_the_same_is_left_in_place(window: Window) -> None:
     """A reader's scrolling, focus and selection outlive the next answer."""
-    found = document([f"node-{i}" for i in range(60)])
-    with served_page(found) as address:
+    status = document([f"node-{i}" for i in range(60)])
+    with served_page(status) as address:
         page = window.page
         page.set_viewport_size({"width": 390, "height": 800})
         page.goto(address)
         page.wait_for_selector("#loss svg")
         page.evaluate("document.querySelector('#nodes').closest('.scroll').scrollLeft = 40")
         page.focus("#more")
-        found["step"] += 7
-        found["nodes"][0]["step"] += 7
-        found["at"] += 1
-        window.wait(f"document.querySelector('#step').textContent === '{found['step']:,}'")
+        status["step"] += 7
+        status["nodes"][0]["step"] += 7
+        status["at"] += 1
+        window.wait(f"document.querySelector('#step').textContent === '{status['step']:,}'")
         assert page.evaluate("document.querySelector('#nodes').closest('.scroll').scrollLeft") == 40
         assert page.evaluate("document.activeElement.id") == "more"
         assert not window.complaints
@@ -245,8 +246,8 @@ def test_times_are_those_of_the_reader(
 def test_nothing_overlaps_or_is_cut(
     chromium: Any, width: int, dark: bool, nodes: int, tmp_path: Path
 ) -> None:
-    found = document([f"node-{i}" for i in range(nodes)]) if nodes > 4 else document()
-    with served_page(found) as address:
+    status = document([f"node-{i}" for i in range(nodes)]) if nodes > 4 else document()
+    with served_page(status) as address:
         colours = "dark" if dark else "light"
         size = {"width": width, "height": 900}
         context = chromium.new_context(viewport=size, color_scheme=colours, timezone_id="UTC")

@@ -67,19 +67,19 @@ def train(
         dataset=stream, stream=stream, device=torch.device("cpu"), num_workers=workers
     )
     data = reader.open(schedule, position)
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for batch, after in schedule.steps(position):
-        if len(found) == steps:
+        if len(batches) == steps:
             break
         data.look_ahead(batch, after)
         [part] = schedule.parts(batch)
         samples = next(data)
         assert len(samples["text"]) == part.weight
         assert samples["text"] == [f"sample {n}" for n in samples["number"].tolist()]
-        found.append(samples["number"].tolist())
+        batches.append(samples["number"].tolist())
         position = after
     data.close()
-    return found, decode(DataPosition, json.loads(json.dumps(encode(position))))
+    return batches, decode(DataPosition, json.loads(json.dumps(encode(position))))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "generator"])

@@ -70,8 +70,8 @@ def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProce
 def plain(folder: Path, optimizer: str) -> dict[str, Tensor]:
     """The weights and the optimizer's state of a plain loop of STEPS steps."""
     told = {"optimizer": optimizer, "steps": STEPS, "out": str(folder / "plain")}
-    found = run([sys.executable, str(SCRIPT), json.dumps(told)], OMP_NUM_THREADS="1")
-    assert found.returncode == 0, found.stderr
+    completed = run([sys.executable, str(SCRIPT), json.dumps(told)], OMP_NUM_THREADS="1")
+    assert completed.returncode == 0, completed.stderr
     return load_file(folder / "plain")
 
 
@@ -81,19 +81,19 @@ def state_in(folder: Path) -> dict[str, Tensor]:
     return {n: t for n, t in whole.items() if n.startswith(("model/", "optimizer/"))}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        bits = [each.reshape(-1).view(torch.uint8) for each in (found[name], tensor)]
+        assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
+        bits = [value.reshape(-1).view(torch.uint8) for value in (tensors[name], tensor)]
         assert torch.equal(*bits), name
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """The sums of another world have another order, and so a few numbers get another code."""
-    assert found.keys() == expected.keys()
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        differences = (found[name].double() - tensor.double()).abs()
+        differences = (tensors[name].double() - tensor.double()).abs()
         beyond = differences > (0.0 if name.endswith(".codes") else 1e-5)
         assert beyond.double().mean() < 0.03, (name, differences.max())
         assert name.endswith(".codes") or differences.max() < 1e-3, (name, differences.max())
@@ -113,8 +113,8 @@ def test_two_ranks_train_as_one_process(
 ) -> None:
     """Bit by bit, since the sum of two halves has one order."""
     told = {"strategy": strategy, "optimizer": optimizer, "steps": STEPS}
-    given: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "c"), "verify_every": 4}
-    running = pool.start(SCRIPT, [json.dumps(told)], 2, generation=1, **given)
+    options: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "c"), "verify_every": 4}
+    running = pool.start(SCRIPT, [json.dumps(told)], 2, generation=1, **options)
     assert running.finish(PATIENCE_S) == STEPS
     expected = plain(tmp_path, optimizer)
     packed = {name for name in expected if name.endswith(".codes")}
@@ -161,7 +161,7 @@ def test_state_of_two_ranks_of_zero2_is_the_same_in_ddp_on_one(
             Setting(
                 model=model,
                 named=NamedModel(model),
-                factory=lambda given: training_torchao.optimizer_of(kind, given),
+                factory=lambda parameters: training_torchao.optimizer_of(kind, parameters),
                 device=torch.device("cpu"),
                 rank=0,
                 world_size=1,
@@ -177,20 +177,20 @@ def test_state_of_two_ranks_of_zero2_is_the_same_in_ddp_on_one(
         assert made.param_groups[0]["lr"].item() == pytest.approx(0.01)
         return {name: held.tensor for name, held in strategy.rank_state().held.items()}
 
-    found = restored(optimizer)
-    assert_equal({name: t for name, t in found.items() if name.startswith("optimizer/")}, stored)
+    state = restored(optimizer)
+    assert_equal({name: t for name, t in state.items() if name.startswith("optimizer/")}, stored)
     other = "AdamW8bit" if optimizer == "AdamW4bit" else "AdamW4bit"
     with pytest.raises(CheckpointMismatch):
         restored(other)
 
 
-def trained(folder: Path, told: dict[str, Any], *words: str) -> dict[str, Tensor]:
+def trained(folder: Path, told: dict[str, Any], *arguments: str) -> dict[str, Tensor]:
     """The weights and the optimizer's state after a job of `elasticzero local`."""
     job = f"torchao-{secrets.token_hex(4)}"
     options = ["--job", job, "--log-dir", str(folder / "logs"), "--checkpoint-every", "10"]
-    options += ["--checkpoint-dir", str(folder / "c"), *words]
-    found = run(elasticzero("local", *options, str(SCRIPT), json.dumps(told)))
-    assert found.returncode == 0, found.stdout + found.stderr
+    options += ["--checkpoint-dir", str(folder / "c"), *arguments]
+    completed = run(elasticzero("local", *options, str(SCRIPT), json.dumps(told)))
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return state_in(folder / "c")
 
 
@@ -209,10 +209,10 @@ def test_a_killed_worker_and_a_change_of_world_change_nothing(
     told: dict[str, Any] = {"optimizer": "AdamW8bit", "steps": STEPS, "pause": 0.1, "clip": 0.5}
     if "--deterministic" in options:
         told["virtual"] = 3
-    words = ["--nodes", "3", "--strategy", strategy, "--verify-replicas", "3", *options]
+    arguments = ["--nodes", "3", "--strategy", strategy, "--verify-replicas", "3", *options]
     disturbed = [word for fault in faults for word in ("--fault", fault)]
-    expected = trained(tmp_path / "a", told | {"pause": 0.0}, *words)
-    found = trained(tmp_path / "b", told, *words, *disturbed)
+    expected = trained(tmp_path / "a", told | {"pause": 0.0}, *arguments)
+    state = trained(tmp_path / "b", told, *arguments, *disturbed)
     lineage = Lineage()
     [logs] = (tmp_path / "b" / "logs").iterdir()
     for event in events_in(logs):
@@ -220,37 +220,37 @@ def test_a_killed_worker_and_a_change_of_world_change_nothing(
     assert len(lineage.resume_steps) == len(faults) + 1
     if "mirror" in options:
         assert lineage.recomputed == 0
-        assert_close(found, expected)
+        assert_close(state, expected)
     else:
-        assert_equal(found, expected)
+        assert_equal(state, expected)
 
 
 def test_the_tools_take_packed_state_as_any_other(pool: Pool, tmp_path: Path) -> None:
     told = {"strategy": "zero2", "optimizer": "AdamW8bit", "steps": 6}
-    given: dict[str, Any] = {"generation": 1, "checkpoint_dir": str(tmp_path / "c")}
-    running = pool.start(SCRIPT, [json.dumps(told)], 2, **given)
+    options: dict[str, Any] = {"generation": 1, "checkpoint_dir": str(tmp_path / "c")}
+    running = pool.start(SCRIPT, [json.dumps(told)], 2, **options)
     assert running.finish(PATIENCE_S) == 6
-    for words in (
+    for arguments in (
         ("verify", str(tmp_path / "c")),
         ("reshard", str(tmp_path / "c"), str(tmp_path / "r"), "--world-size", "3"),
         ("verify", str(tmp_path / "r")),
         ("diff", str(tmp_path / "c"), str(tmp_path / "r")),
         ("export", str(tmp_path / "c"), str(tmp_path / "hf"), "--format", "hf"),
     ):
-        found = run(elasticzero("checkpoint", *words))
-        assert found.returncode == 0, (words, found.stdout + found.stderr)
-    given |= {"generation": 2, "resume": Resume(tier="storage", step=6)}
-    given["checkpoint_dir"] = str(tmp_path / "r")
+        completed = run(elasticzero("checkpoint", *arguments))
+        assert completed.returncode == 0, (arguments, completed.stdout + completed.stderr)
+    options |= {"generation": 2, "resume": Resume(tier="storage", step=6)}
+    options["checkpoint_dir"] = str(tmp_path / "r")
     told |= {"steps": STEPS, "strategy": "ddp"}
-    running = pool.start(SCRIPT, [json.dumps(told)], 2, **given)
+    running = pool.start(SCRIPT, [json.dumps(told)], 2, **options)
     assert running.finish(PATIENCE_S) == STEPS
     assert_equal(state_in(tmp_path / "r"), plain(tmp_path, "AdamW8bit"))
 
 
 def test_zero3_refuses_packed_state_in_a_sentence() -> None:
     told = {"strategy": "zero3", "optimizer": "AdamW8bit", "steps": 2}
-    found = run([sys.executable, str(SCRIPT), json.dumps(told)])
-    assert found.returncode == 64
-    last = found.stderr.splitlines()[-1]
+    completed = run([sys.executable, str(SCRIPT), json.dumps(told)])
+    assert completed.returncode == 64
+    last = completed.stderr.splitlines()[-1]
     assert last.startswith("error: AdamW8bit keeps packed state, with a scale for each block")
     assert "use zero1 or zero2, which give it whole parameters" in last

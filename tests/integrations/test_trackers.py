@@ -38,10 +38,10 @@ def mlflow_runs(directory: Path) -> list[tuple[Any, Curve]]:
 
     client = MlflowClient(tracking_uri=f"file:{directory}")
     experiment = client.get_experiment_by_name("elasticzero")
-    found = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
+    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
     return [
         (run, [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")])
-        for run in found
+        for run in runs
     ]
 
 
@@ -78,8 +78,8 @@ def check_curve(curve: Curve, shown: dict[int, float], same_from: int) -> None:
 def test_a_killed_leader_doubles_no_step(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     curves = tmp_path / "curves"
     places = f"mlflow:file:{curves}/mlflow,wandb:{curves}/wandb,tensorboard:{curves}/boards"
-    words = ["--nnodes", "1:2", "--log-to", places, str(REGRESSION), "--epochs", "4"]
-    with story(tmp_path, etcd.endpoint, job, [*words, "--pause", "0.2"], nodes=2) as told:
+    arguments = ["--nnodes", "1:2", "--log-to", places, str(REGRESSION), "--epochs", "4"]
+    with story(tmp_path, etcd.endpoint, job, [*arguments, "--pause", "0.2"], nodes=2) as told:
         told.wait_for_step(40)
         leader = told.of("world")[0]["members"][0]
         told.cluster.kill_node(told.cluster.nodes[leader])
@@ -97,14 +97,14 @@ def test_a_killed_leader_doubles_no_step(tmp_path: Path, job: str, etcd: EtcdSer
 def test_a_job_that_begins_anew_has_runs_of_its_own(tmp_path: Path, job: str) -> None:
     curves = tmp_path / "curves"
     places = f"mlflow:file:{curves}/mlflow,wandb:{curves}/wandb"
-    words = ["--nnodes", "1", "--log-to", places, str(REGRESSION), "--epochs", "4"]
+    arguments = ["--nnodes", "1", "--log-to", places, str(REGRESSION), "--epochs", "4"]
     for turn in ("first", "second"):
         (tmp_path / turn).mkdir()
         with (
             EtcdServer() as etcd,
-            story(tmp_path / turn, etcd.endpoint, job, words, nodes=1) as told,
+            story(tmp_path / turn, etcd.endpoint, job, arguments, nodes=1) as told,
         ):
             assert set(told.wait_for_end().values()) == {0}
-    wanted = list(range(1, STEPS + 1))
-    assert [[s for s, _ in curve] for _, curve in mlflow_runs(curves / "mlflow")] == [wanted] * 2
-    assert [[s for s, _ in c] for c in wandb_runs(curves / "wandb").values()] == [wanted] * 2
+    expected = list(range(1, STEPS + 1))
+    assert [[s for s, _ in curve] for _, curve in mlflow_runs(curves / "mlflow")] == [expected] * 2
+    assert [[s for s, _ in c] for c in wandb_runs(curves / "wandb").values()] == [expected] * 2

@@ -99,11 +99,11 @@ def plain(told: dict[str, Any]) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    found = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    state = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         kept = stored_state(optimizer.state[parameter])
-        found |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
-    return found
+        state |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
+    return state
 
 
 def main(told: dict[str, Any]) -> None:

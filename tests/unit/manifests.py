@@ -20,8 +20,10 @@ POD_FIELDS = {
 
 def only(manifests: list[Manifest], kind: str, end: str = "") -> Manifest:
     """The manifest of this kind whose name ends like this."""
-    (found,) = (m for m in manifests if m["kind"] == kind and m["metadata"]["name"].endswith(end))
-    return found
+    (matching,) = (
+        m for m in manifests if m["kind"] == kind and m["metadata"]["name"].endswith(end)
+    )
+    return matching
 
 
 def job_template(manifest: Manifest) -> Manifest | None:
@@ -91,29 +93,31 @@ def workloads(manifests: list[Manifest]) -> Iterator[Manifest]:
 
 def environment(container: Manifest) -> dict[str, str]:
     """What the container sees, with the pod's own fields filled in as a cluster would."""
-    known: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for entry in container["env"]:
         if "value" in entry:
-            known[entry["name"]] = expanded(entry["value"], known)
+            variables[entry["name"]] = expanded(entry["value"], variables)
             continue
         source = entry["valueFrom"]
         if "fieldRef" in source:
-            known[entry["name"]] = POD_FIELDS[source["fieldRef"]["fieldPath"]]
+            variables[entry["name"]] = POD_FIELDS[source["fieldRef"]["fieldPath"]]
         elif "configMapKeyRef" in source:
-            known[entry["name"]] = "new"
+            variables[entry["name"]] = "new"
         else:
-            known[entry["name"]] = "a secret of 16 characters"
-    return known
+            variables[entry["name"]] = "a secret of 16 characters"
+    return variables
 
 
-def expanded(text: str, known: dict[str, str]) -> str:
+def expanded(text: str, variables: dict[str, str]) -> str:
     """Kubernetes fills in $(NAME) only where NAME stands above; here it must."""
-    return re.sub(r"\$\((\w+)\)", lambda m: known[m[1]], text)
+    return re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], text)
 
 
 def flags_of(container: Manifest) -> dict[str, str]:
     """The flags of etcd or etcdctl, with variables filled in; words that are no flags count as
     such without a value."""
-    known = environment(container)
-    words = [expanded(word, known) for word in container["args"]]
-    return {name.removeprefix("--"): value for name, _, value in (w.partition("=") for w in words)}
+    variables = environment(container)
+    arguments = [expanded(word, variables) for word in container["args"]]
+    return {
+        name.removeprefix("--"): value for name, _, value in (w.partition("=") for w in arguments)
+    }

@@ -66,10 +66,10 @@ def prefixed(folder: str, root: Path, place: Path, program: Callable[[str], str]
     return kustomized(place, program)
 
 
-def printed(words: list[str]) -> str:
+def printed(arguments: list[str]) -> str:
     """What a command of `elasticzero` prints."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        assert cli.main(words) == 0
+        assert cli.main(arguments) == 0
     return text.getvalue()
 
 

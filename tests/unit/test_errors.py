@@ -23,11 +23,11 @@ def script() -> None:
 
 
 def raised(call: Callable[[], object]) -> BaseException:
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(ValueError) as caught:
         call()
-    trace = found.value.__traceback__
+    trace = caught.value.__traceback__
     assert trace is not None  # of this function
-    return found.value.with_traceback(trace.tb_next)
+    return caught.value.with_traceback(trace.tb_next)
 
 
 def test_a_traceback_begins_with_the_script() -> None:

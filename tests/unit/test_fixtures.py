@@ -83,13 +83,13 @@ def expected(name: str) -> dict[str, Tensor]:
 
 def assert_expected(directory: Path, name: str) -> dict[str, Tensor]:
     """Returns what a checkpoint directory holds, after comparing it with what plain PyTorch had."""
-    found = checkpoint.load(directory)
+    loaded = checkpoint.load(directory)
     trained = expected(name)
-    assert {n for n in found if is_trained(n)} == set(trained)
+    assert {n for n in loaded if is_trained(n)} == set(trained)
     for key, tensor in trained.items():
-        assert found[key].dtype == tensor.dtype and found[key].shape == tensor.shape, key
-        assert torch.allclose(found[key], tensor, rtol=0.0, atol=1e-9), key
-    return found
+        assert loaded[key].dtype == tensor.dtype and loaded[key].shape == tensor.shape, key
+        assert torch.allclose(loaded[key], tensor, rtol=0.0, atol=1e-9), key
+    return loaded
 
 
 def test_every_strategy_has_a_checkpoint() -> None:
@@ -98,16 +98,16 @@ def test_every_strategy_has_a_checkpoint() -> None:
 
 def test_an_earlier_checkpoint_is_loaded(name: str) -> None:
     path = FOLDER / "checkpoints" / name
-    found = assert_expected(path, name)
-    assert found["model/seen"] > STEPS
-    assert {n for n in found if n.startswith("rng/")} == {
+    loaded = assert_expected(path, name)
+    assert loaded["model/seen"] > STEPS
+    assert {n for n in loaded if n.startswith("rng/")} == {
         f"rng/{source}/{rank}" for source in ("torch", "python", "numpy") for rank in (0, 1)
     }
     into = {key: torch.zeros_like(tensor) for key, tensor in expected(name).items()}
     filled = checkpoint.load(path, into)
     for key, tensor in into.items():
         assert filled[key] is tensor
-        assert torch.equal(tensor, found[key]), key
+        assert torch.equal(tensor, loaded[key]), key
 
 
 def test_its_manifest_says_what_it_said(name: str) -> None:
@@ -156,9 +156,9 @@ def test_an_earlier_document_is_written_with_the_same_bytes(job: str) -> None:
     """No field is lost, added, renamed or moved: the bytes are the same."""
     kinds = set()
     for key, value in documents(job):
-        found = document(kind_of(key), value)
-        kinds.add(type(found))
-        assert to_bytes(found) == value, key
+        parsed = document(kind_of(key), value)
+        kinds.add(type(parsed))
+        assert to_bytes(parsed) == value, key
     assert kinds >= set(KINDS.values()) - {Control}
 
 
@@ -167,13 +167,13 @@ def test_a_later_field_is_read_and_may_be_absent(job: str) -> None:
     """Documents of earlier versions have no such field; those that have it are read as written."""
     damage = SkippedCheckpoint(step=4, message="rank-0 has 9 bytes", cause="node-1 is lost")
     for key, value in documents(job):
-        found = document(kind_of(key), value)
-        if isinstance(found, World):
-            assert found.skipped is None
-            later: Any = replace(found, skipped=damage)
-        elif isinstance(found, Done):
-            assert found.end_reason == ""
-            later = replace(found, end_reason="the loss is low enough")
+        parsed = document(kind_of(key), value)
+        if isinstance(parsed, World):
+            assert parsed.skipped is None
+            later: Any = replace(parsed, skipped=damage)
+        elif isinstance(parsed, Done):
+            assert parsed.end_reason == ""
+            later = replace(parsed, end_reason="the loss is low enough")
         else:
             continue
         assert document(type(later), to_bytes(later)) == later
@@ -181,8 +181,8 @@ def test_a_later_field_is_read_and_may_be_absent(job: str) -> None:
 
 
 def test_every_kind_of_document_is_there() -> None:
-    found = {kind_of(key) for job in JOBS for key, _ in documents(job)}
-    assert found == set(KINDS.values())
+    kinds = {kind_of(key) for job in JOBS for key, _ in documents(job)}
+    assert kinds == set(KINDS.values())
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -244,8 +244,8 @@ def test_an_agent_reads_a_job_that_fails(job: str, blame: str) -> None:
     alarm, reports, (world, _) = observer.alarm(1), observer.reports(1), observer.world()
     assert alarm is not None and alarm.kind == "failure"
     assert reports is not None and {r.phase for r in reports.values()} == {"stopped"}
-    found = root_cause(reports)
-    assert found is not None and found[1].blame == blame
+    cause = root_cause(reports)
+    assert cause is not None and cause[1].blame == blame
     chosen, then = choose_resume(world, reports, None), following.resume
     assert (chosen.tier, chosen.step, chosen.generation) == (then.tier, then.step, then.generation)
     assert set(chosen.sources) == set(then.sources)
@@ -253,9 +253,9 @@ def test_an_agent_reads_a_job_that_fails(job: str, blame: str) -> None:
 
 @pytest.mark.parametrize(("job", "outcome"), [("stopped", "stopped"), ("failed", "failed")])
 def test_a_command_reads_a_job_from_start_to_end(job: str, outcome: str) -> None:
-    begun = read_job(store_of(present(job)), job)
-    assert begun.done is None and set(begun.nodes) == {"node-0", "node-1"}
-    assert "node-1" in status_text(collect_status(begun, {}, {}))
+    started_job = read_job(store_of(present(job)), job)
+    assert started_job.done is None and set(started_job.nodes) == {"node-0", "node-1"}
+    assert "node-1" in status_text(collect_status(started_job, {}, {}))
     ended = read_job(store_of(dict(documents(job))), job)
     assert ended.done is not None and ended.done.outcome == outcome
     assert ended.control.stop == (outcome == "stopped")

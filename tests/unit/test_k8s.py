@@ -189,18 +189,18 @@ def test_custom_resources_fit_their_schemas(place: str, render: Render, root: Pa
 
 def schema(root: Path, name: str) -> Manifest:
     path = root / "tests" / "fixtures" / "kubernetes" / f"{name}.json"
-    found: Manifest = json.loads(path.read_text())
-    assert "Apache-2.0" in found["$comment"]
-    return found
+    document: Manifest = json.loads(path.read_text())
+    assert "Apache-2.0" in document["$comment"]
+    return document
 
 
 @pytest.mark.parametrize("name", SCHEMAS.values())
 def test_the_schemas_refuse_what_they_do_not_name(root: Path, name: str) -> None:
-    found = schema(root, name)
-    jsonschema.Draft202012Validator.check_schema(found)
+    document = schema(root, name)
+    jsonschema.Draft202012Validator.check_schema(document)
     wrong = {"apiVersion": "v1", "kind": "Queue", "metadata": {}, "spec": {"surplus": 1}}
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(wrong, found)
+        jsonschema.validate(wrong, document)
 
 
 def test_the_newest_schema_is_tested() -> None:
@@ -383,11 +383,11 @@ def selectors(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, str]]]
 def test_selectors_find_their_pods(
     manifests: list[Manifest], job: Manifest, etcd: Manifest
 ) -> None:
-    found = list(selectors(manifests))
-    assert len(found) >= 6
-    for name, selector in found:
-        own, other = (etcd, job) if name.endswith("-etcd") else (job, etcd)
-        assert selector.items() <= labels_of(own).items()
+    selected = list(selectors(manifests))
+    assert len(selected) >= 6
+    for name, selector in selected:
+        target, other = (etcd, job) if name.endswith("-etcd") else (job, etcd)
+        assert selector.items() <= labels_of(target).items()
         assert not selector.items() <= labels_of(other).items()
 
 
@@ -401,8 +401,8 @@ def test_etcd_is_open_to_its_clients_only(
     for labels in pods:
         assert any(selector.items() <= labels.items() for selector in allowed)
         assert {"protocol": "TCP", "port": 2379} in clients["ports"]
-    (own,) = (rule["podSelector"]["matchLabels"] for rule in peers["from"])
-    assert own.items() <= labels_of(etcd).items()
+    (client_labels,) = (rule["podSelector"]["matchLabels"] for rule in peers["from"])
+    assert client_labels.items() <= labels_of(etcd).items()
     assert {port["port"] for port in peers["ports"]} == {2379, 2380}
     assert metrics == {"ports": [{"protocol": "TCP", "port": 2381}]}
 
@@ -535,8 +535,8 @@ def required_terms(pod: Manifest) -> list[list[tuple[str, str, tuple[str, ...]]]
 
 
 def test_gpus_are_asked_for_and_used(case: tuple[str, str], job: Manifest, agent: Manifest) -> None:
-    words = words_of(case[0])
-    gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 0
+    arguments = words_of(case[0])
+    gpus = int(arguments[arguments.index("--gpus") + 1]) if "--gpus" in arguments else 0
     resources = agent["resources"]
     assert resources["limits"].get(GPU) == resources["requests"].get(GPU)
     assert resources["limits"].get(GPU, "0") == str(gpus)

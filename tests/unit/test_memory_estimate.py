@@ -61,16 +61,16 @@ def test_the_pool_is_no_larger_than_what_passes_through_it() -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_state_divided_within_a_node_is_that_of_one_node(strategy: str) -> None:
     one = LineUp(nodes=1, ranks_per_node=8)
-    each = LineUp(nodes=8, ranks_per_node=8, shard="node")
-    assert rank_memory(strategy, MODEL, ADAMW, each) == rank_memory(strategy, MODEL, ADAMW, one)
+    divided = LineUp(nodes=8, ranks_per_node=8, shard="node")
+    assert rank_memory(strategy, MODEL, ADAMW, divided) == rank_memory(strategy, MODEL, ADAMW, one)
     whole = state_bytes(strategy, MODEL, ADAMW)
-    assert snapshot_bytes(strategy, MODEL, ADAMW, each) == 2 * -(-whole // 64) * 8 + whole
+    assert snapshot_bytes(strategy, MODEL, ADAMW, divided) == 2 * -(-whole // 64) * 8 + whole
 
 
 def test_zero3_alone_can_keep_its_state_in_host_memory() -> None:
     for strategy in ("ddp", "zero1", "zero2"):
-        given = rank_memory(strategy, MODEL, ADAMW, RANKS, offloaded=True)
-        assert given == rank_memory(strategy, MODEL, ADAMW, RANKS)
+        memory = rank_memory(strategy, MODEL, ADAMW, RANKS, offloaded=True)
+        assert memory == rank_memory(strategy, MODEL, ADAMW, RANKS)
     inside = rank_memory("zero3", MODEL, ADAMW, RANKS)
     outside = rank_memory("zero3", MODEL, ADAMW, RANKS, offloaded=True)
     assert outside.total + outside.host == inside.total

@@ -15,14 +15,14 @@ ETCDS_OWN = ("NOSPACE",)
 
 def texts(path: Path) -> list[str]:
     """Returns every text in a file, with VALUE for each value that is filled in."""
-    found = []
+    literals = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             parts = [str(p.value) if isinstance(p, ast.Constant) else VALUE for p in node.values]
-            found.append("".join(parts))
+            literals.append("".join(parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
+            literals.append(node.value)
+    return literals
 
 
 def pieces(quote: str) -> list[str]:

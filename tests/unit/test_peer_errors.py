@@ -14,9 +14,9 @@ GLOO = (
 
 
 def caused_by(error: Exception) -> Exception:
-    found = ValueError("in the script")
-    found.__cause__ = error
-    return found
+    raised = ValueError("in the script")
+    raised.__cause__ = error
+    return raised
 
 
 @pytest.mark.parametrize(

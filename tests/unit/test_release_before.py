@@ -51,8 +51,8 @@ def environment(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return os.environ | unpack_release_before(root, tmp_path_factory.mktemp("before"))
 
 
-def run(environment: dict[str, str], *words: str) -> str:
-    command = [sys.executable, "-c", *words]
+def run(environment: dict[str, str], *arguments: str) -> str:
+    command = [sys.executable, "-c", *arguments]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     ).stdout

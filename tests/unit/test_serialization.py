@@ -164,7 +164,7 @@ def test_rows_are_the_records_they_stand_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "message"),
     [
         (None, "here: an array was expected"),
         ([["a", 1]], r"here\[0\]: 3 values"),
@@ -173,8 +173,8 @@ def test_rows_are_the_records_they_stand_for() -> None:
         ([["a", 1, 0.5], [None, 1, 0.5]], r"here\[1\].name: str was expected"),
     ],
 )
-def test_rows_that_are_not_are_refused(rows: Any, words: str) -> None:
-    with pytest.raises(RecordError, match=words):
+def test_rows_that_are_not_are_refused(rows: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
         decode_rows(Row, rows, "here")
 
 

@@ -56,11 +56,11 @@ def test_the_ranks_at_one_place_of_all_rows_divide_its_chunk(
     for place in range(row):
         whole = chunk(total, row, place)
         pieces = [parts[rank] for rank in range(place, world, row)]
-        found = [i for part in pieces for i in range(part.start, part.stop)]
-        assert found == list(range(whole.start, whole.stop))
+        indices = [i for part in pieces for i in range(part.start, part.stop)]
+        assert indices == list(range(whole.start, whole.stop))
     within = intersect(within, Span(0, total))
-    wanted = {rank: part for rank, part in parts.items() if intersect(part, within)}
-    assert dict(chunks_within(total, world, replicas, within)) == wanted
+    expected = {rank: part for rank, part in parts.items() if intersect(part, within)}
+    assert dict(chunks_within(total, world, replicas, within)) == expected
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), worlds)
@@ -68,8 +68,8 @@ def test_even_cuts_the_tensors_laid_end_to_end(numels: list[int], world: int) ->
     flat = [(index, i) for index, numel in enumerate(numels) for i in range(numel)]
     size = -(-len(flat) // world)
     for rank in range(world):
-        dealt = [(i, e) for i, s in even(numels, world, rank) for e in range(s.start, s.stop)]
-        assert dealt == flat[rank * size : (rank + 1) * size]
+        elements = [(i, e) for i, s in even(numels, world, rank) for e in range(s.start, s.stop)]
+        assert elements == flat[rank * size : (rank + 1) * size]
 
 
 @given(st.lists(st.integers(0, 6), max_size=3), worlds)
@@ -84,20 +84,20 @@ def test_fsdp_rows_cuts_rows_as_ceil_sized_chunks(shape: list[int], world: int) 
 
 @given(spans, st.lists(st.tuples(st.integers(0, 3), spans), max_size=6))
 def test_covering_takes_each_element_from_its_first_holder(
-    wanted: Span, held: list[tuple[int, Span]]
+    target: Span, held: list[tuple[int, Span]]
 ) -> None:
     first = {
         e: next((h for h, s in held if s.start <= e < s.stop), None)
-        for e in range(wanted.start, wanted.stop)
+        for e in range(target.start, target.stop)
     }
     lost = [e for e, holder in first.items() if holder is None]
     if lost:
         with pytest.raises(ValueError, match=f"nobody holds elements .{lost[0]},"):
-            covering(wanted, held)
+            covering(target, held)
         return
-    parts = covering(wanted, held)
+    parts = covering(target, held)
     assert {e: h for h, s in parts for e in range(s.start, s.stop)} == first
-    assert sum(len(s) for _, s in parts) == len(wanted)
+    assert sum(len(s) for _, s in parts) == len(target)
 
 
 def test_nothing_wanted_needs_nobody() -> None:

@@ -39,38 +39,38 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTime]:
 
 
 def test_waits_for_data_and_for_collectives_do_not_count(clock: FakeTime) -> None:
-    own = StepClock(on_gpu=False)
-    own.reset()
+    timer = StepClock(on_gpu=False)
+    timer.reset()
     for _ in range(2):
         clock.now_s += 5.0  # the batch is read
-        own.start()
+        timer.start()
         clock.now_s += 1.0
         wait_for([Work(clock, 2.0), Work(clock, 3.0)])
         clock.now_s += 0.5
-        own.stop()
+        timer.stop()
         wait_for([Work(clock, 7.0)])
-    assert own.seconds == pytest.approx(3.0)
-    own.reset()
-    assert own.seconds == 0.0
+    assert timer.seconds == pytest.approx(3.0)
+    timer.reset()
+    assert timer.seconds == 0.0
 
 
 def test_what_the_script_does_besides_does_not_count(clock: FakeTime) -> None:
-    own = StepClock(on_gpu=False)
-    own.reset()
-    own.start()
+    timer = StepClock(on_gpu=False)
+    timer.reset()
+    timer.start()
     clock.now_s += 1.0
     evaluates_s = clock.now_s
     clock.now_s += 9.0
-    own.exclude_since(evaluates_s)
-    own.stop()
-    assert own.seconds == pytest.approx(1.0)
+    timer.exclude_since(evaluates_s)
+    timer.stop()
+    assert timer.seconds == pytest.approx(1.0)
 
 
 def test_a_wait_that_fails_is_counted_and_raises(clock: FakeTime) -> None:
-    own = StepClock(on_gpu=False)
-    own.reset()
-    own.start()
+    timer = StepClock(on_gpu=False)
+    timer.reset()
+    timer.start()
     with pytest.raises(RuntimeError, match="a peer is gone"):
         wait_for([Work(clock, 2.0, RuntimeError("a peer is gone")), Work(clock, 1.0)])
-    own.stop()
-    assert own.seconds == 0.0
+    timer.stop()
+    assert timer.seconds == 0.0

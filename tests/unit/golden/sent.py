@@ -68,27 +68,29 @@ def messages() -> dict[str, str]:
 
 
 def _on_the_wire(message: Message) -> bytes:
-    here, there = socket.socketpair()
-    with here, there:
-        Channel(here).send(message)
+    ours, there = socket.socketpair()
+    with ours, there:
+        Channel(ours).send(message)
         return there.recv(1 << 16)
 
 
 def numbers(folder: Path) -> dict[str, str]:
     """Returns what ranks send each other up and down the control tree, and what the ranks of a node
     write down of a step."""
-    words = {
+    control_words = {
         "least": ControlWord(),
         "full": full(ControlWord, flags=sum(CONTROL_FLAGS), asks=False),
         "asks": full(ControlWord, flags=CONTROL_FLAGS[0]),
     }
-    made = {f"word {name}": json.dumps(encode_word(word, 3)) for name, word in words.items()}
+    made = {
+        f"word {name}": json.dumps(encode_word(word, 3)) for name, word in control_words.items()
+    }
     made |= {f"flag {number}": str(flag) for number, flag in enumerate(CONTROL_FLAGS)}
     made |= {f"marks {call.name}": json.dumps(marks(call, 3)) for call in Call}
-    here, there = socket.socketpair()
+    ours, there = socket.socketpair()
     with there:
-        tree = MaxTree(here, ())
-        tree.submit(encode_word(words["full"], 3))
+        tree = MaxTree(ours, ())
+        tree.submit(encode_word(control_words["full"], 3))
         made["tree message"] = line(there.recv(1 << 10))
         tree.close()
     made["tree hello"] = line(_hello())
@@ -111,9 +113,9 @@ def _hello() -> bytes:
         tree = join(info, store)
         connection, _ = listener.accept()
         with connection:
-            found = connection.recv(1 << 10)
+            received = connection.recv(1 << 10)
         tree.close()
-    return found
+    return received
 
 
 def member(name: str, zone: str = "") -> Member:
@@ -183,9 +185,9 @@ def http(folder: Path) -> dict[str, str]:
         "done": replace(JOB_VIEW, done=done),
     }.items():
         statuses = {"a": status} if view is not None else {}
-        found = collect_status(job_in_view("job", view), phases_in_view(view), statuses)
+        job_status = collect_status(job_in_view("job", view), phases_in_view(view), statuses)
         document = job_document(
-            found, _history(), at=NOW_S, node="a", leads=view is JOB_VIEW, doing="training"
+            job_status, _history(), at=NOW_S, node="a", leads=view is JOB_VIEW, doing="training"
         )
         made[f"/job {name}"] = json.dumps(document)
     made["/scalars"] = json.dumps(_scalars())

@@ -54,7 +54,7 @@ def option(request: pytest.FixtureRequest) -> Option:
 
 
 @pytest.fixture
-def given(option: Option, tmp_path: Path) -> dict[str, str]:
+def texts(option: Option, tmp_path: Path) -> dict[str, str]:
     """The texts of an option and of those that it needs, by name."""
     (tmp_path / "held").mkdir()
     rows = {row.name: row for row in TRAINING_OPTIONS}
@@ -71,25 +71,25 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def words_of(given: dict[str, str]) -> list[str]:
+def words_of(texts: dict[str, str]) -> list[str]:
     rows = {row.name: row for row in TRAINING_OPTIONS}
     return [
         word
-        for name, text in given.items()
+        for name, text in texts.items()
         for word in rows[name].words(True if rows[name].is_switch else text)
     ]
 
 
-def parsed(*words: str) -> ParsedOptions:
-    return parse_common_options(parse(words))
+def parsed(*arguments: str) -> ParsedOptions:
+    return parse_common_options(parse(arguments))
 
 
-def check_not_default(option: Option, found: ParsedOptions) -> None:
+def check_not_default(option: Option, options: ParsedOptions) -> None:
     """Checks that the option's value has reached its field."""
     if not option.field:
         return
     group, _, name = option.field.rpartition(".")
-    home: Any = getattr(found, group or "agent")
+    home: Any = getattr(options, group or "agent")
     value = home[name] if isinstance(home, dict) else getattr(home, name)
     default = option.default
     if option.parse is not None and default is not None:
@@ -99,37 +99,37 @@ def check_not_default(option: Option, found: ParsedOptions) -> None:
 
 def test_each_reaches_the_command_line_and_its_variable_and_the_file(
     option: Option,
-    given: dict[str, str],
+    texts: dict[str, str],
     script: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    by_flag = parsed("run", *words_of(given), script)
+    by_flag = parsed("run", *words_of(texts), script)
     check_not_default(option, by_flag)
     lines = [
         f"{name.replace('_', '-')} = {'true' if text == 'yes' else repr(text)}"
         if not text.isdecimal()
         else f"{name} = {text}"
-        for name, text in given.items()
+        for name, text in texts.items()
     ]
     file = tmp_path / "job.toml"
     file.write_text("\n".join(lines))
     assert parsed("run", "--config", str(file), script) == by_flag
     for row in TRAINING_OPTIONS:
-        if row.name in given:
-            monkeypatch.setenv(row.variable, given[row.name])
+        if row.name in texts:
+            monkeypatch.setenv(row.variable, texts[row.name])
     assert parsed("run", script) == by_flag
 
 
-def test_each_reaches_the_agents_of_a_local_cluster(given: dict[str, str], script: str) -> None:
-    words = passed_on_arguments(parse(["local", "--nodes", "2", *words_of(given), script]))
-    assert parsed("run", *words, script) == parsed("run", *words_of(given), script)
+def test_each_reaches_the_agents_of_a_local_cluster(texts: dict[str, str], script: str) -> None:
+    arguments = passed_on_arguments(parse(["local", "--nodes", "2", *words_of(texts), script]))
+    assert parsed("run", *arguments, script) == parsed("run", *words_of(texts), script)
 
 
-def test_each_reaches_a_script_without_an_agent(given: dict[str, str], script: str) -> None:
-    by_flag = parsed("run", *words_of(given), script)
+def test_each_reaches_a_script_without_an_agent(texts: dict[str, str], script: str) -> None:
+    by_flag = parsed("run", *words_of(texts), script)
     rows = {row.name: row for row in TRAINING_OPTIONS}
-    settings = read_settings({rows[name].variable: text for name, text in given.items()})
+    settings = read_settings({rows[name].variable: text for name, text in texts.items()})
     for field in fields(TrainingSettings):
         assert getattr(settings, field.name) == getattr(by_flag.training, field.name)
     assert settings.keep == RetentionPolicy(**by_flag.keep)
@@ -137,10 +137,10 @@ def test_each_reaches_a_script_without_an_agent(given: dict[str, str], script: s
     assert settings.strict == by_flag.policy["strict_checkpoint"]
 
 
-def test_each_reaches_the_workers(given: dict[str, str], script: str, tmp_path: Path) -> None:
-    words = [*words_of(given), "--log-dir", str(tmp_path / "logs")]
-    options, _ = agent_options(parse(["run", *words, script]), (1, 1))
-    by_flag = parsed("run", *words_of(given), script)
+def test_each_reaches_the_workers(texts: dict[str, str], script: str, tmp_path: Path) -> None:
+    arguments = [*words_of(texts), "--log-dir", str(tmp_path / "logs")]
+    options, _ = agent_options(parse(["run", *arguments, script]), (1, 1))
+    by_flag = parsed("run", *words_of(texts), script)
     world = World(
         generation=1,
         token="t",
@@ -154,7 +154,7 @@ def test_each_reaches_the_workers(given: dict[str, str], script: str, tmp_path: 
         for field in fields(TrainingSettings):
             if field.name != "checkpoint_dir":  # which the agent resolves
                 assert getattr(assignment, field.name) == getattr(by_flag.training, field.name)
-        assert assignment.checkpoint_dir == given["checkpoint_dir"]
+        assert assignment.checkpoint_dir == texts["checkpoint_dir"]
 
 
 def test_no_field_of_the_settings_is_without_an_option() -> None:

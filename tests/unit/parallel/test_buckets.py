@@ -45,7 +45,7 @@ def test_each_parameter_is_in_one_bucket_of_its_kind(
     parameters = {
         str(i): nn.Parameter(torch.empty(n, dtype=dtype)) for i, (n, dtype) in enumerate(drawn)
     }
-    buckets = [dealt.names for dealt in deal(parameters, groups(parameters), 2, limit)]
+    buckets = [bucket.names for bucket in deal(parameters, groups(parameters), 2, limit)]
     assert sorted(name for names in buckets for name in names) == sorted(parameters)
     for names in buckets:
         of = [parameters[name] for name in names]
@@ -58,17 +58,17 @@ def test_each_parameter_is_in_one_bucket_of_its_kind(
 def test_the_chunks_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int) -> None:
     values = [torch.randn(n) for n in sizes]
     names = [str(i) for i in range(len(sizes))]
-    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    elements: dict[str, dict[int, float]] = {name: {} for name in names}
     for rank in range(ranks):
         parameters = [nn.Parameter(value.clone()) for value in values]
         bucket = FlatBucket(DealtNames(names=names), parameters, rank, ranks)
         assert all(torch.equal(p.data, value) for p, value in zip(parameters, values, strict=True))
         for piece in bucket.pieces():
             for index, element in enumerate(piece.parameter.tolist(), piece.start):
-                assert index not in found[piece.name]
-                found[piece.name][index] = element
+                assert index not in elements[piece.name]
+                elements[piece.name][index] = element
     for name, value in zip(names, values, strict=True):
-        assert [found[name][i] for i in range(len(value))] == value.tolist()
+        assert [elements[name][i] for i in range(len(value))] == value.tolist()
 
 
 @given(st.lists(st.integers(1, 20), min_size=1), st.integers(1, 5), st.integers(1, 200))
@@ -79,19 +79,19 @@ def test_whole_parameters_are_dealt_evenly_and_never_cut(
     parameters = {str(i): nn.Parameter(torch.randn(n, 2)) for i, n in enumerate(sizes)}
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     all_dealt = list(deal(parameters, groups(parameters, "parameters"), ranks, limit))
-    found: list[set[str]] = [set() for _ in range(ranks)]
-    for dealt in all_dealt:
+    names_by_rank: list[set[str]] = [set() for _ in range(ranks)]
+    for bucket_plan in all_dealt:
         for rank in range(ranks):
-            own = [parameters[name] for name in dealt.names]
-            bucket = FlatBucket(dealt, own, rank, ranks)
+            bucket_parameters = [parameters[name] for name in bucket_plan.names]
+            bucket = FlatBucket(bucket_plan, bucket_parameters, rank, ranks)
             assert sum(chunk.numel() for chunk in bucket.chunks(bucket.flat_E)) == bucket.numel
             for piece in bucket.pieces():
                 assert torch.equal(piece.parameter, values[piece.name])
-                assert dealt.owners is not None
-                assert dealt.owners[dealt.names.index(piece.name)] == rank
-                found[rank].add(piece.name)
-    assert sorted(name for names in found for name in names) == sorted(parameters)
-    loads = [sum(values[name].numel() for name in names) for names in found]
+                assert bucket_plan.owners is not None
+                assert bucket_plan.owners[bucket_plan.names.index(piece.name)] == rank
+                names_by_rank[rank].add(piece.name)
+    assert sorted(name for names in names_by_rank for name in names) == sorted(parameters)
+    loads = [sum(values[name].numel() for name in names) for names in names_by_rank]
     assert max(loads) <= sum(loads) / ranks + 2 * max(sizes)
 
 
@@ -152,10 +152,10 @@ def pending(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Linear, list[Work], Par
     monkeypatch.setattr(gather, "begin_all_gather", begin)
     model = nn.Linear(3, 2)
     bucket = FlatBucket(DealtNames(names=["weight", "bias"]), list(model.parameters()), 0, 2)
-    found = ParameterGather(model, [bucket], Mesh.of_world(0, 2))
-    found.begin(bucket)
-    found.leave_pending()
-    return model, works, found
+    parameter_gather = ParameterGather(model, [bucket], Mesh.of_world(0, 2))
+    parameter_gather.begin(bucket)
+    parameter_gather.leave_pending()
+    return model, works, parameter_gather
 
 
 READS: dict[str, Callable[[nn.Linear], Any]] = {
@@ -201,12 +201,12 @@ def test_a_copy_of_a_pending_parameter_becomes_a_plain_one(
 def test_nothing_stays_pending_once_something_is_compiled(
     compiler: None, pending: tuple[nn.Linear, list[Work], ParameterGather]
 ) -> None:
-    model, works, found = pending
+    model, works, parameter_gather = pending
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert compiled(torch.ones(1, 3)).tolist() == [[28.0, 28.0]]
     assert works[0].waits == 1
-    found.begin(found.buckets[0])
-    found.leave_pending()
+    parameter_gather.begin(parameter_gather.buckets[0])
+    parameter_gather.leave_pending()
     assert works[1].waits == 1
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
 

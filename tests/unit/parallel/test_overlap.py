@@ -47,7 +47,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(reduce_scatter, "begin_reduce_scatter", begin_reduce_scatter)
-    monkeypatch.setattr(gather, "begin_all_gather", lambda *given: [Work()])
+    monkeypatch.setattr(gather, "begin_all_gather", lambda *arguments: [Work()])
     return told
 
 
@@ -93,11 +93,11 @@ def step(strategy: Strategy, told: list[str], micro_batches: int = 1) -> list[st
         loss = strategy.model(torch.ones(2, 8)).sum()
         strategy.backward(loss, 1 / micro_batches)
         told.append("end")
-    found = list(told)
+    recorded = list(told)
     strategy.finish(1.0, None)
     strategy.apply()
     strategy.settle()
-    return found
+    return recorded
 
 
 BACKWARD = [f"into {index}" for index in reversed(range(LAYERS))]
@@ -111,8 +111,8 @@ def test_a_bucket_is_on_its_way_while_the_backward_runs(events: list[str], name:
     first = step(strategy, events)
     if name != "zero2":  # the first global batch shows which gradients come in several parts
         assert first == [*BACKWARD, *["exchange"] * LAYERS, "end"]
-    for found in (step(strategy, events), step(strategy, events)):
-        assert found == [*AT_ONCE, "end"]
+    for recorded in (step(strategy, events), step(strategy, events)):
+        assert recorded == [*AT_ONCE, "end"]
 
 
 @pytest.mark.parametrize(

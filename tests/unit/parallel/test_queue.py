@@ -92,10 +92,10 @@ class FakeGroup:
     ) -> list[Call]:
         assert received is not None
         bounds = [0, *torch.tensor([len(chunk) for chunk in chunks]).cumsum(0).tolist()]
-        mine = slice(bounds[mesh.shard], bounds[mesh.shard + 1])
+        shard = slice(bounds[mesh.shard], bounds[mesh.shard + 1])
 
         def put(tensors: list[Tensor]) -> None:
-            others = [t[mine] for rank, t in enumerate(tensors) if rank != mesh.shard]
+            others = [t[shard] for rank, t in enumerate(tensors) if rank != mesh.shard]
             received.copy_(torch.stack(others))
 
         return [self.begin("reduce-scatter", flat_E, put)]
@@ -257,19 +257,19 @@ class Trainer:
         return self.sums(step)
 
     def sums(self, step: int) -> dict[str, Tensor | None]:
-        found: dict[str, Tensor | None] = {}
+        sums_by_name: dict[str, Tensor | None] = {}
         if isinstance(self.exchange, AllReduce):
             self.exchange.finish()
             for number, p in enumerate(self.parameters):
-                found[str(number)] = None if p.grad is None else p.grad.clone()
+                sums_by_name[str(number)] = None if p.grad is None else p.grad.clone()
         else:
             for bucket, chunk_C in zip(self.exchange.buckets, self.exchange.reduced(), strict=True):
-                found[f"bucket {bucket.names}"] = chunk_C.clone()
-            found |= dict.fromkeys(self.queue.used)
+                sums_by_name[f"bucket {bucket.names}"] = chunk_C.clone()
+            sums_by_name |= dict.fromkeys(self.queue.used)
         self.queue.clear()
         assert all(p.grad is None for p in self.parameters)
         assert all(b.intake is Intake.OPEN for b in self.exchange.buckets)
-        return found
+        return sums_by_name
 
 
 def patched(made: FakeGroup, patch: pytest.MonkeyPatch) -> FakeGroup:
@@ -314,8 +314,10 @@ def test_sums_are_those_of_plain_additions(kind: Kind, case: Case) -> None:
             check_chunks(case, kind, [sums[step] for sums in told], expected)
 
 
-def check_whole(found: list[dict[str, Tensor | None]], expected: dict[str, Tensor | None]) -> None:
-    for sums in found:
+def check_whole(
+    sums_of_ranks: list[dict[str, Tensor | None]], expected: dict[str, Tensor | None]
+) -> None:
+    for sums in sums_of_ranks:
         for name, total in expected.items():
             got = sums[name]
             assert (got is None) == (total is None), name
@@ -325,10 +327,10 @@ def check_whole(found: list[dict[str, Tensor | None]], expected: dict[str, Tenso
 def check_chunks(
     case: Case,
     kind: Kind,
-    found: list[dict[str, Tensor | None]],
+    sums_of_ranks: list[dict[str, Tensor | None]],
     expected: dict[str, Tensor | None],
 ) -> None:
-    used = {name for sums in found for name, chunk in sums.items() if chunk is None}
+    used = {name for sums in sums_of_ranks for name, chunk in sums.items() if chunk is None}
     assert used == {name for name, total in expected.items() if total is not None}
     for bucket in range(3):
         names = case.names(bucket)
@@ -339,7 +341,7 @@ def check_chunks(
             total = expected[name]
             parts.append(torch.zeros(case.sizes[int(name)]).double() if total is None else total)
         whole = torch.cat(parts)
-        chunks = [chunk for sums in found if (chunk := sums[f"bucket {names}"]) is not None]
+        chunks = [chunk for sums in sums_of_ranks if (chunk := sums[f"bucket {names}"]) is not None]
         if kind.endswith("rows"):
             assert all(torch.equal(chunk, whole) for chunk in chunks)
         else:

@@ -19,7 +19,7 @@ ASSIGNMENT = replace(
 NOTHING = NodeCaptures(held=-1, not_held=-1, saved=-1, unsaved=-1)
 
 
-def begun(step: int = 10, *, shards: int = 4) -> CaptureState:
+def capture_state(step: int = 10, *, shards: int = 4) -> CaptureState:
     state = CaptureState.of(ASSIGNMENT, shards=shards, saving=True, alone=False)
     return state.begun(step, ASSIGNMENT).after_exchange(ControlWord(ready=True))
 
@@ -65,7 +65,7 @@ def test_a_state_from_storage_is_not_saved_again() -> None:
 
 
 def test_a_checkpoint_that_falls_due_during_a_save_is_taken_after_it() -> None:
-    state = begun().owing(12)
+    state = capture_state().owing(12)
     assert state.due(12) == "checkpoint"
     state = state.paid().captured(12, checkpoint=True, in_memory=True)
     assert state.owing(14).due(14) == "nothing", "the save of step 12 runs"
@@ -75,17 +75,17 @@ def test_a_checkpoint_that_falls_due_during_a_save_is_taken_after_it() -> None:
 
 
 def test_a_capture_that_failed_is_in_the_next_word() -> None:
-    state = begun().failed(12, checkpoint=False)
+    state = capture_state().failed(12, checkpoint=False)
     assert (word(state).not_held, word(state).unsaved) == (12, -1)
     assert state.after_exchange(word(state)).schedule.taken is None, "it is abandoned"
-    state = begun().failed(12, checkpoint=True)
+    state = capture_state().failed(12, checkpoint=True)
     assert (word(state).not_held, word(state).unsaved, word(state).saved) == (12, 12, 12)
     assert state.newest_save(NOTHING) == "lost"
     assert state.tried_again().newest_save(NOTHING) == "none"
 
 
 def test_a_checkpoint_on_storage_leaves_no_snapshot() -> None:
-    state = begun().captured(12, checkpoint=True, in_memory=False)
+    state = capture_state().captured(12, checkpoint=True, in_memory=False)
     assert (word(state).not_held, word(state).unsaved) == (12, -1)
     assert state.newest_save(NOTHING) == "pending"
     assert state.newest_save(replace(NOTHING, saved=12)) == "none"
@@ -93,7 +93,7 @@ def test_a_checkpoint_on_storage_leaves_no_snapshot() -> None:
 
 
 def test_a_save_that_failed_elsewhere_is_abandoned_here() -> None:
-    state = begun().captured(12, checkpoint=True, in_memory=True)
+    state = capture_state().captured(12, checkpoint=True, in_memory=True)
     assert state.lost_elsewhere(ControlWord(unsaved=11), NOTHING) is None
     assert state.lost_elsewhere(ControlWord(unsaved=12), NOTHING) == 12
     assert state.lost_elsewhere(ControlWord(unsaved=12), replace(NOTHING, unsaved=12)) is None
@@ -101,7 +101,7 @@ def test_a_save_that_failed_elsewhere_is_abandoned_here() -> None:
 
 @pytest.mark.parametrize("shards", [2, 4])
 def test_a_divided_state_replaces_no_snapshot_in_flight(shards: int) -> None:
-    state = begun(shards=shards).captured(12, checkpoint=False, in_memory=True)
+    state = capture_state(shards=shards).captured(12, checkpoint=False, in_memory=True)
     assert state.can_stop == (shards == 2)
     assert state.stop_agreed().can_stop
     at_stop = state.states_to_keep(ASSIGNMENT, at_stop=True)
@@ -121,7 +121,7 @@ def test_a_divided_state_replaces_no_snapshot_in_flight(shards: int) -> None:
 def test_what_is_told_never_shrinks(events: list[tuple[str, bool]]) -> None:
     """A word of an earlier boundary stays true: no step that was not held or not saved is unsaid,
     but for the last save, which is tried again."""
-    state, step, before = begun(), 10, word(begun())
+    state, step, before = capture_state(), 10, word(capture_state())
     for kind, checkpoint in events:
         step += 1
         if kind in ("captured", "direct"):

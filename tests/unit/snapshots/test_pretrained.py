@@ -91,10 +91,10 @@ def test_all_values_are_those_of_the_files(tmp_path: Path, form: str, meta: bool
         if stored.has(tensor):
             stored.fill(tensor)
     expected = source.state_dict()
-    found = model.state_dict()
-    assert found.keys() == expected.keys()
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(state[name], tensor), name
     assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
     assert model.get_buffer("scale").tolist() == [1.0]
 
@@ -220,8 +220,8 @@ def test_what_modules_make_comes_before_what_files_have(
     materializer.materialize(model)
     for name in on_cpu:
         stored.fill(model.get_parameter(name))
-    found = model.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())
     assert model.get_buffer("angles").tolist() == [0.0, 1.0, 2.0, 3.0]
 
 

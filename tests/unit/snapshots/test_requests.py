@@ -54,9 +54,9 @@ class Ranks:
         self.calls.append(call)
         return max(number, int(bool(self._others)))
 
-    def exchange(self, own: bytes) -> list[bytes]:
+    def exchange(self, ours: bytes) -> list[bytes]:
         theirs = str(self._others).replace("'", '"').encode()
-        return [own, theirs]
+        return [ours, theirs]
 
 
 class Stager:
@@ -69,7 +69,7 @@ class Stager:
         self.abandoned = 0
 
     def has_captured(self, step: int) -> bool:
-        return any(step <= known for known, _ in self.captured)
+        return any(step <= captured_step for captured_step, _ in self.captured)
 
     def capture(self, copy: BoundaryCopy, kind: str, verify: Any) -> None:
         if kind == "checkpoint":

@@ -12,8 +12,8 @@ from elasticzero.snapshots.schedule import CaptureSchedule, Due
 READY = CaptureSchedule(start=0, every=5, ready=True)
 
 
-def after(*words: ControlWord, ledger: CaptureSchedule = READY) -> CaptureSchedule:
-    for word in words:
+def after(*control_words: ControlWord, ledger: CaptureSchedule = READY) -> CaptureSchedule:
+    for word in control_words:
         ledger = ledger.after_exchange(word)
     return ledger
 
@@ -125,8 +125,10 @@ def test_rank_0_s_interval_counts_from_the_word_all_have_read() -> None:
 
 
 def test_no_order_of_messages_loses_a_held_snapshot() -> None:
-    words = [ControlWord(held=k, not_held=u) for k, u in itertools.product((0, 3, 6), (-1, 3, 6))]
-    for order in itertools.permutations(words, 4):
+    control_words = [
+        ControlWord(held=k, not_held=u) for k, u in itertools.product((0, 3, 6), (-1, 3, 6))
+    ]
+    for order in itertools.permutations(control_words, 4):
         ledger, best = READY, -1
         for step, word in enumerate(order, 3):
             if ledger.due(step, checkpoint=False, snapshots=True) == "snapshot":

@@ -32,24 +32,24 @@ def test_every_changed_bit_changes_a_gpu_s_digest(length: int) -> None:
 
 def test_exchanged_words_and_equal_changes_change_a_gpu_s_digest() -> None:
     """A plain sum would miss both."""
-    words = torch.arange(4 * COLUMNS, dtype=torch.int32)
-    before = word(words.view(torch.uint8))
+    exchanged = torch.arange(4 * COLUMNS, dtype=torch.int32)
+    before = word(exchanged.view(torch.uint8))
     for one, other in [(0, 1), (3, 3 + COLUMNS), (5, 9 + 2 * COLUMNS)]:
-        words[one], words[other] = words[other].item(), words[one].item()
-        assert word(words.view(torch.uint8)) != before
-        words[one], words[other] = words[other].item(), words[one].item()
-        words[one] += 7
-        words[other] -= 7
-        assert word(words.view(torch.uint8)) != before
-        words[one] -= 7
-        words[other] += 7
+        exchanged[one], exchanged[other] = exchanged[other].item(), exchanged[one].item()
+        assert word(exchanged.view(torch.uint8)) != before
+        exchanged[one], exchanged[other] = exchanged[other].item(), exchanged[one].item()
+        exchanged[one] += 7
+        exchanged[other] -= 7
+        assert word(exchanged.view(torch.uint8)) != before
+        exchanged[one] -= 7
+        exchanged[other] += 7
         top = torch.tensor(-(1 << 31), dtype=torch.int32)
-        words[one] ^= top
-        words[other] ^= top
-        assert word(words.view(torch.uint8)) != before
-        words[one] ^= top
-        words[other] ^= top
-    assert word(words.view(torch.uint8)) == before
+        exchanged[one] ^= top
+        exchanged[other] ^= top
+        assert word(exchanged.view(torch.uint8)) != before
+        exchanged[one] ^= top
+        exchanged[other] ^= top
+    assert word(exchanged.view(torch.uint8)) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])

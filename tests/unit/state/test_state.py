@@ -92,8 +92,8 @@ def save(folder: Path, strategy: Strategy, small: AuxiliaryState, name: str) -> 
 @given(plain)
 def test_what_is_encoded_comes_back_the_same(value: Any) -> None:
     tensors: dict[str, Tensor] = {}
-    found = decode_state(encode_state(value, "x", tensors), tensors)
-    assert repr(found) == repr(value)
+    decoded = decode_state(encode_state(value, "x", tensors), tensors)
+    assert repr(decoded) == repr(value)
 
 
 def test_tensors_inside_are_copied_and_named() -> None:
@@ -103,9 +103,13 @@ def test_tensors_inside_are_copied_and_named() -> None:
     json = encode_state(value, "tracked/x", tensors)
     moving += 1
     assert sorted(tensors) == sorted(tensor_names(json)) == ["tracked/x/a/0", "tracked/x/a/1/0"]
-    found = decode_state(json, tensors)
-    assert found["a"][0].tolist() == [0.0, 1.0, 2.0]
-    assert found["a"][1][0].tolist() == [0, 1] and found["a"][1][1] == 1.5 and found[7] == math.inf
+    decoded = decode_state(json, tensors)
+    assert decoded["a"][0].tolist() == [0.0, 1.0, 2.0]
+    assert (
+        decoded["a"][1][0].tolist() == [0, 1]
+        and decoded["a"][1][1] == 1.5
+        and decoded[7] == math.inf
+    )
 
 
 def test_what_cannot_be_encoded_is_named() -> None:

@@ -46,22 +46,22 @@ def test_what_compile_returns_is_no_model() -> None:
 
 def test_an_average_of_a_wrapped_model_is_of_the_model_inside() -> None:
     """Else its names in a checkpoint depend on the number of ranks."""
-    given = nn.Linear(2, 1)
-    laid = Wrapped(given)
-    redirect_deepcopy(given, laid, "ddp")
+    original = nn.Linear(2, 1)
+    laid = Wrapped(original)
+    redirect_deepcopy(original, laid, "ddp")
     averages = AveragedModel(laid)
     assert list(averages.state_dict()) == ["n_averaged", "module.weight", "module.bias"]
     with torch.no_grad():
-        given.weight.fill_(3.0)
+        original.weight.fill_(3.0)
     averages.update_parameters(laid)
     torch.testing.assert_close(averages.module.weight, torch.full((1, 2), 3.0))
 
 
 def test_a_model_in_parts_is_not_copied() -> None:
-    given = nn.Linear(2, 1)
-    redirect_deepcopy(given, given, "zero3")
+    original = nn.Linear(2, 1)
+    redirect_deepcopy(original, original, "zero3")
     with pytest.raises(UserError, match="no rank has the whole model"):
-        copy.deepcopy(given)
+        copy.deepcopy(original)
     parts = nn.ModuleDict({"one": nn.Linear(2, 1)})
     redirect_deepcopy(parts, parts, "zero3")
     with pytest.raises(UserError, match="no rank has the whole model"):

@@ -78,27 +78,27 @@ def test_parts_of_a_container_compute_in_16_bits() -> None:
 def test_the_compiler_is_given_the_mode(
     monkeypatch: pytest.MonkeyPatch, strategy: str, compiled: bool | str, mode: str | None
 ) -> None:
-    given: list[Any] = []
+    modes: list[Any] = []
 
     def compile_with(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        given.append(options.get("mode"))
+        modes.append(options.get("mode"))
         return function
 
     monkeypatch.setattr(torch, "compile", compile_with)
     Compute(compiled=compiled).apply(Doubled(), CPU, strategy)
-    assert given == [mode]
+    assert modes == [mode]
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("options", "complaint"),
     [
         ({"precision": "half"}, "precision='half'; it must be one of fp32, bf16"),
         ({"compiled": "fast"}, "compile='fast'; it must be False, True or a mode"),
     ],
 )
-def test_other_values_are_refused(given: dict[str, Any], complaint: str) -> None:
+def test_other_values_are_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        Compute(**given)
+        Compute(**options)
 
 
 def test_64_bit_parameters_are_refused() -> None:

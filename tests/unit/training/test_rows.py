@@ -27,11 +27,11 @@ class Divided(ProcessGroups):
         return "row", "replicas"
 
 
-def assignment(directory: Path, **given: Any) -> Assignment:
+def assignment(directory: Path, **options: Any) -> Assignment:
     """The fourth of six ranks, two on each of three nodes."""
-    own: dict[str, Any] = {"rank": 3, "local_rank": 1, "world_size": 6, "local_world_size": 2}
-    own |= {"nodes": 3, "node": "b", "snapshot_root": str(directory), "token": "t"}
-    return replace(STANDALONE, **own | given)
+    fields: dict[str, Any] = {"rank": 3, "local_rank": 1, "world_size": 6, "local_world_size": 2}
+    fields |= {"nodes": 3, "node": "b", "snapshot_root": str(directory), "token": "t"}
+    return replace(STANDALONE, **fields | options)
 
 
 def test_a_row_is_a_node(tmp_path: Path) -> None:
@@ -54,12 +54,12 @@ def test_a_row_of_one_rank_need_not_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "given"),
+    ("strategy", "options"),
     [("zero2", {"shard": "world"}), ("ddp", {"shard": "node"})],
 )
-def test_a_row_is_the_world(tmp_path: Path, strategy: str, given: dict[str, Any]) -> None:
+def test_a_row_is_the_world(tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
     groups = Divided()
-    rows = Rows.arrange(assignment(tmp_path, **given), groups, strategy)
+    rows = Rows.arrange(assignment(tmp_path, **options), groups, strategy)
     assert rows == Rows(Mesh.of_world(3, 6))
     assert groups.asked == []
 

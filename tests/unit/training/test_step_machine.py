@@ -28,14 +28,14 @@ BATCH = GlobalBatch(epoch=0, start=0, stop=20)
 Only = tuple[str, ...] | None
 
 
-def parts(**given: Any) -> list[MicroBatch]:
-    return list(RankSchedule(plan=PLAN, rank=0, world_size=2, **given).parts(BATCH))
+def parts(**options: Any) -> list[MicroBatch]:
+    return list(RankSchedule(plan=PLAN, rank=0, world_size=2, **options).parts(BATCH))
 
 
-def at_first(**given: Any) -> StepState:
+def at_first(**options: Any) -> StepState:
     """A script that was given the first micro-batch of its first global batch."""
     state = StepState().after(StepEvent.LOADED).next_loop().after(StepEvent.OPEN).begin(BATCH)
-    return state.give(parts(**given)[0], None)
+    return state.give(parts(**options)[0], None)
 
 
 def work(state: StepState, only: Only) -> StepState:
@@ -53,10 +53,12 @@ def test_optimizers_take_turns_in_a_global_batch_of_one_micro_batch() -> None:
     assert not state.partial
 
 
-@pytest.mark.parametrize("given", [{"micro_batch": 5}, {"virtual_batch": 20}, {"virtual_batch": 5}])
-def test_optimizers_take_no_turns_within_several_micro_batches(given: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{"micro_batch": 5}, {"virtual_batch": 20}, {"virtual_batch": 5}]
+)
+def test_optimizers_take_no_turns_within_several_micro_batches(options: Any) -> None:
     """A slice is one micro-batch in some worlds only."""
-    state = work(at_first(**given), ("a",))
+    state = work(at_first(**options), ("a",))
     with pytest.raises(UserError, match="in the middle of a global batch"):
         state.backward(("b",))
 
@@ -280,13 +282,13 @@ def calls(place: str, flags: Flags, batch: list[MicroBatch]) -> Iterator[Call]:
 
 
 @pytest.mark.parametrize(
-    ("given", "answers"), [({}, 8), ({"micro_batch": 5}, 10), ({"virtual_batch": 20}, 9)]
+    ("options", "answers"), [({}, 8), ({"micro_batch": 5}, 10), ({"virtual_batch": 20}, 9)]
 )
 def test_all_sequences_of_calls_are_answered_as_flags_answer_them(
-    given: dict[str, Any], answers: int
+    options: dict[str, Any], answers: int
 ) -> None:
     """Every pair of a state and flags that any sequence leads to is visited once."""
-    batch = parts(**given)
+    batch = parts(**options)
     todo = deque([(StepState().after(StepEvent.LOADED), Flags(), "outside")])
     visited, refusals = set[str](), set[str]()
     while todo:

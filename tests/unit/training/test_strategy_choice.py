@@ -53,11 +53,11 @@ def test_what_is_packed_is_counted_by_its_bytes() -> None:
     named = NamedModel(Model())
     parameters = list(named.parameters.values())
     assert state_size(named, torch.optim.AdamW(parameters)) == StateSize(numbers=2)
-    found = state_size(named, LargePacking(parameters))
+    size = state_size(named, LargePacking(parameters))
     elements = 40 + 16 + 16 + 20 + 7
     packed = elements - 7
-    assert found == StateSize(packed_bytes=(packed * 2 + 7 * 4) / elements)
-    assert found.strategies == ["ddp", "zero1", "zero2"]
+    assert size == StateSize(packed_bytes=(packed * 2 + 7 * 4) / elements)
+    assert size.strategies == ["ddp", "zero1", "zero2"]
 
 
 def test_a_container_limits_free_memory(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def chosen(
     room: int,
     check: Callable[[str], None],
     groups: ProcessGroups | None = None,
-    **given: Any,
+    **options: Any,
 ) -> str:
-    assignment = replace(STANDALONE, world_size=2, nodes=2, **given)
+    assignment = replace(STANDALONE, world_size=2, nodes=2, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strategy_choice, "free_ram_bytes", lambda: room)
         named = NamedModel(Model())
@@ -139,13 +139,13 @@ def test_what_a_strategy_refuses_is_not_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "strategy"),
+    ("room", "other", "strategy"),
     [(1 << 40, 1 << 40, "ddp"), (1 << 40, 0, "zero3"), (0, 1 << 40, "zero3")],
 )
-def test_the_rank_with_the_least_memory_decides(own: int, other: int, strategy: str) -> None:
+def test_the_rank_with_the_least_memory_decides(room: int, other: int, strategy: str) -> None:
     place = RankInfo(rank=0, world_size=2, token="t")
     groups = ProcessGroups(place, torch.device("cpu"), Peer(-other), frozenset())
-    assert chosen(torch.optim.AdamW, room=own, check=takes_any, groups=groups) == strategy
+    assert chosen(torch.optim.AdamW, room=room, check=takes_any, groups=groups) == strategy
 
 
 def test_a_model_that_all_refuse_is_refused() -> None:

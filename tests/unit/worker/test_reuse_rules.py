@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("found", "why"),
+    ("leftovers", "why"),
     [
         ({}, None),
         ({"script_groups": 1}, "1 process group(s) of the script's own are left"),
@@ -33,5 +33,5 @@ MIB = 1 << 20
         ),
     ],
 )
-def test_what_speaks_against_keeping_a_process(found: dict[str, Any], why: str | None) -> None:
-    assert reason_not_to_reuse(Leftovers(**found)) == why
+def test_what_speaks_against_keeping_a_process(leftovers: dict[str, Any], why: str | None) -> None:
+    assert reason_not_to_reuse(Leftovers(**leftovers)) == why

@@ -24,18 +24,18 @@ def test_each_parameter_travels_in_one_message_of_its_owner(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "MESSAGE_BYTES", 1000)
         rounds = deal_whole(parameters, {}, world_size)
-    messages = [message for each in rounds for message in each]
+    messages = [message for round_messages in rounds for message in round_messages]
     assert sorted(n for m in messages for n in m.names) == sorted(parameters)
     owners = owners_of(parameters, world_size)
-    for each in rounds:
-        assert len({message.owner for message in each}) == len(each)
+    for round_messages in rounds:
+        assert len({message.owner for message in round_messages}) == len(round_messages)
     for message in messages:
         assert {owners[name] for name in message.names} == {message.owner}
         assert len({p.dtype for p in message.parameters}) == 1
         assert all(offset % layout.ALIGNMENT == 0 for offset in message.offsets)
         values = [p.detach() for p in message.parameters]
-        found = message.unpack(message.pack(values))
-        assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
+        unpacked = message.unpack(message.pack(values))
+        assert all(torch.equal(a, b) for a, b in zip(unpacked, values, strict=True))
         assert message.empty().numel() == message.numel
 
 

@@ -14,7 +14,7 @@ from elasticzero.state.model import NamedModel
 
 
 @pytest.mark.parametrize(
-    ("strategy", "given", "message"),
+    ("strategy", "options", "message"),
     [
         ("zero3", {}, "--deterministic cannot be had with strategy zero3"),
         ("zero1", {"mirrored_by": 1}, "--deterministic cannot be had with --redundancy mirror"),
@@ -22,7 +22,7 @@ from elasticzero.state.model import NamedModel
     ],
 )
 def test_a_strategy_that_cannot_keep_the_order_refuses_it(
-    strategy: str, given: dict[str, Any], message: str
+    strategy: str, options: dict[str, Any], message: str
 ) -> None:
     model = nn.Linear(2, 2)
     setting = Setting(
@@ -33,7 +33,7 @@ def test_a_strategy_that_cannot_keep_the_order_refuses_it(
         rank=0,
         world_size=2,
         deterministic=True,
-        **given,
+        **options,
     )
     with pytest.raises(UserError, match=message):
         create(strategy, setting)

@@ -38,12 +38,12 @@ def test_every_world_adds_in_the_same_brackets(slices: int, world_size: int) -> 
     whole = PartialSums(slices, bracketed)
     for rank in range(world_size):
         run = run_of(slices, rank, world_size)
-        own = sums_of(run, slices)
-        nodes = [node for node, _ in own.nodes]
+        sums = sums_of(run, slices)
+        nodes = [node for node, _ in sums.nodes]
         assert nodes == largest_nodes(run, slices)
         assert sum(len(node) for node in nodes) == len(run)
         assert len(nodes) <= 2 * max(1, slices.bit_length())
-        for node, value in own.nodes:
+        for node, value in sums.nodes:
             assert value == by_halves(node.start, node.stop)
             whole.put(node, value)
     assert whole.total() == by_halves(0, slices)

@@ -70,16 +70,18 @@ def test_gradients_are_computed_for_what_the_named_optimizers_train() -> None:
 def test_packed_state_of_plain_tensors_is_refused_before_a_step() -> None:
     model = nn.Linear(2, 2)
     kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
-    own = type("Own", (kind,), {})
-    for each in (kind, own):
-        made = each(model.parameters())
-        with pytest.raises(UserError, match=f"{each.__name__} of bitsandbytes keeps packed state"):
+    subclass = type("Own", (kind,), {})
+    for optimizer_type in (kind, subclass):
+        made = optimizer_type(model.parameters())
+        with pytest.raises(
+            UserError, match=f"{optimizer_type.__name__} of bitsandbytes keeps packed state"
+        ):
             open_optimizers(made, NamedModel(model), "elements")
         open_optimizers(made, NamedModel(model), "nothing")
 
 
-@pytest.mark.parametrize("dealt", ["nothing", "elements", "rows"])
-def test_a_scheduler_on_the_optimizer_hides_nothing_of_what_it_keeps(dealt: Any) -> None:
+@pytest.mark.parametrize("division", ["nothing", "elements", "rows"])
+def test_a_scheduler_on_the_optimizer_hides_nothing_of_what_it_keeps(division: Any) -> None:
     """A scheduler wraps the optimizer's step, which must not be what the dummies are stepped by."""
     schemas = []
     for scheduled in (False, True):
@@ -88,7 +90,7 @@ def test_a_scheduler_on_the_optimizer_hides_nothing_of_what_it_keeps(dealt: Any)
         if scheduled:
             torch.optim.lr_scheduler.OneCycleLR(made, 0.1, total_steps=9)
         before = model.weight.detach().clone()
-        schemas.append(open_optimizers(made, NamedModel(model), dealt).schema("weight"))
+        schemas.append(open_optimizers(made, NamedModel(model), division).schema("weight"))
         assert torch.equal(model.weight, before) and not made.state
     assert schemas[0] == schemas[1] and set(schemas[1]) == {"step", "exp_avg", "exp_avg_sq"}
 

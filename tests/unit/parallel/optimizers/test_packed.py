@@ -25,9 +25,9 @@ from tests.support.packing import Blocks, LargePacking, Packing
 from tests.unit.state.test_state import CPU, Small, build, save, train
 
 
-def opened(kind: Any, dealt: Dealt, model: nn.Module | None = None) -> Optimizers:
+def opened(kind: Any, division: Dealt, model: nn.Module | None = None) -> Optimizers:
     model = model or Small()
-    return open_optimizers(kind(list(model.parameters())), NamedModel(model), dealt)
+    return open_optimizers(kind(list(model.parameters())), NamedModel(model), division)
 
 
 def test_a_packed_entry_is_taken_apart_and_put_together() -> None:
@@ -35,10 +35,10 @@ def test_a_packed_entry_is_taken_apart_and_put_together() -> None:
     inner = Blocks.of(torch.arange(8.0), 2, most=50)
     blocks = Blocks.of(values, 4)
     blocks.scale = inner  # packed twice
-    found = stored_state({"step": 3, "m": blocks, "nothing": None})
-    assert list(found) == ["step", "m.codes", "m.scale.codes", "m.scale.scale"]
-    assert all(type(tensor) is Tensor for tensor in found.values())
-    again = PackedEntry("m", blocks).put_together(found)
+    state = stored_state({"step": 3, "m": blocks, "nothing": None})
+    assert list(state) == ["step", "m.codes", "m.scale.codes", "m.scale.scale"]
+    assert all(type(tensor) is Tensor for tensor in state.values())
+    again = PackedEntry("m", blocks).put_together(state)
     assert is_packed(again) and isinstance(again, Blocks) and isinstance(again.scale, Blocks)
     assert torch.equal(again.codes, blocks.codes) and again.most == 100
     assert torch.equal(again.scale.values(), inner.values()) and again.scale.most == 50
@@ -59,8 +59,8 @@ def test_a_shape_larger_than_the_memory_takes_none() -> None:
     huge = nn.Parameter(torch.empty(1 << 21, 1 << 21, device="meta"))
     model.register_parameter("huge", huge)
     made = LargePacking(model.parameters())
-    found = open_optimizers(made, NamedModel(model), "elements").schema("huge")
-    assert found["momentum.scale"].size == (1 << 40,)
+    schema = open_optimizers(made, NamedModel(model), "elements").schema("huge")
+    assert schema["momentum.scale"].size == (1 << 40,)
 
 
 @pytest.mark.parametrize("kind", [Packing, LargePacking])
@@ -76,8 +76,8 @@ def fixed_order(kind: Any) -> Any:
     """zero1 under --deterministic, of one rank."""
     model = Small()
     named = NamedModel(model)
-    given: dict[str, Any] = {"model": model, "named": named, "factory": kind, "device": CPU}
-    return create("zero1", Setting(rank=0, world_size=1, deterministic=True, **given))
+    options: dict[str, Any] = {"model": model, "named": named, "factory": kind, "device": CPU}
+    return create("zero1", Setting(rank=0, world_size=1, deterministic=True, **options))
 
 
 @pytest.mark.parametrize("kind", [Packing, LargePacking])
@@ -153,7 +153,7 @@ class DummiesAlone(Packing):
         super().update(parameter, {**group, "least": least})
 
 
-@pytest.mark.parametrize("dealt", ["nothing", "elements"])
+@pytest.mark.parametrize("division", ["nothing", "elements"])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -161,9 +161,11 @@ class DummiesAlone(Packing):
         (AtOnce, "it packs state when it is built"),
     ],
 )
-def test_packed_state_of_an_unknown_form_is_refused(kind: Any, dealt: Dealt, message: str) -> None:
+def test_packed_state_of_an_unknown_form_is_refused(
+    kind: Any, division: Dealt, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        opened(kind, dealt)
+        opened(kind, division)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1"])
