@@ -73,10 +73,11 @@ def bound_names(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_names_say_what_the_value_is(root: Path) -> None:
-    files = {path: str(path.relative_to(root)) for path in sources(root, PRODUCT)}
+    files = {path: str(path.relative_to(root)) for path in sources(root)}
     bound = [(files[path], *names) for path in files for names in bound_names(path)]
     assert len(bound) > 10_000
-    empty = [place for place in bound if place[2] in EMPTY_NAMES]
+    results = "benchmarks/recovery_report.py"  # its field `found` is a key of recorded results
+    empty = [place for place in bound if place[2] in EMPTY_NAMES and place[0] != results]
     excused = {
         folder for folder in WITH_EMPTY_NAMES for file, *_ in empty if file.startswith(f"{folder}/")
     }
@@ -107,8 +108,8 @@ def test_docstrings_describe_the_parameters_that_exist(root: Path) -> None:
 
 def test_imports_go_one_way(root: Path) -> None:
     lint = Path(sys.executable).parent / "lint-imports"
-    found = run(str(lint), "--no-cache", cwd=root)
-    assert found.returncode == 0, found.stdout + found.stderr
+    completed = run(str(lint), "--no-cache", cwd=root)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -122,15 +123,15 @@ def test_imports_go_one_way(root: Path) -> None:
 )
 def test_import_leaves_torch_alone(root: Path, module: str) -> None:
     program = f"import {module}, sys; assert 'torch' not in sys.modules"
-    found = run(sys.executable, "-c", program, cwd=root)
-    assert found.returncode == 0, found.stderr
+    completed = run(sys.executable, "-c", program, cwd=root)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.parametrize("name", ["launcher", "checkpoint"])
 def test_a_bare_import_is_refused(root: Path, name: str) -> None:
-    found = run(sys.executable, "-c", f"import {name}", cwd=root)
-    assert found.returncode == 1
-    reason = found.stderr.splitlines()[-1]
+    completed = run(sys.executable, "-c", f"import {name}", cwd=root)
+    assert completed.returncode == 1
+    reason = completed.stderr.splitlines()[-1]
     assert reason.startswith("ImportError: ")
     assert f"elasticzero.{name}" in reason
 
@@ -209,11 +210,11 @@ def test_every_file_that_the_pages_name_exists(root: Path) -> None:
     """`a/b.py` is a path from the root, or one below a folder of sources; `b.py` is any file."""
     listed = run("git", "ls-files", "-co", "--exclude-standard", cwd=root).stdout.splitlines()
     files = {name for name in listed if (root / name).exists()}
-    known = {"/".join(name.split("/")[-n:]) for name in files for n in range(1, 5)}
+    suffixes = {"/".join(name.split("/")[-n:]) for name in files for n in range(1, 5)}
     missing = []
     for page in pages(root):
         for name in re.findall(r"`([\w./-]+\.(?:py|toml|yaml|yml))(?:::\w+)?`", page.read_text()):
-            if name not in files and name not in known:
+            if name not in files and name not in suffixes:
                 missing.append(f"{page.relative_to(root)}: {name}")
     allowed = {"train.py", "plain.py", "fsdp.py", "infer.py"}
     missing = [line for line in missing if line.rpartition(" ")[2] not in allowed]
