@@ -102,13 +102,13 @@ def test_two_operators_drain_scale_and_stop_a_job(
         assert reason(told) == f"{last} waits: 2 nodes at most"
         assert operator.sees_states()[last] == "waiting"
 
-        said_at_the_end = operator.asks("stop", "--wait")
+        final_output = operator.asks("stop", "--wait")
         codes = told.wait_for_end()
     assert codes == {first: 0, second: 0, third: 0}
     assert told.lineage.recomputed == 0 and ram_only(told)
     assert catalog.newest_good(open_directory(checkpoints)) == told.step
     goes_on = f"--restart goes on from the checkpoint of step {told.step}"
-    assert goes_on in said_at_the_end
+    assert goes_on in final_output
     assert goes_on in told.cluster.nodes[first].log.read_text()
     assert "stopped" in operator.asks("status")
     again = ["run", "--etcd", etcd.endpoint, "--job", job, "--http-port", "0", "--nnodes", "1:1"]

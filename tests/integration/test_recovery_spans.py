@@ -107,7 +107,7 @@ def test_a_span_lies_where_the_recovery_was_and_its_phases_in_it(
 
 
 @pytest.mark.parametrize(
-    ("variables", "endpoint"),
+    ("variables", "message"),
     [
         ({}, None),
         ({"OTEL_SDK_DISABLED": "true", ENDPOINT: "http://127.0.0.1:1"}, None),
@@ -118,13 +118,13 @@ def test_a_span_lies_where_the_recovery_was_and_its_phases_in_it(
     ],
 )
 def test_where_no_spans_are_sent(
-    variables: dict[str, str], endpoint: str | None, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     lines: list[str] = []
     assert open_spans("j", "n", lines.append) is None
-    assert lines == ([endpoint] if endpoint else [])
+    assert lines == ([message] if message else [])
 
 
 @pytest.mark.timeout(120)

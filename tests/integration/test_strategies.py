@@ -42,11 +42,11 @@ def plain(steps: int, *, weighted: bool) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    found_state = {f"model/{n}": p.detach() for n, p in model.named_parameters()}
+    plain_state = {f"model/{n}": p.detach() for n, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            found_state[f"optimizer/{name}/{key}"] = value
-    return found_state
+            plain_state[f"optimizer/{name}/{key}"] = value
+    return plain_state
 
 
 def assert_close(directory: Path, expected: dict[str, Tensor]) -> None:

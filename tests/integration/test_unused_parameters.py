@@ -53,8 +53,8 @@ def plain(
         squares(model, {k: torch.stack([s[k] for s in chosen]) for k in chosen[0]}).backward()
         if sums is not None:
             used = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-            found_sums = {name: clamp(name, gradient.view(-1)) for name, gradient in used}
-            sums.append({n: 0.0 if v is None else float(v) for n, v in found_sums.items()})
+            clamped_sums = {name: clamp(name, gradient.view(-1)) for name, gradient in used}
+            sums.append({n: 0.0 if v is None else float(v) for n, v in clamped_sums.items()})
         if told.get("clip"):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), told["clip"])
             norms.append(float(norm))

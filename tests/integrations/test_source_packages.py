@@ -97,14 +97,12 @@ def test_files_are_shards_and_a_shard_is_read_from_any_sample(
     source: Any = stream.source
     assert stream_order(stream, 0, True).shards == source.shards > 4
     numbers = [[s[2] for s in source.read(shard, 0)] for shard in range(source.shards)]
-    assert sorted(number for shard_numbers in numbers for number in shard_numbers) == list(
-        range(SAMPLES)
-    )
+    assert sorted(number for samples in numbers for number in samples) == list(range(SAMPLES))
     if kind == "webdataset":
         assert tuple(map(len, numbers)) == SIZES
-    for shard, shard_numbers in enumerate(numbers):
-        for start in (1, len(shard_numbers) - 1, len(shard_numbers)):
-            assert [s[2] for s in source.read(shard, start)] == shard_numbers[start:]
+    for shard, samples in enumerate(numbers):
+        for start in (1, len(samples) - 1, len(samples)):
+            assert [s[2] for s in source.read(shard, start)] == samples[start:]
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "litdata"])

@@ -246,9 +246,9 @@ class Rules:
         seen = self._cluster.storage.newest_good(
             before_s=self._cluster.timeline.now_s - STORAGE_SEEN_WITHIN_S
         )
-        known_bad = seen in after.bad_steps
+        is_bad = seen in after.bad_steps
         self.require(
-            resume.step >= (seen or 0) or known_bad,
+            resume.step >= (seen or 0) or is_bad,
             "R5",
             f"{after.generation} starts from step {resume.step}, though storage has {seen}",
         )
@@ -360,11 +360,11 @@ class Rules:
         same |= self._cluster.etcd.losses > 0 and world.token in self._tokens
         self.require(same, "R1", text)
         member = world.members[index]
-        mine_too = (member.node, member.incarnation) == (
+        same_process = (member.node, member.incarnation) == (
             agent.host.name,
             agent.membership.me.incarnation,
         )
-        self.require(mine_too, "R6", f"{text} in the place of {member.node}")
+        self.require(same_process, "R6", f"{text} in the place of {member.node}")
         self.started[world.generation] = self.started.get(world.generation, 0) + 1
 
     def done_written(self, done: Done) -> None:

@@ -161,13 +161,11 @@ def test_help_lists_25_options_and_help_all_every_one(
     """A new option takes the place of another, or is among those that `--help-all` lists."""
     short = listed_by(f"{command} --help", capsys)
     assert len(short) == 25
-    flags_by_name = {o.name: o.flags for o in options if o.help != argparse.SUPPRESS}
-    listed = {name for name, flags in flags_by_name.items() if short.intersection(flags)}
-    assert listed == LISTED.intersection(flags_by_name).union(
-        {"nodes", "fault"} & flags_by_name.keys()
-    )
+    flags_of = {o.name: o.flags for o in options if o.help != argparse.SUPPRESS}
+    listed = {name for name, flags in flags_of.items() if short.intersection(flags)}
+    assert listed == LISTED.intersection(flags_of).union({"nodes", "fault"} & flags_of.keys())
     every = listed_by(f"{command} --help-all", capsys)
-    assert all(every.intersection(flags) for flags in flags_by_name.values())
+    assert all(every.intersection(flags) for flags in flags_of.values())
     assert listed_by(f"{command} --nnodes 2 {HELP_ALL} --etcd", capsys) == every
 
 

@@ -42,11 +42,11 @@ def test_each_worker_has_a_gpu_of_its_own(two_gpus: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("countersigned", "shut", "right"),
+    ("signers", "shut", "right"),
     [(3, False, True), (2, False, False), (0, False, False), (3, True, False)],
 )
 def test_every_rank_countersigns_or_none_goes_on(
-    monkeypatch: pytest.MonkeyPatch, countersigned: int, shut: bool, right: bool
+    monkeypatch: pytest.MonkeyPatch, signers: int, shut: bool, right: bool
 ) -> None:
     """Of three ranks so many gave this time's number, and two the time before's."""
     seen: list[int] = []
@@ -54,9 +54,7 @@ def test_every_rank_countersigns_or_none_goes_on(
     def all_reduce(tensor: torch.Tensor) -> None:
         value = int(tensor.item())
         tensor.copy_(
-            torch.tensor(
-                [countersigned * value + (3 - countersigned) * (seen[-1] if seen else value)]
-            )
+            torch.tensor([signers * value + (3 - signers) * (seen[-1] if seen else value)])
         )
         seen.append(value)
         if shut:

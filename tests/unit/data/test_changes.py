@@ -178,9 +178,9 @@ def test_a_change_that_nobody_asked_for_is_refused(
 ) -> None:
     before = plan_of(40, 4)
     at = stepped(before, before.start(DataPosition(), 0), 3)
-    for given_ in ((), allowed):
+    for changes in ((), allowed):
         with pytest.raises(UserError) as refused:
-            after.start(at, 0, allowed=given_)
+            after.start(at, 0, allowed=changes)
         assert [word for word in phrases if word not in str(refused.value)] == []
 
 

@@ -146,7 +146,7 @@ def test_a_request_names_what_the_order_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_sizes", "text"),
+    ("sizes", "text"),
     [
         ({"virtual_batch": 4}, "virtual_batch is 4; global_batch, which is 6, must be a multiple"),
         ({"virtual_batch": 0}, "virtual_batch is 0; global_batch, which is 6, must be a multiple"),
@@ -155,10 +155,10 @@ def test_a_request_names_what_the_order_says() -> None:
         ({}, "smaller than the world of 7 ranks"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(given_sizes: dict[str, Any], text: str) -> None:
+def test_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], text: str) -> None:
     plan = BatchPlan(order=SampleOrder(samples=20), global_batch=6, epochs=1)
     with pytest.raises(UserError, match=text):
-        RankSchedule(plan=plan, rank=0, world_size=7, **given_sizes)
+        RankSchedule(plan=plan, rank=0, world_size=7, **sizes)
 
 
 def test_more_ranks_than_slices_are_allowed() -> None:

@@ -129,9 +129,7 @@ def test_a_stored_choice_is_not_made_again() -> None:
     assert choice.used("auto").size_bytes == 5
     assert choice.used(None).size_bytes is None
     assert choice.used(7).size_bytes == 7
-    assert {choice.used(bucket_bytes).order for bucket_bytes in ("auto", None, 7)} == {
-        (4, 3, 2, 1, 0)
-    }
+    assert {choice.used(size).order for size in ("auto", None, 7)} == {(4, 3, 2, 1, 0)}
 
 
 def test_nothing_is_stored_before_something_is_chosen() -> None:

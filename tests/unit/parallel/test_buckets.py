@@ -78,9 +78,9 @@ def test_whole_parameters_are_dealt_evenly_and_never_cut(
     """No rank has more than a mean rank and the largest parameter."""
     parameters = {str(i): nn.Parameter(torch.randn(n, 2)) for i, n in enumerate(sizes)}
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    all_dealt = list(deal(parameters, groups(parameters, "parameters"), ranks, limit))
+    bucket_plans = list(deal(parameters, groups(parameters, "parameters"), ranks, limit))
     names_by_rank: list[set[str]] = [set() for _ in range(ranks)]
-    for bucket_plan in all_dealt:
+    for bucket_plan in bucket_plans:
         for rank in range(ranks):
             bucket_parameters = [parameters[name] for name in bucket_plan.names]
             bucket = FlatBucket(bucket_plan, bucket_parameters, rank, ranks)

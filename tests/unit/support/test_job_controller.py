@@ -304,13 +304,10 @@ def test_a_suspended_job_has_no_pods_and_their_ends_do_not_count() -> None:
 
 def test_a_deadline_counts_from_the_start_or_the_resumption() -> None:
     job = spec(1, active_deadline_s=10.0)
-    started = decide(job, JobStatus(), [], 100.0).status
-    assert condition(decide(job, started, running(0), 109.0)) == ("", "")
-    assert condition(decide(job, started, running(0), 110.0)) == (
-        "FailureTarget",
-        "DeadlineExceeded",
-    )
-    paused = decide(patched(job, suspend=True), started, [], 105.0).status
+    fresh = decide(job, JobStatus(), [], 100.0).status
+    assert condition(decide(job, fresh, running(0), 109.0)) == ("", "")
+    assert condition(decide(job, fresh, running(0), 110.0)) == ("FailureTarget", "DeadlineExceeded")
+    paused = decide(patched(job, suspend=True), fresh, [], 105.0).status
     resumed = decide(job, paused, [], 200.0).status
     assert condition(decide(job, resumed, running(0), 209.0)) == ("", "")
 

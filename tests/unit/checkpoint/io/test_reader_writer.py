@@ -146,9 +146,9 @@ def test_pieces_that_are_not_the_layout_s_are_refused(tmp_path: Path) -> None:
         "999 elements": [replace(p, data=p.data[1:]) if p.name == "model/b" else p for p in right],
         "float32 were given for F64": [replace(p, data=p.data.float()) for p in right],
     }
-    for complaint, given_pieces in wrong.items():
+    for complaint, wrong_pieces in wrong.items():
         with pytest.raises(ValueError, match=complaint):
-            write_checkpoint(DiskDirectory(tmp_path), draft, 0, given_pieces, NO_WAIT)
+            write_checkpoint(DiskDirectory(tmp_path), draft, 0, wrong_pieces, NO_WAIT)
     assert os.listdir(tmp_path) == []
 
 

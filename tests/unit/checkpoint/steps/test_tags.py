@@ -351,13 +351,11 @@ def test_a_tagged_save_harmed_at_each_call(tmp_path: Path, harm: Harm) -> None:
         place = tmp_path / str(at)
         faults = save_harmed(place, harm, at)
         directory = DiskDirectory(place)
-        tagged_step = named(place)["best"]
-        assert catalog.step_error(directory.step(step_directory(tagged_step))) is None, (
-            faults.calls[at:]
-        )
+        tagged = named(place)["best"]
+        assert catalog.step_error(directory.step(step_directory(tagged))) is None, faults.calls[at:]
         new = commit.is_good(directory.step(step_directory(2)))
-        assert tagged_step == 1 or new
-        outcomes.add((tagged_step, new))
+        assert tagged == 1 or new
+        outcomes.add((tagged, new))
         third = draft(3, generation=5)
         save(directory, third)
         for _ in range(2):

@@ -62,9 +62,9 @@ def test_readers_have_each_sample_once(sizes: list[int], data: st.DataObject) ->
         shuffle=data.draw(st.booleans()),
     )
     source = Shards(sizes)
-    given_ = [sample for reader in fresh(source, order, 3).values() for sample in rest(reader)]
+    drawn = [sample for reader in fresh(source, order, 3).values() for sample in rest(reader)]
     everything = [(shard, n) for shard, size in enumerate(sizes) for n in range(size)]
-    assert sorted(given_) == everything
+    assert sorted(drawn) == everything
     assert source.read_samples == len(everything)  # a shard of several readers is read once
 
 
@@ -114,16 +114,16 @@ def test_readers_unless_told_are_about_64_and_alike(shards: int, readers: int) -
 
 
 @pytest.mark.parametrize(
-    ("given_", "message"),
+    ("sizes", "message"),
     [
         ({"shards": 0, "readers": 1, "window": 1}, "no shards"),
         ({"shards": 3, "readers": 0, "window": 1}, "readers is 0"),
         ({"shards": 3, "readers": 3, "window": 0}, "shuffle_window is 0"),
     ],
 )
-def test_other_orders_are_refused(given_: dict[str, Any], message: str) -> None:
+def test_other_orders_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        StreamOrder(**given_)
+        StreamOrder(**sizes)
 
 
 def test_readers_that_cannot_be_dealt_the_shards_are_refused() -> None:

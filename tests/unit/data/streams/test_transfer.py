@@ -63,9 +63,9 @@ def test_no_batch_changes_while_later_ones_are_read(workers: int, global_batch: 
     expected = batches(0, global_batch)
     received = batches(workers, global_batch)
     assert len(received) == len(expected) > 2 * COMMANDS
-    for batch, as_wanted in zip(received, expected, strict=True):
+    for batch, expected_batch in zip(received, expected, strict=True):
         keys = batch["key"]
-        assert sorted(keys.tolist()) == sorted(as_wanted["key"].tolist())
+        assert sorted(keys.tolist()) == sorted(expected_batch["key"].tolist())
         assert torch.equal(batch["large"], keys.to(torch.int32)[:, None].expand(-1, 9000))
         assert torch.equal(batch["pair"][0], keys.double()[:, None].expand(-1, 5000))
         assert torch.equal(batch["pair"][1], torch.stack([keys, -keys], 1))

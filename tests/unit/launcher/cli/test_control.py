@@ -103,13 +103,13 @@ def test_what_cannot_be_is_refused(store: MemoryStore, server: MemoryServer) -> 
         stop(MemoryStore(MemoryServer(lambda: 0.0)), JOB, None)
 
 
-@pytest.mark.parametrize("arguments", ["3:1", "0:2", "x"])
+@pytest.mark.parametrize("limits", ["3:1", "0:2", "x"])
 def test_invalid_limits_are_refused_before_etcd_is_read(
-    arguments: str, capsys: pytest.CaptureFixture[str]
+    limits: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["scale", arguments, "--job", JOB, "--etcd", "127.0.0.1:1"]
+    command = ["scale", limits, "--job", JOB, "--etcd", "127.0.0.1:1"]
     assert main(command) == ExitCode.USAGE
-    assert f"error: scale {arguments}: " in capsys.readouterr().err
+    assert f"error: scale {limits}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -176,11 +176,11 @@ def test_notices_merge_to_the_first_reason_and_earliest_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_s", "margin_s"), [(120.0, 5.0), (25.0, 5.0), (20.0, 5.0), (4.0, 1.0), (0.0, 0.0)]
+    ("notice_s", "margin_s"), [(120.0, 5.0), (25.0, 5.0), (20.0, 5.0), (4.0, 1.0), (0.0, 0.0)]
 )
-def test_the_margin_is_a_part_of_what_is_given(given_s: float, margin_s: float) -> None:
-    notice = PreemptionNotice(reason="r", received_s=NOW, by_s=NOW + given_s)
-    assert boundary_deadline_s(notice, POLICY) == NOW + given_s - margin_s
+def test_the_margin_is_a_part_of_what_is_given(notice_s: float, margin_s: float) -> None:
+    notice = PreemptionNotice(reason="r", received_s=NOW, by_s=NOW + notice_s)
+    assert boundary_deadline_s(notice, POLICY) == NOW + notice_s - margin_s
 
 
 def test_without_a_deadline_a_boundary_is_awaited_forever() -> None:

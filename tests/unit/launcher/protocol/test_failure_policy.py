@@ -84,7 +84,7 @@ def test_what_counts_against_max_restarts(
 ) -> None:
     """reports: the nodes that made one; those that leave in capitals."""
     reports_by_node = {
-        name.lower(): replace(report_of(None), leaving=name.isupper()) for name in reports
+        name.lower(): replace(report(None), leaving=name.isupper()) for name in reports
     }
     assert failures_without_progress(world(), resume_step, cause, reports_by_node) == expected
 
@@ -92,7 +92,7 @@ def test_what_counts_against_max_restarts(
 def test_a_lack_of_memory_counts_for_nothing() -> None:
     """The next generation has smaller micro-batches; it is no fault of the node's."""
     short = Failure(rank=0, blame="memory", message="out of memory", step=20, micro_batch=4)
-    reports = {"a": report_of(short), "b": report_of(PEER)}
+    reports = {"a": report(short), "b": report(PEER)}
     assert root_cause(reports) == ("a", short)
     assert failures_without_progress(world(), 20, ("a", short), reports) == world().fruitless
     assert setbacks(world(), 20, ("a", short), reports) == ()
@@ -103,7 +103,7 @@ def test_a_lack_of_memory_counts_for_nothing() -> None:
 def test_a_rollback_is_no_failure() -> None:
     batch = LeftOutBatch(step=31, dataset=0, epoch=0, start=240, stop=248)
     back = Failure(rank=0, blame="rollback", message="step 31", step=30, left_out=batch)
-    reports = {"a": report_of(back), "b": report_of(PEER)}
+    reports = {"a": report(back), "b": report(PEER)}
     assert root_cause(reports) == ("a", back)
     assert failures_without_progress(world(), 20, ("a", back), reports) == world().fruitless
     assert setbacks(world(), 20, ("a", back), reports) == ()
@@ -118,7 +118,7 @@ def test_a_batch_is_left_out_until_a_state_records_it() -> None:
     ]
     failures = [Failure(rank=0, blame="rollback", message="", left_out=b) for b in batches[1:]]
     before = world(left_out=(batches[0],))
-    reports = {"a": report_of(failures[0]), "b": report_of(failures[1]), "c": report_of(PEER)}
+    reports = {"a": report(failures[0]), "b": report(failures[1]), "c": report(PEER)}
     for step, left in ((20, batches), (25, batches[1:]), (31, batches[2:]), (40, [])):
         assert list(left_out_after(before, Resume(tier="ram", step=step), reports)) == left
     stored = world(left_out=tuple(batches))
@@ -143,7 +143,7 @@ UNREAD = Failure(rank=0, blame="environment", message="a shard cannot be read", 
 def test_a_state_whose_holder_is_gone_is_nobodys_fault(
     failure: Failure, nodes: str, counts: bool
 ) -> None:
-    reports = dict.fromkeys(nodes, report_of(None)) | {"a": report_of(failure)}
+    reports = dict.fromkeys(nodes, report(None)) | {"a": report(failure)}
     started = world(resume=HELD_BY_C)
     assert (
         failures_without_progress(started, 20, ("a", failure), reports)
@@ -173,7 +173,7 @@ def test_what_must_be_got_past(
 def test_steps_that_were_reached_before_are_no_progress() -> None:
     """A failure had thrown the job back behind them."""
     behind = world(resume=Resume(tier="fresh"), furthest=20, setbacks=(told(2),))
-    reports = dict.fromkeys("ab", report_of(None))
+    reports = dict.fromkeys("ab", report(None))
     assert failures_without_progress(behind, 20, ("a", OWN), reports) == behind.fruitless + 1
     assert setbacks(behind, 20, ("a", OWN)) == (told(2), told(3))
     assert failures_without_progress(behind, 21, ("a", OWN), reports) == 0
@@ -229,7 +229,7 @@ def test_errors_that_are_alike_are_the_scripts(
     assert repeated_failure_note(row) == expected
 
 
-def report_of(failure: Failure | None) -> Report:
+def report(failure: Failure | None) -> Report:
     return Report(incarnation="i", phase="stopped", failure=failure)
 
 
@@ -264,12 +264,12 @@ def test_strikes(
     lasted_s: float,
     after: tuple[NodeStrikes, ...],
 ) -> None:
-    assert strikes(world(strikes=before), {"a": report_of(a), "b": report_of(b)}, lasted_s) == after
+    assert strikes(world(strikes=before), {"a": report(a), "b": report(b)}, lasted_s) == after
 
 
 def test_a_node_alone_gets_no_strikes() -> None:
     alone = world(members=(member("a"),), strikes=TWICE)
-    assert strikes(alone, {"a": report_of(OWN)}, 1.0) == ()
+    assert strikes(alone, {"a": report(OWN)}, 1.0) == ()
 
 
 def left(count: int, waited_s: float | None) -> float | None:
@@ -319,7 +319,7 @@ KILLED = Failure(rank=1, blame="killed", message="killed by SIGSEGV")
 
 
 @pytest.mark.parametrize(
-    ("trained", "a", "b", "c", "outlying"),
+    ("trained", "a", "b", "c", "odd"),
     [
         (2, None, None, OWN, "c"),
         (2, PEER, PEER, KILLED, "c"),
@@ -347,48 +347,41 @@ KILLED = Failure(rank=1, blame="killed", message="killed by SIGSEGV")
     ],
 )
 def test_which_nodes_are_set_aside_at_once(
-    trained: int, a: Failure | None, b: Failure | None, c: Failure | None, outlying: str
+    trained: int, a: Failure | None, b: Failure | None, c: Failure | None, odd: str
 ) -> None:
     three = world(members=tuple(map(member, "abc")), trained=trained)
-    reports = {"a": report_of(a), "b": report_of(b), "c": report_of(c)}
-    assert set(outliers(three, reports, set("abc"), least=2 if trained == 0 else 1)) == set(
-        outlying
-    )
+    reports = {"a": report(a), "b": report(b), "c": report(c)}
+    assert set(outliers(three, reports, set("abc"), least=2 if trained == 0 else 1)) == set(odd)
 
 
 def test_a_newcomer_that_made_steps_is_judged_like_the_others() -> None:
     three = world(members=tuple(map(member, "abc")), trained=2)
-    reports = {
-        "a": replace(report_of(None), final_step=21),
-        "b": report_of(None),
-        "c": report_of(OWN),
-    }
+    reports = {"a": replace(report(None), final_step=21), "b": report(None), "c": report(OWN)}
     assert not outliers(three, reports, set("abc"), 1)
     assert trained(three, reports, {"a", "b", "c"}) == 3
-    assert trained(three, {"a": report_of(None)}, {"a", "c"}) == 1
+    assert trained(three, {"a": report(None)}, {"a", "c"}) == 1
 
 
 def test_a_script_that_starts_slowly_on_one_node_has_not_trained() -> None:
     three = world(members=tuple(map(member, "abc")), trained=2)
-    ran = {node: replace(report_of(None), ran=True) for node in "abc"}
-    assert set(
-        outliers(three, {**ran, "a": report_of(None), "c": report_of(OWN)}, set("abc"), 1)
-    ) == {"c"}
+    ran = {node: replace(report(None), ran=True) for node in "abc"}
+    reports = {**ran, "a": report(None), "c": report(OWN)}
+    assert set(outliers(three, reports, set("abc"), 1)) == {"c"}
     assert trained(three, ran, set("abc")) == 3, "all run a plain script"
 
 
 @pytest.mark.parametrize(
-    "c", [replace(report_of(PEER), leaving=True), None], ids=["leaves", "is lost"]
+    "c", [replace(report(PEER), leaving=True), None], ids=["leaves", "is lost"]
 )
 def test_a_lost_peer_is_no_newcomers_fault_where_one_is_gone(c: Report | None) -> None:
     three = world(members=tuple(map(member, "abc")), trained=2)
-    reports = {"a": report_of(PEER), "b": report_of(PEER)} | ({"c": c} if c is not None else {})
+    reports = {"a": report(PEER), "b": report(PEER)} | ({"c": c} if c is not None else {})
     assert not outliers(three, reports, set("ab"), 1)
 
 
 def test_a_failure_that_sets_a_node_aside_strikes_at_once() -> None:
     """It does not count as a failure of the job."""
-    reports = {"a": report_of(PEER), "b": report_of(BAD_INPUT)}
+    reports = {"a": report(PEER), "b": report(BAD_INPUT)}
     assert (
         failures_without_progress(world(), 20, ("b", BAD_INPUT), reports, excused=True)
         == world().fruitless
@@ -426,7 +419,7 @@ def test_the_same_exception_at_one_step_on_two_nodes(
 
 
 def test_all_nodes_that_fail_alike_are_remembered() -> None:
-    reports = {"a": report_of(OWN), "b": report_of(replace(OWN, rank=1)), "c": report_of(PEER)}
+    reports = {"a": report(OWN), "b": report(replace(OWN, rank=1)), "c": report(PEER)}
     (setback,) = setbacks(world(), 20, ("a", OWN), reports)
     assert (setback.node, setback.others) == ("a", ("b",))
 
@@ -447,7 +440,7 @@ def test_snapshots_are_no_progress_for_a_crash_that_recurs(
     """The state comes on from step 15 to 18 by a snapshot; it failed before after step 25."""
     failure = replace(OWN, step=step, message=message)
     creeps = world(resume=Resume(tier="ram", step=15), setbacks=(told(2, step=25),))
-    reports = dict.fromkeys("ab", report_of(None))
+    reports = dict.fromkeys("ab", report(None))
     assert failures_without_progress(creeps, resume_step, ("a", failure), reports) == count
     kept = told(2, step=25) in setbacks(creeps, resume_step, ("a", failure), reports)
     assert kept == (resume_step <= 25), "remembered until the state is past that step"
@@ -456,12 +449,9 @@ def test_snapshots_are_no_progress_for_a_crash_that_recurs(
 def test_the_same_exception_twice_on_one_node_sets_it_aside() -> None:
     """The others show whether it is the script's."""
     once = world(setbacks=(told(2),), strikes=(NodeStrikes(node="a", count=1),))
-    assert (
-        strikes(once, {"a": report_of(OWN), "b": report_of(PEER)}, 1.0)[0].count
-        == QUARANTINE_STRIKES
-    )
+    assert strikes(once, {"a": report(OWN), "b": report(PEER)}, 1.0)[0].count == QUARANTINE_STRIKES
     killed = world(setbacks=(told(2, blame="killed", message=KILLED.message),))
-    assert strikes(killed, {"a": report_of(KILLED), "b": report_of(PEER)}, 1.0)[0].count == 1
+    assert strikes(killed, {"a": report(KILLED), "b": report(PEER)}, 1.0)[0].count == 1
 
 
 @pytest.mark.parametrize(
