@@ -30,8 +30,8 @@ def expected_weights() -> dict[str, Tensor]:
     return undisturbed(global_batch=12, epochs=2)
 
 
-def job_arguments(script_words: str, *options: str) -> list[str]:
-    return [*options, str(SCRIPT), *script_words.split()]
+def job_arguments(script_arguments: str, *options: str) -> list[str]:
+    return [*options, str(SCRIPT), *script_arguments.split()]
 
 
 def world(told: Story, generation: int) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def test_a_rank_that_differs_is_set_aside_and_its_steps_redone(
 ) -> None:
     """One element of a parameter, one bit, or the learning rate, on rank 1 after step 7: the run
     ended with exit code 0 and other weights than an undisturbed one."""
-    told_words = job_arguments(
+    arguments = job_arguments(
         f"--change 1:{change}@7",
         *["--nnodes", "2:3", "--strategy", strategy, "--verify-replicas", every],
         *["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "4"],
     )
-    with story(tmp_path, etcd.endpoint, job, told_words, nodes=3) as told:
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {0}, told.logs()
     first, second = world(told, 1), world(told, 2)
@@ -85,12 +85,12 @@ def test_two_ranks_that_differ_go_back_to_a_verified_state(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, expected_weights: dict[str, Tensor]
 ) -> None:
     """Without a majority none of both is right; and no checkpoint was written after the change."""
-    told_words = job_arguments(
+    arguments = job_arguments(
         "--change 1:add@7",
         *["--nnodes", "2:2", "--strategy", strategy, "--verify-replicas", "1"],
         *["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "2"],
     )
-    with story(tmp_path, etcd.endpoint, job, told_words, nodes=2) as told:
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {0}, told.logs()
     second = world(told, 2)
@@ -103,8 +103,8 @@ def test_two_ranks_that_differ_go_back_to_a_verified_state(
 def test_two_ranks_that_differ_end_a_job_without_checkpoints(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    told_words = job_arguments("--change 1:bit@7", "--nnodes", "2:2", "--verify-replicas", "5")
-    with story(tmp_path, etcd.endpoint, job, told_words, nodes=2) as told:
+    arguments = job_arguments("--change 1:bit@7", "--nnodes", "2:2", "--verify-replicas", "5")
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {ExitCode.FAILED}, told.logs()
     members = world(told, 1)["members"]
@@ -121,8 +121,8 @@ def test_two_ranks_that_differ_end_a_job_without_checkpoints(
 def test_a_majority_without_checkpoints_goes_on_by_itself(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    told_words = job_arguments("--change 1:bit@7", "--nnodes", "2:3", "--verify-replicas", "5")
-    with story(tmp_path, etcd.endpoint, job, told_words, nodes=3) as told:
+    arguments = job_arguments("--change 1:bit@7", "--nnodes", "2:3", "--verify-replicas", "5")
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {0}, told.logs()
     second = world(told, 2)
@@ -182,10 +182,8 @@ def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     environments = [{}, {"TESTER_UNLIKE": "global_batch=10"}]
-    told_words = job_arguments("", "--nnodes", "2:2")
-    with story(
-        tmp_path, etcd.endpoint, job, told_words, nodes=2, environments=environments
-    ) as told:
+    arguments = job_arguments("", "--nnodes", "2:2")
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2, environments=environments) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {ExitCode.USAGE}, told.logs()
     assert told.step == 0
@@ -197,10 +195,10 @@ def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
 def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
     tmp_path: Path, job: str, etcd: EtcdServer, expected_weights: dict[str, Tensor]
 ) -> None:
-    told_words = job_arguments(
+    arguments = job_arguments(
         "--pause 0.05", "--nnodes", "1:2", "--checkpoint-dir", str(tmp_path / "checkpoints")
     )
-    with story(tmp_path, etcd.endpoint, job, told_words, nodes=1) as told:
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
         told.wait_for_step(5)
         told.pause(1.0)
         told.cluster.environment = {**told.cluster.environment, "TESTER_UNLIKE": "samples=300"}
@@ -221,8 +219,8 @@ def test_a_tracked_object_that_differs_ends_the_job(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """A restore gives every rank rank 0's: what the others had would be lost without a word."""
-    told_words = job_arguments("--change 1:tracked@7", "--nnodes", "2:2", "--verify-replicas", "5")
-    with story(tmp_path, etcd.endpoint, job, told_words, nodes=2) as told:
+    arguments = job_arguments("--change 1:tracked@7", "--nnodes", "2:2", "--verify-replicas", "5")
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         codes = told.wait_for_end()
     assert set(codes.values()) == {ExitCode.USAGE}, told.logs()
     log = (told.directory() / "node-0" / "agent.log").read_text()

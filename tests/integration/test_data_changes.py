@@ -262,8 +262,8 @@ def test_a_job_goes_on_with_another_batch_size_through_faults(
         script = [str(SCRIPTS / "streams.py"), "seeks", "--workers", "2"]
     script = [*script, "--epochs", str(EPOCHS), "--pause", "0.1", "--global-batch"]
 
-    first_words = [*options, *script, "10"]
-    with story(folders[0], etcd.endpoint, job, first_words, nodes=2) as told:
+    first_arguments = [*options, *script, "10"]
+    with story(folders[0], etcd.endpoint, job, first_arguments, nodes=2) as told:
         last = stopped_after(told, operator, 5)
         before = committed_samples(told)
     assert last < 33

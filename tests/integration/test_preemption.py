@@ -23,8 +23,10 @@ from tests.integration.test_elastic_training import check_samples, check_weights
 SHORT = ("--lease-ttl", "2", "--settle", "10")
 
 
-def words_of(checkpoints: Path, *options: str, nodes: int = 3, pause: str = "0.03") -> list[str]:
-    """The words of a run; `--settle` is long, so that all nodes are in the first world."""
+def job_arguments(
+    checkpoints: Path, *options: str, nodes: int = 3, pause: str = "0.03"
+) -> list[str]:
+    """The arguments of a run; `--settle` is long, so that all nodes are in the first world."""
     arguments = ["--nnodes", f"1:{nodes}", *SHORT, "--checkpoint-dir", str(checkpoints)]
     return [*arguments, *options, str(REGRESSION), "--pause", pause]
 
@@ -47,7 +49,9 @@ def test_a_spot_interruption_of_the_leader_costs_no_step(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    arguments = words_of(checkpoints, "--preemption", "auto", "--strategy", "zero2", pause="0.07")
+    arguments = job_arguments(
+        checkpoints, "--preemption", "auto", "--strategy", "zero2", pause="0.07"
+    )
     with ExitStack() as stack:
         machines = [stack.enter_context(Aws()) for _ in range(3)]
         environments = [machine.environment for machine in machines]
@@ -74,7 +78,7 @@ def test_two_nodes_are_preempted_at_once(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    arguments = words_of(checkpoints, "--preemption", "gcp", "--strategy", "zero3")
+    arguments = job_arguments(checkpoints, "--preemption", "gcp", "--strategy", "zero3")
     with (
         Gcp() as doomed,
         Gcp() as safe,
@@ -105,7 +109,7 @@ def test_a_step_longer_than_the_grace_is_given_up(
     """Nobody comes to a boundary in time: the leaver's workers are killed in the middle of the
     step, and what they held lies with another node."""
     checkpoints = tmp_path / "checkpoints"
-    arguments = words_of(
+    arguments = job_arguments(
         checkpoints, "--grace", "2", "--strategy", "zero2", "--snapshot-every", "1"
     )
     with story(
@@ -131,7 +135,7 @@ def test_sigterm_to_every_process_of_a_node_twice_and_while_others_regroup(
 ) -> None:
     """As when a machine is shut down; and a worker elsewhere fails in the same moment."""
     checkpoints = tmp_path / "checkpoints"
-    with story(tmp_path, etcd.endpoint, job, words_of(checkpoints), nodes=3) as told:
+    with story(tmp_path, etcd.endpoint, job, job_arguments(checkpoints), nodes=3) as told:
         told.wait_for_step(10)
         leaver, other = told.node(0), told.node(1)
         told.cluster.kill_worker(other)

@@ -73,7 +73,7 @@ def printed(arguments: list[str]) -> str:
     return text.getvalue()
 
 
-def words_of(place: str) -> list[str]:
+def arguments_of(place: str) -> list[str]:
     """The command line that renders a place."""
     if place in OTHER_RENDERS:
         return ["k8s", "render", *shlex.split(OTHER_RENDERS[place]), *shlex.split(tool.SCRIPT)]

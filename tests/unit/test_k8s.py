@@ -38,10 +38,10 @@ from tests.unit.renders import (
     OTHER_RENDERS,
     PLACES,
     Render,
+    arguments_of,
     kustomized,
     prefixed,
     printed,
-    words_of,
 )
 from tools import manifests as tool
 
@@ -79,7 +79,7 @@ def render(
         path = root / "k8s" / place
         if place in OTHER_RENDERS:
             path = tmp_path_factory.mktemp("render") / "manifests.yaml"
-            path.write_text(printed(words_of(place)))
+            path.write_text(printed(arguments_of(place)))
         return list(yaml.safe_load_all(path.read_text()))
 
     return made
@@ -535,7 +535,7 @@ def required_terms(pod: Manifest) -> list[list[tuple[str, str, tuple[str, ...]]]
 
 
 def test_gpus_are_asked_for_and_used(case: tuple[str, str], job: Manifest, agent: Manifest) -> None:
-    arguments = words_of(case[0])
+    arguments = arguments_of(case[0])
     gpus = int(arguments[arguments.index("--gpus") + 1]) if "--gpus" in arguments else 0
     resources = agent["resources"]
     assert resources["limits"].get(GPU) == resources["requests"].get(GPU)

@@ -40,9 +40,9 @@ LINES = [
 ]
 
 
-def words_of(line: str) -> list[str]:
-    """The words of an example after the program's name and before its output's file, and variables
-    before it set."""
+def arguments_of(line: str) -> list[str]:
+    """The arguments of an example, after the program's name and before its output's file; the
+    variables before it are set."""
     arguments = shlex.split(line.partition(" > ")[0])
     while "=" in arguments[0]:
         arguments.pop(0)
@@ -82,7 +82,7 @@ def test_the_words_of_an_example_are_taken(
     for word in shlex.split(line):
         if "=" in word and word.isupper() is False and word.startswith("ELASTICZERO_"):
             monkeypatch.setenv(*word.split("=", 1))
-    parse(words_of(line))
+    parse(arguments_of(line))
 
 
 @pytest.mark.parametrize("command", ["run", "local"])
@@ -91,7 +91,7 @@ def test_examples_that_start_a_job_pass_its_checks(
 ) -> None:
     for name, line in LINES:
         if name == command:
-            first, *arguments = words_of(line)
+            first, *arguments = arguments_of(line)
             assert main([first, "--dry-run", *arguments]) == ExitCode.DONE, capsys.readouterr().err
 
 
@@ -101,7 +101,7 @@ def test_examples_of_plan_and_checkpoint_run_one_after_the_other(
     tried = 0
     for name, line in LINES:
         if name.startswith(("plan", "checkpoint ")):
-            code = main(words_of(line))
+            code = main(arguments_of(line))
             codes = {0, 1} if name == "checkpoint diff" else {0}
             assert code in codes, (line, capsys.readouterr().err)
             tried += 1

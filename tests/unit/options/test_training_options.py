@@ -71,7 +71,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def words_of(texts: dict[str, str]) -> list[str]:
+def arguments_of(texts: dict[str, str]) -> list[str]:
     rows = {row.name: row for row in TRAINING_OPTIONS}
     return [
         word
@@ -104,7 +104,7 @@ def test_each_reaches_the_command_line_and_its_variable_and_the_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    by_flag = parsed("run", *words_of(texts), script)
+    by_flag = parsed("run", *arguments_of(texts), script)
     check_not_default(option, by_flag)
     lines = [
         f"{name.replace('_', '-')} = {'true' if text == 'yes' else repr(text)}"
@@ -122,12 +122,12 @@ def test_each_reaches_the_command_line_and_its_variable_and_the_file(
 
 
 def test_each_reaches_the_agents_of_a_local_cluster(texts: dict[str, str], script: str) -> None:
-    arguments = passed_on_arguments(parse(["local", "--nodes", "2", *words_of(texts), script]))
-    assert parsed("run", *arguments, script) == parsed("run", *words_of(texts), script)
+    arguments = passed_on_arguments(parse(["local", "--nodes", "2", *arguments_of(texts), script]))
+    assert parsed("run", *arguments, script) == parsed("run", *arguments_of(texts), script)
 
 
 def test_each_reaches_a_script_without_an_agent(texts: dict[str, str], script: str) -> None:
-    by_flag = parsed("run", *words_of(texts), script)
+    by_flag = parsed("run", *arguments_of(texts), script)
     rows = {row.name: row for row in TRAINING_OPTIONS}
     settings = read_settings({rows[name].variable: text for name, text in texts.items()})
     for field in fields(TrainingSettings):
@@ -138,9 +138,9 @@ def test_each_reaches_a_script_without_an_agent(texts: dict[str, str], script: s
 
 
 def test_each_reaches_the_workers(texts: dict[str, str], script: str, tmp_path: Path) -> None:
-    arguments = [*words_of(texts), "--log-dir", str(tmp_path / "logs")]
+    arguments = [*arguments_of(texts), "--log-dir", str(tmp_path / "logs")]
     options, _ = agent_options(parse(["run", *arguments, script]), (1, 1))
-    by_flag = parsed("run", *words_of(texts), script)
+    by_flag = parsed("run", *arguments_of(texts), script)
     world = World(
         generation=1,
         token="t",
