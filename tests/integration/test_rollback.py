@@ -82,7 +82,7 @@ def long(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "strategy_options",
     [
         ("zero3",),
         long("ddp"),
@@ -94,11 +94,11 @@ def long(*arguments: str) -> Any:
     ],
 )
 def test_bad_batches_are_left_out_after_going_back(
-    arguments: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
+    strategy_options: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """Two in a row, on one rank: two rollbacks, none of which counts as a restart."""
     bad = {BAD, BAD + 1}
-    strategy, *extra_options = arguments
+    strategy, *extra_options = strategy_options
     arguments = options(
         tmp_path, strategy, {"bad": sorted(bad)}, *extra_options, "--on-nonfinite", "rollback"
     )
@@ -152,13 +152,15 @@ def test_a_spike_goes_back_to_a_checkpoint_where_no_snapshot_is_taken(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [*((s,) for s in STRATEGIES), *((s, *ROWS) for s in STRATEGIES[1:])], ids=" ".join
+    "strategy_options",
+    [*((s,) for s in STRATEGIES), *((s, *ROWS) for s in STRATEGIES[1:])],
+    ids=" ".join,
 )
 @pytest.mark.parametrize("action", ["stop", "skip"])
 def test_the_other_choices_go_back_to_nothing(
-    action: str, arguments: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
+    action: str, strategy_options: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    strategy, *extra_options = arguments
+    strategy, *extra_options = strategy_options
     arguments = options(
         tmp_path, strategy, {"bad": [BAD]}, *extra_options, "--on-nonfinite", action
     )
