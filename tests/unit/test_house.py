@@ -26,12 +26,6 @@ EMPTY_NAMES = {
     *("wanted", "begun", "dealt"),
 }
 """Names that say only that there is a value."""
-WITH_EMPTY_NAMES = (
-    "elasticzero/ops/dashboard",
-    "elasticzero/ops/page",
-    "elasticzero/ops/report/html",
-)
-"""Folders where a function still has such a name. None is to be added; one without leaves."""
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -78,12 +72,7 @@ def test_names_say_what_the_value_is(root: Path) -> None:
     assert len(bound) > 10_000
     results = "benchmarks/recovery_report.py"  # its field `found` is a key of recorded results
     empty = [place for place in bound if place[2] in EMPTY_NAMES and place[0] != results]
-    excused = {
-        folder for folder in WITH_EMPTY_NAMES for file, *_ in empty if file.startswith(f"{folder}/")
-    }
-    assert excused == set(WITH_EMPTY_NAMES), "a folder is clean: take it off WITH_EMPTY_NAMES"
-    wrong = [place for place in empty if not place[0].startswith(tuple(f"{d}/" for d in excused))]
-    assert not wrong, "\n".join(f"{file}:{line}: {name}" for file, line, name in wrong)
+    assert not empty, "\n".join(f"{file}:{line}: {name}" for file, line, name in empty)
 
 
 def test_docstrings_describe_the_parameters_that_exist(root: Path) -> None:

@@ -93,8 +93,8 @@ def node_table(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
         attributes = {"class_": rest, "data_place": place if many else None}
         rows.append(row("td", cells, numbers, optional, **attributes))
     label = f"Show all {len(nodes):,} nodes"
-    more = element("button", label, id="more", type="button", hidden=None if many else "")
-    return [table_of(row("th", heads, numbers, optional), rows, "nodes"), more]
+    button = element("button", label, id="more", type="button", hidden=None if many else "")
+    return [table_of(row("th", heads, numbers, optional), rows, "nodes"), button]
 
 
 def _node_cells(node: Mapping[str, Any], *, computes: bool) -> list[str]:

@@ -213,7 +213,7 @@ class JobHistory:
 
         It may be called by another thread than the one that takes events in.
         """
-        own: dict[str, Any] = {
+        history: dict[str, Any] = {
             "since": self._since,
             "loss": self._loss.rows(),
             "goodput": self._goodput.rows(),
@@ -225,7 +225,7 @@ class JobHistory:
             "checkpoint": _step_at(self._checkpoint),
             "snapshot": _step_at(self._snapshot),
         }
-        return joined_histories(self._earlier, own) if self._earlier else own
+        return joined_histories(self._earlier, history) if self._earlier else history
 
 
 REPEATED = " (again, "
@@ -295,27 +295,27 @@ def downsampled(values: list[float], most: int) -> list[float]:
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
 
 
-def joined_histories(earlier: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def joined_histories(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the history of one agent, with what another one remembered of the time before it."""
-    first = own["generations"][0]["generation"] if own["generations"] else math.inf
-    began = own["since"] if own["since"] is not None else math.inf
+    first = later["generations"][0]["generation"] if later["generations"] else math.inf
+    began = later["since"] if later["since"] is not None else math.inf
     generations = [g for g in earlier["generations"] if g["generation"] < first]
     events = [line for line in earlier["events"] if line[0] < began]
     return {
         "since": earlier["since"],
-        "loss": _joined_rows(earlier["loss"], own["loss"]),
-        "goodput": _joined_rows(earlier["goodput"], own["goodput"]),
-        "generations": [*generations, *own["generations"]][-GENERATIONS:],
-        "events": [*events, *own["events"]][-LINES:],
-        "checkpoint": own["checkpoint"] or earlier["checkpoint"],
-        "snapshot": own["snapshot"] or earlier["snapshot"],
+        "loss": _joined_rows(earlier["loss"], later["loss"]),
+        "goodput": _joined_rows(earlier["goodput"], later["goodput"]),
+        "generations": [*generations, *later["generations"]][-GENERATIONS:],
+        "events": [*events, *later["events"]][-LINES:],
+        "checkpoint": later["checkpoint"] or earlier["checkpoint"],
+        "snapshot": later["snapshot"] or earlier["snapshot"],
     }
 
 
-def _joined_rows(earlier: list[list[float]], own: list[list[float]]) -> list[list[float]]:
+def _joined_rows(earlier: list[list[float]], later: list[list[float]]) -> list[list[float]]:
     """Returns the rows of two curves, those of the second from where it begins; pairs of rows are
     joined where there are too many."""
-    rows = [row for row in earlier if not own or row[0] < own[0][0]] + own
+    rows = [row for row in earlier if not later or row[0] < later[0][0]] + later
     if len(rows) <= 2 * POINTS:
         return rows
     halves = [
@@ -325,8 +325,8 @@ def _joined_rows(earlier: list[list[float]], own: list[list[float]]) -> list[lis
     return halves if len(rows) % 2 == 0 else [*halves, rows[-1]]
 
 
-def _step_at(found: tuple[int, float] | None) -> dict[str, float] | None:
-    return {"step": found[0], "at": found[1]} if found is not None else None
+def _step_at(saved: tuple[int, float] | None) -> dict[str, float] | None:
+    return {"step": saved[0], "at": saved[1]} if saved is not None else None
 
 
 def _clipped(text: str) -> str:

@@ -28,7 +28,7 @@ def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] 
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             break
-        found = query_agent(member, token, OWN_JOB, left_s)
-        if found is not None and found.get("leads"):
-            return found
+        status = query_agent(member, token, OWN_JOB, left_s)
+        if status is not None and status.get("leads"):
+            return status
     return None

@@ -59,9 +59,9 @@ class JobMemory:
     def _ask(self, world: World, token: Secret) -> None:
         others = [member for member in world.members if member.node != self._node]
         for _ in range(TRIES):
-            found = query_leader(others, token)
-            if found is not None:
-                self.history.continues(found["history"])
+            leader_status = query_leader(others, token)
+            if leader_status is not None:
+                self.history.continues(leader_status["history"])
                 return
             if self._ended.wait(PAUSE_S):
                 return

@@ -60,7 +60,7 @@ NONE, UNKNOWN = "-", "?"
 
 
 def job_screen(
-    found: Mapping[str, Any],
+    status: Mapping[str, Any],
     *,
     width: int,
     height: int | None,
@@ -69,16 +69,19 @@ def job_screen(
 ) -> RenderableType:
     """Returns the screen for a job.
 
-    found: what `/job` serves; without a history the curves and events are left out. height: rows of
-    the terminal; None: any number. clock: returns a Unix time as text. notes: what a reader must
-    know first, such as that etcd does not answer.
+    Args:
+        status: what `/job` serves; without a history the curves and events are left out.
+        width: number of characters in a row.
+        height: maximum number of rows; None: any number, and the screen names no key.
+        clock: returns a Unix time as text.
+        notes: sentences that a reader must know first, such as that etcd does not answer.
     """
-    past = found.get("history") or {}
-    rows: list[RenderableType] = [_title(found, width, clock), _reason(found, width, height)]
-    rows += [_cut(note, "bold yellow") for note in (*notes, *_notes(found))]
-    rows += [Text(), *_progress(found, past, width), *_time(found, width), _saved(found, past)]
+    past = status.get("history") or {}
+    rows: list[RenderableType] = [_title(status, width, clock), _reason(status, width, height)]
+    rows += [_cut(note, "bold yellow") for note in (*notes, *_notes(status))]
+    rows += [Text(), *_progress(status, past, width), *_time(status, width), _saved(status, past)]
     rows.append(Text())
-    nodes, lines = found["nodes"], list(past.get("events") or [])
+    nodes, lines = status["nodes"], list(past.get("events") or [])
     events, for_nodes = min(MOST_EVENTS, len(lines)), len(nodes) + 1
     if height is not None:
         left = max(4, height - len(rows))
@@ -91,25 +94,25 @@ def job_screen(
     return Group(*rows)
 
 
-def _reason(found: Mapping[str, Any], width: int, height: int | None) -> RenderableType:
+def _reason(status: Mapping[str, Any], width: int, height: int | None) -> RenderableType:
     key = Text("q quits" if height is not None else "", "dim")
-    return _two(Text(shown(found["reason"]), "dim"), key, width)
+    return _two(Text(shown(status["reason"]), "dim"), key, width)
 
 
-def _title(found: Mapping[str, Any], width: int, clock: Callable[[float], str]) -> RenderableType:
-    state = found["state"]
-    text = Text.assemble((shown(found["job"]), "bold"), "  ", ("● ", _style(state)), state)
-    if found["generation"]:
-        nodes = sum(node["role"] != "spare" for node in found["nodes"])
-        limits = found["nnodes"]
+def _title(status: Mapping[str, Any], width: int, clock: Callable[[float], str]) -> RenderableType:
+    state = status["state"]
+    text = Text.assemble((shown(status["job"]), "bold"), "  ", ("● ", _style(state)), state)
+    if status["generation"]:
+        nodes = sum(node["role"] != "spare" for node in status["nodes"])
+        limits = status["nnodes"]
         of = f" ({limits[0]}:{limits[1]})" if limits else ""
-        age_s = found["generation_age_s"]
+        age_s = status["generation_age_s"]
         age = f", {duration_text(age_s)}" if age_s is not None else ""
         text.append(
-            f"  generation {found['generation']}{age}  {count_text(found['world_size'], 'rank')} "
+            f"  generation {status['generation']}{age}  {count_text(status['world_size'], 'rank')} "
             f"on {count_text(nodes, 'node')}{of}"
         )
-    time = clock(found["at"]) if found.get("at") is not None else ""
+    time = clock(status["at"]) if status.get("at") is not None else ""
     return _two(text, Text(time, "dim"), width)
 
 
@@ -119,14 +122,14 @@ def _two(left: Text, right: Text, width: int) -> Text:
     return Text.assemble(left, " " * max(2, width - left.cell_len - right.cell_len), right)
 
 
-def _notes(found: Mapping[str, Any]) -> list[str]:
+def _notes(status: Mapping[str, Any]) -> list[str]:
     notes = []
-    if (done := found["done"]) is not None:
+    if (done := status["done"]) is not None:
         notes.append(f"{done['outcome']}: {done['reason']}")
-    elif not found.get("leads", True) and found["generation"]:
-        node = found["node"]
+    elif not status.get("leads", True) and status["generation"]:
+        node = status["node"]
         notes.append(f"no agent that leads the job answers {node}; this is what {node} has seen")
-    control = found["control"]
+    control = status["control"]
     parts = [f"drain {drain['node']}" for drain in control["drain"]]
     parts += ["scale {}:{}".format(*control["nnodes"])] if control["nnodes"] else []
     parts += ["stop"] if control["stop"] else []
@@ -134,16 +137,16 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
 
 
 def _progress(
-    found: Mapping[str, Any], past: Mapping[str, Any], width: int
+    status: Mapping[str, Any], past: Mapping[str, Any], width: int
 ) -> list[RenderableType]:
-    if found["plain"]:
+    if status["plain"]:
         return [_labelled("step", "the script has not called elasticzero.run: no step is seen")]
-    step, total, speed = found["step"], found["total_steps"], found["steps_per_s"]
-    words = NONE if step is None else f"{step:,}{f' of {total:,}' if total else ''}"
+    step, total, speed = status["step"], status["total_steps"], status["steps_per_s"]
+    position = NONE if step is None else f"{step:,}{f' of {total:,}' if total else ''}"
     after = f"{speed:.3g} steps/s" if speed else ""
     if speed and total and step is not None and total > step:
         after += f", {duration_text((total - step) / speed)} to go"
-    line = _labelled("step", words)
+    line = _labelled("step", position)
     if total and step is not None:
         done = min(1.0, step / total)
         room = max(8, width - line.cell_len - len(after) - 11)
@@ -152,7 +155,7 @@ def _progress(
         line.append(f"  {done:4.0%}")
     line.append(f"  {after}")
     rows: list[RenderableType] = [line]
-    loss = found["loss"]
+    loss = status["loss"]
     if loss is not None:
         line = _labelled("loss", f"{loss:<8.4g}")
         values = [row[1] for row in past.get("loss") or []]
@@ -185,14 +188,14 @@ def bar_cells(shares: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def _time(found: Mapping[str, Any], width: int) -> list[RenderableType]:
+def _time(status: Mapping[str, Any], width: int) -> list[RenderableType]:
     """Returns the bar of where the time went, and its legend."""
-    seconds = found["seconds"] or {}
+    seconds = status["seconds"] or {}
     whole_s = sum(seconds.values())
     if whole_s <= 0:
         return []
     parts = sorted(((s / whole_s, kind) for kind, s in seconds.items() if s > 0), reverse=True)
-    goodput = found["goodput"]
+    goodput = status["goodput"]
     line = _labelled("goodput", f"{goodput:<8.1%}" if goodput is not None else f"{NONE:<8}")
     after = f"  of {duration_text(whole_s)}"
     line.append("  ")
@@ -221,15 +224,15 @@ def _legend(parts: Sequence[tuple[float, str]], width: int) -> list[RenderableTy
     return [*rows, line]
 
 
-def _saved(found: Mapping[str, Any], past: Mapping[str, Any]) -> RenderableType:
+def _saved(status: Mapping[str, Any], past: Mapping[str, Any]) -> RenderableType:
     texts = []
     for what in ("checkpoint", "snapshot"):
         saved = past.get(what)
         if saved is not None:
-            age = duration_text(max(0.0, found["at"] - saved["at"]))
+            age = duration_text(max(0.0, status["at"] - saved["at"]))
             texts.append(f"{what} of step {saved['step']:,}, {age} ago")
-        elif what == "checkpoint" and found["checkpoint_step"] is not None:
-            texts.append(f"{what} of step {found['checkpoint_step']:,}")
+        elif what == "checkpoint" and status["checkpoint_step"] is not None:
+            texts.append(f"{what} of step {status['checkpoint_step']:,}")
     return _labelled("saved", "   ".join(texts) if texts else "nothing yet")
 
 
@@ -256,8 +259,8 @@ def _cell(node: Mapping[str, Any], head: str) -> Text:
     missing = UNKNOWN if node["silent"] else NONE
     state, aside_s = node["state"], node["set_aside_s"]
     if head == "STATE":
-        more = f", {duration_text(aside_s)} more" if state == "set aside" and aside_s else ""
-        return Text(f"{state}{more}", _style(state))
+        remaining = f", {duration_text(aside_s)} more" if state == "set aside" and aside_s else ""
+        return Text(f"{state}{remaining}", _style(state))
     keys = {"LAST STEP": "step_age_s", "STEP TIME": "step_s", "COMPUTE": "compute_s", "UP": "up_s"}
     if head in keys:
         value = node.get(keys[head])
@@ -274,9 +277,9 @@ def _cell(node: Mapping[str, Any], head: str) -> Text:
 
 def _event(line: Sequence[Any], clock: Callable[[float], str]) -> Text:
     at, level, text = line
-    found = Text.assemble((f"{clock(at)}  ", "dim"), (shown(text), LEVELS.get(level, "")))
-    found.no_wrap, found.overflow = True, "ellipsis"
-    return found
+    row = Text.assemble((f"{clock(at)}  ", "dim"), (shown(text), LEVELS.get(level, "")))
+    row.no_wrap, row.overflow = True, "ellipsis"
+    return row
 
 
 def _cut(text: str, style: str) -> Text:

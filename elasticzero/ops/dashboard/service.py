@@ -84,9 +84,9 @@ class JobDashboard:
         """Returns the status of the job; pass_on: that of the leader, where another agent leads."""
         view = self._agent.view
         if view is not None and pass_on and not is_leader(view):
-            found = query_leader(_candidates(view), self._agent.token)
-            if found is not None:
-                return found
+            status = query_leader(_candidates(view), self._agent.token)
+            if status is not None:
+                return status
         with self._lock:
             if time.monotonic() >= self._until_s:
                 self._latest = self._made(view)
@@ -104,10 +104,10 @@ class JobDashboard:
             statuses |= query_agents(others, agent.token, timeout_s=PATIENCE_S)
         statuses[self._node] = agent.status()
         history = agent.memory.history.values()
-        found = collect_status(job, phases_in_view(view), statuses)
+        status = collect_status(job, phases_in_view(view), statuses)
         doing = statuses.get(self._node, {}).get("reason", "")
         return job_document(
-            found, history, at=time.time(), node=self._node, leads=leads, doing=doing
+            status, history, at=time.time(), node=self._node, leads=leads, doing=doing
         )
 
 
@@ -192,7 +192,7 @@ class PageBody:
 
 
 def job_document(
-    found: Mapping[str, Any],
+    status: Mapping[str, Any],
     history: Mapping[str, Any],
     *,
     at: float,
@@ -206,7 +206,7 @@ def job_document(
     doing: why that agent does what it does.
     """
     document = {
-        **found,
+        **status,
         "doing": doing,
         "at": at,
         "node": node,

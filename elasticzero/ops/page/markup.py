@@ -22,12 +22,12 @@ def element(name: str, *content: str, **attributes: object) -> str:
     content: markup. attributes: values are escaped; None leaves one out; `class_` is `class`, and
     `_` within a name is `-`.
     """
-    given = "".join(
+    attribute_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escaped(_short(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return f"<{name}{given}>{''.join(content)}</{name}>"
+    return f"<{name}{attribute_text}>{''.join(content)}</{name}>"
 
 
 def _short(value: object) -> object:

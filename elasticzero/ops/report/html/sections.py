@@ -35,7 +35,7 @@ MOST_COLUMNS = 480
 """Maximum number of spans in a row of the timeline."""
 MOST_ROWS = 40
 """Maximum number of rows in a table."""
-MOST_WORDS = 600
+MOST_LOG_TEXT = 600
 """Maximum number of characters of a text that comes from a log."""
 _CULPRIT = re.compile(r"\brank \d+ on (\S+) (?:failed|hung)\b")
 KIND_NAMES: Mapping[str, str] = {
@@ -51,9 +51,9 @@ TIER_NAMES: Mapping[str, str] = {
 }
 
 
-def words(text: str) -> str:
+def log_text(text: str) -> str:
     """Returns the markup of a text from a log, cut if it is long."""
-    short = text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}…"
+    short = text if len(text) <= MOST_LOG_TEXT else f"{text[:MOST_LOG_TEXT]}…"
     return element("div", escaped(short), class_="words")
 
 
@@ -130,8 +130,8 @@ def shown_nodes(summary: RunSummary) -> list[str]:
 
 def _struck(fault: FaultSummary) -> tuple[str, ...]:
     """Returns the nodes that a fault struck."""
-    found = _CULPRIT.search(fault.cause)
-    return fault.lost or ((found[1],) if found is not None else ())
+    culprit = _CULPRIT.search(fault.cause)
+    return fault.lost or ((culprit[1],) if culprit is not None else ())
 
 
 def _generation_table(summary: RunSummary) -> str:
@@ -179,7 +179,7 @@ def _generation_row(group: Sequence[GenerationSummary]) -> tuple[str, ...]:
         counts: dict[str, int] = {}
         for generation in group:
             counts[generation.label] = counts.get(generation.label, 0) + 1
-        why = words(", ".join(f"{count:,} × {label}" for label, count in counts.items()))
+        why = log_text(", ".join(f"{count:,} × {label}" for label, count in counts.items()))
     bar = _time_bar(seconds, f"Time of generation {number}")
     return (number, span_text(first.began_s), span_text(lasted_s), steps, size, bar, why)
 
@@ -190,7 +190,7 @@ def _why(generation: GenerationSummary) -> str:
     lost = f"; {many_text(again, 'step')} done again" if again else ""
     on = f"{names_text(generation.members)}; step {generation.resume_step:,} {tier}{lost}"
     label = "" if generation.kind == "start" else tag(generation.kind, generation.label) + " "
-    cause = generation.cause[:MOST_WORDS]
+    cause = generation.cause[:MOST_LOG_TEXT]
     return element(
         "div",
         label,
@@ -202,8 +202,8 @@ def _why(generation: GenerationSummary) -> str:
 
 def _order(seconds: Mapping[str, float]) -> list[str]:
     """Returns the classes of time that there are, in their usual order."""
-    known = [kind for kind in TIME_CLASSES if seconds.get(kind, 0.0) > 0]
-    return known + sorted(kind for kind in seconds if kind not in TIME_CLASSES)
+    present = [kind for kind in TIME_CLASSES if seconds.get(kind, 0.0) > 0]
+    return present + sorted(kind for kind in seconds if kind not in TIME_CLASSES)
 
 
 def _present_classes(summary: RunSummary) -> list[str]:
@@ -283,11 +283,11 @@ def recovery_section(summary: RunSummary) -> str:
     head = ["Gen.", "What happened", "Phases", "All", *(PHASE_NAMES.values()), "Steps lost"]
     rows = []
     for recovery in chosen:
-        known = [(phase, s) for phase, s in recovery.phases.items() if s is not None]
+        measured = [(phase, s) for phase, s in recovery.phases.items() if s is not None]
         bar = stacked_bar(
             [
                 (colours.get(phase, phase), s, f"{PHASE_NAMES.get(phase, phase)}: {span_text(s)}")
-                for phase, s in known
+                for phase, s in measured
             ],
             longest_s,
             "low",

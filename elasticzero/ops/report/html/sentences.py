@@ -95,11 +95,11 @@ def node_range(summary: RunSummary) -> str:
 
 
 def _survived(summary: RunSummary) -> str:
-    found = summary.survived
+    survived = summary.survived
     before = "it had survived" if summary.outcome == "failed" else "it survived"
-    if not found:
+    if not survived:
         return "no fault struck" if len(summary.faults) == 0 else f"{before} no fault before"
-    return f"{before} {many_text(len(found), 'fault')} ({fault_kinds(found)})"
+    return f"{before} {many_text(len(survived), 'fault')} ({fault_kinds(survived)})"
 
 
 def fault_kinds(faults: Sequence[FaultSummary]) -> str:
@@ -140,20 +140,20 @@ def class_name(kind: str) -> str:
 
 def recovery_lead(summary: RunSummary) -> str:
     """Returns what is to be said of the recoveries."""
-    found = summary.recoveries
-    if not found:
+    recoveries = summary.recoveries
+    if not recoveries:
         return "Training was never interrupted, as far as the logs go."
-    seconds = sorted(recovery.seconds for recovery in found)
-    longest = max(found, key=lambda recovery: recovery.seconds)
+    seconds = sorted(recovery.seconds for recovery in recoveries)
+    longest = max(recoveries, key=lambda recovery: recovery.seconds)
     middle = seconds[len(seconds) // 2]
-    if len(found) == 1:
+    if len(recoveries) == 1:
         return (
             f"Training was interrupted once, for {span_text(middle)}. Times count from the last "
             "step before to the end of the first step after."
         )
     return (
-        f"Training was interrupted {len(found):,} times, for {span_text(sum(seconds))} in all. "
-        f"Half of the times it took {span_text(middle)} or less; the longest took "
+        f"Training was interrupted {len(recoveries):,} times, for {span_text(sum(seconds))} in all."
+        f" Half of the times it took {span_text(middle)} or less; the longest took "
         f"{span_text(longest.seconds)} (generation {longest.generation}). Times count from the "
         "last step before to the end of the first step after."
     )
@@ -162,13 +162,13 @@ def recovery_lead(summary: RunSummary) -> str:
 def story_lead(summary: RunSummary) -> str:
     """Returns what is to be said of the generations."""
     counts = Counter(generation.kind for generation in summary.generations)
-    words: Mapping[ChangeKind, str] = {
+    causes: Mapping[ChangeKind, str] = {
         "fault": "a fault",
         "left": "a node that left",
         "joined": "a node that joined",
         "planned": "a planned change",
     }
-    after = [f"{counts[kind]:,} after {text}" for kind, text in words.items() if counts[kind]]
+    after = [f"{counts[kind]:,} after {text}" for kind, text in causes.items() if counts[kind]]
     later = f": {_joined(after)}" if after else ""
     total = many_text(len(summary.generations), "generation")
     return (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from elasticzero.ops.page.markup import element, escaped, section, table
-from elasticzero.ops.report.html.sections import MOST_ROWS, tag, words
+from elasticzero.ops.report.html.sections import MOST_ROWS, log_text, tag
 from elasticzero.ops.report.html.sentences import (
     checkpoint_lead,
     fault_kinds,
@@ -52,7 +52,7 @@ def fault_section(summary: RunSummary) -> str:
             span_text(max(0.0, fault.at_s)),
             str(fault.generation),
             tag("fault", fault.label),
-            words(fault.cause) + _details(fault),
+            log_text(fault.cause) + _details(fault),
             escaped(names_text(fault.lost)),
             f"{fault.steps_lost:,}",
             _pause(fault),
@@ -78,14 +78,14 @@ def _details(fault: FaultSummary) -> str:
 
 def checkpoint_section(summary: RunSummary) -> str:
     """Returns the section on checkpoints and snapshots."""
-    saved, note = _newest(summary.checkpoints, "checkpoint")
-    taken, more = _newest(summary.snapshots, "node")
+    saved, checkpoint_note = _newest(summary.checkpoints, "checkpoint")
+    taken, snapshot_note = _newest(summary.snapshots, "node")
     parts = []
     if saved:
         parts += [element("h3", "Checkpoints"), _checkpoint_table(saved)]
     if taken:
         parts += [element("h3", "Snapshots"), _snapshot_table(taken)]
-    lead = escaped(checkpoint_lead(summary) + note + more)
+    lead = escaped(checkpoint_lead(summary) + checkpoint_note + snapshot_note)
     return section("checkpoints", "Checkpoints and snapshots", lead, *parts)
 
 
@@ -127,8 +127,8 @@ def step_time_section(summary: RunSummary) -> str:
     if not summary.step_times:
         return ""
     shown = summary.step_times[:MOST_ROWS]
-    more = len(summary.step_times) - len(shown)
-    note = f" {more:,} faster nodes are left out." if more else ""
+    left_out = len(summary.step_times) - len(shown)
+    note = f" {left_out:,} faster nodes are left out." if left_out else ""
     head = (
         "Node",
         "Steps compared",
@@ -171,7 +171,7 @@ def incident_section(summary: RunSummary) -> str:
             f"{incident.count:,}",
             escaped(incident.kind),
             escaped(names_text(incident.nodes)),
-            words(incident.text),
+            log_text(incident.text),
         )
         for incident in shown
     ]
