@@ -9,7 +9,7 @@ import sys
 import urllib.error
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,22 @@ from typing import Any
 import pytest
 
 from elasticzero.ipc.assignment import Resume
+from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.agent.extensions import AgentContext
 from elasticzero.launcher.http.agent_client import STATUS
 from elasticzero.launcher.http.routes import Answer, Route, json_answer
 from elasticzero.launcher.http.server import AgentServer, listen
 from elasticzero.launcher.protocol.documents import Member, Report, World
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store import job_token
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.ops.dashboard import service
-from elasticzero.ops.dashboard.memory import JobMemory
-from elasticzero.ops.dashboard.service import JobDashboard, job_routes
+from elasticzero.ops.dashboard.service import DashboardExtension
 from tests.integration.clusters import REGRESSION, Story, elasticzero, story
 from tests.integration.test_live_metrics import get
 
@@ -37,32 +40,44 @@ TOKEN = "the-job's-own-password"
 
 
 @dataclass
-class SeenAgent:
-    """What an agent has seen, as its dashboard reads it."""
+class AgentProgress:
+    """The step that an agent serves at `/status`."""
 
-    view: View | None
-    step: int
-    memory: JobMemory = field(default_factory=lambda: JobMemory("n"))
-    token: Secret = field(default_factory=lambda: Secret(TOKEN))
+    step: int = 0
 
     def status(self) -> dict[str, Any]:
-        return {"step": self.step, "reason": "training", "steps_per_s": 2.0}
+        return {"step": self.step, "reason": "training", "steps_per_s": 2.0, "goodput": None}
+
+
+def dashboard_of(node: str, progress: AgentProgress) -> DashboardExtension:
+    options = AgentOptions(
+        job="j",
+        node=node,
+        policy=JobPolicy(min_nodes=1, max_nodes=3),
+        nproc=1,
+        launch=Launch(target="x", is_module=False, arguments=(), environment={}, directory="/"),
+        log_dir=Path("/unused"),
+        snapshot_dir=Path("/unused"),
+    )
+    return DashboardExtension(
+        AgentContext(options=options, status=progress.status, note=lambda event, **fields: None)
+    )
 
 
 class Served:
     """Agents `a`, `b`, … of one world, each with its own server."""
 
     def __init__(self, stack: ExitStack, names: str) -> None:
-        self.agents: dict[str, SeenAgent] = {}
+        self.agents = {name: AgentProgress() for name in names}
         self.servers: dict[str, AgentServer] = {}
-        for name in names:
-            agent = self.agents[name] = SeenAgent(view=None, step=0)
-            dashboard = JobDashboard("j", name, agent)
+        dashboards = {name: dashboard_of(name, agent) for name, agent in self.agents.items()}
+        for name, dashboard in dashboards.items():
+            stack.callback(dashboard.close, None)
             status = Route(answer=partial(self._status, name), served_to="status readers")
             self.servers[name] = stack.enter_context(
                 AgentServer(
                     listen("127.0.0.1", 0),
-                    routes={STATUS: status, **job_routes(dashboard.document)},
+                    routes={STATUS: status, **dashboard.routes()},
                     snapshots=None,  # type: ignore[arg-type]
                     events=None,  # type: ignore[arg-type]
                     token=lambda: Secret(TOKEN),
@@ -73,7 +88,7 @@ class Served:
             for name, server in self.servers.items()
         )
         world = World(
-            generation=3,
+            generation=1,
             token="t",
             members=members,
             strategy="ddp",
@@ -85,7 +100,8 @@ class Served:
             view = View(me=one, world=world, my_report=reports[one.node])
             if not index:
                 view = replace(view, members={m.node: m for m in members}, reports=reports)
-            self.agents[one.node].view, self.agents[one.node].step = view, 10 + index
+            self.agents[one.node].step = 10 + index
+            dashboards[one.node].turn(view, Secret(TOKEN))
 
     def _status(self, name: str, query: str) -> Answer:
         return json_answer(self.agents[name].status())
@@ -149,9 +165,8 @@ def test_a_silent_node_is_shown_as_such(served: Served) -> None:
     assert not nodes["c"]["silent"]
 
 
-def test_an_agent_without_a_world_answers_too(served: Served) -> None:
-    served.agents["b"].view = None
-    document = served.job("b")
+def test_an_agent_without_a_world_answers_too() -> None:
+    document = dashboard_of("b", AgentProgress()).document(pass_on=True)
     assert (document["state"], document["leads"], document["nodes"]) == ("waiting", False, [])
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension
 from elasticzero.launcher.http.agent_client import query_agents
@@ -47,100 +47,68 @@ nodes."""
 HTML = "text/html; charset=utf-8"
 
 
-class DashboardAgent(Protocol):
-    """Shows what one agent has seen of its job."""
+class DashboardExtension(AgentExtension):
+    """Serves the status page, and the status of the whole job with its history.
 
-    @property
-    def view(self) -> View | None: ...
+    Answers are made in the threads of the agent's HTTP server.
+    """
 
-    @property
-    def token(self) -> Secret: ...
-
-    @property
-    def memory(self) -> JobMemory: ...
-
-    def status(self) -> Mapping[str, Any]: ...
-
-
-class JobDashboard:
-    """Makes an agent's answers about its whole job, in the threads of its HTTP server."""
-
-    def __init__(self, name: str, node: str, agent: DashboardAgent) -> None:
-        """Answers for one agent.
-
-        Args:
-            name: the job's name.
-            node: name of the agent's node.
-            agent: what the agent has seen.
-        """
-        self._name = name
-        self._node = node
-        self._agent = agent
+    def __init__(self, context: AgentContext) -> None:
+        self._name = context.options.job
+        self._node = context.options.node
+        self._status = context.status
+        self._memory = JobMemory(self._node)
+        self._seen: tuple[View, Secret] | None = None
+        """What the agent saw in its last turn, and the job's token; None: it has made no turn."""
         self._lock = threading.Lock()
         self._latest: Mapping[str, Any] = {}
         self._until_s = 0.0
 
+    def recorded(self, event: Mapping[str, Any]) -> None:
+        self._memory.history.take(event)
+
+    def turn(self, view: View, token: Secret) -> None:
+        self._seen = view, token
+        self._memory.turn(view, self._status, token)
+
+    def routes(self) -> dict[str, Route]:
+        """Returns the page, and the status of the job from the leader and from this agent."""
+        return {**page_routes(), **job_routes(self.document)}
+
+    def close(self, outcome: str | None) -> None:
+        self._memory.close()
+
     def document(self, *, pass_on: bool) -> Mapping[str, Any]:
         """Returns the status of the job; pass_on: that of the leader, where another agent leads."""
-        view = self._agent.view
-        if view is not None and pass_on and not is_leader(view):
-            status = query_leader(_candidates(view), self._agent.token)
-            if status is not None:
-                return status
+        seen = self._seen
+        if seen is not None and pass_on:
+            view, token = seen
+            if not is_leader(view):
+                status = query_leader(_candidates(view), token)
+                if status is not None:
+                    return status
         with self._lock:
             if time.monotonic() >= self._until_s:
-                self._latest = self._made(view)
+                self._latest = self._made(seen)
                 waits_s = REFRESH_S + REFRESH_A_NODE_S * len(self._latest["nodes"])
                 self._until_s = time.monotonic() + waits_s
             return self._latest
 
-    def _made(self, view: View | None) -> Mapping[str, Any]:
-        agent = self._agent
+    def _made(self, seen: tuple[View, Secret] | None) -> Mapping[str, Any]:
+        view = seen[0] if seen is not None else None
         job = job_in_view(self._name, view)
         statuses: dict[str, Mapping[str, Any]] = {}
-        leads = view is not None and is_leader(view)
-        if leads:
+        leads = seen is not None and is_leader(seen[0])
+        if seen is not None and leads:
             others = [m for m in job.members.values() if m.node != self._node]
-            statuses |= query_agents(others, agent.token, timeout_s=PATIENCE_S)
-        statuses[self._node] = agent.status()
-        history = agent.memory.history.values()
+            statuses |= query_agents(others, seen[1], timeout_s=PATIENCE_S)
+        statuses[self._node] = self._status()
+        history = self._memory.history.values()
         status = collect_status(job, phases_in_view(view), statuses)
         doing = statuses.get(self._node, {}).get("reason", "")
         return job_document(
             status, history, at=time.time(), node=self._node, leads=leads, doing=doing
         )
-
-
-class DashboardExtension(AgentExtension):
-    """Serves the status page, and the status of the whole job with its history."""
-
-    def __init__(self, context: AgentContext) -> None:
-        options = context.options
-        self.view: View | None = None
-        self.memory = JobMemory(options.node)
-        self.status = context.status
-        self._token: Secret | None = None
-        self._dashboard = JobDashboard(options.job, options.node, self)
-
-    @property
-    def token(self) -> Secret:
-        """Returns the job's token; it is known once there is a view."""
-        assert self._token is not None
-        return self._token
-
-    def recorded(self, event: Mapping[str, Any]) -> None:
-        self.memory.history.take(event)
-
-    def turn(self, view: View, token: Secret) -> None:
-        self._token, self.view = token, view
-        self.memory.turn(view, self.status, token)
-
-    def routes(self) -> dict[str, Route]:
-        """Returns the page, and the status of the job from the leader and from this agent."""
-        return {**page_routes(), **job_routes(self._dashboard.document)}
-
-    def close(self, outcome: str | None) -> None:
-        self.memory.close()
 
 
 def page_routes() -> dict[str, Route]:
