@@ -128,7 +128,12 @@ def _print_script(args: argparse.Namespace) -> ExitCode:
 
 
 def print_completions(arguments: Sequence[str], build_parser: ParserOf) -> int:
-    """Prints what may stand in the place of the last word, as the scripts of the shells read it."""
+    """Prints what may stand in the place of the last word, as the scripts of the shells read it.
+
+    Args:
+        arguments: the words of the command line after `__complete`, the last of them unfinished.
+        build_parser: returns the parser of a command line.
+    """
     try:
         offered = completions(arguments, build_parser)
     except ElasticZeroError:

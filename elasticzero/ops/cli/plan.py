@@ -148,7 +148,15 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns what every strategy that takes the optimizer needs, in bytes."""
+    """Computes what each strategy that takes the optimizer needs.
+
+    Args:
+        args: the parsed options of `plan`.
+
+    Returns:
+        The options that matter, a row of sizes in bytes for each strategy with each `--shard`, and
+        by `--shard` the first strategy that fits.
+    """
     element_bytes = ELEMENT_BYTES[args.dtype]
     trained = max(args.params - args.frozen_params, 0)
     layer = min(args.params, args.layer_params or -(-args.params // DEFAULT_LAYERS))

@@ -130,7 +130,20 @@ def _fetch(
 
 
 def _fetch_log(member: Member, token: Secret, path: Path, most_bytes: int) -> int:
-    """Writes the newest part of an agent's log to a file; returns the bytes that it leaves out."""
+    """Writes the newest part of an agent's log to a file.
+
+    Args:
+        member: the agent's registration, which has its address.
+        token: the job's token, with which agents serve their logs.
+        path: the file, which is written anew.
+        most_bytes: bytes of the log that the agent is asked for at most.
+
+    Returns:
+        The number of older bytes that the agent has left out, as its answer says.
+
+    Raises:
+        ValueError: the agent refuses the request.
+    """
     headers = {"Authorization": f"Bearer {token.reveal}"}
     connection = http.client.HTTPConnection(member.host, member.http_port, timeout=TIMEOUT_S)
     with closing(connection), path.open("wb") as file:

@@ -68,11 +68,11 @@ class JobReader:
     """Reads a job again and again, from etcd and from its agents."""
 
     def __init__(self, store: Store, name: str, operator_token: Secret | None) -> None:
-        """Has nothing read yet.
+        """Reads nothing before the first `read`.
 
         Args:
-            store: where the job's state is.
-            name: the job's.
+            store: store that holds the job's state.
+            name: the job's name.
             operator_token: the job's token, if the operator has it.
         """
         self._store = store
@@ -86,8 +86,9 @@ class JobReader:
     def read(self) -> Reading:
         """Returns what the job does now.
 
-        Raises `UserError` if etcd has no such job, and `StoreUnavailable` if etcd has not answered
-        once.
+        Raises:
+            UserError: etcd has no such job.
+            StoreUnavailable: etcd has not answered once.
         """
         job, phases, token = self._read_stored()
         status: Mapping[str, Any] | None = None
@@ -164,7 +165,13 @@ def top(
 
 
 def _follow(console: Console, loop: _ReadLoop, redraw_s: float) -> None:
-    """Draws what the loop reads until `q` is pressed."""
+    """Draws what the loop reads until `q` is pressed.
+
+    Args:
+        console: the terminal.
+        loop: reads the job in a thread of its own.
+        redraw_s: maximum seconds between two drawings.
+    """
     with _single_keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             reading, age_s = loop.latest()
@@ -175,7 +182,14 @@ def _follow(console: Console, loop: _ReadLoop, redraw_s: float) -> None:
 
 
 def screen_of(reading: Reading, age_s: float, width: int, height: int | None) -> RenderableType:
-    """Returns the screen for what was read `age_s` seconds ago."""
+    """Returns the screen of `top`, with a note for each thing that could not be read.
+
+    Args:
+        reading: what was read of the job.
+        age_s: seconds since it was read; a note tells them once they exceed `LATE_S`.
+        width: number of characters in a row.
+        height: maximum number of rows; None: any number.
+    """
     notes = []
     if reading.store_error is not None:
         notes.append(f"etcd is tried again: {reading.store_error}")

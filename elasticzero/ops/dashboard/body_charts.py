@@ -144,7 +144,13 @@ def _generation_text(record: Mapping[str, Any]) -> str:
 
 
 def _gap(plot: Plot, ended: float, following: Mapping[str, Any]) -> str:
-    """Returns the time between a generation and the one that follows."""
+    """Returns the block of the time between a generation and the one that follows.
+
+    Args:
+        plot: the axes of the chart.
+        ended: Unix time at which the generation ended.
+        following: record of the generation that follows, as the history has it.
+    """
     path = block(plot.x(ended), plot.x(following["at"]), 0.0, UNITS, least=2.0)
     lasted = span_text(max(0.0, following["at"] - ended))
     text = tooltip(f"Nothing trained for {lasted}\n{following['reason']}")
@@ -152,7 +158,15 @@ def _gap(plot: Plot, ended: float, following: Mapping[str, Any]) -> str:
 
 
 def _block_number(text: str, left: float, right: float) -> list[str]:
-    """Returns the number of a generation within its block, where there is room for it."""
+    """Returns the number of a generation within its block; empty where there is no room for it.
+
+    A class of the text hides it in windows that are too narrow.
+
+    Args:
+        text: the number.
+        left: left edge of the block, in units of the chart's area.
+        right: right edge of the block, in the same units.
+    """
     share = (right - left) / UNITS
     needed_px = LETTER_PX * len(text) + 8
     looks = [hidden for width_px, hidden in WIDTHS_PX if share * width_px > needed_px]

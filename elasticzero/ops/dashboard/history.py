@@ -296,7 +296,12 @@ def downsampled(values: list[float], most: int) -> list[float]:
 
 
 def joined_histories(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the history of one agent, with what another one remembered of the time before it."""
+    """Returns the history of one agent, with what another one remembered of the time before it.
+
+    Args:
+        earlier: what the other agent remembered, as `JobHistory.values` returns it.
+        later: what the agent itself remembers, in the same form.
+    """
     first = later["generations"][0]["generation"] if later["generations"] else math.inf
     began = later["since"] if later["since"] is not None else math.inf
     generations = [g for g in earlier["generations"] if g["generation"] < first]

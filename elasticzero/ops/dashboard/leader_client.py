@@ -18,10 +18,15 @@ and of the former as the body of the status page."""
 
 
 def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] | None:
-    """Returns the status of the job from the first of these agents that says it leads the job.
+    """Asks agents for the status of the job, until one says that it leads the job.
 
-    None: none of them does within `LEADER_TIMEOUT_S`. members: the agents in the order in which
-    they would lead.
+    Args:
+        members: the agents in the order in which they would lead.
+        token: the job's token.
+
+    Returns:
+        The status of the job, as the leader serves it; None: no agent that leads the job has
+        answered within `LEADER_TIMEOUT_S`.
     """
     deadline_s = time.monotonic() + LEADER_TIMEOUT_S
     for member in members:

@@ -41,7 +41,10 @@ class JobMemory:
     def turn(self, view: View, status: Callable[[], Mapping[str, Any]], token: Secret) -> None:
         """Notes what the events do not say; called in each turn of the agent's loop.
 
-        status: returns what the agent serves at `/status`. token: the job's.
+        Args:
+            view: what the agent sees in this turn.
+            status: returns what the agent serves at `/status`, of which the goodput is noted.
+            token: the job's token, with which the leader is asked.
         """
         now_s = time.monotonic()
         if now_s >= self._goodput_due_s:

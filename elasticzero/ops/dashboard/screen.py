@@ -117,7 +117,13 @@ def _title(status: Mapping[str, Any], width: int, clock: Callable[[float], str])
 
 
 def _two(left: Text, right: Text, width: int) -> Text:
-    """Returns a line with one text at its left end and another at its right end."""
+    """Returns a line with one text at its left end and another at its right end.
+
+    Args:
+        left: text that is cut where there is no room for both.
+        right: text that is never cut.
+        width: number of characters in the line.
+    """
     left.truncate(max(0, width - right.cell_len - 2), overflow="ellipsis")
     return Text.assemble(left, " " * max(2, width - left.cell_len - right.cell_len), right)
 
@@ -176,9 +182,13 @@ def sparkline(values: list[float], most: int) -> str:
 
 
 def bar_cells(shares: Sequence[float], width: int) -> list[int]:
-    """Returns how many of `width` characters each share of a bar gets; they add up to `width`.
+    """Returns how many characters each share of a bar gets; they add up to `width`.
 
-    shares: parts of 1, which add up to 1. The remainders of the largest rest get a character more.
+    The shares with the largest remainders get one character more.
+
+    Args:
+        shares: parts of 1, which add up to 1.
+        width: number of characters in the bar.
     """
     exact = [share * width for share in shares]
     cells = [int(part) for part in exact]
@@ -237,8 +247,15 @@ def _saved(status: Mapping[str, Any], past: Mapping[str, Any]) -> RenderableType
 
 
 def _nodes(nodes: Sequence[Mapping[str, Any]], width: int, most: int) -> list[RenderableType]:
-    """Returns the table of nodes in at most `most` rows; those that do not train go first where
-    there are too many."""
+    """Returns the table of nodes.
+
+    Where there are too many, those that do not train come first, and a line counts the rest.
+
+    Args:
+        nodes: the nodes as `/job` serves them.
+        width: number of characters in a row, on which it depends which columns are shown.
+        most: maximum number of rows, with the heads and the line that counts.
+    """
     computes = any(node.get("compute_s") is not None for node in nodes)
     heads = [head for head, least in COLUMNS if width >= least and (computes or head != "COMPUTE")]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

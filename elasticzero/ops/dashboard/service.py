@@ -79,7 +79,12 @@ class DashboardExtension(AgentExtension):
         self._memory.close()
 
     def document(self, *, pass_on: bool) -> Mapping[str, Any]:
-        """Returns the status of the job; pass_on: that of the leader, where another agent leads."""
+        """Returns the status of the job with its history, as `/job` serves it.
+
+        Args:
+            pass_on: whether the leader is asked where another agent leads. Without that, and where
+                no leader answers, the status is what this agent has seen itself.
+        """
         seen = self._seen
         if seen is not None and pass_on:
             view, token = seen
@@ -122,10 +127,10 @@ def page_routes() -> dict[str, Route]:
 
 
 def job_routes(document: Callable[..., Mapping[str, Any]]) -> dict[str, Route]:
-    """Returns what serves the status of the job.
+    """Returns the routes of the status of the job, by path.
 
     Args:
-        document: returns it; its keyword `pass_on` asks for the leader's.
+        document: returns the status; its keyword `pass_on` asks for the leader's.
     """
     return {
         JOB: Route(
@@ -170,8 +175,13 @@ def job_document(
 ) -> dict[str, Any]:
     """Returns what `/job` serves: the status of the job, its history, and which agent says so.
 
-    at: Unix time of the answer, by the clock of the agent `node`; ages are counted back from it.
-    doing: why that agent does what it does.
+    Args:
+        status: the status of the job, as `collect_status` returns it.
+        history: what the agent remembers of the job, as `JobHistory.values` returns it.
+        at: Unix time of the answer, by the clock of the agent; ages are counted back from it.
+        node: name of the agent's node.
+        leads: whether the agent leads the job.
+        doing: sentence that says what the agent does and why.
     """
     document = {
         **status,

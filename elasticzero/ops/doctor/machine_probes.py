@@ -139,9 +139,11 @@ def _torch_facts() -> tuple[TorchFacts | None, str]:
 
 
 def shared_memory_facts(folder: str, needed_bytes: int | None) -> SharedMemoryFacts:
-    """Returns the room in the folder of --snapshot-dir, and in the one for what finds none there.
+    """Returns the room for snapshots, in shared memory and on the disk for what does not fit.
 
-    needed_bytes: bytes of a node's snapshots, where they are known.
+    Args:
+        folder: directory of snapshots, as --snapshot-dir gives it.
+        needed_bytes: bytes of a node's snapshots; None: not known.
     """
     try:
         place = check_folder(folder)

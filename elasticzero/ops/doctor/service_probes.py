@@ -43,7 +43,12 @@ WORKERS_PORT = 49152
 def etcd_facts(endpoints: Sequence[str], access: Access) -> EtcdFacts:
     """Returns how etcd answers: the version and clock of each endpoint, and the time of writes.
 
-    Raises `UserError` for endpoints and certificates that cannot be used.
+    Args:
+        endpoints: HOST:PORT or URL of each member; empty: the result says what could be started.
+        access: certificates, user and password for etcd.
+
+    Raises:
+        UserError: an endpoint or a certificate cannot be used.
     """
     if not endpoints:
         binary = find_etcd()
@@ -103,7 +108,12 @@ def port_facts(host: str, port: int, *, is_given: bool) -> PortFacts:
 
 
 def peer_facts(host: str, http_port: int) -> PeerFacts:
-    """Returns how another node's HTTP port answers, and one of those that workers choose."""
+    """Returns how another node's HTTP port answers, and one of those that workers choose.
+
+    Args:
+        host: name or address of the node.
+        http_port: port of its agent's HTTP server.
+    """
     return PeerFacts(
         host=host, states={port: _state(host, port) for port in (http_port, WORKERS_PORT)}
     )
@@ -124,7 +134,11 @@ def _state(host: str, port: int) -> PeerState:
 
 
 def storage_facts(url: str | None) -> StorageFacts:
-    """Returns how a checkpoint directory does; `url`: None if none was given."""
+    """Returns how a checkpoint directory stores files; folders that the trial makes are removed.
+
+    Args:
+        url: directory or URL; None: none was given.
+    """
     if not url:
         return StorageFacts()
     where = url
@@ -147,7 +161,12 @@ def storage_facts(url: str | None) -> StorageFacts:
 
 
 def cloud_facts(choice: str, environment: Mapping[str, str]) -> CloudFacts:
-    """Returns which cloud's metadata server answers. choice: the value of --preemption."""
+    """Returns which cloud's metadata server answers.
+
+    Args:
+        choice: the value of --preemption: a cloud's name, auto or none.
+        environment: variables that may give a server's address.
+    """
     names = {"auto": tuple(CLOUDS), "none": ()}.get(choice, (choice,))
     errors = []
     for name in names:

@@ -51,7 +51,9 @@ def _scheme(etcd: EtcdOptions) -> str:
 def etcd_endpoints(etcd: EtcdOptions, service: str) -> str:
     """Returns the endpoints of all members as `--etcd` takes them.
 
-    service: the variable of the pod that holds the Service's name.
+    Args:
+        etcd: the options of etcd.
+        service: the variable of the pod that holds the Service's name.
     """
     scheme = "https://" if etcd.tls else ""
     return ",".join(f"{scheme}$({service})-{n}.$({service}):{CLIENT}" for n in range(etcd.members))
@@ -231,7 +233,14 @@ def etcd_upkeep(options: RenderOptions) -> list[Manifest]:
 
 
 def _cron_job(options: RenderOptions, what: str, schedule: str, arguments: list[str]) -> Manifest:
-    """Returns a CronJob that runs etcdctl; `what` is the end of its name."""
+    """Returns a CronJob that runs etcdctl.
+
+    Args:
+        options: the options of the job.
+        what: end of the CronJob's name; `backup` has the volume of backups, and reads one member.
+        schedule: times at which it runs, as cron has them.
+        arguments: words after etcdctl's flags.
+    """
     etcd = options.etcd
     name = f"{etcd_name(options)}-{what}"
     endpoints = etcd_endpoints(etcd, SERVICE)

@@ -17,7 +17,12 @@ AGENT, ETCD, UPKEEP = "agent", "etcd", "etcd-upkeep"
 
 
 def labels_for(options: RenderOptions, component: str) -> dict[str, str]:
-    """Returns the labels by which the pods of one component of this job are selected."""
+    """Returns the labels by which the pods of one component of this job are selected.
+
+    Args:
+        options: the options of the job.
+        component: name of the component; agents belong to a run, all others to the name.
+    """
     return {
         "app.kubernetes.io/name": "elasticzero",
         "app.kubernetes.io/part-of": options.name,
@@ -27,7 +32,13 @@ def labels_for(options: RenderOptions, component: str) -> dict[str, str]:
 
 
 def metadata_for(options: RenderOptions, component: str, name: str) -> Manifest:
-    """Returns the metadata of an object that belongs to one component."""
+    """Returns the metadata of an object that belongs to one component.
+
+    Args:
+        options: the options of the job.
+        component: name of the component, from which the labels follow.
+        name: name of the object.
+    """
     return {"name": name, "labels": labels_for(options, component)}
 
 

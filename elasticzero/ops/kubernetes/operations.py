@@ -23,6 +23,11 @@ def scale_script(job: str, nnodes: tuple[int, int], namespace: str) -> list[str]
 
     The job is told before the pods change, so that nodes that leave do not leave it with fewer than
     its old MIN.
+
+    Args:
+        job: name of the Job.
+        nnodes: the fewest and the most nodes.
+        namespace: the pods' namespace; empty: the namespace of the current context.
     """
     least, most = nnodes
     patch = json.dumps({"spec": {"parallelism": most, "completions": most}})
@@ -38,9 +43,12 @@ def drain_script(job: str, node: str, namespace: str) -> list[str]:
     The pod that replaces it is another node, on another machine.
 
     Args:
-        job: the job's name.
-        node: its name in `elasticzero status`, or its index.
-        namespace: the pods' namespace; empty: that of the current context.
+        job: name of the Job.
+        node: name of the node in `elasticzero status`, or the index of its pod.
+        namespace: the pods' namespace; empty: the namespace of the current context.
+
+    Raises:
+        UserError: the text is neither.
     """
     index = node.partition("-")[0]
     if not index.isdigit():
@@ -72,10 +80,10 @@ def replace_member_script(
     """Returns the commands that replace a member of etcd whose volume is lost or damaged.
 
     Args:
-        name: the job's.
-        index: that of the lost member's pod.
+        name: the name that the job was rendered with.
+        index: index of the lost member's pod.
         members: number of members in all.
-        namespace: the pods' namespace; empty: that of the current context.
+        namespace: the pods' namespace; empty: the namespace of the current context.
         tls: whether the members speak TLS.
 
     Raises:

@@ -183,7 +183,15 @@ def bytes_of_quantity(text: str) -> int:
 
 
 def check_job_name(text: str, what: str) -> str:
-    """Returns a name of a job; raises `UserError`, which begins with `what`, for another text."""
+    """Checks a job's name, and returns it.
+
+    Args:
+        text: the name.
+        what: flag or command that gave it, with which the error begins.
+
+    Raises:
+        UserError: Kubernetes takes no such name, or it leaves no room for what is added to it.
+    """
     if not NAME.fullmatch(text) or len(text) > MAX_NAME:
         raise UserError(
             f"{what} {text}: lower-case letters, digits and '-' are expected, with a letter first "

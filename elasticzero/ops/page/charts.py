@@ -45,7 +45,14 @@ class Plot:
 
 
 def _share(value: float, low: float, high: float, flat: float) -> float:
-    """Returns the share of [low, high] that lies below a value. flat: that of an empty range."""
+    """Returns the share of a range that lies below a value, at least 0 and at most 1.
+
+    Args:
+        value: a value on the range's axis.
+        low: begin of the range.
+        high: end of the range.
+        flat: the result where the range is empty.
+    """
     return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else flat
 
 
@@ -92,7 +99,7 @@ def x_axis(
     """Returns the lower edge and its labels.
 
     Args:
-        plot: the chart's.
+        plot: the axes of the chart.
         ticks: place and label of each.
         lines: True: a line goes up from each tick.
         unix: True: places are Unix times, of which the browser makes its own labels.
@@ -118,7 +125,13 @@ def x_axis(
 
 
 def y_axis(plot: Plot, ticks: Iterable[tuple[float, str]], unit: str = "") -> list[str]:
-    """Returns lines across the area with their labels. unit: text above the area."""
+    """Returns lines across the area with their labels.
+
+    Args:
+        plot: the axes of the chart.
+        ticks: value and label of each line.
+        unit: text above the area; empty: none.
+    """
     drawn = [element("text", escaped(unit), x=0, y=-6, class_="unit")] if unit else []
     for value, text in ticks:
         y = percent(plot.y(value))
@@ -133,12 +146,27 @@ def curve(plot: Plot, points: Iterable[Point], **attributes: object) -> str:
 
 
 def area(plot: Plot, edge: Sequence[Point], other: Sequence[Point], look: str) -> str:
-    """Returns the area between two lines, for `stretched`."""
+    """Returns the area between two lines, for `stretched`.
+
+    Args:
+        plot: the axes of the chart.
+        edge: points of one line, from left to right.
+        other: points of the other line, from left to right.
+        look: class of the area.
+    """
     return element("polygon", points=plot.places([*edge, *reversed(other)]), class_=look)
 
 
 def block(left: float, right: float, top: float, bottom: float, *, least: float = 0.5) -> str:
-    """Returns the path of a rectangle in units of the area. least: that of its width."""
+    """Returns the path of a rectangle. All arguments are in units of the area.
+
+    Args:
+        left: left edge.
+        right: right edge.
+        top: upper edge.
+        bottom: lower edge.
+        least: minimum width, so that a short time can be seen.
+    """
     width, height = max(right - left, least), bottom - top
     return f"M{left:.1f} {top:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
 

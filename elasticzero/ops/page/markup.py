@@ -78,7 +78,13 @@ def row(
 
 
 def table_of(head: str, rows: Iterable[str], name: str | None = None) -> str:
-    """Returns a table of the markup of rows. name: id of its body."""
+    """Returns a table, which scrolls in a window that is too narrow.
+
+    Args:
+        head: markup of the row of heads.
+        rows: markup of each row.
+        name: id of the table's body; None: it has none.
+    """
     body = element("tbody", *rows, id=name)
     return element("div", element("table", element("thead", head), body), class_="scroll")
 
@@ -115,7 +121,13 @@ def tile(what: str, value: str, note: str, *, above: str = "") -> str:
 
 
 def section(name: str, title: str, lead: str, *content: str) -> str:
-    """Returns a section of the page. lead: markup of the sentences that say what is to be seen."""
+    """Returns a section of the page. Further arguments are its markup below the lead.
+
+    Args:
+        name: id of the section.
+        title: text of its heading.
+        lead: markup of the sentences that say what is to be seen.
+    """
     head = element("h2", escaped(title))
     return element("section", head, element("p", lead, class_="lead"), *content, id=name)
 

@@ -24,6 +24,11 @@ def moment_ticks(first: float, last: float, most: int) -> tuple[int, list[tuple[
 
     They are round in UTC, and labelled so. The time before `first` is among them: a browser moves
     all to where they are round in its own time zone, which is later by less than one step.
+
+    Args:
+        first: Unix time of the axis' begin.
+        last: Unix time of its end.
+        most: maximum number of steps that fit into the axis.
     """
     whole_s = last - first
     least_s = 86400 if whole_s > _DAYS_S else 1
@@ -54,7 +59,13 @@ def _tick_text(at_s: float, step_s: float) -> str:
 
 
 def value_ticks(low: float, high: float, most: int) -> list[float]:
-    """Returns at most `most` + 1 round numbers within [low, high]."""
+    """Returns the round numbers within [low, high].
+
+    Args:
+        low: begin of the axis.
+        high: end of the axis; where it is not above `low`, that is the only tick.
+        most: maximum number of intervals, so that there are at most `most` + 1 ticks.
+    """
     if not high > low:
         return [low]
     rough = (high - low) / most

@@ -58,11 +58,14 @@ def _fault_name(round_kind: str | None, cause: str) -> str:
 def seconds_by_generation(
     worlds: Iterable[SeenWorld], whole: Mapping[str, float]
 ) -> dict[int, dict[str, float]]:
-    """Returns where the time of each generation went, by class, from its world to the next one.
+    """Returns the time of each generation by class, from its world to the next one.
 
-    worlds: in order. whole: the time of the whole run. The time before the first world is that of
-    BEFORE_FIRST; that of generations whose logs are missing is that of the one before them. Steps
-    that are done again count where they were done.
+    The time before the first world is that of BEFORE_FIRST. The time of generations whose logs are
+    missing counts for the one before them. Steps that are done again count where they were done.
+
+    Args:
+        worlds: the worlds of the run, in order.
+        whole: seconds of the whole run by class.
     """
     marks = [(w.generation, w.spent.seconds) for w in worlds if w.spent is not None]
     parts: list[tuple[int, dict[str, float]]] = []

@@ -57,7 +57,7 @@ def digest(node: str, events: Iterable[Mapping[str, Any]], every: int = 1) -> li
 
     Args:
         node: name of the node.
-        events: those of its log, in order.
+        events: the events of its log, in order.
         every: number of steps of which the log has the events of one.
     """
     lives: list[AgentLife] = []
@@ -111,7 +111,14 @@ def _take(life: AgentLife, name: str, event: Mapping[str, Any], at_s: float, eve
 
 
 def _take_state(life: AgentLife, name: str, event: Mapping[str, Any], at_s: float) -> None:
-    """Takes in an event that changes what the agent or its workers do."""
+    """Takes in an event that changes what the agent or its workers do.
+
+    Args:
+        life: the life that the event belongs to.
+        name: name of the event.
+        event: fields of the event.
+        at_s: Unix time at which it was written, by the clock of the agent's machine.
+    """
     match name:
         case "registered":
             life.registered_s = at_s
@@ -145,7 +152,16 @@ def _part_of(life: AgentLife, generation: int) -> OwnPart:
 
 
 def _take_step(life: AgentLife, event: Mapping[str, Any], at_s: float) -> Mapping[str, Any]:
-    """Takes in a step; returns it with the waits of the steps before it that the log lacks."""
+    """Takes in a step.
+
+    Args:
+        life: the life that the step belongs to.
+        event: fields of the event.
+        at_s: Unix time of the step's end, by the clock of the agent's machine.
+
+    Returns:
+        The event, in which the wait for data stands for the steps before it too that the log lacks.
+    """
     step, generation = int(event["step"]), int(event["generation"])
     step_s, wait_s = float(event["step_s"]), float(event["data_wait_s"])
     part = _part_of(life, generation)
@@ -167,7 +183,16 @@ def _take_loss(life: AgentLife, event: Mapping[str, Any], at_s: float) -> None:
 
 
 def _take_capture(life: AgentLife, event: Mapping[str, Any], every: int) -> Mapping[str, Any]:
-    """Takes in a copy of the state; returns it with the wait for those that the log lacks."""
+    """Takes in a copy of the state.
+
+    Args:
+        life: the life that the copy belongs to.
+        event: fields of the event.
+        every: number of steps of which the log has the events of one.
+
+    Returns:
+        The event, in which the wait stands for the copies too that the log lacks.
+    """
     seconds = float(event["seconds"])
     if event["checkpoint"] or event["direct"]:
         return event

@@ -22,7 +22,7 @@ def on_logs(run: JobRun, worlds: Sequence[SeenWorld], logs: Sequence[NodeLog]) -
 
     Args:
         run: the lives of the agents whose logs were read.
-        worlds: those of the run, in order.
+        worlds: the worlds of the run, in order.
         logs: how each node's log was read.
     """
     notes = []

@@ -133,7 +133,14 @@ def _compared(nodes: Mapping[str, _NodeStep]) -> Mapping[str, _NodeStep]:
 def _node_times(
     node: str, rows: Sequence[_NodeStep], wait_s: float, others_wait_s: float
 ) -> NodeStepTimes:
-    """Returns what the steps of a node are together, and whether it is slow."""
+    """Returns the times of a node over its steps, and whether it is slow.
+
+    Args:
+        node: name of the node.
+        rows: its times in the steps that it shares with another node.
+        wait_s: mean seconds for which it waited for data in a step.
+        others_wait_s: median of the other nodes' mean seconds.
+    """
     sorted_s = sorted(row.step_s for row in rows)
     ratio, median_s = median(row.ratio for row in rows), median(sorted_s)
     compute_ratio = _known_median(row.compute_ratio for row in rows)

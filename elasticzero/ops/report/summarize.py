@@ -158,7 +158,14 @@ def _stages(run: JobRun) -> list[_Stage]:
 
 
 def _merged(stage: _Stage, life: AgentLife, generation: int, run: JobRun) -> _Stage:
-    """Returns the stage with what one more life says of it."""
+    """Returns the stage with what one more life says of it.
+
+    Args:
+        stage: what the lives before say of the generation.
+        life: the life, which has a part in the generation or has seen its end.
+        generation: number of the generation.
+        run: the run, which knows by how much the clocks differ.
+    """
     seen = life.rounds.get(generation)
     if seen is not None:
         seen = replace(seen, at_s=run.at(life, seen.at_s))

@@ -57,7 +57,13 @@ class NodeScalars:
         """Set once all workers have ended and a leader has received all that they logged."""
 
     def begin(self, generation: int, step: int, ranks: Iterable[int]) -> None:
-        """Notes that the workers of a generation start from a step."""
+        """Notes that the workers of a generation start.
+
+        Args:
+            generation: number of the generation.
+            step: step of the state that they start from.
+            ranks: ranks of this node's workers.
+        """
         with self._lock:
             self._close_through(None)
             self._generation = generation

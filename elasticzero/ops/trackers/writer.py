@@ -27,7 +27,13 @@ from elasticzero.ops.trackers.tracker import Tracker, open_tracker
 
 
 def write_requests(tracker: Tracker, requests: TextIO, answers: TextIO) -> None:
-    """Writes what is asked for, until the requests end; raises any error of the tracker."""
+    """Writes what is asked for, until the requests end; raises any error of the tracker.
+
+    Args:
+        tracker: the open run.
+        requests: a JSON object in each line, as the docstring of this module lists them.
+        answers: file that gets one line for the start, and one for each request.
+    """
     last_step = tracker.last_step
     _answer(answers, where=tracker.where)
     for line in requests:

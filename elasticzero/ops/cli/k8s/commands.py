@@ -106,7 +106,14 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def render_options(args: argparse.Namespace) -> RenderOptions:
-    """Returns the options of `render`, checked; raises `UserError`."""
+    """Returns the checked options of `render`.
+
+    Args:
+        args: the parsed command line.
+
+    Raises:
+        UserError: a value is invalid, or the script cannot be read.
+    """
     return RenderOptions(
         name=args.name,
         image=args.image,
@@ -171,7 +178,14 @@ def _script(path: str) -> LocalScript | str:
 
 
 def yaml_text(manifests: Iterable[Manifest]) -> str:
-    """Returns manifests as YAML; raises `UserError` where PyYAML is not installed."""
+    """Returns manifests as one text in YAML.
+
+    Args:
+        manifests: the manifests, in the order in which kubectl applies them.
+
+    Raises:
+        UserError: PyYAML is not installed.
+    """
     try:
         import yaml
     except ImportError:

@@ -15,7 +15,14 @@ from elasticzero.spans import STRATEGIES
 
 
 def _option(group: str, flag: str, text: str, default: Any = "", **fields: Any) -> Option:
-    """Returns an option; an empty default is not shown."""
+    """Returns an option without an environment variable. Further keywords are fields of `Option`.
+
+    Args:
+        group: the heading under which the help lists it.
+        flag: its only flag, with dashes.
+        text: its help.
+        default: its value where the flag is absent; an empty one is None, which no help shows.
+    """
     return Option((flag,), text, default or None, has_variable=False, group=group, **fields)
 
 

@@ -106,7 +106,13 @@ def _cross(x: float, y: float, text: str) -> str:
 
 
 def size_chart(sizes: Sequence[Point], whole_s: float, marks: Sequence[ChangeMark]) -> str:
-    """Returns a chart of the number of ranks over time. sizes: beginning and number of each."""
+    """Returns a chart of the number of ranks over time.
+
+    Args:
+        sizes: begin of each generation in seconds, and its number of ranks.
+        whole_s: seconds of the run.
+        marks: changes of the world.
+    """
     high = max((size for _, size in sizes), default=1.0)
     plot = Plot(last=whole_s, high=high * 1.12)
     corners: list[Point] = []
