@@ -22,7 +22,7 @@ Rest = Literal["files", "directories", "nothing"]
 ParserOf = Callable[[Sequence[str]], Parser]
 
 _METAVARS: dict[str, Rest] = {"FILE": "files", "DIR": "directories"}
-"""Values that are allowed, by the name that the help has for them."""
+"""Kind of an option's values, by the name that the help has for them."""
 _POSITIONALS: dict[str, Rest] = {
     **dict.fromkeys(("script", "arguments"), "files"),
     **dict.fromkeys(("path", "a", "b", "directory", "target"), "directories"),
@@ -108,12 +108,12 @@ SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 @dataclass(slots=True)
 class Candidates:
-    """Holds what may stand at the cursor."""
+    """Holds the words that the shell may offer at the cursor."""
 
     descriptions: dict[str, str] = field(default_factory=dict)
     """Description of each word that is offered."""
     rest: Rest = "nothing"
-    """Kind of words that the shell adds by itself."""
+    """Kind of names that the shell completes by itself."""
 
 
 def add_completion_options(parser: Parser) -> None:
@@ -128,7 +128,7 @@ def _print_script(args: argparse.Namespace) -> ExitCode:
 
 
 def print_completions(arguments: Sequence[str], build_parser: ParserOf) -> int:
-    """Prints what may stand in the place of the last word, as the scripts of the shells read it.
+    """Prints the candidates for the last word, as the scripts of the shells read them.
 
     Args:
         arguments: the words of the command line after `__complete`, the last of them unfinished.
@@ -145,10 +145,10 @@ def print_completions(arguments: Sequence[str], build_parser: ParserOf) -> int:
 
 
 def completions(arguments: Sequence[str], build_parser: ParserOf) -> Candidates:
-    """Returns what may stand in the place of the last of these words.
+    """Returns the candidates for the last of the given words.
 
     Args:
-        arguments: what follows the program's name.
+        arguments: the words after the program's name, the last of them unfinished.
         build_parser: returns the parser of a command line.
     """
     *before, current = arguments or [""]
@@ -191,7 +191,7 @@ def completions(arguments: Sequence[str], build_parser: ParserOf) -> Candidates:
 
 
 def _in_script(parser: Parser, positionals: int) -> bool:
-    """Returns whether the words from here on are the script's own."""
+    """Returns whether the next word belongs to the training script."""
     places = [action for action in parser.actions if not action.option_strings]
     return positionals > 0 and any(place.nargs == argparse.REMAINDER for place in places)
 
@@ -218,7 +218,7 @@ def _option_words(parser: Parser, current: str) -> Candidates:
 
 
 def _values(action: argparse.Action, start: str) -> Candidates:
-    """Returns the values of an option or positional argument that begin so."""
+    """Returns the values of an option or positional argument that begin with a text."""
     if action.choices is not None:
         return Candidates({str(c): "" for c in action.choices if str(c).startswith(start)})
     metavar = action.metavar if isinstance(action.metavar, str) else ""

@@ -211,7 +211,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shards(args: argparse.Namespace) -> Sequence[ShardOver]:
-    """Returns what the plan shows: on one node, its ranks are the world."""
+    """Returns the values of `--shard` that the plan shows; on one node they mean the same."""
     if args.shard is not None:
         return (args.shard,)
     return get_args(ShardOver) if args.nodes > 1 else ("world",)

@@ -61,8 +61,8 @@ def report_on_job(
     """Writes the report on a running job, from the logs that its agents serve.
 
     Args:
-        name: the job's.
-        endpoints: those of etcd.
+        name: the job's name.
+        endpoints: HOST:PORT or URL of each member of etcd.
         access: certificates, user and password for etcd.
         operator_token: the job's token, if the operator has it.
         output: path of the page; `-` writes it to stdout.
@@ -104,9 +104,9 @@ def _fetch(
     """Fetches the logs of agents, all at a time.
 
     Args:
-        members: the leader first.
+        members: the agents, the leader first.
         token: the job's token, with which agents serve their logs.
-        folder: the logs are written below it.
+        folder: folder below which the logs are written.
 
     Returns:
         The logs that agents have sent, and a text for each agent that has sent none.

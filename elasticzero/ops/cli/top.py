@@ -62,6 +62,7 @@ class Reading:
     silent: bool = False
     """True if no agent that leads the job has answered."""
     token_missing: bool = False
+    """True if agents were not asked, for the job's token is not known."""
 
 
 class JobReader:
@@ -138,12 +139,12 @@ def top(
     """Shows the job on the terminal until `q` or Ctrl-C is pressed.
 
     Args:
-        name: the job's.
-        endpoints: those of etcd.
+        name: the job's name.
+        endpoints: HOST:PORT or URL of each member of etcd.
         access: certificates, user and password for etcd.
         operator_token: the job's token, if the operator has it.
         interval_s: seconds between two readings.
-        once: prints the screen once instead.
+        once: whether the screen is printed once instead.
 
     Raises:
         UserError: there is no terminal, or etcd has no such job.
@@ -242,9 +243,10 @@ class _ReadLoop:
 
 @contextmanager
 def _single_keys() -> Iterator[Any]:
-    """Reads keys without Enter; yields a function that waits for one of some keys.
+    """Has the terminal pass on each key at once; yields a function that waits for keys.
 
-    The function returns whether one of them was pressed within some seconds.
+    The function takes the keys and the seconds to wait; it returns whether one of them was pressed,
+    or the input has ended.
     """
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)

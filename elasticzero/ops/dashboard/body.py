@@ -110,7 +110,10 @@ def _generation_line(document: Mapping[str, Any]) -> str:
 
 
 def _banners(document: Mapping[str, Any]) -> str:
-    """Returns what a reader must know first; that the agent does not answer says the script."""
+    """Returns the sentences that a reader must know first; some are empty and hidden.
+
+    The script of the page shows the one about an agent that does not answer.
+    """
     done, node = document["done"], document["node"]
     over, look = "", ""
     if done is not None:
@@ -190,9 +193,9 @@ def _saved_tile(
 
     Args:
         document: what `/job` serves.
-        name: what is saved.
-        step: its step, where that is known without `saved`.
-        saved: its step and time, as the history has them.
+        name: Checkpoint or Snapshot.
+        step: step of the newest one; None: `saved` has it, if there is one.
+        saved: step and time of the newest one, as the history has them; None: it has none.
     """
     if saved is not None and step is None:
         step = saved["step"]
@@ -204,7 +207,7 @@ def _saved_tile(
 
 
 def _curves(document: Mapping[str, Any]) -> str:
-    """Returns the loss, and beside it where the time went."""
+    """Returns the card of the loss, and beside it the card of where the time went."""
     losses = rows_of(document["history"].get("loss"))
     caption = "mean and range over steps" if len(losses) > 1 else ""
     reading = element("span", caption, id="lossread", data_caption=caption)

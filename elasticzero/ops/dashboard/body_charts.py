@@ -91,14 +91,14 @@ def goodput_chart(document: Mapping[str, Any]) -> str:
 
 
 def _moments(plot: Plot, most: int) -> list[str]:
-    """Returns the axis of a chart over Unix time. What the script needs for its labels is there."""
+    """Returns the axis of a chart over Unix time, with what the page's script needs to label it."""
     step_s, ticks = moment_ticks(plot.first, plot.last, most)
     scale = {"data_from": plot.first, "data_to": plot.last, "data_step": step_s}
     return [element("g", *x_axis(plot, ticks, unix=True), class_="moments", **scale)]
 
 
 def generation_chart(document: Mapping[str, Any]) -> str:
-    """Returns a block for each generation, as high as its ranks, and what was between them."""
+    """Returns a block for each generation, as high as its ranks, and one for each pause between."""
     records = document["history"].get("generations") or []
     if not records:
         return _empty("timeline", "No generation yet")

@@ -56,7 +56,12 @@ class Curve:
     many."""
 
     def __init__(self, width: float = 1.0, points: int = POINTS) -> None:
-        """width: interval of the axis that becomes one point at first."""
+        """Begins an empty curve.
+
+        Args:
+            width: interval of the axis that becomes one point at first.
+            points: least number of points that a long curve has.
+        """
         self.width = width
         self._most = 2 * points
         self._points: list[Point] = []
@@ -122,7 +127,7 @@ class JobHistory:
     """Takes in the events of an agent's log as they are written, and the job's goodput."""
 
     def __init__(self, node: str) -> None:
-        """node: name of the agent's node, for events that are about it."""
+        """Begins an empty history. node: name of the agent's node, for events that are about it."""
         self._node = node
         self._since: float | None = None
         self._loss = Curve()
@@ -130,16 +135,16 @@ class JobHistory:
         self._generations: deque[GenerationRecord] = deque(maxlen=GENERATIONS)
         self._lines: deque[tuple[float, Level, str]] = deque(maxlen=LINES)
         self._repeated = 0
-        """How often the last line has come again."""
+        """Number of times that the last event has come in a row."""
         self._rank = 0
         """Rank whose loss is kept: that of the node's first worker."""
         self._checkpoint: tuple[int, float] | None = None
         self._snapshot: tuple[int, float] | None = None
         self._earlier: Mapping[str, Any] = {}
-        """What another agent remembered when this one came, as `values` returns it."""
+        """What another agent remembered when this one joined, as `values` returns it."""
 
     def continues(self, earlier: Mapping[str, Any]) -> None:
-        """Takes over what another agent remembers, for the time before this one came."""
+        """Takes over what another agent remembers of the time before this one joined."""
         self._earlier = earlier
 
     def goodput(self, at: float, value: float | None) -> None:
@@ -229,10 +234,11 @@ class JobHistory:
 
 
 REPEATED = " (again, "
+"""Beginning of the note on an event that has come several times in a row."""
 
 
 def news_line(event: Mapping[str, Any], node: str) -> tuple[Level, str] | None:
-    """Returns an event as a line for people, with its weight; None: it is none of a job's news.
+    """Returns an event as a line for people, with its weight; None: a reader need not see it.
 
     node: name of the node whose agent wrote it.
     """

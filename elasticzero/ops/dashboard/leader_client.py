@@ -11,10 +11,10 @@ from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.secrets import Secret
 
 LEADER_TIMEOUT_S = 3.0
-"""Seconds within which the leading agent must answer, which may wait for others itself."""
+"""Seconds within which the leading agent must answer; it may wait for other agents itself."""
 JOB, OWN_JOB, JOB_PAGE = "/job", "/job/own", "/job/page"
-"""Paths of the status of the job from the agent that leads, of that from the agent that is asked,
-and of the former as the body of the status page."""
+"""Paths of the job's status: as the leader has it, as the agent that is asked has it, and as the
+leader has it in the form of the status page's body."""
 
 
 def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] | None:

@@ -1,7 +1,7 @@
-"""Keeps the history of a job in an agent: of what it sees, and of the time before it came.
+"""Keeps the history of a job in an agent: what it has seen, and what was before it joined.
 
-A node that joins may lead one day, when all that came before it are gone. So it asks the leader
-once, in a thread, what that remembers; its own history goes on from there.
+A node that joins may lead the job later, once all earlier nodes have left. So its agent asks the
+leader for the history once, in a thread, and continues it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class JobMemory:
     """Fills the history of a job in the agent's loop."""
 
     def __init__(self, node: str) -> None:
-        """node: name of the agent's node."""
+        """Begins an empty history. node: name of the agent's node."""
         self.history = JobHistory(node)
         self._node = node
         self._goodput_due_s = 0.0

@@ -199,7 +199,7 @@ def bar_cells(shares: Sequence[float], width: int) -> list[int]:
 
 
 def _time(status: Mapping[str, Any], width: int) -> list[RenderableType]:
-    """Returns the bar of where the time went, and its legend."""
+    """Returns the bar of the time by class, and its legend."""
     seconds = status["seconds"] or {}
     whole_s = sum(seconds.values())
     if whole_s <= 0:

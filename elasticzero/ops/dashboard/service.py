@@ -6,8 +6,8 @@
    the world, in the order in which they would lead.
 3. `/job/page` is that answer as the body of the status page. It is written in the thread of a
    request, once for each answer however many browsers ask.
-4. While none of those leads, the agent answers from what it has seen itself, and says so: `leads`
-   is false. The nodes that it has not asked are `silent`.
+4. While none of those members leads, the agent answers from what it has seen itself: `leads` is
+   false then. The nodes that it has not asked are `silent`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ REFRESH_S = 0.5
 REFRESH_A_NODE_S = 0.02
 """Seconds that are added for each node: the leader of a large job asks 50 agents a second."""
 PATIENCE_S = 1.0
-"""Seconds within which another agent must answer the leader. A lost node delays each answer so long
-until its lease has lapsed."""
+"""Seconds within which another agent must answer the leader. Until the lease of a lost node lapses,
+the node delays each answer by as much."""
 CANDIDATES = 3
 """Number of members that are asked whether they lead; those that come later do not see the other
 nodes."""
@@ -117,7 +117,7 @@ class DashboardExtension(AgentExtension):
 
 
 def page_routes() -> dict[str, Route]:
-    """Returns what serves the status page."""
+    """Returns the route of the status page, by path."""
 
     def answer(query: str) -> Answer:
         page, headers = status_page()
@@ -147,7 +147,7 @@ class PageBody:
     """Answers with the body of the status page, and keeps it until the document is another one."""
 
     def __init__(self, document: Callable[..., Mapping[str, Any]]) -> None:
-        """document: returns the status of the job, as for `job_routes`."""
+        """Begins without an answer. document: returns the status of the job, as in `job_routes`."""
         self._document = document
         self._lock = threading.Lock()
         self._written_of: tuple[str, float] | None = None

@@ -1,4 +1,4 @@
-"""Holds what the probes have found out, before anything is judged.
+"""Defines the facts that the probes collect, before anything is judged.
 
 Pure.
 """
@@ -18,15 +18,15 @@ class EtcdFacts:
     """Says how etcd answers; without endpoints, what could be started instead."""
 
     endpoints: tuple[str, ...]
-    """Endpoints that were given; empty: none was."""
+    """Endpoints that were given; empty: none were."""
     binary: str | None = None
     """Path of an etcd that can be started here, for a job on one node."""
     versions: tuple[EtcdVersion, ...] = ()
-    """Answers, of those endpoints that gave one."""
+    """Versions and clocks, of those endpoints that have answered."""
     writes_s: tuple[float, ...] = ()
     """Seconds that each write of a key took."""
     error: str = ""
-    """Why nothing could be written."""
+    """Why nothing could be written; empty: writes have succeeded, or no endpoint was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +60,17 @@ class SharedMemoryFacts:
     size_bytes: int = 0
     free_bytes: int = 0
     overflow: str = ""
-    """Folder on a disk for what finds no room; empty: there is none besides."""
+    """Folder on a disk for snapshots that find no room; empty: there is no other folder."""
     overflow_free_bytes: int = 0
     needed_bytes: int | None = None
-    """Bytes of a node's snapshots, where the user says."""
+    """Bytes of a node's snapshots; None: the user did not say."""
     error: str = ""
-    """Why the folder cannot be used."""
+    """Why the folder cannot be used; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageFacts:
-    """Says how the checkpoint directory does; `where` is empty if none was given."""
+    """Says how the checkpoint directory stores files; `where` is empty if none was given."""
 
     where: str = ""
     trial: StorageTrial | None = None
@@ -89,7 +89,7 @@ class TorchFacts:
     """Version of CUDA that torch was built for; None: it was built without."""
     nccl: str | None = None
     error: str = ""
-    """Why CUDA cannot be used."""
+    """Why CUDA cannot be used; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +101,10 @@ class GpuFacts:
     listed: tuple[str, ...] | None = None
     """A line for each GPU that nvidia-smi lists; None: there is no nvidia-smi, or it fails."""
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES."""
+    """Value of CUDA_VISIBLE_DEVICES; None: it is unset."""
     torch: TorchFacts | None = None
     torch_error: str = ""
-    """Why torch could not be asked."""
+    """Why the process that imports torch gave no answer; empty: it gave one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,8 @@ class VersionFacts:
     required: Mapping[str, str] = field(default_factory=dict)
     """Versions that are supported, as `>=2.10,<2.15`."""
     messages_error: str = ""
-    """Why the messages of etcd cannot be loaded from the packages etcd3 and protobuf."""
+    """Why the messages of etcd cannot be loaded from the packages etcd3 and protobuf; empty: they
+    can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

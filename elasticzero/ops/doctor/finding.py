@@ -21,7 +21,7 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
-    """Says what to do; empty: nothing."""
+    """What the user can do; empty: nothing is to be done."""
 
 
 def release_of(version: str) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ TIME_ERROR = 5
 """Value of adjtimex(2) where the clock is not synchronized."""
 CGROUP = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60
-"""A limit of this size or above is none; cgroup v1 has a number where v2 has `max`."""
+"""Value from which on a limit counts as none: cgroup v1 has a number where v2 has `max`."""
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*([<>=!~][^;]*)?(;.*)?")
 _ASK_TORCH = """
 import json, warnings
@@ -168,8 +168,8 @@ def _room(folder: Path) -> tuple[int, int]:
 
 
 def free_on_disk(folder: Path) -> int | None:
-    """Returns the free bytes of the file system that a folder lies in, or will; None: there is
-    none."""
+    """Returns the free bytes of the file system that a folder lies in, or will once it is made;
+    None: none of its parents can be read."""
     for place in (folder, *folder.parents):
         with suppress(OSError):
             return _room(place)[1]

@@ -57,7 +57,8 @@ def judge_versions(facts: VersionFacts) -> Iterator[Finding]:
 
 
 def in_range(version: str, spec: str) -> bool:
-    """Returns whether a version fits bounds such as `>=2.10,<2.15`; other conditions hold."""
+    """Returns whether a version fits bounds such as `>=2.10,<2.15`; conditions of other kinds count
+    as met."""
     release = release_of(version)
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(>=|<)\s*(\S+)\s*", part)
@@ -185,7 +186,7 @@ def judge_limits(facts: LimitFacts, memory: SharedMemoryFacts) -> Iterator[Findi
 
 
 def judge_clock(synchronized: bool | None) -> Finding:
-    """Judges whether the machine's clock is kept right."""
+    """Judges whether the machine's clock is synchronized, as far as the kernel says."""
     if synchronized:
         return Finding(topic="clock", level="ok", text="it is synchronized")
     text = "the kernel does not say" if synchronized is None else "the kernel says that it is not"

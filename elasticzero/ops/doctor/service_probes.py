@@ -32,12 +32,12 @@ from elasticzero.ops.doctor.machine_probes import free_on_disk
 WRITES = 11
 """Number of writes to etcd; their median is judged."""
 LEASE_S = 10
-"""TTL of the key that is written, so that it goes even if this process is killed."""
+"""Seconds until the key that is written expires, so that it goes even if this process is killed."""
 CONNECT_S = 3.0
 STORAGE_S = 60.0
 """Seconds after which storage that has not answered counts as one that cannot be used."""
 WORKERS_PORT = 49152
-"""Stands for the ports that workers choose: the first one of the range for that."""
+"""Port that stands for those that workers choose: the first one of the dynamic ports."""
 
 
 def etcd_facts(endpoints: Sequence[str], access: Access) -> EtcdFacts:

@@ -22,8 +22,8 @@ OLDEST_ETCD = (3, 4)
 UNSAFE_ETCD = ((3, 5, 0), (3, 5, 2))
 """First and last release that can lose agreement among members that crash (docs/etcd.md)."""
 SLOW_WRITE_S, HOPELESS_WRITE_S = 0.1, 1.0
-"""Median seconds of a write to etcd that are worth a note, and that are a problem: a request has
-2 s."""
+"""Median seconds of a write to etcd that are worth a note, and that are a problem: agents wait 2 s
+for a request."""
 CLOCK_DIFFERENCE_S = 2.0
 SLOW_STORAGE_BYTES_PER_S = 50e6
 EXAMPLE_CHECKPOINT_BYTES = 10e9

@@ -1,8 +1,8 @@
 """Writes the agents: an Indexed Job with one agent in each pod.
 
-One pod that exits 0 ends the Job, for an agent does so only when the job is over. 64 and 70 fail
-the Job at once. A pod that left with 75, or was preempted, is replaced by another node: its name is
-its index and the pod's uid.
+One pod that exits with 0 ends the Job, for an agent does so only when the job is over. Exit codes
+64 and 70 fail the Job at once. A pod that exits with 75, or is preempted, is replaced by another
+node: the name of a node is its pod's index and uid.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def agents_service_manifest(options: RenderOptions) -> Manifest:
 
 
 def agents_budget(options: RenderOptions) -> Manifest | None:
-    """Returns the PodDisruptionBudget of the agents; None: one node has no other to go on.
+    """Returns the PodDisruptionBudget of the agents; None: a job of one node cannot spare it.
 
     Evictions leave MIN nodes, or all but one where MIN is MAX.
     """

@@ -26,12 +26,12 @@ END_S = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grace:
-    """Says how long a pod has from SIGTERM on."""
+    """Says how long a pod may run on after SIGTERM."""
 
     period_s: int
-    """`terminationGracePeriodSeconds`: SIGKILL comes then."""
+    """Seconds until SIGKILL: `terminationGracePeriodSeconds`."""
     agent_s: int
-    """`ELASTICZERO_GRACE`: the agent has left by then."""
+    """Seconds within which the agent has left: `ELASTICZERO_GRACE`."""
 
 
 ON_DEMAND = Grace(period_s=30, agent_s=25)

@@ -1,4 +1,4 @@
-"""Writes the NetworkPolicies: who may open a connection to agents and to etcd."""
+"""Writes the NetworkPolicies: which pods may open a connection to agents and to etcd."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ CONTAINER_SECURITY: Manifest = {
 
 
 def secured_pod(user: int, **spec: Any) -> Manifest:
-    """Returns the spec of a pod that runs as this user and gets nothing that it does not ask
-    for."""
+    """Returns the spec of a pod that runs as this user, without a token of the cluster."""
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -34,7 +33,7 @@ def secured_pod(user: int, **spec: Any) -> Manifest:
 
 
 def secured_container(name: str, image: str, **spec: Any) -> Manifest:
-    """Returns a container that can become nothing but the user it runs as."""
+    """Returns a container that cannot gain rights, and whose root file system is read-only."""
     return {
         "name": name,
         "image": image,
@@ -58,7 +57,7 @@ def http_probe(path: str, port: str, **times: int) -> Manifest:
 
 
 def spread_over_zones(labels: Mapping[str, str]) -> list[Manifest]:
-    """Returns the wish that pods with these labels lie evenly in the zones."""
+    """Returns the preference that pods with these labels lie evenly in the zones."""
     return [
         {
             "maxSkew": 1,
@@ -70,7 +69,7 @@ def spread_over_zones(labels: Mapping[str, str]) -> list[Manifest]:
 
 
 def apart(labels: Mapping[str, str]) -> Manifest:
-    """Returns the wish that pods with these labels run on different machines.
+    """Returns the preference that pods with these labels run on different machines.
 
     It is no requirement: a cluster of one machine runs them all.
     """
@@ -86,7 +85,7 @@ def on_nodes(terms: Sequence[Sequence[Manifest]]) -> Manifest:
 
 
 def tolerated(key: str, value: str | None) -> Manifest:
-    """Returns the toleration of a taint that keeps pods off; value: None: any."""
+    """Returns the toleration of a taint that keeps pods off. value: of the taint; None: any."""
     if value is None:
         return {"key": key, "operator": "Exists", "effect": "NoSchedule"}
     return {"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"}

@@ -40,7 +40,7 @@ class Plot:
         return UNITS * (1.0 - _share(value, self.low, self.high, 0.5))
 
     def places(self, points: Iterable[Point]) -> str:
-        """Returns points as a polyline has them."""
+        """Returns the places of points, as an attribute of a polyline or polygon."""
         return " ".join(f"{self.x(at):.1f},{self.y(value):.1f}" for at, value in points)
 
 
@@ -49,7 +49,7 @@ def _share(value: float, low: float, high: float, flat: float) -> float:
 
     Args:
         value: a value on the range's axis.
-        low: begin of the range.
+        low: beginning of the range.
         high: end of the range.
         flat: the result where the range is empty.
     """
@@ -57,7 +57,7 @@ def _share(value: float, low: float, high: float, flat: float) -> float:
 
 
 def percent(units: float) -> str:
-    """Returns a place as a share of the area."""
+    """Returns a place in units of the area as a percentage of it."""
     return f"{f'{units / 10:.2f}'.rstrip('0').rstrip('.')}%"
 
 
@@ -141,12 +141,12 @@ def y_axis(plot: Plot, ticks: Iterable[tuple[float, str]], unit: str = "") -> li
 
 
 def curve(plot: Plot, points: Iterable[Point], **attributes: object) -> str:
-    """Returns a line through points, for `stretched`."""
+    """Returns a line through points, which `stretched` takes in."""
     return element("polyline", points=plot.places(points), class_="curve", **attributes)
 
 
 def area(plot: Plot, edge: Sequence[Point], other: Sequence[Point], look: str) -> str:
-    """Returns the area between two lines, for `stretched`.
+    """Returns the area between two lines, which `stretched` takes in.
 
     Args:
         plot: the axes of the chart.

@@ -19,8 +19,8 @@ def escaped(value: object) -> str:
 def element(name: str, *content: str, **attributes: object) -> str:
     """Returns an element.
 
-    content: markup. attributes: values are escaped; None leaves one out; `class_` is `class`, and
-    `_` within a name is `-`.
+    `content` is markup. The values of `attributes` are escaped, and None leaves one out. `class_`
+    is `class`, and `_` within a name is `-`.
     """
     attribute_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escaped(_short(value))}"'
@@ -64,8 +64,8 @@ def row(
     """Returns a row of a table. Further keywords are its attributes.
 
     Args:
-        name: element of each cell.
-        cells: markup of each.
+        name: element of each cell: `th` or `td`.
+        cells: markup of each cell.
         numbers: columns of numbers, which are set to the right.
         optional: columns that are left out in a narrow window.
     """
@@ -93,7 +93,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[
     """Returns a table.
 
     Args:
-        head: texts.
+        head: text of each head.
         rows: markup of each cell.
         numbers: columns of numbers, which are set to the right.
     """
@@ -105,7 +105,7 @@ def tile(what: str, value: str, note: str, *, above: str = "") -> str:
     """Returns a key figure.
 
     Args:
-        what: its name.
+        what: name of the figure.
         value: markup of the figure.
         note: text below it.
         above: markup between figure and note.

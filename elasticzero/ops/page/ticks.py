@@ -26,8 +26,8 @@ def moment_ticks(first: float, last: float, most: int) -> tuple[int, list[tuple[
     all to where they are round in its own time zone, which is later by less than one step.
 
     Args:
-        first: Unix time of the axis' begin.
-        last: Unix time of its end.
+        first: Unix time at the beginning of the axis.
+        last: Unix time at its end.
         most: maximum number of steps that fit into the axis.
     """
     whole_s = last - first
@@ -62,7 +62,7 @@ def value_ticks(low: float, high: float, most: int) -> list[float]:
     """Returns the round numbers within [low, high].
 
     Args:
-        low: begin of the axis.
+        low: beginning of the axis.
         high: end of the axis; where it is not above `low`, that is the only tick.
         most: maximum number of intervals, so that there are at most `most` + 1 ticks.
     """

@@ -1,5 +1,4 @@
-"""Names what ended a generation, from the agents' words, and where the time of each one went.
-Pure."""
+"""Names what ended each generation, and divides the run's time among generations. Pure."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ class SeenWorld:
     tier: str
     reason: str
     spent: TimeSpent | None
-    """Where the job's time had gone when the world was written."""
+    """Account of the job's time up to the writing of the world."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Returns what tells this world from all others, also those of other runs of the job."""
+        """Returns what distinguishes this world from all others, also from those of other runs."""
         until = self.spent.until if self.spent is not None else None
         return (self.generation, self.members, self.resume_step, self.reason, until)
 
@@ -128,7 +128,7 @@ class AgentLife:
     snapshots: SnapshotTotals = field(default_factory=SnapshotTotals)
     incidents: dict[tuple[str, str], SeenIncident] = field(default_factory=dict)
     plain: bool = False
-    """True if the script makes no visible steps."""
+    """True if the script trains without calling `elasticzero.run`, so that no steps are seen."""
     steps: array[float] = field(default_factory=lambda: array("d"))
     """Rows of generation, step, end of the step, its seconds and those that it waited for data."""
     losses: array[float] = field(default_factory=lambda: array("d"))
@@ -136,7 +136,7 @@ class AgentLife:
     unread: int = 0
     """Number of lines that could not be read."""
     account: TimeAccount | None = None
-    """Where the job's time went as far as this agent saw it."""
+    """Account of the job's time, as far as this agent saw it."""
     exit: Mapping[str, Any] | None = None
     """The event with which the agent ended."""
     error: str = ""

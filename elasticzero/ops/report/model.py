@@ -26,19 +26,19 @@ class GenerationSummary:
     ended_s: float
     kind: ChangeKind
     label: str
-    """Its cause, in two words."""
+    """Cause of the generation, in two words such as `worker killed`."""
     cause: str
-    """Its cause, in a sentence of the agents."""
+    """Cause of the generation, as the agents have said it in a sentence."""
     members: tuple[str, ...]
     world_size: int
     resume_step: int
     reached: int
-    """Last step that it finished; `resume_step` if it finished none."""
+    """Last step that the generation finished; `resume_step` if it finished none."""
     tier: str
     steps_redone: int
-    """Steps that were finished before it and are done again in it."""
+    """Number of steps that the generation before had finished and that are done again."""
     seconds: Mapping[str, float]
-    """Where its time has gone, by class."""
+    """Seconds of the generation by class of time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class RecoverySummary:
     """Describes the way from a generation that ended to the first step of the next one."""
 
     generation: int
-    """Generation that began."""
+    """Number of the generation that began."""
     at_s: float
-    """Time of its first step."""
+    """Time at which that generation finished its first step, or began if no step was seen."""
     kind: ChangeKind
     label: str
     cause: str
@@ -64,14 +64,15 @@ class FaultSummary:
 
     at_s: float
     generation: int
-    """Generation that it ended."""
+    """Number of the generation that the fault ended."""
     label: str
     cause: str
     lost: tuple[str, ...]
     """Nodes that were lost."""
     steps_lost: int
     pause_s: float | None
-    """Seconds from the last step before it to the first step after it; None: there was no more."""
+    """Seconds from the last step before the fault to the first step after it; None: one of them was
+    not seen."""
     survived: bool
     """False for the fault by which the job ended."""
     details: str = ""
@@ -92,18 +93,18 @@ class IncidentSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """Describes one committed checkpoint."""
+    """Describes one checkpoint that was saved."""
 
     at_s: float
     step: int
     seconds: float
     """Duration of the save on the slowest node."""
     bytes: int
-    """Bytes of all nodes whose logs are there."""
+    """Bytes that the nodes whose logs were read have written."""
     nodes: int
-    """Number of nodes that wrote a part, as far as their logs are there."""
+    """Number of nodes that wrote a part, among those whose logs were read."""
     committed: bool
-    """False if no log that is there says that the manifest was written."""
+    """False if no log that was read says that the manifest was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class SnapshotSummary:
     node: str
     count: int
     every: int
-    """Steps from one to the next, as chosen last; 0: not known."""
+    """Steps from one snapshot to the next, as chosen last; 0: not known."""
     last_step: int
     mean_stall_s: float
     longest_stall_s: float
@@ -133,21 +134,21 @@ class NodeStepTimes:
     """Number of steps that were compared."""
     median_s: float
     slowest_s: float
-    """Time below which 95 of 100 steps were."""
+    """Step time that 95 of 100 steps stayed below."""
     wait_s: float
     """Mean seconds of a step in which the node waited for data."""
     ratio: float
-    """Median of the node's step time over the mean of all nodes at the same step."""
+    """Median over all steps of the node's step time divided by the mean of all nodes."""
     compute_s: float | None
     """Median of the own time of the node's slowest worker in a step; None: it is not known."""
     compute_ratio: float | None
-    """Median of that time over the median of all nodes at the same step."""
+    """Median over all steps of that time divided by the median of all nodes; None: not known."""
     is_slow: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLog:
-    """Says how much of a node's log was there."""
+    """Says how much of a node's log was read."""
 
     node: str
     bytes: int
@@ -164,7 +165,7 @@ class RunSummary:
     job: str
     outcome: Outcome
     reason: str
-    """Why the run ended, in a sentence of the agents."""
+    """Why the run ended, as the agents have said it in a sentence."""
     began: float
     """Unix time at which the run began."""
     wall_s: float
@@ -172,14 +173,14 @@ class RunSummary:
     total_steps: int
     """Steps of the whole run; 0: not known."""
     plain: bool
-    """True if the script makes no visible steps."""
+    """True if the script trains without calling `elasticzero.run`, so that no steps are seen."""
     nodes: tuple[str, ...]
     """All nodes that had a part, in the order in which they came."""
     seconds: Mapping[str, float]
-    """Where the time has gone, by class; adds up to `wall_s`."""
+    """Seconds of the run by class of time; they add up to `wall_s`."""
     goodput: float | None
     before_first: Mapping[str, float]
-    """Where the time before the first generation has gone, by class."""
+    """Seconds before the first generation by class of time."""
     generations: tuple[GenerationSummary, ...]
     recoveries: tuple[RecoverySummary, ...]
     faults: tuple[FaultSummary, ...]

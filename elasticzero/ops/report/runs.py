@@ -29,7 +29,7 @@ class JobRun:
     """Holds the lives of all agents of one run of a job."""
 
     lives: tuple[AgentLife, ...]
-    """In the order of their beginnings."""
+    """Lives in the order of their beginnings."""
     clocks_s: Mapping[str, float]
     """Seconds to add to the times of each node, to have them by the clock of one node."""
     earlier: int = 0
@@ -43,7 +43,7 @@ class JobRun:
 def last_run(lives: Sequence[AgentLife]) -> JobRun | None:
     """Returns the last run; None if there are no lives.
 
-    lives: those of each node in order, oldest first.
+    lives: the lives of each node in order, oldest first.
     """
     if not lives:
         return None

@@ -163,7 +163,7 @@ def _slowness(times: NodeStepTimes) -> tuple[bool, float, float]:
 
 
 def _known_median(numbers: Iterable[float]) -> float | None:
-    """Returns the median of those that are numbers; None: none is."""
+    """Returns the median of the numbers that are not NaN; None: there are none."""
     present = [number for number in numbers if not math.isnan(number)]
     return median(present) if present else None
 

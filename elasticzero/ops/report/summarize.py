@@ -60,7 +60,7 @@ class _End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """Merges what all lives say of one generation; Unix times by the shared clock."""
+    """Merges what all lives say of one generation; times are Unix times by the shared clock."""
 
     world: SeenWorld
     at_s: float

@@ -15,9 +15,13 @@ _CHECKPOINT = b'"checkpoint": true'
 
 
 def stride(size_bytes: int, most_bytes: int) -> int:
-    """Returns of how many steps one is read of a log: a prime number, or 1.
+    """Returns the number of steps of a log of which the events of one are read.
 
-    A prime number meets events that come every so many steps as often as others.
+    It is a prime number, or 1: so it meets events that come every so many steps as often as others.
+
+    Args:
+        size_bytes: bytes of the log.
+        most_bytes: bytes of it that may be read line by line.
     """
     least = -(-size_bytes // max(1, most_bytes))
     if least <= 1:

@@ -22,7 +22,7 @@ STATES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Holds when a generation reached its stages, as any agent saw it; Unix times."""
+    """Holds the Unix times at which a generation reached its stages, as agents saw them."""
 
     generation: int
     members: tuple[str, ...]

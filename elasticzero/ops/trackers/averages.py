@@ -42,7 +42,7 @@ class StepAverages:
         self._values: dict[int, dict[str, _Value]] = {}
         self._times: dict[int, float] = {}
         self._starts: dict[int, int] = {}
-        """Steps that generations start from."""
+        """Step that each generation starts from."""
         self._given_through = -1
         """Last step that was given out."""
 
@@ -72,7 +72,7 @@ class StepAverages:
                     before.count += count
 
     def complete(self, through: int | None) -> list[Row]:
-        """Returns the steps up to one, and forgets them; None: all."""
+        """Returns the values of the steps up to `through`, and forgets them; None: of all steps."""
         steps = sorted(step for step in self._values if through is None or step <= through)
         rows = []
         for step in steps:

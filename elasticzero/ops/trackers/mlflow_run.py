@@ -1,8 +1,9 @@
 """Writes to a run of MLflow.
 
 The run has the job's name in a tag, by which it is found again, and in another one the last step
-that it was written to. That is set before the step is written: a process that dies between leaves a
-step out, and none is written twice. MLflow's own variables choose the experiment and more.
+that it was written to. That tag is set before the step is written: a process that dies in between
+leaves a step out, and no step is written twice. MLflow's own variables choose the experiment and
+more.
 """
 
 from __future__ import annotations

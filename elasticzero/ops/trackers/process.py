@@ -49,7 +49,7 @@ class TrackerProcess:
         Args:
             target: the kind of tracker, and its place.
             job: the job's name.
-            begins: as of `open_tracker`.
+            begins: whether the job begins anew, as for `open_tracker`.
             log: file for what the process prints.
             tell: receives what people should know, and whether something has failed.
         """
@@ -83,7 +83,7 @@ class TrackerProcess:
         """Ends the process once it has written what is left, or after `timeout_s`.
 
         Args:
-            outcome: that of the job; None: it goes on.
+            outcome: outcome of the job; None: the job goes on.
             timeout_s: seconds after which the process is killed.
             discard: whether the rows that wait are dropped, because another node writes them.
         """

@@ -105,7 +105,7 @@ def _next_file(directory: Path) -> Path:
 
 
 def _last_step(directory: Path) -> int:
-    """Returns the last step that a run's files hold: that of the newest file that holds any, since
+    """Returns the last step that a run's files hold. The newest file that holds any has it, since
     steps only grow from file to file."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 

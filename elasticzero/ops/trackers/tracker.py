@@ -28,7 +28,7 @@ class Tracker(Protocol):
         """Ends the work of this process.
 
         Args:
-            outcome: that of the whole job; None: it goes on.
+            outcome: outcome of the whole job; None: the job goes on.
         """
 
 

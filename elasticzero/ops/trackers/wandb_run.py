@@ -4,8 +4,8 @@ Each process that writes has a folder of its own, DIR/wandb/offline-run-…; all
 `wandb sync` makes one run of them. W&B's own variables choose project, entity and more.
 
 W&B keeps what is logged in memory for seconds. So the files say what an offline run holds, and a
-node that takes over writes again what was lost with another one. Of an online run the record says
-it, in which a step is noted before it is logged.
+node that takes over writes again what was lost with another one. What an online run holds the
+record says, in which a step is noted before it is logged.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RunRecord:
     """Keeps, in a file beside a tracker's own, which run is a job's and to which step it was
     written.
 
-    A step is noted before it is written: a process that dies between leaves a step out, and none is
-    written twice.
+    A step is noted before it is written: a process that dies in between leaves a step out, and no
+    step is written twice.
     """
 
     def __init__(self, path: Path) -> None:

@@ -154,7 +154,7 @@ def render_options(args: argparse.Namespace) -> RenderOptions:
 
 
 def _pairs(texts: Iterable[str]) -> Mapping[str, str]:
-    """Returns the variables of `--env`; one without `=` has an invalid name."""
+    """Returns the variables of `--env` by name; one without `=` gets an invalid name."""
     return {
         name if equals else f"{name} ": value
         for name, equals, value in (text.partition("=") for text in texts)
@@ -195,7 +195,7 @@ def yaml_text(manifests: Iterable[Manifest]) -> str:
         ) from None
 
     class Dumper(yaml.SafeDumper):
-        """Writes each value where it stands, and a text of several lines as such."""
+        """Writes a value again where it occurs again, and a text of several lines as lines."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True

@@ -109,7 +109,7 @@ def size_chart(sizes: Sequence[Point], whole_s: float, marks: Sequence[ChangeMar
     """Returns a chart of the number of ranks over time.
 
     Args:
-        sizes: begin of each generation in seconds, and its number of ranks.
+        sizes: beginning of each generation in seconds, and its number of ranks.
         whole_s: seconds of the run.
         marks: changes of the world.
     """

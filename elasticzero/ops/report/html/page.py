@@ -28,7 +28,7 @@ from elasticzero.text import many_text, share_text, span_text
 from elasticzero.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""What the page may load: its own style and nothing else."""
+"""Content security policy, by which the page may load its own style and nothing else."""
 
 
 def report_page(summary: RunSummary, written: float) -> str:

@@ -116,7 +116,7 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def time_lead(summary: RunSummary) -> str:
-    """Returns what is to be said of where the time went."""
+    """Returns the lead of the section on time."""
     whole_s = summary.wall_s
     if summary.goodput is None:
         return f"No step that counts was made in {span_text(whole_s)}."
@@ -139,7 +139,7 @@ def class_name(kind: str) -> str:
 
 
 def recovery_lead(summary: RunSummary) -> str:
-    """Returns what is to be said of the recoveries."""
+    """Returns the lead of the section on recoveries."""
     recoveries = summary.recoveries
     if not recoveries:
         return "Training was never interrupted, as far as the logs go."
@@ -160,7 +160,7 @@ def recovery_lead(summary: RunSummary) -> str:
 
 
 def story_lead(summary: RunSummary) -> str:
-    """Returns what is to be said of the generations."""
+    """Returns the lead of the section on generations."""
     counts = Counter(generation.kind for generation in summary.generations)
     causes: Mapping[ChangeKind, str] = {
         "fault": "a fault",
@@ -178,7 +178,7 @@ def story_lead(summary: RunSummary) -> str:
 
 
 def checkpoint_lead(summary: RunSummary) -> str:
-    """Returns what is to be said of checkpoints and snapshots."""
+    """Returns the lead of the section on checkpoints and snapshots."""
     saved = [c for c in summary.checkpoints if c.committed]
     parts = []
     if saved:
@@ -205,7 +205,7 @@ def checkpoint_lead(summary: RunSummary) -> str:
 
 
 def step_times_lead(summary: RunSummary) -> str:
-    """Returns what is to be said of slow nodes."""
+    """Returns the lead of the section on the step times of nodes."""
     slow = [times.node for times in summary.step_times if times.is_slow]
     why = (
         "All nodes wait for the slowest at each step, so their step times differ little. A node "

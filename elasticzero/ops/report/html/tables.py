@@ -22,7 +22,7 @@ from elasticzero.ops.report.notes import names_text
 from elasticzero.text import many_text, size_text, span_text
 
 MOST_DETAILS = 4000
-"""Maximum number of characters of a traceback: its end."""
+"""Maximum number of characters of a traceback, of which the last ones are shown."""
 T = TypeVar("T")
 
 
