@@ -45,13 +45,13 @@ THREADS = 8
 HOLD_S = 30.0
 """Seconds for which steps wait for an agent that does not answer."""
 LINGER_S = 3.0
-"""Most seconds for which the end of an agent waits for others."""
+"""Maximum number of seconds for which the end of an agent waits for other agents."""
 CLOSE_S = 10.0
-"""Most seconds for which it waits for the trackers."""
+"""Maximum number of seconds for which the end of an agent waits for the trackers."""
 ASKED_S = 15.0
 """Seconds for which an agent that was asked expects to be asked again."""
 UNKNOWN = -1
-"""In place of the last complete step of a node: it has not answered yet in this generation."""
+"""Stands for the last complete step of a node that has not answered yet in this generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +65,20 @@ class Lead:
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """Remembers how far one agent was asked."""
+    """Holds how much one agent has sent of what its workers have logged."""
 
     member: Member
-    heard_s: float
+    answered_s: float
+    """Time of its last answer (monotonic clock); before that, of the first question."""
     serial: int = 0
+    """Serial number of the last entry that it has sent."""
     through: int | None = UNKNOWN
-    """Last step for which its workers log nothing more; None: none of them logs at all."""
+    """Last step for which its workers will log nothing more; None: they log nothing at all."""
     logs: bool = True
-    """False: none of its workers runs."""
+    """False: none of its workers will log anything more."""
     gone: bool = False
-    """True: it is in no world any more, and has said all or does not answer."""
+    """True: its node is in no world any more, and the agent has sent everything or does not
+    answer."""
 
 
 def begins_run(world: World, me: Member) -> bool:
@@ -151,7 +154,7 @@ class TrackerFeed(AgentExtension):
         workers have logged.
 
         Args:
-            outcome: that of the job; None: it goes on without this node, or later.
+            outcome: outcome of the job; None: it goes on without this node, or later.
         """
         self._end(outcome)
         self._write_events()
@@ -176,7 +179,7 @@ class TrackerFeed(AgentExtension):
             self._scalars.drained.wait(LINGER_S)
 
     def _tell(self, text: str, failed: bool) -> None:
-        """Tells people; called from any thread."""
+        """Prints a line, which the event log gets too; callable from any thread."""
         log_for_node(self._options.node, text)
         self._unwritten.put((text, failed))
 
@@ -224,7 +227,7 @@ class TrackerFeed(AgentExtension):
         """Ends the trackers' processes, all at a time.
 
         Args:
-            outcome: that of the job; None: it goes on.
+            outcome: outcome of the job; None: the job goes on.
             discard: whether the rows that wait are dropped, because the next leader writes them.
         """
         run_parallel(
@@ -235,8 +238,8 @@ class TrackerFeed(AgentExtension):
         self._processes = []
 
     def _ask_all(self, lead: Lead) -> bool:
-        """Asks the agents of this world, and of the one before until they have said all; returns
-        whether no worker of this world logs any more."""
+        """Asks the agents of this world, and those of the world before until they have sent
+        everything; returns whether no worker of this world logs any more."""
         for world in reversed(self._worlds):
             self._averages.begin(world.generation, world.resume.step)
             for member in world.members:
@@ -245,8 +248,8 @@ class TrackerFeed(AgentExtension):
         members = [s for s in self._sources.values() if lead.world.names(s.member)]
         former = [s for s in self._sources.values() if s not in members and not s.gone]
         asked = [*members, *former]
-        heard = run_parallel(asked, lambda source: self._ask(source, lead), threads=THREADS)
-        for source, has_answered in zip(asked, heard, strict=True):
+        answered = run_parallel(asked, lambda source: self._ask(source, lead), threads=THREADS)
+        for source, has_answered in zip(asked, answered, strict=True):
             source.gone = source not in members and not (has_answered and source.logs)
         return not any(source.logs for source in members)
 
@@ -266,7 +269,7 @@ class TrackerFeed(AgentExtension):
             source.serial = answer["serial"]
             if not answer["more"]:
                 break
-        source.heard_s = time.monotonic()
+        source.answered_s = time.monotonic()
         source.logs = answer["through"] is not None
         has_begun = answer["generation"] == lead.world.generation
         source.through = answer["through"] if has_begun else UNKNOWN
@@ -278,11 +281,11 @@ class TrackerFeed(AgentExtension):
         return query_agent(source.member, lead.token, f"{SCALARS}?after={source.serial}")
 
     def _through(self, lead: Lead) -> int | None:
-        """Returns the last step that is complete on all nodes, but for those that have been silent
-        for long; None: all are."""
+        """Returns the last step that is complete on all nodes that have answered within `HOLD_S`;
+        None: all steps are."""
         now_s = time.monotonic()
         return least(
             source.through
             for source in self._sources.values()
-            if lead.world.names(source.member) and now_s - source.heard_s <= HOLD_S
+            if lead.world.names(source.member) and now_s - source.answered_s <= HOLD_S
         )
