@@ -120,7 +120,6 @@ def agent_options(
         snapshot_dir=snapshot_directory(job, node, memory),
         overflow_dir=snapshot_directory(job, node, overflow) if overflow else None,
         training=replace(parsed.training, checkpoint_dir=directory),
-        keep=RetentionPolicy(**parsed.keep),
         console=console,
         workers=workers,
         **parsed.agent,

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
@@ -216,9 +217,10 @@ def overflow_folder(snapshot_folder: Path) -> Path | None:
 def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
     """Checks and converts the options that depend on the words alone; raises `UserError`.
 
-    `local` does not take all of them.
+    The fields of `AgentOptions` include the retention policy then. `local` does not take all
+    options.
     """
     parsed = parse_options(RUN_OPTIONS, vars(args))
-    RetentionPolicy(**parsed.keep)  # which checks them
+    keep = RetentionPolicy(**parsed.keep)
     check_checkpoint_options(parsed)
-    return parsed
+    return replace(parsed, agent={**parsed.agent, "keep": keep})
