@@ -145,7 +145,7 @@ class Place:
     def _offline(self) -> Iterator[Row]:
         """The command line tool and cp, on the same files, until they are durable."""
         source, target = self.path / "ours", self.path / "resharded"
-        tool = [sys.executable, "-m", "elasticzero.launcher.cli", "checkpoint", "reshard"]
+        tool = [sys.executable, "-m", "elasticzero.cli", "checkpoint", "reshard"]
         commands = {
             "cp": f"cp -r '{source}' '{target}' && find '{target}' -type f -exec sync {{}} +",
             f"{OURS} checkpoint reshard": " ".join(

@@ -138,7 +138,7 @@ def _offline(rank: Rank) -> None:
     shutil.rmtree(target)
     name = "elasticzero checkpoint reshard, one worker"
     rank.tell({"case": "offline", "variant": name, "bytes": 2 * rank.state.bytes, **seconds})
-    command = [sys.executable, "-m", "elasticzero.launcher.cli", "checkpoint", "reshard", "--help"]
+    command = [sys.executable, "-m", "elasticzero.cli", "checkpoint", "reshard", "--help"]
     began_s = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     took_s = time.perf_counter() - began_s

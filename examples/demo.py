@@ -26,7 +26,7 @@ JOB = "demo"
 
 
 def elasticzero(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "elasticzero.launcher.cli", *arguments]
+    return [sys.executable, "-m", "elasticzero.cli", *arguments]
 
 
 def say(text: str) -> None:

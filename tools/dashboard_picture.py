@@ -263,7 +263,7 @@ def watch_job(folder: Path, server: Prometheus) -> Answers:
     arguments += ["--checkpoint-every", "100", "--flops-per-sample", "6e8", "--peak-flops", "1e11"]
     arguments += [word for fault in FAULTS for word in ("--fault", fault)]
     arguments += [str(ROOT / "examples" / "gpt.py"), "--steps", str(STEPS)]
-    command = [sys.executable, "-m", "elasticzero.launcher.cli", *arguments]
+    command = [sys.executable, "-m", "elasticzero.cli", *arguments]
     start_s, targets = time.time(), list[str]()
     with subprocess.Popen(command, cwd=ROOT) as running:
         while running.poll() is None:

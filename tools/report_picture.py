@@ -28,7 +28,7 @@ def browser() -> str:
 
 
 def elasticzero(*arguments: str) -> None:
-    command = [sys.executable, "-m", "elasticzero.launcher.cli", *arguments]
+    command = [sys.executable, "-m", "elasticzero.cli", *arguments]
     subprocess.run(command, check=True, cwd=ROOT)
 
 

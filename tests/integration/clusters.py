@@ -37,7 +37,7 @@ PROCESSES_EVERY_S = 0.25
 
 
 def elasticzero(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "elasticzero.launcher.cli", *arguments]
+    return [sys.executable, "-m", "elasticzero.cli", *arguments]
 
 
 @dataclass(kw_only=True)

@@ -85,6 +85,6 @@ def test_the_script_is_valid(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     script = tmp_path / "script"
-    command = [sys.executable, "-m", "elasticzero.launcher.cli", "completion", shell]
+    command = [sys.executable, "-m", "elasticzero.cli", "completion", shell]
     script.write_bytes(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
     assert in_shell(shell, "-n", str(script)) == []

@@ -83,7 +83,7 @@ def test_the_quick_start_runs_as_printed(tmp_path: Path) -> None:
         "2.bias": (10,),
     }
     (tmp_path / "model.safetensors").unlink()
-    arguments = ["-m", "elasticzero.launcher.cli", "local", "--nodes", "2", "--strategy", "zero3"]
+    arguments = ["-m", "elasticzero.cli", "local", "--nodes", "2", "--strategy", "zero3"]
     assert "done: 939 steps" in run(tmp_path, *arguments, "train.py")
     together = load_file(tmp_path / "model.safetensors")
     for name, tensor in alone.items():

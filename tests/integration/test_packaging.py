@@ -183,7 +183,7 @@ def test_the_command_line_starts_from_each_wheel(
     with zipfile.ZipFile(wheels[kind]) as archive:
         archive.extractall(tmp_path / "package")
     path = os.pathsep.join([str(tmp_path / "package"), dependencies()])
-    start = (sys.executable, "-S", "-P", "-m", "elasticzero.launcher.cli")
+    start = (sys.executable, "-S", "-P", "-m", "elasticzero.cli")
 
     def printed(*arguments: str) -> str:
         return run(*start, *arguments, cwd=tmp_path, PYTHONPATH=path)

@@ -166,7 +166,7 @@ Accelerator(cpu=True).load_state("here")
 """
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "elasticzero.launcher.cli", "run"]])
+@pytest.mark.parametrize("launcher", [[], ["-m", "elasticzero.cli", "run"]])
 def test_a_mistake_ends_a_script_in_one_line(launcher: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MISTAKE)
     options = ["--http-port=0", "--preemption=none", f"--log-dir={tmp_path / 'logs'}"]

@@ -136,7 +136,7 @@ def test_a_value_from_the_environment_is_checked(
     root: Path, variable: str, value: str, expected: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "elasticzero.launcher.cli", "run", "train.py"],
+        [sys.executable, "-m", "elasticzero.cli", "run", "train.py"],
         env=os.environ | {variable: value},
         cwd=root,
         capture_output=True,
@@ -145,6 +145,15 @@ def test_a_value_from_the_environment_is_checked(
     )
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == f"error: {variable}={value}: {expected}\n"
+
+
+def test_the_earlier_name_of_the_command_line_runs_it() -> None:
+    """Command lines that people have stored say it."""
+    printed = [
+        subprocess.check_output([sys.executable, "-m", module, "--help"], text=True, timeout=60)
+        for module in ("elasticzero.cli", "elasticzero.launcher.cli")
+    ]
+    assert printed[0].startswith("usage: elasticzero") and printed[0] == printed[1]
 
 
 @pytest.mark.parametrize("arguments", [["--strategy", "zero2", "t.py"], ["--help"]])
