@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
+from elasticzero.options.settings import TrainingSettings
 from elasticzero.parallel.buckets.plan import DEFAULT_PLAN, BucketPlan
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
@@ -60,8 +61,8 @@ class Setting:
     """Format in which partitioned parameters are gathered for the forward; None: their own."""
     bucket_plan: BucketPlan = DEFAULT_PLAN
     """Says how ddp, zero1 and zero2 fill their buckets."""
-    deterministic: bool = False
-    """Gradients of slices are summed in one fixed order, whatever the world."""
+    options: TrainingSettings = field(default_factory=TrainingSettings)
+    """Training options, the same for every worker."""
     mesh: Mesh | None = None
     """The rows that hold the whole state each; None: all ranks are one row."""
     agreement: Agreement | None = None

@@ -48,13 +48,13 @@ class Replicated:
         self._may_be_sparse = setting.alone
         self._part: MicroBatch | None = None
         self._losses = LossCheck()
-        self._fixed_order = setting.deterministic
+        self._fixed_order = setting.options.deterministic
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._gradients: BucketQueue[SummedBucket] | FixedOrderReducer | None = None
         """Takes the gradients of micro-batches; None: they are added up where they are."""
         self._sums: AllReduce | FixedOrderReducer | None = None
         """Sums them over the ranks."""
-        if setting.deterministic:
+        if self._fixed_order:
             reducer = FixedOrderReducer(self._parameters, setting.place, self._losses)
             self._gradients = self._sums = reducer
         elif setting.world_size > 1:

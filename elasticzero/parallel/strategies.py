@@ -7,6 +7,7 @@ without it.
 from __future__ import annotations
 
 from elasticzero.errors import UserError
+from elasticzero.options.settings import TrainingSettings
 from elasticzero.parallel.base import Setting, Strategy
 from elasticzero.spans import STRATEGIES
 
@@ -17,9 +18,8 @@ def create(name: str, setting: Setting) -> Strategy:
         from elasticzero.parallel.ddp import Replicated
 
         return Replicated(setting)
-    if setting.deterministic:
-        check_deterministic(name, mirrored=setting.mirrored_by is not None)
-    if setting.deterministic and name in ("zero1", "zero2"):
+    check_options(name, setting.options, mirrored=setting.mirrored_by is not None)
+    if setting.options.deterministic and name in ("zero1", "zero2"):
         from elasticzero.parallel.fixed_order.zero import WholeParameters
 
         return WholeParameters(setting)
@@ -34,17 +34,20 @@ def create(name: str, setting: Setting) -> Strategy:
     raise UserError(f"strategy {name!r} is not one of {', '.join(STRATEGIES)}")
 
 
-def check_deterministic(strategy: str, *, mirrored: bool) -> None:
-    """Checks that `--deterministic` can be had.
+def check_options(strategy: str, options: TrainingSettings, *, mirrored: bool) -> None:
+    """Checks that the options can be had with a strategy.
 
     Args:
         strategy: The strategy's name.
+        options: The training options.
         mirrored: Whether each rank's part has a live copy, though not every rank keeps one.
 
     Raises:
         UserError: The strategy sums in an order that depends on the world, or keeps no live copies
-            then.
+            with `--deterministic`.
     """
+    if not options.deterministic:
+        return
     if strategy == "zero3":
         raise UserError(
             "--deterministic cannot be had with strategy zero3, for torch's FSDP2 sums gradients "

@@ -134,7 +134,7 @@ def prepare_training(
         mesh=rows.mesh,
         agreement=rows.agreement,
         bucket_plan=buckets.used(assignment.bucket_bytes),
-        deterministic=assignment.deterministic,
+        options=assignment,
         cpu_offload=place.cpu_offload,
         mirrors=assignment.mirrors,
         mirrored_by=assignment.mirrored_by,

@@ -25,7 +25,7 @@ from elasticzero.memory_estimate import (
 )
 from elasticzero.parallel.base import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import Dealt, MadeOptimizers, open_optimizers
-from elasticzero.parallel.strategies import check_deterministic
+from elasticzero.parallel.strategies import check_options
 from elasticzero.spans import STRATEGIES
 from elasticzero.state.model import NamedModel
 from elasticzero.text import size_text
@@ -109,8 +109,7 @@ def refusals(
         try:
             check(name)
             open_optimizers(made, named, DEALT[name])
-            if assignment.deterministic:
-                check_deterministic(name, mirrored=assignment.mirrored_by is not None)
+            check_options(name, assignment, mirrored=assignment.mirrored_by is not None)
         except UserError as error:
             errors[name] = error
     return errors

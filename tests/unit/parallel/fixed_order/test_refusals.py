@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from elasticzero.errors import UserError
+from elasticzero.options.settings import TrainingSettings
 from elasticzero.parallel import Setting, create
 from elasticzero.state.model import NamedModel
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "message"),
+    ("strategy", "mirrors", "message"),
     [
         ("zero3", {}, "--deterministic cannot be had with strategy zero3"),
         ("zero1", {"mirrored_by": 1}, "--deterministic cannot be had with --redundancy mirror"),
@@ -22,7 +23,7 @@ from elasticzero.state.model import NamedModel
     ],
 )
 def test_a_strategy_that_cannot_keep_the_order_refuses_it(
-    strategy: str, options: dict[str, Any], message: str
+    strategy: str, mirrors: dict[str, Any], message: str
 ) -> None:
     model = nn.Linear(2, 2)
     setting = Setting(
@@ -32,8 +33,8 @@ def test_a_strategy_that_cannot_keep_the_order_refuses_it(
         device=torch.device("cpu"),
         rank=0,
         world_size=2,
-        deterministic=True,
-        **options,
+        options=TrainingSettings(deterministic=True),
+        **mirrors,
     )
     with pytest.raises(UserError, match=message):
         create(strategy, setting)

@@ -15,6 +15,7 @@ from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.io.reader import open_step
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointMismatch, UserError
+from elasticzero.options.settings import TrainingSettings
 from elasticzero.parallel import Setting, create
 from elasticzero.parallel.optimizers.groups import Dealt, Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.packed import PackedEntry, is_packed
@@ -76,8 +77,9 @@ def fixed_order(kind: Any) -> Any:
     """zero1 under --deterministic, of one rank."""
     model = Small()
     named = NamedModel(model)
-    options: dict[str, Any] = {"model": model, "named": named, "factory": kind, "device": CPU}
-    return create("zero1", Setting(rank=0, world_size=1, deterministic=True, **options))
+    fields: dict[str, Any] = {"model": model, "named": named, "factory": kind, "device": CPU}
+    options = TrainingSettings(deterministic=True)
+    return create("zero1", Setting(rank=0, world_size=1, options=options, **fields))
 
 
 @pytest.mark.parametrize("kind", [Packing, LargePacking])
