@@ -24,6 +24,7 @@ from elasticzero.consistency.differences import Verdict, by_trained, difference
 from elasticzero.data.loader import RankSchedule
 from elasticzero.errors import PeerSetAside, UserError
 from elasticzero.ipc.assignment import Assignment
+from elasticzero.options.training import compared_options
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.digests import combined, of_value
 from elasticzero.state.model import NamedModel, Spec, spec_of
@@ -39,17 +40,17 @@ PACKAGES = ("torch", "numpy", "elasticzero")
 
 def of_model(named: NamedModel, strategy: str, assignment: Assignment) -> Description:
     """Describes the names, shapes and dtypes of the model's state, which parameters are trained,
-    and what the bits of their gradients depend on.
+    the options that must be equal on all ranks, and what the bits of gradients depend on.
 
     Args:
         named: The model's parameters and buffers by name.
         strategy: The strategy's name.
-        assignment: This rank's settings, of which `deterministic` counts.
+        assignment: This rank's settings, of which those that are compared count.
 
     Returns:
         The description, of one entry for each parameter and buffer besides the settings.
     """
-    description = {"strategy": strategy, "--deterministic": str(assignment.deterministic)}
+    description = {"strategy": strategy, **compared_options(assignment)}
     if assignment.deterministic:
         description["number of threads"] = str(torch.get_num_threads())
     for name, parameter in named.parameters.items():

@@ -71,6 +71,9 @@ class Option:
     """The heading under which the help lists it; empty: among the command's own options."""
     in_file: bool = True
     """True if the file of `--config` may give it."""
+    is_compared: bool = False
+    """True for a training option that must have the same value on all ranks; `session.prepare`
+    compares them."""
 
     @property
     def name(self) -> str:

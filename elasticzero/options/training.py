@@ -10,7 +10,12 @@ from typing import get_args
 
 from elasticzero.memory_estimate import AUTO
 from elasticzero.options.option import NumberRange, Option, grouped
-from elasticzero.options.settings import OnNonFinite, data_changes, spike_limit
+from elasticzero.options.settings import (
+    OnNonFinite,
+    TrainingSettings,
+    data_changes,
+    spike_limit,
+)
 from elasticzero.options.values import (
     at_least_zero,
     bytes_or_auto,
@@ -55,6 +60,7 @@ _STRATEGY = grouped(
         False,
         is_switch=True,
         field="training.deterministic",
+        is_compared=True,
     ),
     Option(
         ("--bucket-bytes",),
@@ -65,6 +71,7 @@ _STRATEGY = grouped(
         range=NumberRange(unit="bytes", least=1, alternatives=("auto",)),
         parse=bytes_or_auto,
         field="training.bucket_bytes",
+        is_compared=True,
     ),
     Option(
         ("--verify-replicas",),
@@ -85,6 +92,7 @@ _STRATEGY = grouped(
         "stop",
         choices=get_args(OnNonFinite),
         field="training.on_nonfinite",
+        is_compared=True,
     ),
     Option(
         ("--on-spike",),
@@ -95,6 +103,7 @@ _STRATEGY = grouped(
         metavar="ACTION:K:N",
         parse=spike_limit,
         field="training.on_spike",
+        is_compared=True,
     ),
     Option(
         ("--allow-data-change",),
@@ -201,3 +210,13 @@ _SNAPSHOTS = grouped(
 )
 
 TRAINING_OPTIONS = (*_STRATEGY, *_CHECKPOINTS, *_SNAPSHOTS)
+
+
+def compared_options(settings: TrainingSettings) -> dict[str, str]:
+    """Returns the texts of the options that must be equal on all ranks, by their flags."""
+    texts = {}
+    for option in TRAINING_OPTIONS:
+        if option.is_compared:
+            value = getattr(settings, option.field.removeprefix("training."))
+            texts[option.flags[0]] = str(option.default if value is None else value)
+    return texts

@@ -111,7 +111,8 @@ def prepare_training(
     described = {**of_model(NamedModel(model), strategy, assignment), **compute.described()}
     if meta.is_needed:
         described["model"] = "on the meta device"
-    place.comparison.require_equal(Call.PREPARE, {**described, **_options_of(place)})
+    described["cpu_offload"] = str(place.cpu_offload)
+    place.comparison.require_equal(Call.PREPARE, described)
     _check_strategy(place, model, strategy, compute)
     _print_note(model, place)
     same_release = place.comparison.warn_of_versions()
@@ -184,17 +185,6 @@ def prepare_training(
         place.tracker,
     )
     return Prepared(training=training, state_dict=lambda: gather_state_dict(names, laid, groups))
-
-
-def _options_of(place: Place) -> dict[str, str]:
-    """Returns options that must be equal on all ranks, by name."""
-    assignment = place.link.assignment
-    return {
-        "cpu_offload": str(place.cpu_offload),
-        "--on-nonfinite": assignment.on_nonfinite,
-        "--on-spike": str(assignment.on_spike or "off"),
-        "--bucket-bytes": str(assignment.bucket_bytes),
-    }
 
 
 def _give_values(

@@ -24,8 +24,8 @@ from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.secrets import Secret
 from elasticzero.options.option import Option
 from elasticzero.options.resolve import ParsedOptions
-from elasticzero.options.settings import TrainingSettings
-from elasticzero.options.training import TRAINING_OPTIONS
+from elasticzero.options.settings import TrainingSettings, spike_limit
+from elasticzero.options.training import TRAINING_OPTIONS, compared_options
 from elasticzero.worker.single_process import read_settings
 
 NAMES = [option.name for option in TRAINING_OPTIONS]
@@ -155,6 +155,23 @@ def test_each_reaches_the_workers(texts: dict[str, str], script: str, tmp_path: 
             if field.name != "checkpoint_dir":  # which the agent resolves
                 assert getattr(assignment, field.name) == getattr(by_flag.training, field.name)
         assert assignment.checkpoint_dir == texts["checkpoint_dir"]
+
+
+def test_ranks_compare_options_by_the_same_texts_as_the_release_before() -> None:
+    """Nodes of both may be in one world, and compare a digest of the texts."""
+    assert compared_options(TrainingSettings()) == {
+        "--deterministic": "False",
+        "--bucket-bytes": "None",
+        "--on-nonfinite": "stop",
+        "--on-spike": "off",
+    }
+    settings = TrainingSettings(
+        deterministic=True,
+        bucket_bytes="auto",
+        on_nonfinite="skip",
+        on_spike=spike_limit("--on-spike", SPIKES),
+    )
+    assert [*compared_options(settings).values()] == ["True", "auto", "skip", SPIKES]
 
 
 def test_no_field_of_the_settings_is_without_an_option() -> None:
