@@ -71,6 +71,10 @@ class Option:
     """The heading under which the help lists it; empty: among the command's own options."""
     in_file: bool = True
     """True if the file of `--config` may give it."""
+    is_listed: bool = False
+    """True if `--help` of `run` and of `local` lists it; `--help-all` and the reference have every
+    option. The help lists the 25 that people use most: one that is added takes the place of
+    another."""
     is_compared: bool = False
     """True for a training option that must have the same value on all ranks; `session.prepare`
     compares them."""

@@ -35,6 +35,7 @@ _STRATEGY = grouped(
         "ddp",
         choices=(*STRATEGIES, AUTO),
         field="policy.strategy",
+        is_listed=True,
     ),
     Option(
         ("--shard",),
@@ -43,6 +44,7 @@ _STRATEGY = grouped(
         "world",
         choices=get_args(ShardOver),
         field="policy.shard",
+        is_listed=True,
     ),
     Option(
         ("--redundancy",),
@@ -61,6 +63,7 @@ _STRATEGY = grouped(
         is_switch=True,
         field="training.deterministic",
         is_compared=True,
+        is_listed=True,
     ),
     Option(
         ("--bucket-bytes",),
@@ -93,6 +96,7 @@ _STRATEGY = grouped(
         choices=get_args(OnNonFinite),
         field="training.on_nonfinite",
         is_compared=True,
+        is_listed=True,
     ),
     Option(
         ("--on-spike",),
@@ -113,6 +117,7 @@ _STRATEGY = grouped(
         metavar="WHAT",
         parse=data_changes,
         field="training.allow_data_change",
+        is_listed=True,
     ),
     Option(
         ("--flops-per-sample",),
@@ -141,6 +146,7 @@ _CHECKPOINTS = grouped(
         "Checkpoints are stored in this directory or URL, which all nodes must be able to reach.",
         metavar="DIR",
         field="training.checkpoint_dir",
+        is_listed=True,
     ),
     Option(
         ("--checkpoint-every",),
@@ -151,6 +157,7 @@ _CHECKPOINTS = grouped(
         range=NumberRange(unit="steps", least=0),
         parse=at_least_zero("0 or more steps are expected"),
         field="training.checkpoint_every",
+        is_listed=True,
     ),
     Option(
         ("--save-timeout",),
@@ -169,6 +176,7 @@ _CHECKPOINTS = grouped(
         range=NumberRange(unit="checkpoints", least=1),
         parse=whole_number("a whole number, 1 or more, is expected"),
         field="keep.last",
+        is_listed=True,
     ),
     Option(
         ("--keep-every",),
@@ -199,6 +207,7 @@ _SNAPSHOTS = grouped(
         range=NumberRange(unit="steps", least=0, alternatives=("auto",)),
         parse=steps_or_auto,
         field="training.snapshot_every",
+        is_listed=True,
     ),
     Option(
         ("--snapshot-dir",),

@@ -17,6 +17,7 @@ LOG_OPTIONS = grouped(
         metavar="DIR",
         pet=True,
         in_local="taken",
+        is_listed=True,
     ),
     Option(
         ("--log-level",),
@@ -47,5 +48,6 @@ LOG_OPTIONS = grouped(
         metavar="TRACKERS",
         parse=tracker_targets,
         field="log_to",
+        is_listed=True,
     ),
 )

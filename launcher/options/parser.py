@@ -10,7 +10,7 @@ import argparse
 import copy
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elasticzero.errors import ExitCode
@@ -114,9 +114,9 @@ class Parser(argparse.ArgumentParser):
             formatter.unlisted = self.unlisted
         return formatter
 
-    def list_only(self, names: Collection[str]) -> None:
-        """Lets `--help` list these options alone, and adds `--help-all`, which lists every one."""
-        rest = [option for option in self.options if option.name not in names]
+    def shorten_help(self) -> None:
+        """Lets `--help` list some options alone, and adds `--help-all`, which lists every one."""
+        rest = [option for option in self.options if not option.is_listed]
         self.unlisted = frozenset(option.name for option in rest)
         unlisted = sum(option.help != argparse.SUPPRESS for option in rest)
         self.add_argument(
@@ -176,7 +176,8 @@ def add_command(
     parser: Parser,
     options: Sequence[Option],
     required: Sequence[str] = (),
-    listed: Collection[str] | None = None,
+    *,
+    has_short_help: bool = False,
 ) -> None:
     """Adds the options of a command that runs a script, and the script, to a parser.
 
@@ -184,12 +185,12 @@ def add_command(
         parser: the command's.
         options: all that the command has.
         required: names of the options that must have a value.
-        listed: names of the options that `--help` lists, where `--help-all` lists the others too;
-            None: it lists all.
+        has_short_help: Whether `--help` passes over the options whose row does not say that it
+            lists them, and `--help-all` lists these too.
     """
     add_options(parser, options, required)
-    if listed is not None:
-        parser.list_only(listed)
+    if has_short_help:
+        parser.shorten_help()
     script = parser.add_argument("script", help="This training script runs in every worker.")
     arguments = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="The script gets these arguments."

@@ -39,6 +39,7 @@ CONFIG = Option(
     metavar="FILE",
     in_local="taken",
     in_file=False,
+    is_listed=True,
 )
 DRY_RUN = Option(
     ("--dry-run",),
@@ -49,6 +50,7 @@ DRY_RUN = Option(
     has_variable=False,
     in_local="taken",
     in_file=False,
+    is_listed=True,
 )
 COMMAND_OPTIONS = (CONFIG, DRY_RUN)
 """Options of `run` and `local` that concern the command itself and no job."""
@@ -60,12 +62,14 @@ JOB_OPTIONS = grouped(
         "etcd is reached at these endpoints, separated by commas; https://HOST:PORT uses TLS.",
         metavar="HOST:PORT",
         in_local="taken",
+        is_listed=True,
     ),
     Option(
         ("--job", "--rdzv-id"),
         "The job has this name, which is the same on every node.",
         metavar="ID",
         in_local="taken",
+        is_listed=True,
     ),
     Option(
         ("--etcd-cacert",),
@@ -113,6 +117,7 @@ RUN_OPTIONS = (
             metavar="MIN:MAX",
             pet=True,
             in_local="absent",
+            is_listed=True,
         ),
         Option(
             ("--nproc-per-node",),
@@ -121,6 +126,7 @@ RUN_OPTIONS = (
             "auto",
             metavar="N",
             pet=True,
+            is_listed=True,
         ),
         Option(
             ("--spares",),
@@ -152,6 +158,7 @@ RUN_OPTIONS = (
             is_switch=True,
             pet=True,
             in_local="absent",
+            is_listed=True,
         ),
         Option(
             ("--settle",),
@@ -190,6 +197,7 @@ RUN_OPTIONS = (
             "A job that has ended runs again, from its newest checkpoint.",
             False,
             is_switch=True,
+            is_listed=True,
         ),
         Option(
             ("--launch-id",),
@@ -213,6 +221,7 @@ RUN_OPTIONS = (
             pet=True,
             parse=at_least_zero("0 or more is expected"),
             field="policy.max_restarts",
+            is_listed=True,
         ),
         Option(
             ("--hang-timeout",),
@@ -222,6 +231,7 @@ RUN_OPTIONS = (
             metavar="S",
             parse=seconds_or_auto,
             field="policy.hang_timeout_s",
+            is_listed=True,
         ),
         Option(
             ("--exit-timeout",),
@@ -239,6 +249,7 @@ RUN_OPTIONS = (
             is_switch=True,
             has_off=True,
             field="keep_workers",
+            is_listed=True,
         ),
         Option(
             ("--preemption",),
@@ -257,6 +268,7 @@ RUN_OPTIONS = (
             metavar="S",
             parse=at_least_zero("0 or more seconds are expected"),
             field="grace_s",
+            is_listed=True,
         ),
     ),
     *LOG_OPTIONS,
@@ -278,6 +290,7 @@ RUN_OPTIONS = (
             metavar="PORT",
             parse=port_number,
             in_local="absent",
+            is_listed=True,
         ),
         Option(
             ("--http-host",),
@@ -312,28 +325,22 @@ TEE_STREAMS = Option(
 ALL_RUN_OPTIONS = (*COMMAND_OPTIONS, *RUN_OPTIONS, TEE_STREAMS, *TORCHRUN_OPTIONS)
 """Every option of `run`, also those of torchrun."""
 
-LISTED = frozenset(
-    {
-        *("config", "dry_run", "nnodes", "nproc_per_node", "standalone", "etcd", "job", "restart"),
-        *("strategy", "shard", "deterministic", "on_nonfinite", "allow_data_change"),
-        *("checkpoint_dir", "checkpoint_every", "keep", "snapshot_every"),
-        *("max_restarts", "hang_timeout", "keep_workers", "grace"),
-        *("http_port", "log_dir", "log_to", "module"),
-    }
-)
-"""The 25 options that people use most, which `run --help` lists. One that is added takes the place
-of another; `--help-all` and the reference have every option."""
-
 LOCAL_OPTIONS = grouped(
     "the cluster on this machine",
     Option(
-        ("--nodes",), "The cluster starts with N nodes.", type=int, metavar="N", has_variable=False
+        ("--nodes",),
+        "The cluster starts with N nodes.",
+        type=int,
+        metavar="N",
+        has_variable=False,
+        is_listed=True,
     ),
     Option(
         ("--nnodes",),
         "The job runs on MIN to MAX nodes. (default: 1:N)",
         metavar="MIN:MAX",
         has_variable=False,
+        is_listed=True,
     ),
     Option(
         ("--fault",),
@@ -342,6 +349,7 @@ LOCAL_OPTIONS = grouped(
         metavar="WHAT@STEP",
         is_list=True,
         has_variable=False,
+        is_listed=True,
     ),
 )
 """Options of `local` that `run` does not have, or has with another meaning."""
@@ -354,7 +362,7 @@ def add_job_options(parser: Parser) -> None:
 
 def add_run_options(parser: Parser) -> None:
     """Adds the options of `run`, also those of torchrun, and the script."""
-    add_command(parser, ALL_RUN_OPTIONS, listed=LISTED)
+    add_command(parser, ALL_RUN_OPTIONS, has_short_help=True)
 
 
 def all_local_options() -> list[Option]:
@@ -366,8 +374,7 @@ def all_local_options() -> list[Option]:
 
 def add_local_options(parser: Parser) -> None:
     """Adds the options of `local`, and the script."""
-    listed = LISTED.union(option.name for option in LOCAL_OPTIONS)
-    add_command(parser, all_local_options(), required=("nodes",), listed=listed)
+    add_command(parser, all_local_options(), required=("nodes",), has_short_help=True)
 
 
 def passed_on_arguments(args: argparse.Namespace) -> list[str]:

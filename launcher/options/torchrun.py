@@ -109,6 +109,7 @@ MAPPED = (
         default=False,
         also=("-m",),
         in_local="passed on",
+        is_listed=True,
     ),
 )
 """Options with a meaning here."""

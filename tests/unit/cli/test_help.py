@@ -19,7 +19,6 @@ from elasticzero.launcher.options.parser import HELP_ALL, Parser
 from elasticzero.launcher.options.table import (
     ALL_RUN_OPTIONS,
     COMMAND_OPTIONS,
-    LISTED,
     all_local_options,
 )
 from elasticzero.options.option import Option
@@ -163,15 +162,10 @@ def test_help_lists_25_options_and_help_all_every_one(
     assert len(short) == 25
     flags_of = {o.name: o.flags for o in options if o.help != argparse.SUPPRESS}
     listed = {name for name, flags in flags_of.items() if short.intersection(flags)}
-    assert listed == LISTED.intersection(flags_of).union({"nodes", "fault"} & flags_of.keys())
+    assert listed == {option.name for option in options if option.is_listed}
     every = listed_by(f"{command} --help-all", capsys)
     assert all(every.intersection(flags) for flags in flags_of.values())
     assert listed_by(f"{command} --nnodes 2 {HELP_ALL} --etcd", capsys) == every
-
-
-def test_the_options_that_help_lists_exist() -> None:
-    assert {option.name for option in ALL_RUN_OPTIONS} >= LISTED
-    assert len(LISTED) == 25
 
 
 @pytest.mark.parametrize("prog", PARSERS)
