@@ -116,7 +116,7 @@ def _default(option: Option) -> str:
 def _meaning(option: Option) -> str:
     text = option.help
     several = " The option may be given several times." if option.is_list else ""
-    numbers = f" ({option.range.text})" if option.range is not None else ""
+    numbers = f" ({option.numbers})" if option.numbers else ""
     return marked(sentence(split_default(text)[0]) + several + numbers)
 
 

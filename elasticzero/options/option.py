@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from elasticzero.errors import UserError
-from elasticzero.options.values import Parse
+from elasticzero.options.values import Number, Parse
 
 SCRIPT_KEY, ARGUMENTS_KEY = "script", "args"
 """Keys of the training script and of its arguments in the file of `--config`."""
@@ -17,24 +17,6 @@ _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 InLocal = Literal["passed on", "taken", "absent"]
 """Says what `elasticzero local` does with an option of `run`: it takes it and gives its agents the
 same value, takes it and uses it itself, or does not take it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumberRange:
-    """Says which numbers an option takes, and of what; its row's `parse` and type refuse others."""
-
-    unit: str
-    """Unit in the plural, such as steps."""
-    least: int
-    includes_least: bool = True
-    alternatives: tuple[str, ...] = ()
-    """Words that it takes in place of a number."""
-
-    @property
-    def text(self) -> str:
-        """Returns the range for people, such as "steps: 0 or more, or auto"."""
-        numbers = f"{self.least} or more" if self.includes_least else f"more than {self.least}"
-        return f"{self.unit}: {', or '.join((numbers, *self.alternatives))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +41,6 @@ class Option:
 
     also_from: str = ""
     """One more variable that gives its value."""
-    range: NumberRange | None = None
-    """The numbers that it takes; None: it takes no number, or its help says which."""
     parse: Parse | None = None
     """Checks and converts the value once all options have one; None: it is used as it is."""
     field: str = ""
@@ -82,6 +62,11 @@ class Option:
     @property
     def name(self) -> str:
         return self.flags[0].removeprefix("--").replace("-", "_")
+
+    @property
+    def numbers(self) -> str:
+        """Returns which numbers it takes; empty: it takes none, or its help says which."""
+        return self.parse.text if isinstance(self.parse, Number) else ""
 
     @property
     def variable(self) -> str:

@@ -9,21 +9,20 @@ from __future__ import annotations
 from typing import get_args
 
 from elasticzero.memory_estimate import AUTO
-from elasticzero.options.option import NumberRange, Option, grouped
+from elasticzero.options.option import Option, grouped
 from elasticzero.options.settings import (
     OnNonFinite,
     TrainingSettings,
     data_changes,
     spike_limit,
 )
-from elasticzero.options.values import (
-    at_least_zero,
-    bytes_or_auto,
-    positive_number,
-    steps_or_auto,
-    whole_number,
-)
+from elasticzero.options.values import Number
 from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
+from elasticzero.text import bytes_of
+
+_STEPS_OR_AUTO = Number(
+    unit="steps", alternatives={"auto": None}, expected="a number of steps, 0 or auto is expected"
+)
 
 _STRATEGY = grouped(
     "training",
@@ -71,8 +70,13 @@ _STRATEGY = grouped(
         "in a job with which size they take the least time. (default: 25MiB for ddp, 16MiB for "
         "zero1 and zero2)",
         metavar="SIZE",
-        range=NumberRange(unit="bytes", least=1, alternatives=("auto",)),
-        parse=bytes_or_auto,
+        parse=Number(
+            unit="bytes",
+            least=1,
+            convert=bytes_of,
+            alternatives={"auto": "auto"},
+            expected="a size such as 16MiB, or auto, is expected",
+        ),
         field="training.bucket_bytes",
         is_compared=True,
     ),
@@ -83,8 +87,7 @@ _STRATEGY = grouped(
         "training time allows.",
         "auto",
         metavar="N",
-        range=NumberRange(unit="steps", least=0, alternatives=("auto",)),
-        parse=steps_or_auto,
+        parse=_STEPS_OR_AUTO,
         field="training.verify_every",
     ),
     Option(
@@ -124,8 +127,12 @@ _STRATEGY = grouped(
         "The model needs F floating-point operations for the forward and the backward of one "
         "sample. With --peak-flops the metrics have the model FLOPs utilization.",
         metavar="F",
-        range=NumberRange(unit="operations", least=0, includes_least=False),
-        parse=positive_number("a number of operations, such as 4.2e12, is expected"),
+        parse=Number(
+            unit="operations",
+            includes_least=False,
+            convert=float,
+            expected="a number of operations, such as 4.2e12, is expected",
+        ),
         field="flops_per_sample",
     ),
     Option(
@@ -133,8 +140,12 @@ _STRATEGY = grouped(
         "The device of one worker can do F floating-point operations a second, in the format in "
         "which the model computes.",
         metavar="F",
-        range=NumberRange(unit="operations a second", least=0, includes_least=False),
-        parse=positive_number("operations a second, such as 989e12, are expected"),
+        parse=Number(
+            unit="operations a second",
+            includes_least=False,
+            convert=float,
+            expected="operations a second, such as 989e12, are expected",
+        ),
         field="peak_flops",
     ),
 )
@@ -154,8 +165,7 @@ _CHECKPOINTS = grouped(
         0,
         int,
         metavar="N",
-        range=NumberRange(unit="steps", least=0),
-        parse=at_least_zero("0 or more steps are expected"),
+        parse=Number(unit="steps", expected="0 or more steps are expected"),
         field="training.checkpoint_every",
         is_listed=True,
     ),
@@ -165,16 +175,19 @@ _CHECKPOINTS = grouped(
         600.0,
         float,
         metavar="S",
-        range=NumberRange(unit="seconds", least=0),
-        parse=at_least_zero("0 or more seconds are expected", finite=True),
+        parse=Number(unit="seconds", convert=float, expected="0 or more seconds are expected"),
         field="policy.save_timeout_s",
     ),
     Option(
         ("--keep",),
         "Only the newest N good checkpoints are kept. (default: all)",
         metavar="N",
-        range=NumberRange(unit="checkpoints", least=1),
-        parse=whole_number("a whole number, 1 or more, is expected"),
+        parse=Number(
+            unit="checkpoints",
+            least=1,
+            checks_least=False,
+            expected="a whole number, 1 or more, is expected",
+        ),
         field="keep.last",
         is_listed=True,
     ),
@@ -182,8 +195,12 @@ _CHECKPOINTS = grouped(
         ("--keep-every",),
         "With --keep, checkpoints whose step is a multiple of K are never removed.",
         metavar="K",
-        range=NumberRange(unit="steps", least=1),
-        parse=whole_number("a whole number, 1 or more, is expected"),
+        parse=Number(
+            unit="steps",
+            least=1,
+            checks_least=False,
+            expected="a whole number, 1 or more, is expected",
+        ),
         field="keep.every",
     ),
     Option(
@@ -204,8 +221,7 @@ _SNAPSHOTS = grouped(
         "them as often as half a percent of the training time allows.",
         "auto",
         metavar="N",
-        range=NumberRange(unit="steps", least=0, alternatives=("auto",)),
-        parse=steps_or_auto,
+        parse=_STEPS_OR_AUTO,
         field="training.snapshot_every",
         is_listed=True,
     ),

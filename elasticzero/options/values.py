@@ -3,31 +3,77 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from elasticzero.errors import UserError
-from elasticzero.options.settings import BucketBytes
-from elasticzero.text import bytes_of
 
 MAX_PORT = 65535
 Parse = Callable[[str, Any], Any]
 """Function that takes the flag, for the error, and the value; returns the converted value."""
 
 
-def at_least_zero(expected: str, *, finite: bool = False) -> Parse:
-    """Returns a check that a number is at least 0.
+def whole(value: str | int) -> int:
+    """Returns a number of decimal digits alone; raises `ValueError` for other values."""
+    if not str(value).isdecimal():
+        raise ValueError(f"{value!r} is no whole number")
+    return int(value)
 
-    expected: ends the error, as in "0 or more seconds are expected".
-    """
 
-    def parse(flag: str, value: float) -> float:
-        if not value >= 0 or (finite and math.isinf(value)):
-            shown = f"{value:g}" if isinstance(value, float) else str(value)
-            raise UserError(f"{flag} {shown}: {expected}")
-        return value
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """Checks and converts the value of an option that takes a number, and says which it takes."""
 
-    return parse
+    unit: str
+    """Unit in the plural, such as steps."""
+    expected: str
+    """End of the error, as in "0 or more seconds are expected"."""
+    least: int = 0
+    includes_least: bool = True
+    is_finite: bool = True
+    convert: Callable[[Any], float] = whole
+    """Converts a value to its number; raises `ValueError` for one that is none."""
+    alternatives: Mapping[str, Any] = field(default_factory=dict)
+    """Words that the option takes in place of a number, each with the value that it gives."""
+    checks_least: bool = True
+    """False: the record that the number fills refuses one that is too low, in its own sentence."""
+
+    @property
+    def text(self) -> str:
+        """Returns the numbers for people, such as "steps: 0 or more, or auto"."""
+        numbers = f"{self.least} or more" if self.includes_least else f"more than {self.least}"
+        return f"{self.unit}: {', or '.join((numbers, *self.alternatives))}"
+
+    def __call__(self, flag: str, value: Any) -> Any:
+        """Returns the number, or what an alternative becomes; an absent value stays None.
+
+        Args:
+            flag: The option, for the error.
+            value: A text, or the number that the option's type has made of it.
+
+        Raises:
+            UserError: It is no such number.
+        """
+        if value is None:
+            return None
+        if value in self.alternatives:
+            return self.alternatives[value]
+        try:
+            number = self.convert(value)
+            is_taken = self._takes(number)
+        except ValueError:
+            is_taken = False
+        if not is_taken:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise UserError(f"{flag} {shown}: {self.expected}")
+        return number
+
+    def _takes(self, number: float) -> bool:
+        if self.is_finite and not number < math.inf:
+            return False
+        is_least = self.includes_least and number == self.least
+        return number > self.least or is_least or not self.checks_least
 
 
 def port_number(flag: str, port: int | None) -> int | None:
@@ -35,78 +81,3 @@ def port_number(flag: str, port: int | None) -> int | None:
     if port is not None and not 0 <= port <= MAX_PORT:
         raise UserError(f"{flag} {port}: a port from 0 to {MAX_PORT} is expected")
     return port
-
-
-def whole_number(expected: str) -> Parse:
-    """Returns a function that parses a number, which may be absent. expected: ends the error."""
-
-    def parse(flag: str, text: str | None) -> int | None:
-        if text is not None and not str(text).isdecimal():
-            raise UserError(f"{flag} {text}: {expected}")
-        return None if text is None else int(text)
-
-    return parse
-
-
-def positive_number(expected: str) -> Parse:
-    """Returns a function that parses a number above 0, which may be absent.
-
-    expected: ends the error, as in "a number of operations is expected".
-    """
-
-    def parse(flag: str, text: str | None) -> float | None:
-        if text is None:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            value = 0.0
-        if not 0 < value < math.inf:
-            raise UserError(f"{flag} {text}: {expected}")
-        return value
-
-    return parse
-
-
-def steps_or_auto(flag: str, text: str) -> int | None:
-    """Parses a number of steps; returns None for auto."""
-    if text == "auto":
-        return None
-    if not text.isdecimal():
-        raise UserError(f"{flag} {text}: a number of steps, 0 or auto is expected")
-    return int(text)
-
-
-def bytes_or_auto(flag: str, text: str | None) -> BucketBytes:
-    """Parses a size of at least one byte, which may be absent, or auto."""
-    if text is None:
-        return None
-    if text == "auto":
-        return "auto"
-    try:
-        size = bytes_of(text)
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise UserError(f"{flag} {text}: a size such as 16MiB, or auto, is expected")
-    return size
-
-
-def seconds_or_auto(flag: str, text: str) -> float | None:
-    """Parses a number of seconds; returns None for auto."""
-    if text == "auto":
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise UserError(f"{flag} {text}: seconds, 0 or auto is expected")
-    return seconds
-
-
-def lease_seconds(flag: str, seconds: int) -> float:
-    """Checks the duration of the lease of a node's registration, in seconds."""
-    if seconds < 2:
-        raise UserError(f"{flag} {seconds}: etcd grants no lease below 2 s")
-    return float(seconds)

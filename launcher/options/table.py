@@ -21,16 +21,13 @@ from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.training import TRAINING_OPTIONS
-from elasticzero.options.values import (
-    at_least_zero,
-    lease_seconds,
-    port_number,
-    seconds_or_auto,
-    whole_number,
-)
+from elasticzero.options.values import Number, port_number
 
 DEFAULT_HTTP_PORT = 9400
 """First port that is tried if none is given."""
+_SECONDS = Number(
+    unit="seconds", convert=float, is_finite=False, expected="0 or more seconds are expected"
+)
 
 CONFIG = Option(
     ("--config",),
@@ -132,7 +129,7 @@ RUN_OPTIONS = (
             ("--spares",),
             "At most N nodes beyond MAX wait to replace a lost node. (default: all that come)",
             metavar="N",
-            parse=whole_number("a number of nodes, 0 or more, is expected"),
+            parse=Number(unit="nodes", expected="a number of nodes, 0 or more, is expected"),
             field="policy.spares",
         ),
         Option(
@@ -167,7 +164,7 @@ RUN_OPTIONS = (
             3.0,
             float,
             metavar="S",
-            parse=at_least_zero("0 or more seconds are expected"),
+            parse=_SECONDS,
             field="policy.settle_s",
         ),
         Option(
@@ -176,7 +173,7 @@ RUN_OPTIONS = (
             600.0,
             float,
             metavar="S",
-            parse=at_least_zero("0 or more seconds are expected"),
+            parse=_SECONDS,
             field="policy.join_timeout_s",
         ),
     ),
@@ -189,7 +186,12 @@ RUN_OPTIONS = (
             5,
             int,
             metavar="S",
-            parse=lease_seconds,
+            parse=Number(
+                unit="seconds",
+                least=2,
+                convert=float,
+                expected="etcd grants no lease below 2 s",
+            ),
             field="policy.lease_ttl_s",
         ),
         Option(
@@ -219,7 +221,7 @@ RUN_OPTIONS = (
             int,
             metavar="N",
             pet=True,
-            parse=at_least_zero("0 or more is expected"),
+            parse=Number(unit="restarts", expected="0 or more is expected"),
             field="policy.max_restarts",
             is_listed=True,
         ),
@@ -229,7 +231,12 @@ RUN_OPTIONS = (
             "longest of the last steps and at least 60, 0 disables it.",
             "auto",
             metavar="S",
-            parse=seconds_or_auto,
+            parse=Number(
+                unit="seconds",
+                convert=float,
+                alternatives={"auto": None},
+                expected="seconds, 0 or auto is expected",
+            ),
             field="policy.hang_timeout_s",
             is_listed=True,
         ),
@@ -240,7 +247,7 @@ RUN_OPTIONS = (
             30.0,
             float,
             metavar="S",
-            parse=at_least_zero("0 or more seconds are expected", finite=True),
+            parse=replace(_SECONDS, is_finite=True),
         ),
         Option(
             ("--keep-workers",),
@@ -266,7 +273,7 @@ RUN_OPTIONS = (
             25.0,
             float,
             metavar="S",
-            parse=at_least_zero("0 or more seconds are expected"),
+            parse=_SECONDS,
             field="grace_s",
             is_listed=True,
         ),

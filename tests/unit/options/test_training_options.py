@@ -6,6 +6,8 @@ uses it. No other file knows it by name, and so these tests hold for it too.
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.launcher.agent.assignments import assignments
 from elasticzero.launcher.agent.config import agent_options
-from elasticzero.launcher.options.table import passed_on_arguments
+from elasticzero.launcher.options.table import RUN_OPTIONS, passed_on_arguments
 from elasticzero.launcher.options.validation import parse_common_options
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.secrets import Secret
@@ -26,6 +28,7 @@ from elasticzero.options.option import Option
 from elasticzero.options.resolve import ParsedOptions
 from elasticzero.options.settings import TrainingSettings, spike_limit
 from elasticzero.options.training import TRAINING_OPTIONS, compared_options
+from elasticzero.options.values import Number
 from elasticzero.worker.single_process import read_settings
 
 NAMES = [option.name for option in TRAINING_OPTIONS]
@@ -220,23 +223,53 @@ def test_a_wrong_variable_has_the_same_error_with_an_agent_and_without(
     assert f"error: {refused.value}\n" == sentence
 
 
-@pytest.mark.parametrize("row", [o for o in TRAINING_OPTIONS if o.range], ids=lambda o: o.name)
-def test_an_option_takes_the_numbers_of_its_range(row: Option, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", [o for o in TRAINING_OPTIONS if o.numbers], ids=lambda o: o.name)
+def test_an_option_takes_the_numbers_that_its_row_names(row: Option, tmp_path: Path) -> None:
     rows = {other.name: other for other in TRAINING_OPTIONS}
     names = ("checkpoint_dir", *NEEDED.get(row.name, ()))
     others = {rows[name].variable: value_of(rows[name], tmp_path) for name in names}
-    assert row.range is not None
-    least = row.range.least if row.range.includes_least else row.range.least + 1
-    for taken in (str(least), str(least + 8), *row.range.alternatives):
+    number = row.parse
+    assert isinstance(number, Number)
+    least = number.least if number.includes_least else number.least + 1
+    for taken in (str(least), str(least + 8), *number.alternatives):
         read_settings({**others, row.variable: taken})
     with pytest.raises(UserError, match=row.flags[0]):
         read_settings({**others, row.variable: str(least - 1)})
 
 
-def test_each_option_with_a_number_has_a_range() -> None:
-    """It names the unit, too."""
-    numbers = {o.name for o in TRAINING_OPTIONS if o.metavar in ("N", "K", "S", "SIZE", "F")}
-    assert numbers == {o.name for o in TRAINING_OPTIONS if o.range is not None}
+@pytest.mark.parametrize(
+    ("flag", "refused", "taken"),
+    [
+        ("--spares", ["-1", "one"], {"0": 0, "7": 7}),
+        ("--settle", ["-1", "nan", "-inf"], {"0": 0.0, "inf": math.inf}),
+        ("--exit-timeout", ["-1", "nan", "inf"], {"0": 0.0, "2.5": 2.5}),
+        ("--lease-ttl", ["1", "-1"], {"2": 2.0, "60": 60.0}),
+        ("--max-restarts", ["-1"], {"0": 0, "3": 3}),
+        ("--hang-timeout", ["-1", "nan", "inf", "never"], {"auto": None, "0": 0.0, "1e3": 1e3}),
+        ("--checkpoint-every", ["-1"], {"0": 0, "1" + 400 * "0": 10**400}),
+        ("--bucket-bytes", ["0", "-1", "inf", "1 MB a"], {"auto": "auto", "1": 1, "2KiB": 2048}),
+        ("--flops-per-sample", ["0", "nan", "inf", "-1"], {"4.2e12": 4.2e12}),
+        ("--snapshot-every", ["-1", "1.5", "+7"], {"auto": None, "0": 0, "12": 12}),
+    ],
+)
+def test_a_number_is_refused_or_converted(
+    flag: str, refused: list[str], taken: dict[str, Any]
+) -> None:
+    row = next(row for row in RUN_OPTIONS if row.flags[0] == flag)
+    assert isinstance(row.parse, Number)
+    for text in refused:
+        with pytest.raises(UserError, match=re.escape(f"{flag} {text}: {row.parse.expected}")):
+            row.parse(flag, row.value("", text))
+    for text, expected in taken.items():
+        number = row.parse(flag, row.value("", text))
+        assert number == expected and type(number) is type(expected), text
+
+
+def test_each_option_with_a_number_names_its_unit() -> None:
+    """That of --nproc-per-node has four kinds of values, which its help names."""
+    metavars = ("N", "K", "S", "SIZE", "F")
+    without = [o.name for o in RUN_OPTIONS if o.metavar in metavars and not o.numbers]
+    assert without == ["nproc_per_node"]
 
 
 def test_checkpoints_need_a_directory_without_an_agent_too() -> None:
