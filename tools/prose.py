@@ -64,8 +64,10 @@ VARIABLE_ROWS = (
 VARIABLES_ALONE = """\
 A script that runs without an agent (`python train.py`) reads the variables of the options of
 training, of checkpoints and of snapshots in memory. A wrong value ends it with the error that
-`elasticzero run` has. One process has no snapshots and nothing to divide, mirror or verify, so
-those options have no effect there."""
+`elasticzero run` has. One process has no snapshots and no metrics, has nothing to divide, mirror or
+verify, and tries its last save once. So `--shard`, `--redundancy`, `--verify-replicas`,
+`--flops-per-sample`, `--peak-flops`, `--save-timeout`, `--snapshot-every` and `--snapshot-dir` have
+no effect there."""
 
 SESSION = """\
 # The session's API
