@@ -83,6 +83,14 @@ def arguments_of(texts: dict[str, str]) -> list[str]:
     ]
 
 
+def in_toml(name: str, text: str) -> str:
+    """Returns a value as the file of `--config` gives it."""
+    row = next(row for row in TRAINING_OPTIONS if row.name == name)
+    if row.is_switch:
+        return "true"
+    return text if text.isdecimal() or row.type is not str else repr(text)
+
+
 def parsed(*arguments: str) -> ParsedOptions:
     return parse_common_options(parse(arguments))
 
@@ -109,12 +117,7 @@ def test_each_reaches_the_command_line_and_its_variable_and_the_file(
 ) -> None:
     by_flag = parsed("run", *arguments_of(texts), script)
     check_not_default(option, by_flag)
-    lines = [
-        f"{name.replace('_', '-')} = {'true' if text == 'yes' else repr(text)}"
-        if not text.isdecimal()
-        else f"{name} = {text}"
-        for name, text in texts.items()
-    ]
+    lines = [f"{name.replace('_', '-')} = {in_toml(name, text)}" for name, text in texts.items()]
     file = tmp_path / "job.toml"
     file.write_text("\n".join(lines))
     assert parsed("run", "--config", str(file), script) == by_flag
