@@ -65,7 +65,7 @@ VARIABLES_ALONE = """\
 A script that runs without an agent (`python train.py`) reads the variables of the options of
 training, of checkpoints and of snapshots in memory. A wrong value ends it with the error that
 `elasticzero run` has. One process has no snapshots and no metrics, has nothing to divide, mirror or
-verify, and tries its last save once. So `--shard`, `--redundancy`, `--verify-replicas`,
+verify, and ends at once if its last save fails. So `--shard`, `--redundancy`, `--verify-replicas`,
 `--flops-per-sample`, `--peak-flops`, `--save-timeout`, `--snapshot-every` and `--snapshot-dir` have
 no effect there."""
 

@@ -352,8 +352,8 @@ class StateStager:
         """Saves the state at the end of training, and waits until no save is unfinished.
 
         If this process alone has the state, saves are retried for `save_timeout_s` of the
-        assignment; agents save the state in memory. Without an agent the save is tried once. Raises
-        `LastSaveFailed`.
+        assignment; agents save the state in memory. A process without an agent does not wait.
+        Raises `LastSaveFailed`.
         """
         self._await_save()
         if self._state.is_unsaved(copy.step):
