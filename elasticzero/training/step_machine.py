@@ -7,11 +7,12 @@ The state has four parts, each an enum, and one table (`TRANSITIONS`) moves them
  StepCondition  whether parameters and optimizer state are those of the last boundary.
  LoopPart       whether the script is inside of a loop over `session.batches`.
 
-Where the table has a `Refused` for an event, the script made a call out of turn: `StepState.after`
-raises `UserError` with that sentence, and the state stays as it is. An event that the table does
-not list for a part leaves that part as it is. Which event a call is depends on its arguments too:
-`session.backward(only=…)` after a step of other optimizers is another turn with the same global
-batch (`StepEvent.TURN`), so that GANs train two optimizers in one step.
+Where the table has a sentence for an event, the script made a call out of turn: `StepState.after`
+raises `UserError` with it, and the state stays as it is. An event that the table does not list for
+a part leaves that part as it is. What a call must not differ in from the calls before it, such as
+`only=`, is no matter of the table: the method that is named like the call refuses it. After a step
+`session.backward(only=…)` is another turn with the same global batch (`StepEvent.TURN`), so that
+GANs train two optimizers in one step.
 
 Invariant: the optimizers change parameters only in a global batch whose last micro-batch has ended,
 and what is counted since the last boundary (`StepOutcome`) is never taken for its state.
@@ -80,8 +81,6 @@ class StepEvent(Enum):
 
     BATCHES = auto()
     """`session.batches` is iterated for the first time."""
-    BATCHES_MIDWAY = auto()
-    """`session.batches` begins while a part of a global batch's gradient is not applied."""
     BEGIN = auto()
     """A global batch begins."""
     GIVE = auto()
@@ -90,26 +89,16 @@ class StepEvent(Enum):
     """`session.micro_batch` is read."""
     TURN = auto()
     """`session.backward(only=…)` is called for other optimizers, or the same."""
-    TURN_OF_PARTS = auto()
-    """It is called so in a global batch of several micro-batches, in this world or another."""
     BACKWARD = auto()
     """`session.backward` is called."""
-    BACKWARD_OF_OTHERS = auto()
-    """`session.backward` is called for other optimizers than in the micro-batch before."""
     WEIGH = auto()
     """The loss is valid, and its gradient is computed."""
-    WEIGH_UNLIKE = auto()
-    """The loss has a weight where a micro-batch before had none, or the other way round."""
     BACKWARD_OVER = auto()
     """The gradient is computed."""
     STEP = auto()
     """`session.step` is called."""
-    STEP_OF_OTHERS = auto()
-    """`session.step` is called for other optimizers than those of the backward."""
     NEXT = auto()
     """The script asks the loop for the next micro-batch."""
-    NEXT_TOO_LATE = auto()
-    """The script asks a loop for a micro-batch after another has followed it."""
     CHANGE = auto()
     """The optimizers begin to step."""
     APPLIED = auto()
@@ -134,86 +123,45 @@ class StepEvent(Enum):
     """The loop has ended by itself, so that the script has no global batch any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Refuses a call of the script, with the sentence for its user."""
-
-    sentence: str
-    """May name `{given}` and `{before}`, the values of `only=` of this call and of the last."""
-
-
-def _once(call: str) -> Refused:
-    return Refused(
+def _once(call: str) -> str:
+    return (
         f"session.{call} is called once for each micro-batch, inside the loop over session.batches"
     )
 
 
-_NO_BACKWARD = Refused("session.backward(loss) was not called before session.step()")
-_NO_STEP = Refused(
+_NO_BACKWARD = "session.backward(loss) was not called before session.step()"
+_NO_STEP = (
     "session.step() was not called for this micro-batch; call session.backward(loss) and "
     "session.step() for each, also for those where step() returns False"
-)
-_NO_TURN = Refused(
-    "session.step(only=…) would change weights in the middle of a global batch that has several "
-    "micro-batches, and the result would depend on their size: call backward and step once for "
-    "each, for other optimizers in the next global batch, or leave out micro_batch= and "
-    "virtual_batch="
-)
-_OTHERS = Refused(
-    "session.backward was given only={given} for a micro-batch, and only={before} for one before "
-    "it of the same global batch: give all of them the same"
-)
-_WEIGHTS = Refused(
-    "session.backward was given weight=… for some micro-batches of a global batch and not for "
-    "others: give it for all of them"
-)
-_LEFT_MIDWAY = Refused(
-    "the loop over session.batches before this one was left in the middle of a global batch, after "
-    "session.backward: leave it where session.step() has returned True"
-)
-_FOLLOWED = Refused(
-    "this loop over session.batches was followed by another, so it cannot be gone on with: one "
-    "loop runs at a time; session.evaluate goes over a second dataset inside a loop"
 )
 
 Part = StepPhase | StepOutcome | StepCondition | LoopPart
 
-TRANSITIONS: Mapping[tuple[Part, StepEvent], Part | Refused] = {
+TRANSITIONS: Mapping[tuple[Part, StepEvent], Part | str] = {
     # The micro-batch in the script's hands.
     **{(phase, StepEvent.BATCHES): StepPhase.BETWEEN for phase in StepPhase},
-    **{(phase, StepEvent.BATCHES_MIDWAY): _LEFT_MIDWAY for phase in StepPhase},
     **{(phase, StepEvent.REACH): StepPhase.BETWEEN for phase in StepPhase},
     **{(phase, StepEvent.FORGET): StepPhase.BETWEEN for phase in StepPhase},
     **{(phase, StepEvent.BEGIN): StepPhase.BETWEEN for phase in StepPhase},
-    **{(phase, StepEvent.NEXT_TOO_LATE): _FOLLOWED for phase in StepPhase},
     (StepPhase.BETWEEN, StepEvent.GIVE): StepPhase.FORWARD,
     (StepPhase.BETWEEN, StepEvent.LOOK): _once("micro_batch"),
     (StepPhase.BETWEEN, StepEvent.BACKWARD): _once("backward"),
     (StepPhase.BETWEEN, StepEvent.STEP): _once("step"),
-    (StepPhase.FORWARD, StepEvent.BACKWARD_OF_OTHERS): _OTHERS,
     (StepPhase.FORWARD, StepEvent.WEIGH): StepPhase.BACKWARD,
-    (StepPhase.FORWARD, StepEvent.WEIGH_UNLIKE): _WEIGHTS,
     (StepPhase.FORWARD, StepEvent.STEP): _NO_BACKWARD,
     (StepPhase.FORWARD, StepEvent.NEXT): _NO_STEP,
-    (StepPhase.BACKWARD, StepEvent.BACKWARD_OF_OTHERS): _OTHERS,
-    (StepPhase.BACKWARD, StepEvent.WEIGH_UNLIKE): _WEIGHTS,
     (StepPhase.BACKWARD, StepEvent.BACKWARD_OVER): StepPhase.BACKWARD_DONE,
     (StepPhase.BACKWARD, StepEvent.STEP): _NO_BACKWARD,
     (StepPhase.BACKWARD, StepEvent.NEXT): _NO_STEP,
-    (StepPhase.BACKWARD_DONE, StepEvent.BACKWARD): Refused(
+    (StepPhase.BACKWARD_DONE, StepEvent.BACKWARD): (
         "session.backward was called twice for one micro-batch; with only=…, call "
         "session.step(only=…) after each"
     ),
     (StepPhase.BACKWARD_DONE, StepEvent.STEP): StepPhase.ENDED,
-    (StepPhase.BACKWARD_DONE, StepEvent.STEP_OF_OTHERS): Refused(
-        "session.step was given only={given}, and session.backward before it only={before}: give "
-        "both the same"
-    ),
     (StepPhase.BACKWARD_DONE, StepEvent.NEXT): _NO_STEP,
     (StepPhase.ENDED, StepEvent.GIVE): StepPhase.FORWARD,
     (StepPhase.ENDED, StepEvent.LOOK): _once("micro_batch"),
     (StepPhase.ENDED, StepEvent.TURN): StepPhase.FORWARD,
-    (StepPhase.ENDED, StepEvent.TURN_OF_PARTS): _NO_TURN,
     (StepPhase.ENDED, StepEvent.BACKWARD): _once("backward"),
     (StepPhase.ENDED, StepEvent.STEP): _once("step"),
     # The global batch since the last boundary.
@@ -305,12 +253,8 @@ class StepState:
             return False
         return self.weighed
 
-    def after(self, event: StepEvent, *, only: tuple[str, ...] | None = None) -> StepState:
+    def after(self, event: StepEvent) -> StepState:
         """Returns the state that `event` leads to.
-
-        Args:
-            event: What happens.
-            only: The `only=` of the call, for the sentence that refuses it.
 
         Raises:
             UserError: The script made a call out of turn.
@@ -318,9 +262,8 @@ class StepState:
         parts = []
         for part in (self.phase, self.outcome, self.condition, self.loop_part):
             entry = TRANSITIONS.get((part, event), part)
-            if isinstance(entry, Refused):
-                listed = {"given": listed_text(only), "before": listed_text(self.only)}
-                raise UserError(entry.sentence.format(**listed))
+            if isinstance(entry, str):
+                raise UserError(entry)
             parts.append(entry)
         phase, outcome, condition, loop_part = parts
         assert isinstance(phase, StepPhase)
@@ -336,7 +279,11 @@ class StepState:
 
     def check_new_loop(self) -> None:
         """Raises `UserError` where no loop may begin."""
-        self.after(StepEvent.BATCHES_MIDWAY if self.partial else StepEvent.BATCHES)
+        if self.partial:
+            raise UserError(
+                "the loop over session.batches before this one was left in the middle of a global "
+                "batch, after session.backward: leave it where session.step() has returned True"
+            )
 
     def next_loop(self) -> StepState:
         """Returns the state once another loop over `session.batches` has begun."""
@@ -347,8 +294,13 @@ class StepState:
 
     def before_next(self, loop: int) -> StepState:
         """Returns the state once loop number `loop` is asked for its next micro-batch."""
-        event = StepEvent.NEXT if loop == self.loop else StepEvent.NEXT_TOO_LATE
-        return replace(self.after(event), halved=None)
+        if loop != self.loop:
+            raise UserError(
+                "this loop over session.batches was followed by another, so it cannot be gone on "
+                "with: one loop runs at a time; session.evaluate goes over a second dataset inside "
+                "a loop"
+            )
+        return replace(self.after(StepEvent.NEXT), halved=None)
 
     def current(self) -> MicroBatch:
         """Returns the micro-batch that the script works on."""
@@ -371,12 +323,21 @@ class StepState:
         state = self
         if self.phase is StepPhase.ENDED and None not in (only, self.only):
             assert self.part is not None
-            whole = self.part.last and self.parts == 1 and not self.part.slices
-            state = self.after(StepEvent.TURN if whole else StepEvent.TURN_OF_PARTS)
-            state = replace(state, weights=None)
+            if not self.part.last or self.parts > 1 or self.part.slices:
+                raise UserError(
+                    "session.step(only=…) would change weights in the middle of a global batch "
+                    "that has several micro-batches, and the result would depend on their size: "
+                    "call backward and step once for each, for other optimizers in the next global "
+                    "batch, or leave out micro_batch= and virtual_batch="
+                )
+            state = replace(self.after(StepEvent.TURN), weights=None)
         state = state.after(StepEvent.BACKWARD)
         if state.parts > 1 and only != state.only:
-            state = state.after(StepEvent.BACKWARD_OF_OTHERS, only=only)
+            raise UserError(
+                f"session.backward was given only={listed_text(only)} for a micro-batch, and "
+                f"only={listed_text(state.only)} for one before it of the same global batch: give "
+                "all of them the same"
+            )
         return replace(state, only=only)
 
     def weighing(self, weight: float | None) -> StepState:
@@ -388,8 +349,12 @@ class StepState:
         Raises:
             UserError: A global batch has micro-batches with and without a weight.
         """
-        unlike = self.weighed and (weight is None) != (self.weights is None)
-        state = self.after(StepEvent.WEIGH_UNLIKE if unlike else StepEvent.WEIGH)
+        if self.weighed and (weight is None) != (self.weights is None):
+            raise UserError(
+                "session.backward was given weight=… for some micro-batches of a global batch and "
+                "not for others: give it for all of them"
+            )
+        state = self.after(StepEvent.WEIGH)
         if weight is not None:
             number = 0 if self.part is None else self.part.slice or 0
             weights = dict(self.weights or {})
@@ -401,7 +366,10 @@ class StepState:
         """Returns the state once `session.step` is called; raises `UserError` out of turn."""
         state = self.after(StepEvent.STEP)
         if only != self.only:
-            state = self.after(StepEvent.STEP_OF_OTHERS, only=only)
+            raise UserError(
+                f"session.step was given only={listed_text(only)}, and session.backward before it "
+                f"only={listed_text(self.only)}: give both the same"
+            )
         return state
 
     # What the loop does.
