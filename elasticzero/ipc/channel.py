@@ -52,8 +52,9 @@ class Channel:
     def send(self, message: Message) -> None:
         """Sends a message; raises `ChannelClosed` if the other end is closed."""
         try:
+            line = _line(message)  # outside of the lock: a collection may send a message as well
             with self._send_lock:
-                self._socket.sendall(_line(message))
+                self._socket.sendall(line)
         except OSError as error:
             raise ChannelClosed(str(error)) from None
         if self._wakeup_fd is not None and not (

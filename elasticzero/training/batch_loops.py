@@ -37,7 +37,7 @@ from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import DataChanged, LoopExited
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.training.batch_work import BatchWork, SliceStates
-from elasticzero.training.step_machine import StepEvent
+from elasticzero.training.step_machine import StepState
 from elasticzero.training.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Loops:
             )
         self._tracker.now.check_new_loop()
         training.finish_pending_step()
-        loop = self._tracker.move_to(self._tracker.now.next_loop()).loop
+        loop = self._tracker.move(StepState.next_loop).loop
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
         renewed = self._datasets.looks_recreated(reader.dataset, tuple(order.inputs))
@@ -160,7 +160,7 @@ class Loops:
             training.agree_to_stop(Call.LOOP)
         if training.stopped is not None:
             return
-        self._tracker.move_to(replace(self._tracker.now, left_at=""))
+        self._tracker.move(StepState.enter)
         before, position = training.position, self._start(training, schedule, loop, dataset)
         position = replace(position, first_world=position.first_world or schedule.first_world)
         if schedule.micro_batch == "auto":
@@ -268,18 +268,20 @@ class Loops:
                     waited_s = time.monotonic() - began_s
                     work.give(training, part, halved=schedule.halved(part), waited_s=waited_s)
                     yield samples
-                    tracker.move_to(tracker.now.before_next(loop))
+                    tracker.move(lambda state: state.before_next(loop))
                 work.report(training)
             else:
                 training.at_boundary(last=True)
         except GeneratorExit:
-            tracker.move_to(tracker.now.leave(loop, place_of(sys._getframe())))
+            place = place_of(sys._getframe())
+            tracker.move(lambda state: state.leave(loop, place))
             raise
         finally:
-            tracker.record(StepEvent.CLOSE)
+            state = tracker.move(lambda state: state.close(loop))
             data.close()
-            work.report(training)
-            self._link.send(LoopExited())
+            if not state.in_loop:  # else another loop runs, and tells of itself
+                work.report(training)
+                self._link.send(LoopExited())
         work.end_loop(loop)
 
     def _without_left_out(self, schedule: RankSchedule, dataset: int) -> RankSchedule:

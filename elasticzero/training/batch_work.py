@@ -123,13 +123,13 @@ class BatchWork:
 
     def end_loop(self, loop: int) -> None:
         """Drops what loop number `loop` needed, which has come to its end."""
-        state = self.tracker.move_to(self.tracker.now.end(loop))
+        state = self.tracker.move(lambda state: state.end(loop))
         if state.loop == loop:
             self._plan = self._slices = None
 
     def begin(self, batch: GlobalBatch) -> None:
         """Begins a global batch."""
-        self.tracker.move_to(self.tracker.now.begin(batch))
+        self.tracker.move(lambda state: state.begin(batch))
         self.clock.reset()
 
     def give(
@@ -143,7 +143,7 @@ class BatchWork:
             halved: Half of its samples, where that is to be tried if memory is short.
             waited_s: Time in seconds for which training waited for its samples.
         """
-        state = self.tracker.move_to(self.tracker.now.give(part, halved))
+        state = self.tracker.move(lambda state: state.give(part, halved))
         self.clock.waited(waited_s)
         self.clock.start()
         training.strategy.expect(part)
@@ -180,9 +180,9 @@ class BatchWork:
         """
         optimizers = training.strategy.optimizers
         names = optimizers.named(only)
-        before = self.tracker.now
-        state = self.tracker.move_to(before.backward(names))
-        if before.phase is StepPhase.ENDED:  # another turn with the same micro-batch
+        is_another_turn = self.tracker.now.phase is StepPhase.ENDED
+        state = self.tracker.move(lambda state: state.backward(names))
+        if is_another_turn:
             self.clock.start()
         batch, part = _work_of(state)
         if loss.numel() != 1:
@@ -192,7 +192,8 @@ class BatchWork:
         if part.weight == 0 or amount == 0:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
-        self.tracker.move_to(state.weighing(None if weight is None else amount))
+        script_weight = None if weight is None else amount
+        self.tracker.move(lambda state: state.weighing(script_weight))
         training.begin_backward()
         self._require_equal_only(optimizers)
         optimizers.only = names
@@ -218,7 +219,7 @@ class BatchWork:
             True if the micro-batch was its global batch's last, and the step is applied.
         """
         names = training.strategy.optimizers.named(only)
-        state = self.tracker.move_to(self.tracker.now.step(names))
+        state = self.tracker.move(lambda state: state.step(names))
         self.clock.stop()
         batch, part = _work_of(state)
         if self._slices is not None:

@@ -20,7 +20,8 @@ and what is counted since the last boundary (`StepOutcome`) is never taken for i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -182,6 +183,7 @@ TRANSITIONS: Mapping[tuple[Part, StepEvent], Part | str] = {
     (StepCondition.TORN, StepEvent.BOUNDARY): StepCondition.CLEAN,
     # The loop.
     (LoopPart.OUTSIDE, StepEvent.OPEN): LoopPart.INSIDE,
+    (LoopPart.INSIDE, StepEvent.BATCHES): LoopPart.OUTSIDE,
     (LoopPart.INSIDE, StepEvent.CLOSE): LoopPart.OUTSIDE,
 }
 
@@ -388,9 +390,18 @@ class StepState:
         state = self.after(StepEvent.GIVE)
         return replace(state, part=part, parts=self.parts + 1, halved=halved)
 
+    def enter(self) -> StepState:
+        """Returns the state once the newest loop is known to have micro-batches for this rank."""
+        return replace(self, left_at="")
+
     def leave(self, loop: int, place: str) -> StepState:
         """Returns the state once the script has left loop number `loop` early, at this place."""
         return replace(self, left_at=place) if loop == self.loop else self
+
+    def close(self, loop: int) -> StepState:
+        """Returns the state once loop number `loop` gives no micro-batch any more. One that another
+        loop has followed may be closed at any time, and changes nothing."""
+        return self.after(StepEvent.CLOSE) if loop == self.loop else self
 
     def end(self, loop: int) -> StepState:
         """Returns the state once loop number `loop` has come to its end."""
@@ -419,19 +430,35 @@ _NO_GRADIENT: Mapping[str, Any] = {"parts": 0, "only": None, "weights": None}
 
 
 class StepTracker:
-    """Holds the present `StepState`; the session's thread alone moves it, and others read it."""
+    """Holds the present `StepState`, and moves it.
+
+    The thread of the script makes each move but two: a loop that the script has left without
+    closing it is closed by Python's garbage collector, in whatever thread and at whatever moment
+    that runs, which may be amid another move of the same thread. So a move that another has come
+    between is made anew, from the state that the other has left. Any thread may read the state.
+    """
 
     def __init__(self) -> None:
         self.now = StepState()
+        self._lock = threading.RLock()
 
-    def move_to(self, state: StepState) -> StepState:
-        """Makes this the present state, and returns it."""
-        self.now = state
-        return state
+    def move(self, change: Callable[[StepState], StepState]) -> StepState:
+        """Makes what `change` returns of the present state the present one, and returns it.
+
+        Args:
+            change: Must be pure, because it may be called several times.
+        """
+        while True:
+            before = self.now
+            after = change(before)
+            with self._lock:
+                if self.now is before:
+                    self.now = after
+                    return after
 
     def record(self, event: StepEvent) -> None:
         """Moves the state by an event without arguments."""
-        self.move_to(self.now.after(event))
+        self.move(lambda state: state.after(event))
 
 
 def listed_text(only: tuple[str, ...] | None) -> str:

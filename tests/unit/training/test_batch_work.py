@@ -8,7 +8,7 @@ import weakref
 from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.training.batch_work import BatchWork
-from elasticzero.training.step_machine import StepTracker
+from elasticzero.training.step_machine import StepState, StepTracker
 
 
 class Order(SampleOrder):
@@ -21,7 +21,7 @@ def test_a_loop_that_has_ended_leaves_its_plan() -> None:
     work = BatchWork(AgentClient(None, STANDALONE), None, tracker, on_gpu=False)
     order = Order(samples=4, seed=0, shuffle=False)
     reference = weakref.ref(order)
-    loop = tracker.move_to(tracker.now.next_loop()).loop
+    loop = tracker.move(StepState.next_loop).loop
     work.open_loop(BatchPlan(order=order, global_batch=2, epochs=1), None)
     del order
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from elasticzero.training.step_machine import (
     StepOutcome,
     StepPhase,
     StepState,
+    StepTracker,
 )
 
 PLAN = BatchPlan(order=SampleOrder(samples=100), global_batch=20, steps=1)
@@ -88,6 +90,35 @@ def test_a_loop_that_another_has_followed_gives_nothing_more() -> None:
         state.before_next(0)
     assert state.leave(0, "train.py:7") == state, "it is not the one that the script has left"
     assert state.leave(1, "train.py:9").left_at == "train.py:9"
+
+
+def test_a_loop_that_another_has_followed_closes_nothing() -> None:
+    state = work(at_first(), None).next_loop()
+    assert not state.in_loop, "the new one gives no micro-batch yet"
+    state = state.after(StepEvent.OPEN)
+    assert state.close(0) == state and not state.close(1).in_loop
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_move_that_comes_amid_another_is_not_lost(threaded: bool) -> None:
+    """The garbage collector closes a loop in whatever thread and at whatever moment it runs."""
+    tracker = StepTracker()
+    tracker.move(lambda _: work(at_first(), None))
+
+    def collect() -> None:
+        tracker.move(lambda state: state.close(0))
+
+    def next_part(state: StepState) -> StepState:
+        if state.in_loop and threaded:
+            thread = threading.Thread(target=collect)
+            thread.start()
+            thread.join()
+        elif state.in_loop:
+            collect()
+        return replace(state.before_next(0), left_at="train.py:5")
+
+    assert tracker.move(next_part) == tracker.now
+    assert (tracker.now.in_loop, tracker.now.left_at) == (False, "train.py:5")
 
 
 def test_every_event_has_an_entry_and_every_part_stays_of_its_kind() -> None:

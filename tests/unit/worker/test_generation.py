@@ -23,7 +23,6 @@ def test_half_a_micro_batch_is_known_without_a_state_to_save() -> None:
         snapshot=lambda: None,
     )
     generation.begin_training(Prepared(training=training, state_dict=dict))
-    at = generation.tracker.now
-    generation.tracker.move_to(replace(at, condition=StepCondition.CLEAN, halved=4))
+    generation.tracker.move(lambda at: replace(at, condition=StepCondition.CLEAN, halved=4))
     state = generation._stop_state()
     assert (state.clean, state.save, state.halved) == (False, None, 4)
