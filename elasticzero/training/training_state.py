@@ -125,10 +125,11 @@ class TrainingState:
             if assignment.generation == 1:  # a new run goes on where `session.stop` ended the last
                 self.position = replace(self.position, stopped=None)
             self.requests.resume(self.position.tagging, self.step)
-        self.copy = self._copy_now()
-        self.stager.begin(self.copy)
+        copy = self._copy_now()
+        self.stager.begin(copy)
         self._verifier.begin(self.step)
         self._tracker.record(StepEvent.LOADED)
+        self.copy = copy  # last: where one of these fails, the state is not restored
         return bytes_read
 
     @property

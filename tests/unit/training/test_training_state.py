@@ -11,15 +11,20 @@ import torch.distributed as dist
 
 from elasticzero.comm.process_group import CLOSED
 from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.session import Session
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.stager import StateStager
-from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
+from elasticzero.state.model import RankState
+from elasticzero.training.preparation import Prepared
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_machine import StepTracker
 from elasticzero.training.training_state import Captures, LaidModel, TrainingState
+from elasticzero.worker.generation import Generation
 
 GONE = dist.DistBackendError(CLOSED)
 CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -46,6 +51,37 @@ class Ranks:
             raise self.error
 
 
+class Crowded(StateStager):
+    """Finds no room for captures at first."""
+
+    error: RuntimeError | None = RuntimeError("can't start new thread")
+
+    def begin(self, copy: BoundaryCopy) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        super().begin(copy)
+
+
+def made(
+    link: AgentClient,
+    stager: StateStager,
+    groups: Any = None,
+    *,
+    shards: int = 1,
+    tracker: StepTracker | None = None,
+) -> TrainingState:
+    auxiliary = AuxiliaryState(torch.device("cpu"))
+    strategy: Any = SimpleNamespace(shards=shards, apply=lambda: None)
+    model = LaidModel(strategy=strategy, auxiliary=auxiliary, rows=Rows(Mesh.of_world(0, 1)))
+    captures = Captures(
+        stager=stager,
+        requests=CheckpointRequests(link, groups, stager),
+        mirrored=MirroredShards(STANDALONE, "ddp", torch.device("cpu"), dict),
+    )
+    return TrainingState(link, groups, model, captures, tracker or StepTracker())
+
+
 @pytest.mark.parametrize(
     ("shards", "tracks", "untouched", "error", "clean"),
     [
@@ -58,23 +94,11 @@ class Ranks:
 def test_a_peer_that_does_not_confirm(
     shards: int, tracks: bool, untouched: bool, error: Exception, clean: bool
 ) -> None:
-    link, ranks, auxiliary = (
-        AgentClient(None, STANDALONE),
-        Ranks(),
-        AuxiliaryState(torch.device("cpu")),
-    )
-    strategy: Any = SimpleNamespace(shards=shards, apply=lambda: None)
-    stager = StateStager(link, "ddp", lambda: None, shards=shards, saving=False)  # type: ignore[arg-type, return-value]
-    groups: Any = ranks
-    model = LaidModel(strategy=strategy, auxiliary=auxiliary, rows=Rows(Mesh.of_world(0, 1)))
-    captures = Captures(
-        stager=stager,
-        requests=CheckpointRequests(link, groups, stager),
-        mirrored=MirroredShards(STANDALONE, "ddp", torch.device("cpu"), dict),
-    )
-    training = TrainingState(link, groups, model, captures, StepTracker())
+    link, ranks = AgentClient(None, STANDALONE), Ranks()
+    stager = StateStager(link, "ddp", RankState, shards=shards, saving=False)
+    training = made(link, stager, ranks, shards=shards)
     if tracks:
-        auxiliary.track("thing", Tracked())
+        training.auxiliary.track("thing", Tracked())
     training.restore()
     training.apply(torch.tensor(1.0))
     assert not training.at.clean
@@ -83,3 +107,23 @@ def test_a_peer_that_does_not_confirm(
         training.at_boundary()
     assert training.at.clean == clean
     assert training.boundary_copy().step == (1 if clean else 0)
+
+
+def test_a_restore_that_fails_at_its_end_may_be_tried_again() -> None:
+    """The script is not told that it has restored twice, and cannot train on a state that no
+    capture knows."""
+    link = AgentClient(None, STANDALONE)
+    generation = Generation(link)
+    session = Session(generation)
+    stager = Crowded(link, "ddp", RankState, shards=1, saving=False)
+    training = made(link, stager, tracker=generation.tracker)
+    generation.begin_training(Prepared(training=training, state_dict=dict))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        session.restore()
+    with pytest.raises(UserError, match=r"call session.restore\(\) before session.batches"):
+        session.batches([1, 2], global_batch=1, steps=1)
+    assert not training.at.clean
+    session.restore()
+    assert training.at.clean
+    with pytest.raises(UserError, match="restore was called twice"):
+        session.restore()
