@@ -122,10 +122,6 @@ class CaptureState:
         """Returns the state at a boundary where a checkpoint falls due."""
         return replace(self, overdue=step) if self.is_unsaved(step) else self
 
-    def paid(self) -> CaptureState:
-        """Returns the state once the checkpoint that was due is taken."""
-        return replace(self, overdue=None)
-
     def due(self, step: int) -> Due:
         """Returns the capture that is due at the boundary of `step`."""
         owed = self.overdue is not None
@@ -150,18 +146,6 @@ class CaptureState:
         schedule = self.schedule.captured(step, checkpoint=checkpoint)
         state = replace(self, schedule=schedule, not_held=step)
         return replace(state, unsaved=step, saved_step=step) if checkpoint else state
-
-    def saved_at_once(self, step: int) -> CaptureState:
-        """Returns the state once this process has saved a step without an agent."""
-        return replace(self, saved_step=step)
-
-    def tried_again(self) -> CaptureState:
-        """Returns the state before the last save is tried once more."""
-        return replace(self, unsaved=-1)
-
-    def stop_agreed(self) -> CaptureState:
-        """Returns the state once all ranks leave at this boundary, each with its state."""
-        return replace(self, agreed=True)
 
     def save_ended(self) -> CaptureState:
         """Returns the state once no save runs any more on any rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece
@@ -208,7 +208,7 @@ class StateStager:
         if kind == "checkpoint":
             verify()
             overdue = self._state.overdue
-            self._state = self._state.paid()
+            self._state = replace(self._state, overdue=None)
             if overdue not in (None, copy.step):
                 self._warn_late(
                     f"the checkpoint due at step {overdue} is taken at step {copy.step}"
@@ -268,7 +268,7 @@ class StateStager:
         except (ElasticZeroError, OSError) as error:
             self._mark_unsaved(copy.step, error)
         else:
-            self._state = self._state.saved_at_once(copy.step)
+            self._state = replace(self._state, saved_step=copy.step)
 
     def _mark_unsaved(self, step: int, error: Exception) -> None:
         self._save_error = one_line(error)
@@ -295,7 +295,7 @@ class StateStager:
 
     def stop_agreed(self) -> None:
         """Records that all ranks leave at this boundary, each with its state."""
-        self._state = self._state.stop_agreed()
+        self._state = replace(self._state, agreed=True)
 
     def can_stop_with_state(self) -> bool:
         """Returns whether memory is free for the state as it is now."""
@@ -362,7 +362,7 @@ class StateStager:
         while self._state.unsaved == copy.step and time.monotonic() + pause_s < deadline_s:
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _MOST_TRY_AGAIN_S)
-            self._state = self._state.tried_again()
+            self._state = replace(self._state, unsaved=-1)
             self._capture(copy, checkpoint=True)
         self._await_save()
         self.check()

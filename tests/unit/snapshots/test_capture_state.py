@@ -67,11 +67,11 @@ def test_a_state_from_storage_is_not_saved_again() -> None:
 def test_a_checkpoint_that_falls_due_during_a_save_is_taken_after_it() -> None:
     state = capture_state().owing(12)
     assert state.due(12) == "checkpoint"
-    state = state.paid().captured(12, checkpoint=True, in_memory=True)
+    state = replace(state, overdue=None).captured(12, checkpoint=True, in_memory=True)
     assert state.owing(14).due(14) == "nothing", "the save of step 12 runs"
     state = state.owing(14).after_exchange(ControlWord(saved=12, held=12))
     assert state.due(15) == "checkpoint"
-    assert state.paid().due(15) == "snapshot"
+    assert replace(state, overdue=None).due(15) == "snapshot"
 
 
 def test_a_capture_that_failed_is_in_the_next_word() -> None:
@@ -81,7 +81,7 @@ def test_a_capture_that_failed_is_in_the_next_word() -> None:
     state = capture_state().failed(12, checkpoint=True)
     assert (word(state).not_held, word(state).unsaved, word(state).saved) == (12, 12, 12)
     assert state.newest_save(NOTHING) == "lost"
-    assert state.tried_again().newest_save(NOTHING) == "none"
+    assert replace(state, unsaved=-1).newest_save(NOTHING) == "none"
 
 
 def test_a_checkpoint_on_storage_leaves_no_snapshot() -> None:
@@ -103,11 +103,11 @@ def test_a_save_that_failed_elsewhere_is_abandoned_here() -> None:
 def test_a_divided_state_replaces_no_snapshot_in_flight(shards: int) -> None:
     state = capture_state(shards=shards).captured(12, checkpoint=False, in_memory=True)
     assert state.can_stop == (shards == 2)
-    assert state.stop_agreed().can_stop
+    agreed = replace(state, agreed=True)
+    assert agreed.can_stop
     at_stop = state.states_to_keep(ASSIGNMENT, at_stop=True)
     assert at_stop - state.states_to_keep(ASSIGNMENT, at_stop=False) == {(3, 12)}
-    agreed = state.stop_agreed().states_to_keep(ASSIGNMENT, at_stop=True)
-    assert (3, 12) not in agreed
+    assert (3, 12) not in agreed.states_to_keep(ASSIGNMENT, at_stop=True)
 
 
 @given(
