@@ -143,8 +143,8 @@ class Replicated:
         pass
 
     def rank_state(self) -> RankState:
-        share = RankState()
-        share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
+        frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
+        share = RankState(frozen=frozen)
         share.add_even({MODEL + name: p.detach() for name, p in self._parameters.items()})
         by_key: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}

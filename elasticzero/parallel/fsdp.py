@@ -235,12 +235,13 @@ class FullyPartitioned(PiecedStrategy):
 
     def _state(self, held: Mapping[str, LocalTensor], pieced: PartitionedOptimizer) -> RankState:
         """Returns the state of the rank that has these elements of parameters, and pieces."""
-        share = RankState()
-        share.frozen = {MODEL + name for name in self._frozen}
-        share.specs = {MODEL + name: spec for name, spec in self._specs.items()}
-        share.held = {MODEL + name: local for name, local in held.items()}
         names = tuple(MODEL + name for name in self._parameters)
-        share.partitions.append(Partition(rule="fsdp_rows", names=names))
+        share = RankState(
+            specs={MODEL + name: spec for name, spec in self._specs.items()},
+            partitions=[Partition(rule="fsdp_rows", names=names)],
+            held={MODEL + name: local for name, local in held.items()},
+            frozen={MODEL + name for name in self._frozen},
+        )
         optimized = self._optimized()
         owners = (0,) * len(optimized)
         group = PartitionedGroup(rule="fsdp_rows", names=tuple(optimized), owners=owners)

@@ -55,6 +55,8 @@ class PartitionedOptimizer:
         specs: Mapping[str, Spec],
         mesh: Mesh,
         agreement: Agreement | None = None,
+        *,
+        fixed_order: bool = False,
     ) -> None:
         """Begins without pieces, which `place` gives it.
 
@@ -63,13 +65,13 @@ class PartitionedOptimizer:
             specs: Shape and dtype of each whole parameter, by its name.
             mesh: The rows of ranks.
             agreement: Lets the ranks of a row agree on each step; None: they need not agree.
+            fixed_order: Whether every parameter is whole on one rank, and its norm counts in an
+                order that no world changes.
         """
         self.optimizers = optimizers
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
-        self.fixed_order = False
-        """Every parameter is whole on one rank, and its norm counts in an order that no world
-        changes."""
+        self._fixed_order = fixed_order
         self.gradient_hook: GradientHook | None = None
         self._ranks = mesh.world_size
         self._first_row = mesh.replica == 0
@@ -89,8 +91,6 @@ class PartitionedOptimizer:
     def place(self, pieces: Mapping[str, ParameterPiece]) -> None:
         """Gives the optimizer these pieces, each in its parameter's group."""
         self.pieces = dict(pieces)
-        for piece in self.pieces.values():
-            piece.counts = piece.counts and self._first_row
         for group in self.optimizers.groups:
             state = group.optimizer.state
             for name, whole in zip(group.names, group.options["params"], strict=True):
@@ -158,6 +158,10 @@ class PartitionedOptimizer:
             torch._foreach_mul_(left, clipping(self._norm, max_norm).to(left[0]))
         return self._norm
 
+    def _counts(self, name: str) -> bool:
+        """Returns whether sums over the ranks count this rank's piece of a parameter."""
+        return self._first_row and self.pieces[name].counts
+
     def _gradients(self) -> dict[str, Tensor]:
         grads = ((name, piece.parameter.grad) for name, piece in self.pieces.items())
         return {name: grad for name, grad in grads if grad is not None}
@@ -184,8 +188,8 @@ class PartitionedOptimizer:
     def _square(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Returns the square of the norm of this rank's gradients as one element; NaN where a loss
         is not finite."""
-        counted = {n: g for n, g in gradients.items() if self.pieces[n].counts}
-        if self.fixed_order:
+        counted = {n: g for n, g in gradients.items() if self._counts(n)}
+        if self._fixed_order:
             squares = self._sum_over_ranks(squares_of(counted, self.optimizers.group_of, device))
             first = self._ranks == 1 or dist.get_rank() == 0
             square = fixed_order_sum(squares) * float(first)
@@ -214,7 +218,7 @@ class PartitionedOptimizer:
     def _call_hook(self, hook: GradientHook) -> Tensor:
         """Returns what the script's function has found in this rank's pieces, by parameter."""
         gradients = {n: (self.pieces[n].start, g) for n, g in self._gradients().items()}
-        results = {n: v for n, v in hook.call(gradients).items() if self.pieces[n].counts}
+        results = {n: v for n, v in hook.call(gradients).items() if self._counts(n)}
         return torch.tensor(
             [results.get(name, 0.0) for name in self.optimizers.group_of], dtype=torch.float64
         )

@@ -161,10 +161,9 @@ class FlatBuckets(PiecedStrategy):
 
     def _state(self, pieced: PartitionedOptimizer) -> RankState:
         """Returns the state of the rank that these pieces are of."""
-        share = RankState()
         # Nothing here asks a bucket's parameter, whose every use waits while it is gathered: what
         # this rank writes is up to date already, and a peer that is gone would fail the wait.
-        share.frozen = {MODEL + name for name in self._frozen}
+        share = RankState(frozen={MODEL + name for name in self._frozen})
         for bucket in self._buckets:
             names = tuple(MODEL + name for name in bucket.names)
             for name, view in zip(names, bucket.views(bucket.flat_E), strict=True):

@@ -45,8 +45,9 @@ class WholeParameters(PiecedStrategy):
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
         made = setting.factory(list(self._parameters.values()))
         self.optimizers = open_optimizers(made, setting.named, "elements")
-        self._pieced = PartitionedOptimizer(self.optimizers, specs, mesh, setting.agreement)
-        self._pieced.fixed_order = True
+        self._pieced = PartitionedOptimizer(
+            self.optimizers, specs, mesh, setting.agreement, fixed_order=True
+        )
         trained = {
             name: parameter
             for name, parameter in self._parameters.items()
@@ -114,8 +115,8 @@ class WholeParameters(PiecedStrategy):
             raise self._lost
 
     def rank_state(self) -> RankState:
-        share = RankState()
-        share.frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
+        frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
+        share = RankState(frozen=frozen)
         for message in self._messages:
             names = tuple(MODEL + name for name in message.names)
             owners = (message.owner,) * len(names)

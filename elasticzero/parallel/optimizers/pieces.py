@@ -10,7 +10,7 @@ from elasticzero.spans import Rule, Span
 from elasticzero.state.model import Partition
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ParameterPiece:
     """Holds the elements of a parameter that this rank optimizes."""
 
@@ -22,7 +22,7 @@ class ParameterPiece:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     counts: bool = True
-    """True if its gradient counts in the global norm here; False for a second copy of it."""
+    """True if its gradient counts in the norm of a row; False for a second copy of it."""
     values: Tensor | None = None
     """The model's own elements, in 16 bits, where `parameter` is their 32-bit master."""
 
