@@ -361,11 +361,7 @@ class Session:
         Raises:
             UserError: a function was given before.
         """
-        strategy = self._prepared("on_gradients").strategy
-        if strategy.gradient_hook is not None:
-            raise UserError("session.on_gradients was called twice: give it one function")
-        strategy.gradient_hook = hook = GradientHook(function, lambda: self.step_count)
-        return hook
+        return self._work.on_gradients(self._prepared("on_gradients"), function)
 
     def evaluate(
         self,

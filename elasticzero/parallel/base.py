@@ -90,8 +90,6 @@ class Strategy(Protocol):
     model: nn.Module
     """The model that the user calls."""
     optimizers: Optimizers
-    gradient_hook: GradientHook | None
-    """`finish` calls it with the gradients, before their norm is taken."""
     shards: int
     """Number of ranks that hold the whole training state together: those of one row."""
 
@@ -104,13 +102,23 @@ class Strategy(Protocol):
         A micro-batch of fraction 0 uses no parameter, and its loss may be anything.
         """
 
-    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+    def finish(
+        self, factor: float, max_norm: float | None, hook: GradientHook | None = None
+    ) -> Tensor:
         """Completes the gradients after the last micro-batch, multiplies them by `factor`, and
         scales them to a global norm of at most `max_norm`. It changes no parameter.
 
         A parameter that any rank has used has a gradient on all of them then, and one that no rank
-        has used has none. Returns the norm before scaling: 0-dim, equal on all ranks; NaN where a
-        loss of any rank is not finite.
+        has used has none.
+
+        Args:
+            factor: What the gradients are multiplied by.
+            max_norm: The limit of their norm; None: there is none.
+            hook: Called with the gradients before their norm is taken; None: none is.
+
+        Returns:
+            The norm before scaling: 0-dim, equal on all ranks; NaN where a loss of any rank is not
+            finite.
         """
 
     def suspects(self) -> Suspects:

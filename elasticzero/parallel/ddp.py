@@ -62,7 +62,6 @@ class Replicated:
                 self._parameters, self.optimizers.name_of, setting.bucket_plan, self._losses
             )
             self._gradients = BucketQueue(self._sums)
-        self.gradient_hook: GradientHook | None = None
         self._norm: Tensor | None = None
         """Norm of the last gradient."""
         self._factor = 1.0
@@ -89,7 +88,9 @@ class Replicated:
             for parameter in unused:  # a micro-batch of weight 0 uses nothing
                 parameter.grad = None
 
-    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+    def finish(
+        self, factor: float, max_norm: float | None, hook: GradientHook | None = None
+    ) -> Tensor:
         optimized = self.optimizers.parameters()
         if not self._may_be_sparse:
             _make_dense(optimized.values())
@@ -98,7 +99,7 @@ class Replicated:
         gradients = list(gradient_of.values())
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-        if (hook := self.gradient_hook) is not None:
+        if hook is not None:
             hook.sums = hook.call({name: (0, gradient) for name, gradient in gradient_of.items()})
         if self._fixed_order:
             norm = fixed_order_sum(

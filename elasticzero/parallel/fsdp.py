@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import Setting
 from elasticzero.parallel.fsdp_uses import Uses
-from elasticzero.parallel.gradients import check_frozen
+from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
@@ -146,7 +146,9 @@ class FullyPartitioned(PiecedStrategy):
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
 
-    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+    def finish(
+        self, factor: float, max_norm: float | None, hook: GradientHook | None = None
+    ) -> Tensor:
         check_frozen(self._frozen)
         self._reduce_scalars()
         for name, piece in self._pieced.pieces.items():
@@ -162,6 +164,7 @@ class FullyPartitioned(PiecedStrategy):
             self._uses.names,
             factor,
             max_norm,
+            hook=hook,
             blocks=self._uses.blocks,
             exchange=lambda: self._mirrors.exchange(self._messages),
         )

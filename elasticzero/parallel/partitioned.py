@@ -72,7 +72,6 @@ class PartitionedOptimizer:
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
         self._fixed_order = fixed_order
-        self.gradient_hook: GradientHook | None = None
         self._ranks = mesh.world_size
         self._first_row = mesh.replica == 0
         """True if sums over the ranks count this rank's pieces; other rows have the same pieces."""
@@ -106,6 +105,7 @@ class PartitionedOptimizer:
         factor: float,
         max_norm: float | None,
         *,
+        hook: GradientHook | None = None,
         blocks: int = 0,
         exchange: Callable[[], Sequence[Any]] = tuple,
     ) -> Tensor:
@@ -116,6 +116,7 @@ class PartitionedOptimizer:
             used: The parameters that this rank has used; they travel with the norm, in one message.
             factor: What the gradients are multiplied by.
             max_norm: The limit of their norm; None: there is none.
+            hook: Called with the gradients before their norm is taken; None: none is.
             blocks: A number that stands for what has run here, as for `same_number`; where it is
                 not the same on all ranks the norm is NaN, and `suspects` raises `UserError`.
             exchange: Called once the gradients are as they are to be stepped, but for clipping;
@@ -138,19 +139,19 @@ class PartitionedOptimizer:
         )
         if self.losses.mean is not None:
             totals[0] = self.losses.mean
-        if self.gradient_hook is None:
+        if hook is None:
             works = exchange()
             totals = torch.cat([self._square(gradients, device), totals])
             totals = self._sum_over_ranks(totals, works)
             self._drop_unused(totals[1:].tolist(), blocks)
         else:
             self._drop_unused(self._sum_over_ranks(totals).tolist(), blocks)
-            results = self._call_hook(self.gradient_hook).to(device)
+            results = self._call_hook(hook).to(device)
             works = exchange()
             square = self._square(self._gradients(), device)
             totals = self._sum_over_ranks(torch.cat([square, results]), works)
             sums = zip(self.optimizers.group_of, totals[1:].tolist(), strict=True)
-            self.gradient_hook.sums = {name: value for name, value in sums if name in self.used}
+            hook.sums = {name: value for name, value in sums if name in self.used}
         self.loss *= factor
         self._norm = totals[0].sqrt() if not self._differ else totals[0] * math.nan
         left = list(self._gradients().values())
@@ -402,14 +403,6 @@ class PiecedStrategy:
 
     _pieced: PartitionedOptimizer
     _parameters: Mapping[str, nn.Parameter]
-
-    @property
-    def gradient_hook(self) -> GradientHook | None:
-        return self._pieced.gradient_hook
-
-    @gradient_hook.setter
-    def gradient_hook(self, hook: GradientHook | None) -> None:
-        self._pieced.gradient_hook = hook
 
     @property
     def loss(self) -> float:

@@ -24,7 +24,7 @@ from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
-from elasticzero.parallel.gradients import check_frozen
+from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.state import working_dtype
@@ -84,7 +84,9 @@ class FlatBuckets(PiecedStrategy):
         inputs = self.optimizers.inputs(self._parameters)
         self._queue.backward(loss, fraction, self._part, inputs)
 
-    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+    def finish(
+        self, factor: float, max_norm: float | None, hook: GradientHook | None = None
+    ) -> Tensor:
         check_frozen(self._frozen)
         reduced = [
             self._give_gradients(bucket, reduced_C)
@@ -94,6 +96,7 @@ class FlatBuckets(PiecedStrategy):
             self._queue.used,
             factor,
             max_norm,
+            hook=hook,
             exchange=lambda: self._mirrors.exchange(lambda: reduced),
         )
         self._mirrors.take(self._pieced.used, norm, max_norm)

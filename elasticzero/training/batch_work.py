@@ -17,6 +17,7 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import Stepped
 from elasticzero.parallel import same_number
+from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.model import MODEL
 from elasticzero.step_clock import StepClock
@@ -108,6 +109,8 @@ class BatchWork:
         self._plan: LoopPlan | None = None
         self._slices: SliceStates | None = None
         """The state of the slices of the loop that runs; None: it has none."""
+        self._hook: GradientHook | None = None
+        """Is called with the gradients of each step; None: the script gave no function."""
         self._unsent: Stepped | None = None
         """The newest step, which the agent has not been sent yet."""
 
@@ -202,6 +205,13 @@ class BatchWork:
         training.gradients.hide()
         self.tracker.record(StepEvent.BACKWARD_OVER)
 
+    def on_gradients(self, training: TrainingState, function: GradientFunction) -> GradientHook:
+        """Carries out `session.on_gradients`, which describes the function and the result."""
+        if self._hook is not None:
+            raise UserError("session.on_gradients was called twice: give it one function")
+        self._hook = GradientHook(function, lambda: training.step_count)
+        return self._hook
+
     def step(
         self,
         training: TrainingState,
@@ -229,7 +239,7 @@ class BatchWork:
         self._link.check()
         training.gradients.show()
         factor = self._weight_factor(batch, part) / training.guard.scale
-        applied = training.apply(training.strategy.finish(factor, max_norm))
+        applied = training.apply(training.strategy.finish(factor, max_norm, self._hook))
         self._record_step(training, batch)
         return applied
 

@@ -17,7 +17,7 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.parallel.base import Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
-from elasticzero.parallel.gradients import check_frozen
+from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
@@ -76,13 +76,15 @@ class WholeParameters(PiecedStrategy):
             self._pieced.losses.add(loss, fraction)
         self._tree.backward(loss, fraction, self._part, self.optimizers.inputs(self._parameters))
 
-    def finish(self, factor: float, max_norm: float | None) -> Tensor:
+    def finish(
+        self, factor: float, max_norm: float | None, hook: GradientHook | None = None
+    ) -> Tensor:
         check_frozen(self._frozen)
         for message, flat in self._tree.reduce().items():
             for name, place in zip(message.names, message.unpack(flat), strict=True):
                 piece = self._pieced.pieces[name].parameter
                 piece.grad = place.view(piece.shape).to(piece.dtype)
-        return self._pieced.complete(self._tree.used, factor, max_norm)
+        return self._pieced.complete(self._tree.used, factor, max_norm, hook=hook)
 
     def _drop_whole(self) -> None:
         self._tree.clear()
