@@ -96,10 +96,15 @@ class Strategy(Protocol):
     def expect(self, part: MicroBatch) -> None:
         """Announces the micro-batch of the next backward."""
 
-    def backward(self, loss: Tensor, fraction: float) -> None:
+    def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
         """Adds the gradient of `fraction * loss`, to be summed over ranks and micro-batches.
 
-        A micro-batch of fraction 0 uses no parameter, and its loss may be anything.
+        Args:
+            loss: The mean loss of a micro-batch.
+            fraction: Its share of the global batch. With 0 it uses no parameter, and the loss may
+                be anything.
+            only: Names of the optimizers that the global batch is for, the same for all of its
+                micro-batches; None: all.
         """
 
     def finish(

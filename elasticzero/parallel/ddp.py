@@ -71,8 +71,8 @@ class Replicated:
     def expect(self, part: MicroBatch) -> None:
         self._part = part
 
-    def backward(self, loss: Tensor, fraction: float) -> None:
-        inputs, part = self.optimizers.inputs(self._parameters), self._part
+    def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
+        inputs, part = self.optimizers.begin_turn(only, self._parameters), self._part
         if fraction != 0:
             self._losses.add(loss, fraction)
         if self._gradients is not None and self._sums is not None:

@@ -137,12 +137,12 @@ class FullyPartitioned(PiecedStrategy):
         if self._mesh.replicas > 1:
             self._root.set_requires_all_reduce(part.last)
 
-    def backward(self, loss: Tensor, fraction: float) -> None:
-        only = None
-        if self.optimizers.inputs(self._parameters) is not None:
-            only = {name for name in self._parameters if self._takes_part(name)}
+    def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
+        names = None
+        if self.optimizers.begin_turn(only, self._parameters) is not None:
+            names = {name for name in self._parameters if self._takes_part(name)}
         # FSDP2 divides by the number of ranks
-        self._uses.backward(loss * (fraction * self._ranks), counts=fraction != 0, only=only)
+        self._uses.backward(loss * (fraction * self._ranks), counts=fraction != 0, only=names)
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
 

@@ -107,17 +107,16 @@ class Mirror:
             for piece in self.pieced.pieces.values():
                 if piece.values is not None:
                     piece.parameter.data.copy_(piece.values)
-        gradients = []
-        for chunk in self.chunks:
-            for piece, first in zip(chunk.pieces, chunk.places, strict=True):
-                piece.parameter.grad = None
-                if piece.name in used:
-                    part = chunk.gradient_C[first : first + piece.parameter.numel()]
-                    piece.parameter.grad = part.view_as(piece.parameter)
-                    gradients.append(part)
+        gradients = {
+            piece.name: chunk.gradient_C[first : first + piece.parameter.numel()]
+            for chunk in self.chunks
+            for piece, first in zip(chunk.pieces, chunk.places, strict=True)
+            if piece.name in used
+        }
         if max_norm is not None and gradients:
-            torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
-        self.pieced.used = set(used)
+            parts = list(gradients.values())
+            torch._foreach_mul_(parts, clipping(norm, max_norm).to(parts[0].dtype))
+        self.pieced.give(gradients, used)
 
     def step(self, owners: Optimizers) -> None:
         """Steps the pieces that have a gradient.
@@ -125,10 +124,7 @@ class Mirror:
         Args:
             owners: The owner's optimizers, whose options may have changed since the last step.
         """
-        for group, theirs in zip(self.pieced.optimizers.groups, owners.groups, strict=True):
-            changed = {key: value for key, value in theirs.options.items() if key != "params"}
-            group.options.update(changed)
-        self.pieced.optimizers.only = owners.only
+        self.pieced.optimizers.follow(owners)
         self.pieced.step([list(self.pieced.pieces)])
 
     def renew(self) -> None:

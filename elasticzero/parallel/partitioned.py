@@ -159,6 +159,19 @@ class PartitionedOptimizer:
             torch._foreach_mul_(left, clipping(self._norm, max_norm).to(left[0]))
         return self._norm
 
+    def give(self, gradients: Mapping[str, Tensor], used: Collection[str]) -> None:
+        """Gives the pieces gradients that are complete on another rank, in place of `complete`.
+
+        Args:
+            gradients: The elements of pieces as they are to be stepped, by parameter; the other
+                pieces have no gradient.
+            used: The parameters that any rank has used in the global batch.
+        """
+        self.used = set(used)
+        for name, piece in self.pieces.items():
+            gradient = gradients.get(name)
+            piece.parameter.grad = None if gradient is None else gradient.view_as(piece.parameter)
+
     def _counts(self, name: str) -> bool:
         """Returns whether sums over the ranks count this rank's piece of a parameter."""
         return self._first_row and self.pieces[name].counts

@@ -76,12 +76,12 @@ class FlatBuckets(PiecedStrategy):
     def expect(self, part: MicroBatch) -> None:
         self._part = part
 
-    def backward(self, loss: Tensor, fraction: float) -> None:
+    def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
         assert self._part is not None
         self._gather.finish()  # of what no module has needed
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
-        inputs = self.optimizers.inputs(self._parameters)
+        inputs = self.optimizers.begin_turn(only, self._parameters)
         self._queue.backward(loss, fraction, self._part, inputs)
 
     def finish(

@@ -199,9 +199,8 @@ class BatchWork:
         self.tracker.move(lambda state: state.weighing(script_weight))
         training.begin_backward()
         self._require_equal_only(optimizers)
-        optimizers.only = names
         training.gradients.show()
-        training.strategy.backward(loss, amount / len(batch) * training.guard.scale)
+        training.strategy.backward(loss, amount / len(batch) * training.guard.scale, names)
         training.gradients.hide()
         self.tracker.record(StepEvent.BACKWARD_OVER)
 

@@ -70,11 +70,12 @@ class WholeParameters(PiecedStrategy):
         self.settle()
         self._part = part
 
-    def backward(self, loss: Tensor, fraction: float) -> None:
+    def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
         assert self._part is not None
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
-        self._tree.backward(loss, fraction, self._part, self.optimizers.inputs(self._parameters))
+        inputs = self.optimizers.begin_turn(only, self._parameters)
+        self._tree.backward(loss, fraction, self._part, inputs)
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None

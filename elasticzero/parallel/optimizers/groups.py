@@ -95,21 +95,28 @@ class Optimizers:
         """Tells whether the present global batch is for the optimizer of this parameter."""
         return self.only is None or self.group_of[name].optimizer_name in self.only
 
-    def inputs(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter] | None:
-        """Returns the parameters whose gradients a backward computes; None: all of them.
+    def begin_turn(
+        self, only: tuple[str, ...] | None, parameters: Mapping[str, nn.Parameter]
+    ) -> list[nn.Parameter] | None:
+        """Gives the present global batch to some of the optimizers, until the next turn begins.
 
         Args:
-            parameters: Those of the model, by name.
+            only: Their names, as `named` returns them; None: all.
+            parameters: The model's parameters, by name.
+
+        Returns:
+            The parameters whose gradients a backward computes; None: all of them.
 
         Raises:
-            UserError: None of them is trained.
+            UserError: None of their parameters is trained.
         """
-        if self.only is None:
+        self.only = only
+        if only is None:
             return None
         optimized = [parameters[name] for name in self.group_of if self.has_gradients(name)]
         if not (trained := [parameter for parameter in optimized if parameter.requires_grad]):
             raise UserError(
-                f"no parameter of the optimizer {' or '.join(map(repr, self.only))} needs a "
+                f"no parameter of the optimizer {' or '.join(map(repr, only))} needs a "
                 "gradient, so session.backward(…, only=…) computes nothing: leave out the call"
             )
         return trained
@@ -153,6 +160,14 @@ class Optimizers:
             for group in self.groups
             for name, parameter in zip(group.names, group.options["params"], strict=True)
         }
+
+    def follow(self, originals: Optimizers) -> None:
+        """Takes over what may have changed since the last step in the optimizers that these are
+        copies of: their options, and whose turn it is."""
+        for group, original in zip(self.groups, originals.groups, strict=True):
+            changed = {key: value for key, value in original.options.items() if key != "params"}
+            group.options.update(changed)
+        self.only = originals.only
 
     def copies(self) -> Optimizers:
         """Returns optimizers of the same kinds, options and groups, with the state that these have

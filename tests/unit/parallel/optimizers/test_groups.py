@@ -54,17 +54,16 @@ def test_an_optimizer_without_a_name_cannot_be_named() -> None:
 def test_gradients_are_computed_for_what_the_named_optimizers_train() -> None:
     model = Two()
     optimizers, named = several(model), NamedModel(model).parameters
-    assert optimizers.inputs(named) is None and list(optimizers.stepped) == ["a", "b"]
-    optimizers.only = ("b",)
+    assert optimizers.begin_turn(None, named) is None and list(optimizers.stepped) == ["a", "b"]
     model.b.bias.requires_grad_(False)
-    assert optimizers.inputs(named) == [model.b.weight]
+    assert optimizers.begin_turn(("b",), named) == [model.b.weight]
     assert list(optimizers.stepped) == ["b"]
     optimizers.check_used(["b.weight"])
     with pytest.raises(UserError, match="a rank has a gradient of 'a"):
         optimizers.check_used(["b.weight", "a.bias"])
     model.b.weight.requires_grad_(False)
     with pytest.raises(UserError, match="no parameter of the optimizer 'b' needs a gradient"):
-        optimizers.inputs(named)
+        optimizers.begin_turn(("b",), named)
 
 
 def test_packed_state_of_plain_tensors_is_refused_before_a_step() -> None:
