@@ -57,7 +57,6 @@ class Datasets:
         self._entries: dict[int, tuple[Callable[[], Any], int]] = {}
         self._count = 0
         self._last: tuple[Any, Callable[[], Any]] | None = None
-        self.note_printed = False
 
     def number(self, dataset: Any) -> int:
         entry = self._entries.get(id(dataset))
@@ -103,6 +102,8 @@ class Loops:
         self._link = link
         self._datasets = Datasets()
         self._epoch: int | None = None
+        self._noted = False
+        """True once `AGAIN_NEW` is printed."""
 
     @property
     def epoch(self) -> int:
@@ -155,7 +156,7 @@ class Loops:
             self._epoch = training.position.epoch
             return
         if renewed and order.shuffle and self._link.assignment.rank == 0:
-            self._print_once(AGAIN_NEW)
+            self._note_new_dataset()
         if training.stopped is None:
             training.agree_to_stop(Call.LOOP)
         if training.stopped is not None:
@@ -293,7 +294,7 @@ class Loops:
         ]
         return replace(schedule, left_out=frozenset(batches))
 
-    def _print_once(self, text: str) -> None:
-        if not self._datasets.note_printed:
-            self._datasets.note_printed = True
-            log.warning(text)
+    def _note_new_dataset(self) -> None:
+        if not self._noted:
+            self._noted = True
+            log.warning(AGAIN_NEW)

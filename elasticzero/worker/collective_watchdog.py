@@ -37,9 +37,9 @@ def watch_for_stuck_collective(
             more.
         excused: Returns whether the main thread waits for a GPU, which NCCL's abort releases.
     """
-    thread = threading.Thread(target=_watch, args=(link, stop_state, excused), daemon=True)
-    thread.name = "elasticzero-rescue"
-    thread.start()
+    threading.Thread(
+        target=_watch, args=(link, stop_state, excused), name="elasticzero-rescue", daemon=True
+    ).start()
 
 
 def _watch(

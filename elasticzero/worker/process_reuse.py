@@ -57,6 +57,11 @@ class ProcessBaseline:
     resident_bytes: int | None = None
     """Resident memory in bytes after the first generation; None: it has not ended."""
 
+    def generation_ended(self, resident_bytes: int) -> None:
+        """Takes the resident memory in bytes, after the first generation alone."""
+        if self.resident_bytes is None:
+            self.resident_bytes = resident_bytes
+
 
 def prepare_for_next_generation(
     link: AgentClient, ended: EndedGeneration, baseline: ProcessBaseline
@@ -82,8 +87,7 @@ def prepare_for_next_generation(
     if why is not None:
         log.info("this worker's process is not kept: %s", why)
         exit_now(ended.code)
-    if baseline.resident_bytes is None:
-        baseline.resident_bytes = leftovers.resident_bytes
+    baseline.generation_ended(leftovers.resident_bytes)
     link.send(Waiting())
     link.await_assignment()
     os.environ.update(torchrun_environment(link.assignment))
