@@ -211,10 +211,14 @@ class Membership:
                 self._tries = 0
                 return
             if not named and self.me.incarnation == self._registered.incarnation:
-                self.me = replace(self.me, incarnation=self._draw_incarnation())
+                self.renew_incarnation()
             if self.register():
                 self._seen_revision = world_revision
                 self._tries = 0
+
+    def renew_incarnation(self) -> None:
+        """Draws another incarnation, under which the node registers next."""
+        self.me = replace(self.me, incarnation=self._draw_incarnation())
 
     def _pause_s(self) -> float:
         """Returns the seconds before the next try to register anew: longer after each, and

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elasticzero.errors import ElasticZeroError, StoreUnavailable
 from elasticzero.launcher.protocol.documents import Done, Member, World, to_bytes
@@ -243,8 +243,7 @@ class RendezvousNode:
         with self._result_ready:
             if self._new_request:
                 self._new_request = self._registered = False
-                fresh = replace(self._membership.me, incarnation=new_incarnation())
-                self._membership.me = fresh
+                self._membership.renew_incarnation()
             requested_s = self._requested_s
         self._recovery.poll(now_s)
         self._keep_registered(now_s)

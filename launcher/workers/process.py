@@ -154,9 +154,16 @@ def fork(
     with suppress(ChannelClosed):
         channel.send(replace(assignment, store_fd=worker_store_fd))
     agent_socket.setblocking(False)  # a worker that reads no more must not hold the agent up
-    worker = Worker(assignment.rank, local_rank, pid, channel, log, log_start)
-    worker.stdout_log, worker.stdout_start = stdout_log, stdout_start
-    return worker
+    return Worker(
+        assignment.rank,
+        local_rank,
+        pid,
+        channel,
+        log,
+        log_start,
+        stdout_log=stdout_log,
+        stdout_start=stdout_start,
+    )
 
 
 def kill_all(workers: Iterable[Worker]) -> None:
@@ -182,11 +189,16 @@ def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worke
     except ChannelClosed:
         kill_all([old])
         return None
-    log_start = old.log.stat().st_size
-    new = Worker(assignment.rank, assignment.local_rank, old.pid, old.channel, old.log, log_start)
-    if old.stdout_log is not None:
-        new.stdout_log, new.stdout_start = old.stdout_log, old.stdout_log.stat().st_size
-    return new
+    return Worker(
+        assignment.rank,
+        assignment.local_rank,
+        old.pid,
+        old.channel,
+        old.log,
+        old.log.stat().st_size,
+        stdout_log=old.stdout_log,
+        stdout_start=0 if old.stdout_log is None else old.stdout_log.stat().st_size,
+    )
 
 
 def fatal_stack(worker: Worker) -> str:
