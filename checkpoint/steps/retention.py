@@ -105,17 +105,16 @@ def apply_retention(
         bad_steps: Steps that are known to be damaged although their sizes are right; they do not
             count as good.
     """
-    cleaner = _Cleaner(directory, committed)
-    with cleaner.collecting_problems():
+    result = CleanupResult()
+    with _collecting_problems(directory, result):
         files = directory.files()
         now_s = files.get(step_directory(committed.step), {}).get(MANIFEST_NAME)
         if now_s is None or not _is_committed(directory, committed):
-            return cleaner.result
-        cleaner.now_s = now_s
+            return result
         stay = _retained_steps(directory, committed, keep, files, bad_steps)
-        if keep.last is not None and TAGS_DIRECTORY in files:
-            cleaner.named = read_tags(directory)
-            stay |= set(cleaner.named.values())
+        tags = read_tags(directory) if keep.last is not None and TAGS_DIRECTORY in files else {}
+        stay |= set(tags.values())
+        cleaner = _Cleaner(directory, committed, result, now_s=now_s, tags=tags)
         cleaner.remove_unfinished_tags(files.get(TAGS_DIRECTORY, {}))
         for name, times in files.items():
             step = step_of(name)
@@ -123,7 +122,7 @@ def apply_retention(
                 cleaner.remove_step(name, step, times)
             elif step is not None:
                 cleaner.remove_leftovers(name, step, times)
-    return cleaner.result
+    return result
 
 
 def clean_up_after_manual_save(directory: Directory, committed: Manifest) -> CleanupResult:
@@ -142,31 +141,58 @@ def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
     Files that a running save may still need stay: all files of this save's step, files of a newer
     generation, and files of the last hour that were saved by hand.
     """
-    cleaner = _Cleaner(directory, save, committed=False)
-    with cleaner.collecting_problems():
+    result = CleanupResult()
+    with _collecting_problems(directory, result):
         files = directory.files()
-        cleaner.now_s = max(
-            (at_s for times in files.values() for at_s in times.values()), default=0
-        )
+        now_s = max((at_s for times in files.values() for at_s in times.values()), default=0)
+        cleaner = _Cleaner(directory, save, result, now_s=now_s, tags={}, committed=False)
         for name, times in files.items():
             if (step := step_of(name)) is not None:
                 cleaner.remove_leftovers(name, step, times)
-    return cleaner.result
+    return result
+
+
+@contextmanager
+def _collecting_problems(directory: Directory, result: CleanupResult) -> Iterator[None]:
+    """Turns an error into a problem in the result; the next save tries the removal again."""
+    try:
+        yield
+    except ElasticZeroError as error:
+        result.problems.append(str(error))
+    except OSError as error:
+        result.problems.append(f"{directory.where}: {explain(error)}")
 
 
 class _Cleaner:
     """Removes the files that one save may remove."""
 
-    def __init__(self, directory: Directory, save: SaveIdentity, *, committed: bool = True) -> None:
-        self.result = CleanupResult()
-        self.now_s = 0.0
-        """Time at which the committed manifest was written or, before it exists, the newest
-        file."""
-        self.named: Mapping[str, int] = {}
-        """The step that each tag names."""
-        self._is_committed = committed
+    def __init__(
+        self,
+        directory: Directory,
+        save: SaveIdentity,
+        result: CleanupResult,
+        *,
+        now_s: float,
+        tags: Mapping[str, int],
+        committed: bool = True,
+    ) -> None:
+        """Removes nothing yet.
+
+        Args:
+            directory: The checkpoint directory.
+            save: The save for which files may be removed.
+            result: Gets what is removed, and what prevents it.
+            now_s: Time at which the committed manifest was written or, before it exists, the newest
+                file.
+            tags: The step that each tag names.
+            committed: Whether the save is committed.
+        """
         self._directory = directory
         self._committed = save
+        self._result = result
+        self._now_s = now_s
+        self._tags = tags
+        self._is_committed = committed
 
     def remove_step(self, name: str, step: int, times: Mapping[str, float]) -> None:
         """Removes a committed step, its manifest first, so that a committed step always has its
@@ -178,15 +204,15 @@ class _Cleaner:
             times: Time at which each file in it was last written, by the storage's clock.
         """
         storage = self._directory.step(name)
-        with self.collecting_problems():
+        with _collecting_problems(self._directory, self._result):
             manifest = _manifest_of_step(storage)
             named = manifest.token if manifest is not None else None
             if self._is_newer(named, times[MANIFEST_NAME]):
                 return
-            if manifest is not None and keep_for_tags(self._directory, manifest, self.named):
+            if manifest is not None and keep_for_tags(self._directory, manifest, self._tags):
                 return
             storage.remove(MANIFEST_NAME)
-            self.result.steps.append(step)
+            self._result.steps.append(step)
             rest = times.keys() - {MANIFEST_NAME}
             for file in sorted(rest) if named is not None else ():
                 if token_of_file(file) == named:
@@ -197,9 +223,9 @@ class _Cleaner:
     def remove_unfinished_tags(self, times: Mapping[str, float]) -> None:
         """Removes what processes that were killed while they wrote a tag have left."""
         storage = self._directory.step(TAGS_DIRECTORY)
-        with self.collecting_problems():
+        with _collecting_problems(self._directory, self._result):
             for name, written_s in times.items():
-                if is_own_partial(name) and self.now_s - written_s > HOUR_S:
+                if is_own_partial(name) and self._now_s - written_s > HOUR_S:
                     storage.remove(name)
 
     def remove_leftovers(self, name: str, step: int, times: Mapping[str, float]) -> None:
@@ -211,7 +237,7 @@ class _Cleaner:
             times: Time at which each file in it was last written, by the storage's clock.
         """
         storage = self._directory.step(name)
-        with self.collecting_problems():
+        with _collecting_problems(self._directory, self._result):
             tokens = {file: token for file in times if (token := token_of_file(file)) is not None}
             named = None
             if MANIFEST_NAME in times and (
@@ -230,21 +256,11 @@ class _Cleaner:
             dead += [file for file in times if is_partial(file) and file not in tokens and alone]
             for file in dead:
                 storage.remove(file)
-                self.result.files.append(f"{name}/{file}")
+                self._result.files.append(f"{name}/{file}")
             # Saves by hand may begin several steps at once: an empty directory may be one of them.
             begun_before = self._committed.generation > 0 and step < self._committed.step
             if len(dead) == len(times) and (dead or begun_before):
                 self._directory.remove(name)
-
-    @contextmanager
-    def collecting_problems(self) -> Iterator[None]:
-        """Turns an error into a problem in the result; the next save tries the removal again."""
-        try:
-            yield
-        except ElasticZeroError as error:
-            self.result.problems.append(str(error))
-        except OSError as error:
-            self.result.problems.append(f"{self._directory.where}: {explain(error)}")
 
     def _is_leftover(self, step: int, token: str, written_s: float) -> bool:
         """Returns whether a file of this token belongs to a save that has ended.
@@ -259,8 +275,8 @@ class _Cleaner:
         generation = token_generation(token)
         if generation is None:  # a save by hand never replaces a committed step
             beaten = self._is_committed and step == self._committed.step
-            return beaten or self.now_s - written_s > HOUR_S
-        return generation < self._committed.generation or self.now_s - written_s > DAY_S
+            return beaten or self._now_s - written_s > HOUR_S
+        return generation < self._committed.generation or self._now_s - written_s > DAY_S
 
     def _is_newer(self, token: str | None, written_s: float) -> bool:
         """Returns whether a newer generation of this job wrote a file.
@@ -269,7 +285,7 @@ class _Cleaner:
         """
         generation = token_generation(token) if token is not None else None
         newer = generation is not None and generation > self._committed.generation
-        return newer and self.now_s - written_s <= DAY_S
+        return newer and self._now_s - written_s <= DAY_S
 
 
 def _is_committed(directory: Directory, committed: Manifest) -> bool:
