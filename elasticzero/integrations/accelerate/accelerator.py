@@ -217,7 +217,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if norm_type != 2 or self.elastic_optimizer is None:
             raise UserError("accelerator.clip_grad_norm_ clips by the 2-norm, after prepare")
-        self.elastic_optimizer.max_grad_norm = max_norm
+        self.elastic_optimizer.clip_coming_step(max_norm)
         return GradientNorm(self.session)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

@@ -105,7 +105,7 @@ class ElasticOptimizer:
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
         self.optimizer = optimizer
-        self.max_grad_norm: float | None = None
+        self._max_grad_norm: float | None = None
         """The limit for the coming step; None: no limit."""
         self.stepped = False
         """True if the last call has ended a global batch, and its step was applied."""
@@ -118,14 +118,18 @@ class ElasticOptimizer:
         """Returns whether the last global batch was left out."""
         return self.ended and not self.stepped
 
+    def clip_coming_step(self, max_norm: float) -> None:
+        """Limits the norm of the whole gradient, for the step of the present global batch alone."""
+        self._max_grad_norm = max_norm
+
     def step(self, closure: None = None) -> None:
         """Ends a micro-batch; the optimizer steps at a global batch's last one."""
         if closure is not None:
             raise UserError("optimizer.step(closure) is not supported: call backward before it")
         self.ended = self._session.micro_batch.last
-        self.stepped = self._session.step(max_grad_norm=self.max_grad_norm)
+        self.stepped = self._session.step(max_grad_norm=self._max_grad_norm)
         if self.ended:
-            self.max_grad_norm = None
+            self._max_grad_norm = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the session drops gradients once their step is applied."""
