@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from elasticzero.ipc.messages import LoopExited, Message
 from elasticzero.session import Session
 from elasticzero.worker.generation import Generation
 
-SAMPLES = [torch.full((1,), float(number)) for number in range(12)]
+SAMPLES: Any = [torch.full((1,), float(number)) for number in range(12)]
 
 
 class Link(AgentClient):

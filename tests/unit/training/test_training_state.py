@@ -26,6 +26,7 @@ from elasticzero.training.step_machine import StepTracker
 from elasticzero.training.training_state import Captures, LaidModel, TrainingState
 from elasticzero.worker.generation import Generation
 
+SAMPLES: Any = [1, 2]
 GONE = dist.DistBackendError(CLOSED)
 CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -121,7 +122,7 @@ def test_a_restore_that_fails_at_its_end_may_be_tried_again() -> None:
     with pytest.raises(RuntimeError, match="can't start new thread"):
         session.restore()
     with pytest.raises(UserError, match=r"call session.restore\(\) before session.batches"):
-        session.batches([1, 2], global_batch=1, steps=1)
+        session.batches(SAMPLES, global_batch=1, steps=1)
     assert not training.at.clean
     session.restore()
     assert training.at.clean
