@@ -21,8 +21,8 @@ from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.model import MODEL
 from elasticzero.step_clock import StepClock
-from elasticzero.training.step_machine import StepEvent, StepPhase, StepState, StepTracker
-from elasticzero.training.training_state import TrainingState
+from elasticzero.training.step_machine import StepEvent, StepPhase, StepState
+from elasticzero.training.training_state import StepTracker, TrainingState
 
 
 class SliceStates:

@@ -37,8 +37,7 @@ from elasticzero.training.module_checks import batch_norm_note, check_modules
 from elasticzero.training.precision import Compute
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
-from elasticzero.training.step_machine import StepTracker
-from elasticzero.training.training_state import Captures, LaidModel, TrainingState
+from elasticzero.training.training_state import Captures, LaidModel, StepTracker, TrainingState
 
 if TYPE_CHECKING:
     from elasticzero.snapshots.pretrained import Pretrained

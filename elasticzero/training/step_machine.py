@@ -20,8 +20,7 @@ and what is counted since the last boundary (`StepOutcome`) is never taken for i
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -427,38 +426,6 @@ class StepState:
 
 _NO_GRADIENT: Mapping[str, Any] = {"parts": 0, "only": None, "weights": None}
 """The fields of a global batch of which no gradient is computed."""
-
-
-class StepTracker:
-    """Holds the present `StepState`, and moves it.
-
-    The thread of the script makes each move but two: a loop that the script has left without
-    closing it is closed by Python's garbage collector, in whatever thread and at whatever moment
-    that runs, which may be amid another move of the same thread. So a move that another has come
-    between is made anew, from the state that the other has left. Any thread may read the state.
-    """
-
-    def __init__(self) -> None:
-        self.now = StepState()
-        self._lock = threading.RLock()
-
-    def move(self, change: Callable[[StepState], StepState]) -> StepState:
-        """Makes what `change` returns of the present state the present one, and returns it.
-
-        Args:
-            change: Must be pure, because it may be called several times.
-        """
-        while True:
-            before = self.now
-            after = change(before)
-            with self._lock:
-                if self.now is before:
-                    self.now = after
-                    return after
-
-    def record(self, event: StepEvent) -> None:
-        """Moves the state by an event without arguments."""
-        self.move(lambda state: state.after(event))
 
 
 def listed_text(only: tuple[str, ...] | None) -> str:

@@ -6,6 +6,8 @@ At this boundary captures are taken, and the end of a generation is detected.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -31,7 +33,7 @@ from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy, put_back
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
-from elasticzero.training.step_machine import StepEvent, StepOutcome, StepState, StepTracker
+from elasticzero.training.step_machine import StepEvent, StepOutcome, StepState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,38 @@ class Captures:
     mirrored: MirroredShards
     source: Checkpoint | None = None
     """The state that this generation starts from, if `session.prepare` has opened it."""
+
+
+class StepTracker:
+    """Holds the present `StepState`, and moves it.
+
+    The thread of the script makes each move but two: a loop that the script has left without
+    closing it is closed by Python's garbage collector, in whatever thread and at whatever moment
+    that runs, which may be amid another move of the same thread. So a move that another has come
+    between is made anew, from the state that the other has left. Any thread may read the state.
+    """
+
+    def __init__(self) -> None:
+        self.now = StepState()
+        self._lock = threading.RLock()
+
+    def move(self, change: Callable[[StepState], StepState]) -> StepState:
+        """Makes what `change` returns of the present state the present one, and returns it.
+
+        Args:
+            change: Must be pure, because it may be called several times.
+        """
+        while True:
+            before = self.now
+            after = change(before)
+            with self._lock:
+                if self.now is before:
+                    self.now = after
+                    return after
+
+    def record(self, event: StepEvent) -> None:
+        """Moves the state by an event without arguments."""
+        self.move(lambda state: state.after(event))
 
 
 class TrainingState:

@@ -15,8 +15,7 @@ from elasticzero.consistency.configuration import Comparison
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
 from elasticzero.training.preparation import Place, Prepared
-from elasticzero.training.step_machine import StepTracker
-from elasticzero.training.training_state import TrainingState
+from elasticzero.training.training_state import StepTracker, TrainingState
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
 from elasticzero.worker.join import agree_on_checkpointing, join_world
 from elasticzero.worker.process_reuse import EndedGeneration

@@ -21,8 +21,8 @@ from elasticzero.training.step_machine import (
     StepOutcome,
     StepPhase,
     StepState,
-    StepTracker,
 )
+from elasticzero.training.training_state import StepTracker
 
 PLAN = BatchPlan(order=SampleOrder(samples=100), global_batch=20, steps=1)
 BATCH = GlobalBatch(epoch=0, start=0, stop=20)
