@@ -46,7 +46,7 @@ class Number:
         return f"{self.unit}: {', or '.join((numbers, *self.alternatives))}"
 
     def __call__(self, flag: str, value: Any) -> Any:
-        """Returns the number, or what an alternative becomes; an absent value stays None.
+        """Returns the number, or the value that an alternative gives; an absent value stays None.
 
         Args:
             flag: The option, for the error.
