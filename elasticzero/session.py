@@ -392,13 +392,14 @@ class Session:
         if groups is not None:
             groups.barrier(Call.EVALUATE, where=f" after step {training.step}")
         model, auxiliary = training.strategy.model, training.auxiliary
-        with self.busy("evaluating"), evaluating(model, auxiliary, groups):
+        with self.busy("evaluating"), evaluating(model, auxiliary, training.share_buffers):
             return evaluate(reader, fn, batch_size, groups, self._link.check)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the whole model's state on rank 0, and an empty dict on the others.
 
-        The tensors are copied to the CPU under the model's own names. All ranks call this.
+        The tensors are copied to the CPU under the model's own names; what a module returns from
+        `get_extra_state` is as it returns it. All ranks call this.
         """
         training, groups = self._prepared("state_dict"), self._generation.groups
         if groups is not None:

@@ -15,7 +15,9 @@ Check after an upgrade of torch:
  - `torch.utils.data._utils.worker._worker_info` is what `get_worker_info` returns;
  - `_optimizer_step_pre_hooks` and `_global_optimizer_pre_hooks`, and those named `post`, hold what
    runs at an optimizer's step;
- - `Tensor._version` grows with every change in place that autograd sees.
+ - `Tensor._version` grows with every change in place that autograd sees;
+ - a module's `_buffers` has its buffers, and `_non_persistent_buffers_set` names those that its
+   `state_dict` leaves out.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "as_data_worker",
+    "buffers_of",
     "call_before_compiling",
     "collectives_begun",
     "count_of_changes",
@@ -53,6 +56,7 @@ __all__ = [
     "has_step_hooks",
     "nccl_backends",
     "script_groups",
+    "unsaved_buffers_of",
 ]
 
 
@@ -120,8 +124,19 @@ def as_data_worker(number: int, workers: int, dataset: Any) -> None:
 
 
 def count_of_changes(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor, or one that it is a part of, was changed in place."""
-    return int(tensor._version)
+    """Returns how often a tensor, or one that it is a part of, was changed in place; 0 for one of
+    inference mode, which torch does not count for."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Returns the buffers that a module itself has registered, by name, None or not."""
+    return module._buffers
+
+
+def unsaved_buffers_of(module: torch.nn.Module) -> set[str]:
+    """Returns the names of the buffers that a module has registered with `persistent=False`."""
+    return module._non_persistent_buffers_set
 
 
 class StepCheck:

@@ -315,6 +315,17 @@ class ProcessGroups:
                 for tensor, part in zip(same, parts, strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of messages between ranks."""
+        return self._device
+
+    def broadcast_bytes(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns rank 0's bytes on every rank, in the memory of `values`, of the same number."""
+        dist.broadcast(values, 0)
+        self.verify_collectives()
+        return values
+
     def take_rows(self) -> list[dist.ProcessGroup]:
         """Returns the groups that `divide` has made, and keeps no reference to them."""
         rows, self._rows = self._rows, []

@@ -56,7 +56,7 @@ def of_model(named: NamedModel, strategy: str, assignment: Assignment) -> Descri
     for name, parameter in named.parameters.items():
         trained = "" if parameter.requires_grad else ", frozen"
         description[f"parameter {name!r}"] = _spec(spec_of(parameter)) + trained
-    for name, buffer in named.buffers.items():
+    for name, buffer in named.buffers.saved().items():
         description[f"buffer {name!r}"] = _spec(spec_of(buffer))
     return description
 

@@ -72,7 +72,8 @@ def draft(
         The manifest, and this rank's pieces of the state.
     """
     rank, world_size = writer.rank, writer.world_size
-    share.add_whole(copy.buffers, (0,) * len(copy.buffers))
+    buffers = copy.stored_buffers()
+    share.add_whole(buffers, (0,) * len(buffers))
     share.add_whole(copy.tensors, (0,) * len(copy.tensors))
     kinds = copy.rng.tensors()
     for other in range(world_size):

@@ -51,7 +51,7 @@ class Pretrained:
         """
         self._where, self._link = _path(where), link
         named = NamedModel(model)
-        tensors = {**named.parameters, **named.buffers}
+        tensors = {**named.parameters, **named.buffers.saved()}
         self._tensors = tensors  # kept, or ids would be used again
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._unread: dict[str, str] = {}

@@ -26,7 +26,8 @@ from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
 from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState
-from elasticzero.state.model import MODEL, RNG, LoadTarget, RankState, Spec
+from elasticzero.state.buffers import BufferCopy
+from elasticzero.state.model import MODEL, NOT_SAVED, RNG, LoadTarget, RankState, Spec
 from elasticzero.state.rng import RngState, seed_all
 
 
@@ -88,17 +89,27 @@ def restore_state(
     }
     extra: dict[str, torch.Tensor] = {
         name: torch.empty(specs[name].shape, dtype=specs[name].dtype)
-        for name in [*tensor_names(json.get("tracked")), *tensor_names(json.get("groups"))]
+        for part in ("tracked", "groups", "modules")
+        for name in tensor_names(json.get(part))
+    }
+    names_of = _stored_buffers(checkpoint, auxiliary)
+    buffers = {
+        name: torch.empty(specs[full].shape, dtype=specs[full].dtype, device=auxiliary.device)
+        for name, full in names_of.items()
     }
     kinds = {n.split("/")[1]: n for n in tensors if n.startswith(RNG) and n.endswith(f"/{rank}")}
     generators = {
         kind: torch.empty(tensors[name].shape, dtype=torch.uint8) for kind, name in kinds.items()
     }
-    whole = {MODEL + name: buffer.data for name, buffer in auxiliary.buffers.items()} | extra
+    whole = {names_of[name]: tensor for name, tensor in buffers.items()} | extra
     whole |= {kinds[kind]: tensor for kind, tensor in generators.items()}
     with strategy.filling(specs) as slots:
         targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
         checkpoint.load([*slots, *targets])
+    aliases, unset = json.get("aliases", {}), tuple(json.get("unset", ()))
+    auxiliary.buffers.put(BufferCopy(values=buffers, aliases=aliases, unset=unset))
+    changed = (name for name, full in names_of.items() if full.startswith(NOT_SAVED))
+    auxiliary.buffers.begin(frozenset(changed))
     auxiliary.apply(json, extra)
     position = decode(DataPosition, json.get("position", {}), f"{where}: position")
     asked = with_tags(position.tagging, manifest.step, manifest.tags)
@@ -110,15 +121,30 @@ def restore_state(
     return position
 
 
+def _stored_buffers(checkpoint: Checkpoint, auxiliary: AuxiliaryState) -> dict[str, str]:
+    """Returns the full names of the stored buffers that the model has registered, by name."""
+    tensors = checkpoint.manifest.layout.tensors
+    return {
+        name: full
+        for name in auxiliary.buffers.names()
+        for full in (MODEL + name, NOT_SAVED + name)
+        if full in tensors
+    }
+
+
 def _check_model(checkpoint: Checkpoint, share: RankState, auxiliary: AuxiliaryState) -> None:
     expected = {n: stored(spec) for n, spec in share.specs.items() if n.startswith(MODEL)}
-    expected |= {MODEL + name: stored_spec_of(b) for name, b in auxiliary.buffers.items()}
+    tensors, json = checkpoint.manifest.layout.tensors, checkpoint.manifest.state
+    elsewhere = {MODEL + name for name in (*json.get("unset", ()), *json.get("aliases", ()))}
+    for name, buffer in auxiliary.buffers.saved().items():
+        if (full := MODEL + name) not in elsewhere:  # it takes whatever shape and dtype is stored
+            expected[full] = tensors.get(full) or stored_spec_of(buffer)
     checkpoint.check(expected, allow_more=True)
-    names = checkpoint.manifest.layout.tensors
-    unknown = [name for name in names if name.startswith(MODEL) and name not in expected]
+    known = expected.keys() | set(_stored_buffers(checkpoint, auxiliary).values())
+    unknown = [n for n in tensors if n.startswith((MODEL, NOT_SAVED)) and n not in known]
     if unknown:
         raise CheckpointMismatch(
             f"the checkpoint of step {checkpoint.manifest.step} does not fit the model, which has "
-            f"no {', '.join(name.removeprefix(MODEL) for name in unknown[:5])}"
+            f"no {', '.join(name.partition('/')[2] for name in unknown[:5])}"
             + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         )

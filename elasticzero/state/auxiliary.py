@@ -4,16 +4,18 @@ optimizer, and random generators."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from json import dumps, loads
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elasticzero.data.position import DataPosition
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.nested import flatten, unflatten
-from elasticzero.state.model import GROUPS, MODEL, TRACKED
+from elasticzero.state.buffers import BufferCopy
+from elasticzero.state.model import EXTRA, GROUPS, MODEL, NOT_SAVED, TRACKED, NamedModel
 from elasticzero.state.rng import RngState
 
 
@@ -72,12 +74,17 @@ class BoundaryCopy:
 
     step: int
     position: DataPosition
-    buffers: dict[str, Tensor]
+    buffers: BufferCopy = field(default_factory=BufferCopy)
     rng: RngState
     json: dict[str, Any]
     """Tracked objects, the optimizer's groups and the guard's state, encoded."""
     tensors: dict[str, Tensor]
     """The tensors inside `json`, by full name."""
+
+    def stored_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that are part of the training state, by full name."""
+        saved = {MODEL + name: tensor for name, tensor in self.buffers.saved.items()}
+        return saved | {NOT_SAVED + name: t for name, t in self.buffers.changed.items()}
 
 
 class AuxiliaryState:
@@ -87,8 +94,7 @@ class AuxiliaryState:
         self,
         device: torch.device,
         *,
-        buffers: Mapping[str, Tensor] | None = None,
-        aliases: Mapping[str, str] | None = None,
+        named: NamedModel | None = None,
         groups: Sequence[NamedGroup] = (),
         guard: Stateful | None = None,
         buckets: SharedByRankZero | None = None,
@@ -97,16 +103,15 @@ class AuxiliaryState:
 
         Args:
             device: The device of the rank.
-            buffers: The model's buffers, by name.
-            aliases: Further names of tensors of the model, each with the first one.
+            named: The model; None: one without buffers and extra state.
             groups: The groups of parameters of the optimizers.
             guard: What decides whether steps are applied; None: it keeps nothing.
             buckets: The job's choice of gradient buckets, which is stored; None: there is none.
         """
         self.device = device
         self.tracked: dict[str, Stateful] = {}
-        self.buffers = {} if buffers is None else buffers
-        self._aliases = {} if aliases is None else aliases
+        self._named = named or NamedModel(nn.Module())
+        self.buffers = self._named.buffers
         self._groups = groups
         self._guard = guard
         self._buckets = buckets
@@ -121,9 +126,41 @@ class AuxiliaryState:
             raise UserError(f"session.track: {name!r} is empty, has a slash, or is used twice")
         self.tracked[name] = thing
 
+    @property
+    def modules_keep_state(self) -> bool:
+        """Returns whether modules keep more than parameters, or may; equal on all ranks."""
+        return bool(self.buffers.names() or self._named.extra_states.names)
+
+    def state_of_modules(self) -> dict[str, Tensor]:
+        """Returns what modules keep besides parameters, not copied, as one rank tells it others:
+        buffers, and extra state as JSON with its tensors."""
+        tensors = {MODEL + name: tensor for name, tensor in self.buffers.state().items()}
+        if self._named.extra_states.names:
+            values = self._named.extra_states.values()
+            text = dumps({n: flatten(v, EXTRA + n, tensors) for n, v in values.items()})
+            tensors[EXTRA] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return tensors
+
+    def put_state_of_modules(
+        self, told: Mapping[str, Tensor], present: Mapping[str, Tensor]
+    ) -> None:
+        """Gives the modules what another rank has told.
+
+        present: what `state_of_modules` has returned here.
+        """
+        names = {name.removeprefix(MODEL): name for name in told if name.startswith(MODEL)}
+        unset = (n.removeprefix(MODEL) for n in present if n.startswith(MODEL) and n not in told)
+        values = {name: told[full] for name, full in names.items()}
+        self.buffers.put(BufferCopy(values=values, unset=tuple(unset)))
+        extra = {name: tensor for name, tensor in told.items() if name.startswith(EXTRA)}
+        if any(n not in present or not _equal(t, present[n]) for n, t in extra.items()):
+            on_cpu = {name: tensor.cpu() for name, tensor in extra.items()}
+            values = loads(bytes(on_cpu[EXTRA].numpy()))
+            self._named.extra_states.put({n: decode_state(v, on_cpu) for n, v in values.items()})
+
     def of_rank_zero(self) -> dict[str, Tensor]:
         """Returns what all ranks take from rank 0 at a boundary, to be filled in place."""
-        return {**self.buffers, **(self._buckets.shared() if self._buckets is not None else {})}
+        return self._buckets.shared() if self._buckets is not None else {}
 
     def take_shared(self) -> None:
         """Takes over, after a step, what rank 0 has shared at the boundary before."""
@@ -143,7 +180,16 @@ class AuxiliaryState:
             }
             for i, group in enumerate(self._groups)
         ]
-        json: dict[str, Any] = {"tracked": tracked, "groups": groups, "aliases": self._aliases}
+        buffers = self.buffers.copy()
+        slots = set(self.buffers.names())
+        aliases = {n: first for n, first in self._named.aliases.items() if n not in slots}
+        aliases |= buffers.aliases
+        json: dict[str, Any] = {"tracked": tracked, "groups": groups, "aliases": aliases}
+        if buffers.unset:
+            json["unset"] = list(buffers.unset)
+        extra = self._named.extra_states.values()
+        if extra:
+            json["modules"] = {n: encode_state(v, EXTRA + n, tensors) for n, v in extra.items()}
         if self._guard is not None:
             json["guard"] = self._guard.state_dict()
         if self._buckets is not None:
@@ -151,10 +197,7 @@ class AuxiliaryState:
         return BoundaryCopy(
             step=step,
             position=position,
-            buffers={
-                MODEL + name: b.detach().clone(memory_format=torch.contiguous_format)
-                for name, b in self.buffers.items()
-            },
+            buffers=buffers,
             rng=RngState.capture(self.device),
             json=json,
             tensors=tensors,
@@ -172,6 +215,12 @@ class AuxiliaryState:
                 raise CheckpointMismatch(
                     f"{where} {has} {listed}, which the script {tracks} with session.track"
                 )
+        if "modules" in json and (name := self._named.extra_states.odd(json["modules"])):
+            has = "has" if name in json["modules"] else "has no"
+            raise CheckpointMismatch(
+                f"{where} {has} extra state {name!r}, and with the model it is the other way "
+                "round: give it the modules that wrote the checkpoint"
+            )
 
     def apply(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restores stored options of the optimizer and tracked objects.
@@ -195,14 +244,15 @@ class AuxiliaryState:
             self._guard.load_state_dict(json.get("guard", {}))
         if self._buckets is not None:
             self._buckets.load_state_dict(json.get("buckets", {}))
+        extra = json.get("modules", {})
+        self._named.extra_states.put({n: decode_state(v, tensors) for n, v in extra.items()})
         for name, thing in self.tracked.items():
             thing.load_state_dict(decode_state(json["tracked"][name], tensors))
 
 
-def put_back(buffers: Mapping[str, Tensor], copy: BoundaryCopy) -> None:
-    """Gives these buffers the values that they had at the boundary."""
-    for name, buffer in buffers.items():
-        buffer.copy_(copy.buffers[MODEL + name])
+def _equal(told: Tensor, present: Tensor) -> bool:
+    alike = told.shape == present.shape and told.dtype == present.dtype
+    return alike and torch.equal(told, present.to(told.device))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

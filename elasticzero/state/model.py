@@ -1,8 +1,9 @@
 """Describes model and optimizer state as named tensors, and how the ranks partition them.
 
-Names: `model/<name in state_dict>`, `optimizer/<parameter>/<key>`, `tracked/<object>/<path>`,
-`rng/<kind>/<rank>`. Values that are not tensors become JSON, in which `{"$tensor": name}` stands
-for a tensor.
+Names: `model/<name in state_dict>`, `not-saved/<name>` of a buffer that is not in it,
+`module/<module>/<path>` of a module's extra state, `optimizer/<parameter>/<key>`,
+`tracked/<object>/<path>`, `rng/<kind>/<rank>`. Values that are not tensors become JSON, in which
+`{"$tensor": name}` stands for a tensor.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
 from elasticzero.spans import Rule, Span
+from elasticzero.state.buffers import ModelBuffers
+from elasticzero.state.extra_state import KEY as EXTRA_STATE
+from elasticzero.state.extra_state import ExtraStates
 
 MODEL, OPTIMIZER, TRACKED, GROUPS, RNG = "model/", "optimizer/", "tracked/", "groups/", "rng/"
+NOT_SAVED, EXTRA = "not-saved/", "module/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,39 +119,53 @@ class RankState:
 
 
 class NamedModel:
-    """Names a model's own parameters and persistent buffers by their `state_dict` names.
+    """Names what a model's `state_dict` holds: its own parameters, its buffers, and the extra state
+    of its modules.
 
     The names are taken before a strategy wraps the model. A tensor with several names keeps the
     first.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        entries = model.state_dict()
-        strange = [name for name, value in entries.items() if not isinstance(value, Tensor)]
-        if strange:
-            raise UserError(
-                f"the model's state_dict holds something that is no tensor under {strange[0]!r}; "
-                "keep it in an object of its own and give that to session.track"
-            )
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, Tensor] = {}
-        self.aliases: dict[str, str] = {}
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._add(name, parameter, self.parameters, first)
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if name in entries:
-                self._add(name, buffer, self.buffers, first)
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        """Takes the names.
 
-    def _add(self, name: str, tensor: Any, into: dict[str, Any], first: dict[int, str]) -> None:
-        if (first_name := first.setdefault(id(tensor), name)) != name:
-            self.aliases[name] = first_name
-        else:
-            into[name] = tensor
+        Args:
+            model: The model.
+            device: Where a buffer is put that is None now; None: the CPU.
+
+        Raises:
+            UserError: The `state_dict` holds what could not be restored.
+        """
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.aliases: dict[str, str] = {}
+        """Further names, each with the first one of the same tensor."""
+        self.buffers = ModelBuffers(model, device)
+        self.extra_states = ExtraStates(model)
+        tensors: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+        tensors += model.named_buffers(remove_duplicate=False)
+        first: dict[int, str] = {}
+        for name, tensor in tensors:
+            if (first_name := first.setdefault(id(tensor), name)) != name:
+                self.aliases[name] = first_name
+            elif isinstance(tensor, nn.Parameter):
+                self.parameters[name] = tensor
+        _check_entries(model, {name for name, _ in tensors})
 
     def name_of(self) -> dict[int, str]:
         """Returns the parameters' names by `id`."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
+
+
+def _check_entries(model: nn.Module, tensors: set[str]) -> None:
+    """Raises `UserError` for an entry of the `state_dict` that is neither one of these tensors nor
+    a module's extra state, as one that a hook or `_save_to_state_dict` adds."""
+    for name, value in model.state_dict().items():
+        if name not in tensors and name.rpartition(".")[2] != EXTRA_STATE:
+            raise UserError(
+                f"the model's state_dict holds a {type(value).__name__} under {name!r} that is no "
+                "parameter and no buffer of a module; make it a buffer, or return it from the "
+                "module's get_extra_state"
+            )
 
 
 def called_parts(model: nn.Module) -> Iterator[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from elasticzero.ipc.messages import Stepped
 from elasticzero.parallel import same_number
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import Optimizers
-from elasticzero.state.model import MODEL
+from elasticzero.state.buffers import BufferCopy, ModelBuffers
 from elasticzero.step_clock import StepClock
 from elasticzero.training.step_machine import StepEvent, StepPhase, StepState
 from elasticzero.training.training_state import StepTracker, TrainingState
@@ -34,32 +34,30 @@ class SliceStates:
     buffers stay as they are.
     """
 
-    def __init__(self, seed: int, dataset: int, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(self, seed: int, dataset: int, buffers: ModelBuffers) -> None:
         """Keeps no buffers yet.
 
         Args:
             seed: The loop's seed.
             dataset: The number of its dataset object.
-            buffers: The model's buffers by name, which each slice starts with as they were at the
+            buffers: The model's buffers, which each slice starts with as they were at the
                 boundary.
         """
         self._seed = seed
         self._dataset = dataset
         self._buffers = buffers
-        self._kept: dict[str, Tensor] = {}
+        self._kept = BufferCopy()
         """The buffers after the first slice."""
 
-    def begin(self, batch: GlobalBatch, part: MicroBatch, boundary: Mapping[str, Tensor]) -> None:
+    def begin(self, batch: GlobalBatch, part: MicroBatch, boundary: BufferCopy) -> None:
         """Prepares for a slice.
 
         Args:
             batch: The global batch.
             part: The micro-batch that is the slice.
-            boundary: The copies of the buffers, by full name.
+            boundary: The buffers of the boundary before the batch.
         """
-        with torch.no_grad():
-            for name, buffer in self._buffers.items():
-                buffer.copy_(boundary[MODEL + name])
+        self._buffers.put(boundary)
         if part.slice == 0 and not part.weight:
             self._keep()
         self._seed_for(batch, part.positions.start, "compute")
@@ -69,14 +67,12 @@ class SliceStates:
         if part.slice == 0 and part.weight:
             self._keep()
         if part.last:
-            with torch.no_grad():
-                for name, kept in self._kept.items():
-                    self._buffers[name].copy_(kept)
-            self._kept = {}
+            self._buffers.put(self._kept)
+            self._kept = BufferCopy()
             self._seed_for(batch, batch.start, "after")
 
     def _keep(self) -> None:
-        self._kept = {name: b.detach().clone() for name, b in self._buffers.items()}
+        self._kept = self._buffers.copy()
 
     def _seed_for(self, batch: GlobalBatch, start: int, use: Use) -> None:
         seed_generators(slice_seed(self._seed, self._dataset, batch.epoch, start, use))

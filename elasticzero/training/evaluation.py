@@ -196,7 +196,7 @@ def _number(value: Any) -> float:
 
 @contextmanager
 def evaluating(
-    model: nn.Module, auxiliary: AuxiliaryState, groups: ProcessGroups | None
+    model: nn.Module, auxiliary: AuxiliaryState, share_buffers: Callable[[], None]
 ) -> Iterator[None]:
     """Runs the block in eval mode, without gradients and with rank 0's buffers; restores all three.
 
@@ -206,18 +206,15 @@ def evaluating(
         groups: The process groups; None for one process alone.
     """
     modes = {module: module.training for module in model.modules()}
-    buffers = auxiliary.buffers
-    own_values = {name: buffer.clone() for name, buffer in buffers.items()}
+    own_buffers = auxiliary.buffers.copy()
     with ExitStack() as stack:
         stack.enter_context(preserve_rng(auxiliary.device))
         stack.enter_context(torch.no_grad())
         try:
             model.eval()
-            if groups is not None:
-                groups.broadcast(buffers)
+            share_buffers()
             yield
         finally:
             for module, training in modes.items():
                 module.training = training
-            for name, buffer in buffers.items():
-                buffer.copy_(own_values[name])
+            auxiliary.buffers.put(own_buffers)

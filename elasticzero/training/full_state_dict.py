@@ -6,39 +6,73 @@ state from any time after.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.parallel import Strategy
+from elasticzero.state.extra_state import KEY
 from elasticzero.state.model import MODEL, NamedModel
+from elasticzero.torch_internals import buffers_of
 
 
 @dataclass(frozen=True, slots=True)
+class _Entry:
+    """Describes an entry of a model's `state_dict`."""
+
+    name: str
+    kind: Literal["parameter", "buffer", "extra state"]
+    first: str
+    """The first of the names of the same object."""
+
+
 class StateNames:
-    """Holds the names in a model's `state_dict`; it refers to none of its parameters, which zero3
+    """Knows the entries of a model's `state_dict`; it refers to none of its parameters, which zero3
     replaces by parts of them."""
 
-    entries: Sequence[str]
-    """All names, in order."""
-    parameters: Sequence[str]
-    """The first name of each parameter."""
-    buffers: Mapping[str, Tensor]
-    aliases: Mapping[str, str]
-    """Further names, each with the first one of the same tensor."""
-
-    @classmethod
-    def of(cls, model: nn.Module, named: NamedModel) -> StateNames:
+    def __init__(self, model: nn.Module, named: NamedModel) -> None:
         """Takes the names before a strategy has changed the model."""
-        return cls(tuple(model.state_dict()), tuple(named.parameters), named.buffers, named.aliases)
+        self.parameters = tuple(named.parameters)
+        """The first name of each parameter."""
+        self.buffers, self.extra_states = named.buffers, named.extra_states
+        self.entries: list[_Entry] = []
+        """All entries in order, with buffers that are None."""
+        saved, first_path = named.buffers.saved_names(), dict[int, str]()
+        for path, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            first = first_path.setdefault(id(module), prefix)
+            for key, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+                kept = named.aliases.get(prefix + key, prefix + key)
+                self.entries.append(_Entry(prefix + key, "parameter", kept))
+            for key in buffers_of(module):
+                if first + key in saved:
+                    self.entries.append(_Entry(prefix + key, "buffer", first + key))
+            if first + KEY in named.extra_states.names:
+                self.entries.append(_Entry(prefix + KEY, "extra state", first + KEY))
+
+    def rest(self) -> dict[str, Any]:
+        """Returns all that are no parameters, as they are now: tensors as copies on the CPU."""
+        copies, extra = self.buffers.copy(), self.extra_states.values()
+        values: dict[str, Any] = {}
+        for entry in self.entries:
+            if entry.kind == "extra state":
+                value = extra[entry.first]
+                values[entry.name] = _on_cpu(value) if isinstance(value, Tensor) else value
+            elif entry.kind == "buffer" and entry.first not in copies.unset:
+                values[entry.name] = _on_cpu(copies.of(entry.first))
+        return values
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def gather_state_dict(
     names: StateNames, strategy: Strategy, groups: ProcessGroups | None
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Returns the model's `state_dict` as copies on the CPU, on rank 0; empty on all others.
 
     All ranks call this together. A parameter that is distributed by rows is assembled one at a
@@ -71,10 +105,9 @@ def gather_state_dict(
         else:
             value = share.held[full].tensor.view(share.specs[full].shape)
         if first:
-            gathered[name] = value.detach().to("cpu", copy=True)
+            gathered[name] = _on_cpu(value)
     if not first:
         return {}
-    gathered |= {
-        name: buffer.detach().to("cpu", copy=True) for name, buffer in names.buffers.items()
-    }
-    return {name: gathered[names.aliases.get(name, name)] for name in names.entries}
+    entries = {e.name: gathered[e.first] for e in names.entries if e.kind == "parameter"}
+    entries |= names.rest()
+    return {entry.name: entries[entry.name] for entry in names.entries if entry.name in entries}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Prepared:
     """Holds a model that is laid over the ranks."""
 
     training: TrainingState
-    state_dict: Callable[[], dict[str, Tensor]]
+    state_dict: Callable[[], dict[str, Any]]
     """Gathers the whole model's state on rank 0; all ranks call it together."""
 
 
@@ -116,8 +116,8 @@ def prepare_training(
     _print_note(model, place)
     same_release = place.comparison.warn_of_versions()
     _give_values(place, model, strategy, meta, stored)
-    named = NamedModel(model)
-    names = StateNames.of(model, named)
+    named = NamedModel(model, place.device)
+    names = StateNames(model, named)
     rows = Rows.arrange(assignment, groups, strategy)
     source = _open_source(place)
     buckets = _choose_buckets(place, source, strategy, named, rows.mesh)
@@ -158,8 +158,7 @@ def prepare_training(
     )
     auxiliary = AuxiliaryState(
         place.device,
-        buffers=named.buffers,
-        aliases=named.aliases,
+        named=named,
         groups=laid.optimizers.groups,
         guard=guard if guard.keeps_state else None,
         buckets=buckets,

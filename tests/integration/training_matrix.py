@@ -54,8 +54,7 @@ def build(
     )
     small = AuxiliaryState(
         torch.device("cpu"),
-        buffers=named.buffers,
-        aliases=named.aliases,
+        named=named,
         groups=strategy.optimizers.groups,
     )
     return strategy, small

@@ -102,8 +102,7 @@ def main(told: dict[str, Any]) -> None:
     )
     small = AuxiliaryState(
         torch.device("cpu"),
-        buffers=named.buffers,
-        aliases=named.aliases,
+        named=named,
         groups=strategy.optimizers.groups,
     )
     train(strategy, model, rank, world_size)

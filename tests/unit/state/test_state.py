@@ -65,8 +65,7 @@ def build(
     strategy = create(name, setting)
     small = AuxiliaryState(
         CPU,
-        buffers=named.buffers,
-        aliases=named.aliases,
+        named=named,
         groups=strategy.optimizers.groups,
     )
     return strategy, small
@@ -150,17 +149,17 @@ def test_names_are_the_models_own_and_a_tied_tensor_has_one() -> None:
     named = NamedModel(Small())
     assert list(named.parameters) == ["first.weight", "first.bias", "second.bias"]
     assert named.aliases == {"second.weight": "first.weight"}
-    assert list(named.buffers) == ["mean"]
+    assert list(named.buffers.saved()) == ["mean"]
 
 
 def test_a_boundary_copy_does_not_move_with_the_model() -> None:
     strategy, small = build("ddp")
     small.track("scheduler", torch.optim.lr_scheduler.StepLR(strategy.optimizers.as_made, 1))
     copy = small.capture(4, DataPosition(epoch=1))
-    small.buffers["mean"] += 1
+    small.buffers.now()["mean"] += 1
     strategy.optimizers.as_made.param_groups[0]["lr"] = 9.0
     torch.rand(1)
-    assert copy.buffers["model/mean"].sum() == 0
+    assert copy.buffers.saved["mean"].sum() == 0
     assert copy.json["groups"][0]["options"]["lr"] == 1e-3
     assert copy.json["groups"][0]["options"]["betas"] == {"$tuple": [0.9, 0.999]}
     assert not torch.equal(copy.rng.torch_cpu, torch.get_rng_state())

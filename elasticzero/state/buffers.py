@@ -1,0 +1,186 @@
+"""Finds a model's buffers by name whenever they are asked for, copies them, and puts values in
+their place.
+
+A script may put another tensor in a buffer's place at any time, as `self.sum = self.sum + x` does
+in a forward, of another shape or dtype, or None; so no tensor of the model is kept here.
+
+Rules:
+ B1  Persistent buffers, which the model saves, are part of the training state.
+ B2  Another buffer is part of it from its first change on. Until then the script makes it anew.
+ B3  A buffer takes a value in its own memory where the shape, the dtype and the memory allow it, so
+     that what the script has of it stays the buffer; else another tensor takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elasticzero.errors import UserError
+from elasticzero.state.digests import change_marks
+from elasticzero.torch_internals import buffers_of, count_of_changes, unsaved_buffers_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferCopy:
+    """Holds copies of a model's buffers at one time."""
+
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    """The buffers by the first name of each; those that are None are left out."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of the same tensors, each with the first one."""
+    unset: tuple[str, ...] = ()
+    """The names of those that are None."""
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those of `values` that the model saves."""
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those of `values` that it does not save, and that have changed (B2)."""
+
+    def of(self, name: str) -> Tensor:
+        """Returns the copy of the buffer that has this name among its names."""
+        return self.values[self.aliases.get(name, name)]
+
+
+class ModelBuffers:
+    """Gives access to the buffers of a model, as they are when asked for."""
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        """Takes the model. device: that of a buffer which was None; None: the CPU."""
+        self._modules = [(f"{path}." if path else "", m) for path, m in model.named_modules()]
+        self._device = device or torch.device("cpu")
+        self._unsaved: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        """A mark that changes, and the newest copy, of each buffer that the model does not save."""
+        self._changed: set[str] = set()
+        self._registered = {p + key for p, module in self._modules for key in buffers_of(module)}
+
+    def _slots(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yields the name, the module and the key of each buffer that was there at first; raises
+        `UserError` for a later one that the model saves, for no restore could give it a value."""
+        for prefix, module in self._modules:
+            for key in buffers_of(module):
+                if (name := prefix + key) in self._registered:
+                    yield name, module, key
+                elif key not in unsaved_buffers_of(module):
+                    raise UserError(
+                        f"buffer {name!r} was registered after session.prepare, so that a restored "
+                        "model would have no place for it: register it when the module is built, "
+                        "with None if it has no value then"
+                    )
+
+    def names(self) -> list[str]:
+        """Returns the names of all that modules have registered, None or not."""
+        return [name for name, _, _ in self._slots()]
+
+    def saved_names(self) -> set[str]:
+        """Returns the names of those that the model saves, None or not."""
+        return {n for n, module, key in self._slots() if key not in unsaved_buffers_of(module)}
+
+    def now(self) -> dict[str, Tensor]:
+        """Returns the buffers by the first name of each; those that are None are left out."""
+        names: dict[int, str] = {}
+        return {
+            name: tensor
+            for name, module, key in self._slots()
+            if (tensor := buffers_of(module)[key]) is not None
+            and names.setdefault(id(tensor), name) == name
+        }
+
+    def saved(self) -> dict[str, Tensor]:
+        """Returns those of now that the model saves."""
+        names = self.saved_names()
+        return {name: tensor for name, tensor in self.now().items() if name in names}
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns those of now that are part of the training state (B1, B2)."""
+        tensors, names = self.now(), self.saved_names()
+        self._watch({name: tensor for name, tensor in tensors.items() if name not in names})
+        return {n: t for n, t in tensors.items() if n in names or n in self._changed}
+
+    def begin(self, restored: frozenset[str] = frozenset()) -> None:
+        """Takes what the model does not save as what the script makes anew (B2).
+
+        restored: the names of those that are not, since they come from a stored state.
+        """
+        self._unsaved = {}
+        self.copy()
+        self._changed = set(restored)
+
+    def copy(self) -> BufferCopy:
+        """Returns copies of the buffers."""
+        tensors, names = self.now(), self.saved_names()
+        self._watch({name: tensor for name, tensor in tensors.items() if name not in names})
+        saved = {name: _copied(tensor) for name, tensor in tensors.items() if name in names}
+        others = {name: self._unsaved[name][1] for name in tensors if name not in names}
+        first = {id(tensor): name for name, tensor in tensors.items()}
+        slots = [(name, buffers_of(module)[key]) for name, module, key in self._slots()]
+        return BufferCopy(
+            values=saved | others,
+            aliases={n: first[id(t)] for n, t in slots if t is not None and first[id(t)] != n},
+            unset=tuple(name for name, tensor in slots if tensor is None),
+            saved=saved,
+            changed={name: tensor for name, tensor in others.items() if name in self._changed},
+        )
+
+    def _watch(self, unsaved: Mapping[str, Tensor]) -> None:
+        """Copies anew those that the model does not save and that have changed."""
+        for name, mark in _marks(unsaved).items():
+            before = self._unsaved.get(name)
+            if before is None or before[0] != mark:
+                self._unsaved[name] = mark, _copied(unsaved[name])
+                self._changed.add(name)
+
+    def put(self, copy: BufferCopy) -> None:
+        """Gives the buffers the values of a copy, as far as it has any, and None."""
+        placed: dict[str, Tensor] = {}
+        taken: set[int] = set()
+        for name, module, key in self._slots():
+            first = copy.aliases.get(name, name)
+            if name in copy.unset:
+                setattr(module, key, None)
+            elif first in placed:
+                setattr(module, key, placed[first])
+            elif first in copy.values:
+                if id(buffers_of(module)[key]) in taken:  # one tensor by two names, two in the copy
+                    setattr(module, key, None)
+                placed[first] = self._placed(name, module, key, copy.values[first])
+                taken.add(id(placed[first]))
+
+    def _placed(self, name: str, module: nn.Module, key: str, value: Tensor) -> Tensor:
+        """Gives a buffer a value as B3 says, and returns it."""
+        tensor = buffers_of(module)[key]
+        mark, kept = self._unsaved.get(name, ((), None))
+        if tensor is not None and kept is value and _marks({name: tensor})[name] == mark:
+            return tensor
+        if tensor is not None and _takes(tensor, value):
+            with torch.no_grad():
+                tensor.copy_(value)
+        else:
+            tensor = value.to(self._device if tensor is None else tensor.device, copy=True)
+            setattr(module, key, tensor)
+        if kept is value:
+            self._unsaved[name] = _marks({name: tensor})[name], kept
+        return tensor
+
+
+def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Returns, for each tensor by name, what is another if it has changed or is another one; on a
+    GPU a change through `.data` is missed, which no read that is free would show."""
+    marks = {n: (t.data_ptr(), count_of_changes(t)) for n, t in tensors.items()}
+    on_cpu = change_marks({n: t for n, t in tensors.items() if t.device.type == "cpu"})
+    return {n: (*m, *on_cpu.get(n, ()), *tensors[n].shape) for n, m in marks.items()}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _takes(tensor: Tensor, value: Tensor) -> bool:
+    """Tells whether a buffer's own memory takes a value: one place for each element."""
+    alike = tensor.shape == value.shape and tensor.dtype == value.dtype
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    expanded = any(count > 1 and stride == 0 for count, stride in sizes)
+    return alike and not expanded and not tensor.is_inference() and not tensor.requires_grad
