@@ -87,7 +87,7 @@ def _rounded(count: int) -> int:
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, _rounded(flat.numel()) - flat.numel()))
 
 

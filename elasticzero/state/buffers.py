@@ -166,6 +166,15 @@ class ModelBuffers:
         return tensor
 
 
+def unfold_buffers(model: nn.Module) -> None:
+    """Gives buffers whose elements share memory, as those of `expand` do, memory of their own, into
+    which values can be copied."""
+    for module in model.modules():
+        for key, tensor in list(buffers_of(module).items()):
+            if tensor is not None and _is_expanded(tensor):
+                setattr(module, key, _copied(tensor))
+
+
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     """Returns, for each tensor by name, what is another if it has changed or is another one; on a
     GPU a change through `.data` is missed, which no read that is free would show."""
@@ -181,6 +190,11 @@ def _copied(tensor: Tensor) -> Tensor:
 def _takes(tensor: Tensor, value: Tensor) -> bool:
     """Tells whether a buffer's own memory takes a value: one place for each element."""
     alike = tensor.shape == value.shape and tensor.dtype == value.dtype
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    expanded = any(count > 1 and stride == 0 for count, stride in sizes)
-    return alike and not expanded and not tensor.is_inference() and not tensor.requires_grad
+    own = not _is_expanded(tensor) and not tensor.is_inference() and not tensor.requires_grad
+    return alike and own
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    sizes = zip(tensor.shape, tensor.stride() if strided else (), strict=strided)
+    return any(count > 1 and stride == 0 for count, stride in sizes)

@@ -30,6 +30,7 @@ from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.restore import open_source
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.buffers import unfold_buffers
 from elasticzero.state.model import NamedModel
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import StateNames, gather_state_dict
@@ -99,6 +100,7 @@ def prepare_training(
         UserError: A model or an optimizer cannot be trained so, or ranks give different ones.
     """
     argument_checks.check_model(model)
+    unfold_buffers(model)
     factory = argument_checks.check_factory(optimizer)
     assignment, groups = place.link.assignment, place.groups
     stored = _open_pretrained(place, model)
