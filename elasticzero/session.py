@@ -21,6 +21,7 @@ from elasticzero.ipc.messages import Logged
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import MadeOptimizers
 from elasticzero.state.auxiliary import Stateful
+from elasticzero.state.rng import Generator
 from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
 from elasticzero.training.batch_work import BatchWork
@@ -31,7 +32,7 @@ from elasticzero.training.training_state import TrainingState
 from elasticzero.worker.generation import Generation
 from elasticzero.worker.single_process import LocalLink
 
-S = TypeVar("S", bound=Stateful)
+S = TypeVar("S", bound=Stateful | Generator)
 Made = TypeVar("Made", bound=MadeOptimizers)
 
 
@@ -194,7 +195,8 @@ class Session:
 
         Args:
             name: unique, without "/".
-            thing: an object with `state_dict` and `load_state_dict`, such as a scheduler.
+            thing: an object with `state_dict` and `load_state_dict`, such as a scheduler, or a
+                random generator of torch, numpy or Python, which each rank keeps for itself.
 
         Raises:
             UserError: the name or the object is of another kind, or `restore` was called.

@@ -51,8 +51,9 @@ class MirroredShards:
     def capture(self, copy: BoundaryCopy) -> None:
         """Writes a shard for each mirrored rank; raises `StorageError`.
 
-        Buffers and tracked objects are equal on all ranks, so this rank's serve. The owner's random
-        generators begin anew from its rank and the step.
+        Buffers and tracked objects are equal on all ranks, so this rank's serve. The owner's global
+        random generators begin anew from its rank and the step; those that its script tracks are
+        this rank's.
         """
         for rank, share in self._states().items():
             a = self._assignment
@@ -60,7 +61,7 @@ class MirroredShards:
             writer = replace(own_writer, rank=rank)
             with preserve_rng(self._device):
                 seed_all(0, rank, copy.step)
-                rng = RngState.capture(self._device)
+                rng = replace(RngState.capture(self._device), tracked=copy.rng.tracked)
             trained = share.trained()
             manifest, pieces = draft(share, replace(copy, rng=rng), writer)
             memory = SharedMemoryStager(

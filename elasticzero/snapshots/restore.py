@@ -28,7 +28,7 @@ from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.buffers import BufferCopy
 from elasticzero.state.model import MODEL, NOT_SAVED, RNG, LoadTarget, RankState, Spec
-from elasticzero.state.rng import RngState, seed_all
+from elasticzero.state.rng import RngState, preserve_rng, seed_all
 
 
 def open_source(assignment: Assignment) -> Checkpoint:
@@ -114,11 +114,19 @@ def restore_state(
     position = decode(DataPosition, json.get("position", {}), f"{where}: position")
     asked = with_tags(position.tagging, manifest.step, manifest.tags)
     position = replace(position, tagging=asked)
-    if generators:
-        RngState.from_tensors(generators).apply(auxiliary.device)
-    else:
-        seed_all(0, rank, manifest.step)
+    auxiliary.restore_rng(
+        RngState.from_tensors(generators)
+        if generators
+        else _seeded(rank, manifest.step, auxiliary.device)
+    )
     return position
+
+
+def _seeded(rank: int, step: int, device: torch.device) -> RngState:
+    """Returns the generators of a rank that the stored state has none for."""
+    with preserve_rng(device):
+        seed_all(0, rank, step)
+        return RngState.capture(device)
 
 
 def _stored_buffers(checkpoint: Checkpoint, auxiliary: AuxiliaryState) -> dict[str, str]:

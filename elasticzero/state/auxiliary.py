@@ -4,7 +4,7 @@ optimizer, and random generators."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from json import dumps, loads
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.nested import flatten, unflatten
 from elasticzero.state.buffers import BufferCopy
 from elasticzero.state.model import EXTRA, GROUPS, MODEL, NOT_SAVED, TRACKED, NamedModel
-from elasticzero.state.rng import RngState
+from elasticzero.state.rng import Generator, RngState
 
 
 class Stateful(Protocol):
@@ -110,21 +110,52 @@ class AuxiliaryState:
         """
         self.device = device
         self.tracked: dict[str, Stateful] = {}
+        self._generators: dict[str, Generator] = {}
+        self._rng_to_set: RngState | None = None
+        """The restored generators, until training goes on from where they stood."""
         self._named = named or NamedModel(nn.Module())
         self.buffers = self._named.buffers
         self._groups = groups
         self._guard = guard
         self._buckets = buckets
 
-    def track(self, name: str, thing: Stateful) -> None:
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+    def track(self, name: str, thing: Stateful | Generator) -> None:
+        """Makes an object part of the state; a random generator is kept for each rank by itself.
+
+        Args:
+            name: The object's name.
+            thing: The object.
+
+        Raises:
+            UserError: It has no state, or the name is taken.
+        """
+        if not isinstance(thing, Generator) and not (
+            hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+        ):
             raise UserError(
                 f"session.track({name!r}, …) was given a {type(thing).__name__}, which has no "
                 "state_dict and load_state_dict"
             )
-        if name in self.tracked or not name or "/" in name:
+        if name in {*self.tracked, *self._generators} or not name or "/" in name:
             raise UserError(f"session.track: {name!r} is empty, has a slash, or is used twice")
-        self.tracked[name] = thing
+        if isinstance(thing, Generator):
+            self._generators[name] = thing
+        else:
+            self.tracked[name] = thing
+
+    def restore_rng(self, state: RngState) -> None:
+        """Takes over the states of the random generators; they are set by `set_generators`."""
+        present = RngState.capture(self.device, self._generators).tracked
+        self._rng_to_set = replace(state, tracked={**present, **state.tracked})
+
+    def set_generators(self) -> None:
+        """Sets the random generators as they stood where training goes on.
+
+        What a script draws before, as it makes its model anew, changes nothing of what follows.
+        """
+        if self._rng_to_set is not None:
+            self._rng_to_set.apply(self.device, self._generators)
+            self._rng_to_set = None
 
     @property
     def modules_keep_state(self) -> bool:
@@ -190,6 +221,8 @@ class AuxiliaryState:
         extra = self._named.extra_states.values()
         if extra:
             json["modules"] = {n: encode_state(v, EXTRA + n, tensors) for n, v in extra.items()}
+        if self._generators:
+            json["generators"] = sorted(self._generators)
         if self._guard is not None:
             json["guard"] = self._guard.state_dict()
         if self._buckets is not None:
@@ -198,14 +231,15 @@ class AuxiliaryState:
             step=step,
             position=position,
             buffers=buffers,
-            rng=RngState.capture(self.device),
+            rng=self._rng_to_set or RngState.capture(self.device, self._generators),
             json=json,
             tensors=tensors,
         )
 
     def check(self, json: Mapping[str, Any], where: str) -> None:
         """Raises `CheckpointMismatch` if the script tracks other objects than `json` has."""
-        stored, tracked = set(json.get("tracked", {})), set(self.tracked)
+        stored = {*json.get("tracked", {}), *json.get("generators", ())}
+        tracked = {*self.tracked, *self._generators}
         for names, has, tracks in (
             (tracked - stored, "has no state for", "tracks"),
             (stored - tracked, "has state for", "does not track"),

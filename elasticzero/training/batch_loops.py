@@ -155,6 +155,7 @@ class Loops:
         if loop < training.position.loop:
             self._epoch = training.position.epoch
             return
+        training.auxiliary.set_generators()
         if renewed and order.shuffle and self._link.assignment.rank == 0:
             self._note_new_dataset()
         if training.stopped is None:

@@ -83,7 +83,7 @@ def test_an_average_of_a_network_with_batch_statistics_is_the_same_on_all_ranks(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
     """Each step is verified; ranks have other statistics until they take those of rank 0."""
-    told = {"strategy": strategy, "steps": 9, "average": True}
+    told = {"strategy": strategy, "steps": 9, "body": "average"}
     running = pool.start(
         HERE / "training_modules.py",
         [json.dumps(told)],
@@ -92,3 +92,23 @@ def test_an_average_of_a_network_with_batch_statistics_is_the_same_on_all_ranks(
         verify_every=1,
     )
     assert running.finish() == 9, running.logs()
+
+
+@pytest.mark.parametrize("steps", [6, 8, 10])
+def test_what_is_drawn_before_the_loop_changes_nothing_after_it(
+    pool: Pool, tmp_path: Path, steps: int
+) -> None:
+    """The first run ends within an epoch, at the end of one, and after all steps."""
+    options: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints")}
+    told = {"strategy": "ddp", "body": "noise", "steps": 10, "out": str(tmp_path / "out")}
+    alone = json.dumps(told | {"out": str(tmp_path / "alone")})
+    place = {"checkpoint_dir": str(tmp_path / "alone-checkpoints")}
+    assert pool.start(HERE / "training_modules.py", [alone], 1, **place).finish() == 10
+    first = json.dumps(told | {"steps": steps})
+    pool.start(HERE / "training_modules.py", [first], 1, generation=1, **options).finish()
+    resume = Resume(tier="storage", step=steps)
+    second = pool.start(
+        HERE / "training_modules.py", [json.dumps(told)], 1, generation=2, resume=resume, **options
+    )
+    assert second.finish() == 10, second.logs()
+    assert (tmp_path / "out").read_text() == (tmp_path / "alone").read_text()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -178,7 +180,52 @@ def train_average(session: ez.Session, told: dict[str, Any]) -> None:
         average.update_parameters(model)
 
 
+def train_with_noise(session: ez.Session, told: dict[str, Any]) -> None:
+    """Draws from all generators before the loop, in it, at the ends of epochs and after it."""
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    model = torch.nn.Linear(4, 1).double()
+    session.prepare(model, lambda p: torch.optim.SGD(p, lr=0.02), strategy=told["strategy"])
+    generators = {
+        "torch": torch.Generator().manual_seed(5),
+        "python": random.Random(5),
+        "numpy": np.random.default_rng(5),
+        "philox": np.random.Generator(np.random.Philox(5)),
+        "twister": np.random.Generator(np.random.MT19937(5)),
+        "old": np.random.RandomState(5),
+    }
+    for name, generator in generators.items():
+        session.track(name, generator)
+
+    def noise() -> float:
+        drawn = [random.random(), np.random.random(), torch.rand(()).item()]
+        drawn += [random.gauss(0, 1), np.random.standard_normal()]
+        drawn += [torch.rand((), generator=generators["torch"]).item()]  # type: ignore[call-overload]
+        drawn += [generators["python"].random()]  # type: ignore[union-attr]
+        drawn += [generators[name].random() for name in ("numpy", "philox", "twister")]  # type: ignore[union-attr]
+        return sum(drawn) + float(generators["old"].standard_normal())  # type: ignore[union-attr]
+
+    noise()
+    session.restore()
+    noise()
+    ends: list[float] = []
+    for batch in session.batches(
+        Samples(),
+        global_batch=GLOBAL_BATCH,
+        steps=told["steps"],
+        on_epoch_end=lambda: ends.append(noise()),
+    ):
+        session.backward(loss_of(model, batch) * (2 + noise() / 10))
+        session.step()
+    last, state = noise(), session.state_dict()
+    if session.rank == 0:
+        with open(told["out"], "w") as file:
+            json.dump({"last": last, "state": _plain(state)}, file)
+
+
+BODIES = {"average": train_average, "noise": train_with_noise, "modules": train}
+
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    body = train_average if told.get("average") else train
-    ez.run(lambda session: body(session, told))
+    ez.run(lambda session: BODIES[told.get("body", "modules")](session, told))

@@ -48,6 +48,7 @@ from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.serialization import encode
 from elasticzero.snapshots.manifest_draft import WriterInfo, draft
 from elasticzero.state.auxiliary import BoundaryCopy, encode_state
+from elasticzero.state.buffers import BufferCopy
 from elasticzero.state.model import TRACKED, RankState
 from elasticzero.state.rng import RngState
 from elasticzero.training.step_guard import StepGuard
@@ -240,7 +241,7 @@ def _training_state(folder: Path) -> Path:
     copy = BoundaryCopy(
         step=STEP,
         position=FULL_POSITION,
-        buffers={"model/count": torch.tensor(3)},
+        buffers=BufferCopy(values=(count := {"count": torch.tensor(3)}), saved=count),
         rng=RngState.capture(torch.device("cpu")),
         json={"tracked": {"average": tracked}, "groups": [], "aliases": {"model/a": "model/b"}},
         tensors=tensors,
