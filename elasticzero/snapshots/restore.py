@@ -24,6 +24,7 @@ from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
 from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
+from elasticzero.snapshots.round_trip import check_modules, check_shares
 from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.buffers import BufferCopy
@@ -105,7 +106,9 @@ def restore_state(
     whole |= {kinds[kind]: tensor for kind, tensor in generators.items()}
     with strategy.filling(specs) as slots:
         targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
+        slots = list(slots)
         checkpoint.load([*slots, *targets])
+    check_shares(slots, strategy.rank_state(), where)
     aliases, unset = json.get("aliases", {}), tuple(json.get("unset", ()))
     auxiliary.buffers.put(BufferCopy(values=buffers, aliases=aliases, unset=unset))
     changed = (name for name, full in names_of.items() if full.startswith(NOT_SAVED))
@@ -119,6 +122,8 @@ def restore_state(
         if generators
         else _seeded(rank, manifest.step, auxiliary.device)
     )
+    extra_states = json.get("modules", {}), extra
+    check_modules(buffers, extra_states, auxiliary.capture(manifest.step, position), where)
     return position
 
 
@@ -134,7 +139,7 @@ def _stored_buffers(checkpoint: Checkpoint, auxiliary: AuxiliaryState) -> dict[s
     tensors = checkpoint.manifest.layout.tensors
     return {
         name: full
-        for name in auxiliary.buffers.names()
+        for name in auxiliary.buffers.names
         for full in (MODEL + name, NOT_SAVED + name)
         if full in tensors
     }

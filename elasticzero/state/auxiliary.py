@@ -160,7 +160,7 @@ class AuxiliaryState:
     @property
     def modules_keep_state(self) -> bool:
         """Returns whether modules keep more than parameters, or may; equal on all ranks."""
-        return bool(self.buffers.names() or self._named.extra_states.names)
+        return bool(self.buffers.names or self._named.extra_states.names)
 
     def state_of_modules(self) -> dict[str, Tensor]:
         """Returns what modules keep besides parameters, not copied, as one rank tells it others:
@@ -212,7 +212,7 @@ class AuxiliaryState:
             for i, group in enumerate(self._groups)
         ]
         buffers = self.buffers.copy()
-        slots = set(self.buffers.names())
+        slots = set(self.buffers.names)
         aliases = {n: first for n, first in self._named.aliases.items() if n not in slots}
         aliases |= buffers.aliases
         json: dict[str, Any] = {"tracked": tracked, "groups": groups, "aliases": aliases}

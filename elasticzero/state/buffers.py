@@ -13,7 +13,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,56 +49,72 @@ class ModelBuffers:
     """Gives access to the buffers of a model, as they are when asked for."""
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """Takes the model. device: that of a buffer which was None; None: the CPU."""
-        self._modules = [(f"{path}." if path else "", m) for path, m in model.named_modules()]
+        """Takes the names of all that modules have registered, None or not.
+
+        Args:
+            model: The model.
+            device: Where a buffer is put that is None now; None: the CPU.
+        """
         self._device = device or torch.device("cpu")
+        self._modules = [(f"{path}." if path else "", m) for path, m in model.named_modules()]
+        self._counts = [len(buffers_of(module)) for _, module in self._modules]
+        self._slots = {p + key: (m, key) for p, m in self._modules for key in buffers_of(m)}
+        self.names = tuple(self._slots)
+        """The names of all, None or not."""
+        self.saved_names = frozenset(
+            name for name, (m, key) in self._slots.items() if key not in unsaved_buffers_of(m)
+        )
+        """The names of those that the model saves, None or not."""
         self._unsaved: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         """A mark that changes, and the newest copy, of each buffer that the model does not save."""
         self._changed: set[str] = set()
-        self._registered = {p + key for p, module in self._modules for key in buffers_of(module)}
 
-    def _slots(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yields the name, the module and the key of each buffer that was there at first; raises
-        `UserError` for a later one that the model saves, for no restore could give it a value."""
-        for prefix, module in self._modules:
-            for key in buffers_of(module):
-                if (name := prefix + key) in self._registered:
-                    yield name, module, key
-                elif key not in unsaved_buffers_of(module):
+    def _tensor(self, name: str) -> Tensor | None:
+        module, key = self._slots[name]
+        return buffers_of(module).get(key)
+
+    def now(self) -> dict[str, Tensor]:
+        """Returns the buffers by the first name of each; those that are None are left out, and of
+        those that the model does not save the sparse ones."""
+        first: dict[int, str] = {}
+        return {
+            name: tensor
+            for name in self.names
+            if (tensor := self._tensor(name)) is not None
+            and (name in self.saved_names or tensor.layout is torch.strided)
+            and first.setdefault(id(tensor), name) == name
+        }
+
+    def saved(self) -> dict[str, Tensor]:
+        """Returns those of now that the model saves."""
+        return {name: tensor for name, tensor in self.now().items() if name in self.saved_names}
+
+    def check(self) -> None:
+        """Raises `UserError` for a buffer that the model saves and that cannot be kept: a sparse
+        one, or one that was registered late, to which no restore could give a value."""
+        for name, tensor in self.saved().items():
+            if tensor.layout is not torch.strided:
+                raise UserError(
+                    f"buffer {name!r} is sparse, and a checkpoint holds dense tensors only: keep "
+                    "its indices and its values in buffers of their own, or register it with "
+                    "persistent=False if the script makes it anew"
+                )
+        for (prefix, module), count in zip(self._modules, self._counts, strict=True):
+            if len(buffers_of(module)) == count:
+                continue
+            for key in buffers_of(module).keys() - unsaved_buffers_of(module):
+                if (name := prefix + key) not in self._slots:
                     raise UserError(
                         f"buffer {name!r} was registered after session.prepare, so that a restored "
                         "model would have no place for it: register it when the module is built, "
                         "with None if it has no value then"
                     )
 
-    def names(self) -> list[str]:
-        """Returns the names of all that modules have registered, None or not."""
-        return [name for name, _, _ in self._slots()]
-
-    def saved_names(self) -> set[str]:
-        """Returns the names of those that the model saves, None or not."""
-        return {n for n, module, key in self._slots() if key not in unsaved_buffers_of(module)}
-
-    def now(self) -> dict[str, Tensor]:
-        """Returns the buffers by the first name of each; those that are None are left out."""
-        names: dict[int, str] = {}
-        return {
-            name: tensor
-            for name, module, key in self._slots()
-            if (tensor := buffers_of(module)[key]) is not None
-            and names.setdefault(id(tensor), name) == name
-        }
-
-    def saved(self) -> dict[str, Tensor]:
-        """Returns those of now that the model saves."""
-        names = self.saved_names()
-        return {name: tensor for name, tensor in self.now().items() if name in names}
-
     def state(self) -> dict[str, Tensor]:
         """Returns those of now that are part of the training state (B1, B2)."""
-        tensors, names = self.now(), self.saved_names()
-        self._watch({name: tensor for name, tensor in tensors.items() if name not in names})
-        return {n: t for n, t in tensors.items() if n in names or n in self._changed}
+        tensors = self.now()
+        self._watch(tensors)
+        return {n: t for n, t in tensors.items() if n in self.saved_names or n in self._changed}
 
     def begin(self, restored: frozenset[str] = frozenset()) -> None:
         """Takes what the model does not save as what the script makes anew (B2).
@@ -111,22 +127,24 @@ class ModelBuffers:
 
     def copy(self) -> BufferCopy:
         """Returns copies of the buffers."""
-        tensors, names = self.now(), self.saved_names()
-        self._watch({name: tensor for name, tensor in tensors.items() if name not in names})
-        saved = {name: _copied(tensor) for name, tensor in tensors.items() if name in names}
-        others = {name: self._unsaved[name][1] for name in tensors if name not in names}
+        self.check()
+        tensors = self.now()
+        self._watch(tensors)
+        saved = {name: _copied(t) for name, t in tensors.items() if name in self.saved_names}
+        others = {name: self._unsaved[name][1] for name in tensors if name not in saved}
         first = {id(tensor): name for name, tensor in tensors.items()}
-        slots = [(name, buffers_of(module)[key]) for name, module, key in self._slots()]
+        named = {name: self._tensor(name) for name in self.names}
         return BufferCopy(
             values=saved | others,
-            aliases={n: first[id(t)] for n, t in slots if t is not None and first[id(t)] != n},
-            unset=tuple(name for name, tensor in slots if tensor is None),
+            aliases={n: kept for n, t in named.items() if (kept := first.get(id(t), n)) != n},
+            unset=tuple(name for name, tensor in named.items() if tensor is None),
             saved=saved,
             changed={name: tensor for name, tensor in others.items() if name in self._changed},
         )
 
-    def _watch(self, unsaved: Mapping[str, Tensor]) -> None:
+    def _watch(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies anew those that the model does not save and that have changed."""
+        unsaved = {name: t for name, t in tensors.items() if name not in self.saved_names}
         for name, mark in _marks(unsaved).items():
             before = self._unsaved.get(name)
             if before is None or before[0] != mark:
@@ -137,21 +155,21 @@ class ModelBuffers:
         """Gives the buffers the values of a copy, as far as it has any, and None."""
         placed: dict[str, Tensor] = {}
         taken: set[int] = set()
-        for name, module, key in self._slots():
+        for name, (module, key) in self._slots.items():
             first = copy.aliases.get(name, name)
             if name in copy.unset:
                 setattr(module, key, None)
             elif first in placed:
                 setattr(module, key, placed[first])
             elif first in copy.values:
-                if id(buffers_of(module)[key]) in taken:  # one tensor by two names, two in the copy
+                if id(self._tensor(name)) in taken:  # one tensor by two names, two in the copy
                     setattr(module, key, None)
-                placed[first] = self._placed(name, module, key, copy.values[first])
+                placed[first] = self._placed(name, copy.values[first])
                 taken.add(id(placed[first]))
 
-    def _placed(self, name: str, module: nn.Module, key: str, value: Tensor) -> Tensor:
+    def _placed(self, name: str, value: Tensor) -> Tensor:
         """Gives a buffer a value as B3 says, and returns it."""
-        tensor = buffers_of(module)[key]
+        tensor, (module, key) = self._tensor(name), self._slots[name]
         mark, kept = self._unsaved.get(name, ((), None))
         if tensor is not None and kept is value and _marks({name: tensor})[name] == mark:
             return tensor

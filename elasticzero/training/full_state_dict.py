@@ -40,7 +40,7 @@ class StateNames:
         self.buffers, self.extra_states = named.buffers, named.extra_states
         self.entries: list[_Entry] = []
         """All entries in order, with buffers that are None."""
-        saved, first_path = named.buffers.saved_names(), dict[int, str]()
+        saved, first_path = named.buffers.saved_names, dict[int, str]()
         for path, module in model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             first = first_path.setdefault(id(module), prefix)
