@@ -63,7 +63,12 @@ def snapshots_of(assignment: Assignment) -> SnapshotStore:
 
 
 def restore_state(
-    checkpoint: Checkpoint, strategy: Strategy, auxiliary: AuxiliaryState, rank: int
+    checkpoint: Checkpoint,
+    strategy: Strategy,
+    auxiliary: AuxiliaryState,
+    rank: int,
+    *,
+    name: str | None = None,
 ) -> DataPosition:
     """Loads a checkpoint into the training state.
 
@@ -72,6 +77,7 @@ def restore_state(
         strategy: The model and its optimizers as they are laid over the ranks.
         auxiliary: The small state: buffers, tracked objects, options and random generators.
         rank: This rank, whose random generators are restored, or seeded anew if none are stored.
+        name: The strategy's name; None: any, so that the state may come from another one.
 
     Returns:
         The position in the data.
@@ -108,7 +114,7 @@ def restore_state(
         targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
         slots = list(slots)
         checkpoint.load([*slots, *targets])
-    check_shares(slots, strategy.rank_state(), where)
+    check_shares(slots, strategy.rank_state(), where, converts=manifest.strategy != name)
     aliases, unset = json.get("aliases", {}), tuple(json.get("unset", ()))
     auxiliary.buffers.put(BufferCopy(values=buffers, aliases=aliases, unset=unset))
     changed = (name for name, full in names_of.items() if full.startswith(NOT_SAVED))

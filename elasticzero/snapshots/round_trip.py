@@ -18,13 +18,17 @@ from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.state.model import EXTRA, LoadTarget, RankState
 
 
-def check_shares(targets: Iterable[LoadTarget], share: RankState, where: str) -> None:
+def check_shares(
+    targets: Iterable[LoadTarget], share: RankState, where: str, *, converts: bool = False
+) -> None:
     """Compares parameters and optimizer state with what was read for them.
 
     Args:
         targets: What was read, and the tensors that were filled with it.
         share: The state of this rank, taken after the restore.
         where: The checkpoint, for the message.
+        converts: True if another strategy has written the state, which may keep it in another
+            dtype: 32-bit masters have 32-bit optimizer state, and 16-bit parameters 16-bit state.
 
     Raises:
         CheckpointMismatch: A tensor is another one now, or is not kept.
@@ -38,7 +42,8 @@ def check_shares(targets: Iterable[LoadTarget], share: RankState, where: str) ->
         start, stop = target.span.start - local.start, target.span.stop - local.start
         if start < 0 or stop > local.tensor.numel():
             continue  # a copy of another rank's part
-        check_tensor(name, read, local.tensor.detach().reshape(-1)[start:stop], where)
+        present = local.tensor.detach().reshape(-1)[start:stop]
+        check_tensor(name, read.to(present.dtype) if converts else read, present, where)
 
 
 def check_tensor(name: str, read: Tensor, present: Tensor, where: str) -> None:

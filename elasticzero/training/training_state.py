@@ -161,7 +161,8 @@ class TrainingState:
         assignment, bytes_read = self._link.assignment, 0
         if assignment.resume.tier != "fresh":
             source = self._source or open_source(assignment)
-            self.position = restore_state(source, self.strategy, self.auxiliary, assignment.rank)
+            name, rank = self.stager.strategy, assignment.rank
+            self.position = restore_state(source, self.strategy, self.auxiliary, rank, name=name)
             self.step, bytes_read = source.manifest.step, source.bytes_read
             if assignment.generation == 1:  # a new run goes on where `session.stop` ended the last
                 self.position = replace(self.position, stopped=None)

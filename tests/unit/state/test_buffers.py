@@ -27,9 +27,14 @@ def values(copy: BufferCopy) -> dict[str, list[Any]]:
     return {name: [tensor.dtype, tensor.tolist()] for name, tensor in copy.values.items()}
 
 
+def add_one(tensor: Tensor) -> None:
+    if tensor.stride() != (0,):  # torch changes no expanded one in place
+        tensor.add_(1)
+
+
 CHANGES: dict[str, Any] = {
-    "in place": lambda m: m.saved.add_(1),
-    "through data": lambda m: m.saved.data.mul_(3),
+    "in place": lambda m: add_one(m.saved),
+    "through data": lambda m: add_one(m.saved.data),
     "replaced": lambda m: setattr(m, "saved", m.saved + 1),
     "longer": lambda m: setattr(m, "saved", torch.cat([m.saved, torch.ones(1)])),
     "wider": lambda m: setattr(m, "saved", m.saved.double() + 1),
