@@ -34,9 +34,9 @@ class RankZeroTensors:
     """Gives all ranks named tensors of rank 0, again and again, whatever each rank has.
 
     Rules:
-     Z1  All ranks know the names, dtypes and shapes of the last message: its layout. A message is
+     RZ1  All ranks know the names, dtypes and shapes of the last message: its layout. A message is
          the size of a new layout's text, 0 if it is the same, and tensors of the last layout.
-     Z2  Where the size is not 0, the layout and the tensors follow in two messages of their own.
+     RZ2  Where the size is not 0, the layout and the tensors follow in two messages of their own.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:

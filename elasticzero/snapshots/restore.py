@@ -159,8 +159,8 @@ def _check_model(checkpoint: Checkpoint, share: RankState, auxiliary: AuxiliaryS
         if (full := MODEL + name) not in elsewhere:  # it takes whatever shape and dtype is stored
             expected[full] = tensors.get(full) or stored_spec_of(buffer)
     checkpoint.check(expected, allow_more=True)
-    known = expected.keys() | set(_stored_buffers(checkpoint, auxiliary).values())
-    unknown = [n for n in tensors if n.startswith((MODEL, NOT_SAVED)) and n not in known]
+    registered = expected.keys() | set(_stored_buffers(checkpoint, auxiliary).values())
+    unknown = [n for n in tensors if n.startswith((MODEL, NOT_SAVED)) and n not in registered]
     if unknown:
         raise CheckpointMismatch(
             f"the checkpoint of step {checkpoint.manifest.step} does not fit the model, which has "

@@ -5,10 +5,10 @@ A script may put another tensor in a buffer's place at any time, as `self.sum = 
 in a forward, of another shape or dtype, or None; so no tensor of the model is kept here.
 
 Rules:
- B1  Persistent buffers, which the model saves, are part of the training state.
- B2  Another buffer is part of it from its first change on. Until then the script makes it anew.
- B3  A buffer takes a value in its own memory where the shape, the dtype and the memory allow it, so
-     that what the script has of it stays the buffer; else another tensor takes its place.
+ BU1  Persistent buffers, which the model saves, are part of the training state.
+ BU2  Another buffer is part of it from its first change on. Until then the script makes it anew.
+ BU3  A buffer takes a value in its own memory where the shape, the dtype and the memory allow it,
+      so that what the script has of it stays the buffer; else another tensor takes its place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BufferCopy:
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     """Those of `values` that the model saves."""
     changed: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those of `values` that it does not save, and that have changed (B2)."""
+    """Those of `values` that it does not save, and that have changed (BU2)."""
 
     def of(self, name: str) -> Tensor:
         """Returns the copy of the buffer that has this name among its names."""
@@ -111,13 +111,13 @@ class ModelBuffers:
                     )
 
     def state(self) -> dict[str, Tensor]:
-        """Returns those of now that are part of the training state (B1, B2)."""
+        """Returns those of now that are part of the training state (BU1, BU2)."""
         tensors = self.now()
         self._watch(tensors)
         return {n: t for n, t in tensors.items() if n in self.saved_names or n in self._changed}
 
     def begin(self, restored: frozenset[str] = frozenset()) -> None:
-        """Takes what the model does not save as what the script makes anew (B2).
+        """Takes what the model does not save as what the script makes anew (BU2).
 
         restored: the names of those that are not, since they come from a stored state.
         """
@@ -168,7 +168,7 @@ class ModelBuffers:
                 taken.add(id(placed[first]))
 
     def _placed(self, name: str, value: Tensor) -> Tensor:
-        """Gives a buffer a value as B3 says, and returns it."""
+        """Gives a buffer a value as BU3 says, and returns it."""
         tensor, (module, key) = self._tensor(name), self._slots[name]
         mark, kept = self._unsaved.get(name, ((), None))
         if tensor is not None and kept is value and _marks({name: tensor})[name] == mark:
@@ -208,8 +208,8 @@ def _copied(tensor: Tensor) -> Tensor:
 def _takes(tensor: Tensor, value: Tensor) -> bool:
     """Tells whether a buffer's own memory takes a value: one place for each element."""
     alike = tensor.shape == value.shape and tensor.dtype == value.dtype
-    own = not _is_expanded(tensor) and not tensor.is_inference() and not tensor.requires_grad
-    return alike and own
+    is_plain = not (_is_expanded(tensor) or tensor.is_inference() or tensor.requires_grad)
+    return alike and is_plain
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -203,7 +203,7 @@ def evaluating(
     Args:
         model: The model.
         auxiliary: The small state, of which the buffers are replaced meanwhile.
-        groups: The process groups; None for one process alone.
+        share_buffers: Gives all ranks rank 0's buffers.
     """
     modes = {module: module.training for module in model.modules()}
     own_buffers = auxiliary.buffers.copy()
