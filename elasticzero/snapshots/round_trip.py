@@ -100,5 +100,9 @@ def check_modules(
 
 
 def _same_bits(read: Tensor, present: Tensor) -> bool:
-    there = present.to(read.device).contiguous().view(torch.uint8)
-    return torch.equal(read.contiguous().view(torch.uint8), there)
+    return torch.equal(_bytes(read), _bytes(present.to(read.device)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.reshape(-1).contiguous().view(torch.uint8)
