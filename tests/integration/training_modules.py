@@ -29,6 +29,18 @@ SAMPLES, GLOBAL_BATCH = 24, 6
 class Kept(nn.Module):
     """Counts its forwards in training mode in every way in which a module can."""
 
+    replaced: Tensor
+    late: Tensor | None
+    growing: Tensor
+    widened: Tensor
+    expanded: Tensor
+    first: Tensor
+    tied: Tensor
+    dropped: Tensor | None
+    counter: Tensor
+    swapped: Tensor
+    constant: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("replaced", torch.zeros((), dtype=torch.float64))
@@ -69,13 +81,14 @@ class Kept(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.count()
-        late = 0.0 if self.late is None else self.late.sum()
+        late = torch.zeros(()) if self.late is None else self.late.sum()
         numbers = self.replaced + late + self.growing.sum() + self.widened.sum()
         numbers = numbers + self.expanded.sum() + self.tied.sum() + self.counter.sum()
         numbers = numbers + self.swapped.sum() + self.constant.sum() + self.tensor.sum()
         if self.dropped is not None:
             numbers = numbers + self.dropped.sum()
-        return x / (1 + 0.01 * (numbers + self.tree["count"]))
+        output: Tensor = x / (1 + 0.01 * (numbers + self.tree["count"]))
+        return output
 
 
 class Model(nn.Module):
@@ -134,9 +147,8 @@ def _plain(value: Any) -> Any:
 
 def train(session: ez.Session, told: dict[str, Any]) -> None:
     torch.manual_seed(3)
-    model, _ = session.prepare(
-        Model(), lambda p: torch.optim.AdamW(p, lr=0.02), strategy=told["strategy"]
-    )
+    model = Model()
+    session.prepare(model, lambda p: torch.optim.AdamW(p, lr=0.02), strategy=told["strategy"])
     session.restore()
     batches = session.batches(
         Samples(), global_batch=GLOBAL_BATCH, steps=told["steps"], shuffle=False
@@ -187,7 +199,7 @@ def train_with_noise(session: ez.Session, told: dict[str, Any]) -> None:
     np.random.seed(3)
     model = torch.nn.Linear(4, 1).double()
     session.prepare(model, lambda p: torch.optim.SGD(p, lr=0.02), strategy=told["strategy"])
-    generators = {
+    generators: dict[str, Any] = {
         "torch": torch.Generator().manual_seed(5),
         "python": random.Random(5),
         "numpy": np.random.default_rng(5),
@@ -201,10 +213,10 @@ def train_with_noise(session: ez.Session, told: dict[str, Any]) -> None:
     def noise() -> float:
         drawn = [random.random(), np.random.random(), torch.rand(()).item()]
         drawn += [random.gauss(0, 1), np.random.standard_normal()]
-        drawn += [torch.rand((), generator=generators["torch"]).item()]  # type: ignore[call-overload]
-        drawn += [generators["python"].random()]  # type: ignore[union-attr]
-        drawn += [generators[name].random() for name in ("numpy", "philox", "twister")]  # type: ignore[union-attr]
-        return sum(drawn) + float(generators["old"].standard_normal())  # type: ignore[union-attr]
+        drawn += [torch.rand((), generator=generators["torch"]).item()]
+        drawn += [generators["python"].random()]
+        drawn += [generators[name].random() for name in ("numpy", "philox", "twister")]
+        return sum(drawn) + float(generators["old"].standard_normal())
 
     noise()
     session.restore()

@@ -36,7 +36,7 @@ class Ranks:
         return message.clone()
 
 
-def drawn(draw: st.DrawFn) -> dict[str, Tensor]:
+def drawn(draw: Any) -> dict[str, Tensor]:
     names = draw(st.lists(st.sampled_from("abc"), unique=True))
     tensors = {}
     for name in names:
@@ -47,11 +47,11 @@ def drawn(draw: st.DrawFn) -> dict[str, Tensor]:
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> list[list[Mapping[str, Tensor]]]:
+def turns(draw: Any) -> list[list[Mapping[str, Tensor]]]:
     """What two ranks have at each of some turns; often the same as at the turn before."""
     made: list[list[Mapping[str, Tensor]]] = []
     for _ in range(draw(st.integers(1, 5))):
-        again = made and draw(st.booleans())
+        again = draw(st.booleans()) and made
         made.append(made[-1] if again else [drawn(draw), drawn(draw)])
     return made
 

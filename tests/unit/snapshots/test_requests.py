@@ -88,7 +88,7 @@ class Stager:
 def boundary(step: int) -> BoundaryCopy:
     rng = RngState.capture(torch.device("cpu"))
     position = DataPosition()
-    return BoundaryCopy(step=step, position=position, buffers={}, rng=rng, json={}, tensors={})
+    return BoundaryCopy(step=step, position=position, rng=rng, json={}, tensors={})
 
 
 def made(

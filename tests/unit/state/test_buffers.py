@@ -16,6 +16,10 @@ from elasticzero.state.model import NamedModel
 
 
 class Keeper(nn.Module):
+    saved: Tensor
+    late: Tensor | None
+    scratch: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("saved", torch.zeros(3))
