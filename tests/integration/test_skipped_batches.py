@@ -86,10 +86,12 @@ def start(pool: Pool, folder: Path, told: dict[str, Any], **options: Any) -> Run
 
 def killed_state(pool: Pool, folder: Path, told: dict[str, Any], **options: Any) -> Resume:
     """Trains until a worker kills itself after a skipped batch; returns what is committed then."""
+    first_skip = BAD_BATCH % PER_EPOCH
+    told = told | {"saved": str(folder / "checkpoints"), "beyond": first_skip}
     running = start(pool, folder, told, world=3, generation=1, checkpoint_every=1, **options)
     running.until(running.ended)
     newest = newest_good(open_directory(str(folder / "checkpoints")))
-    assert newest is not None and newest > BAD_BATCH % PER_EPOCH, "the first skip is in it"
+    assert newest is not None and newest > first_skip, "the first skip is in it"
     return Resume(tier="storage", step=newest)
 
 

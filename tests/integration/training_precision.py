@@ -3,7 +3,8 @@
 Argument: JSON with strategy, steps and out (a file), and at will precision, compile, backend (of
 the compiler), micro, bad (indices of samples, each of which makes the loss of its batch NaN), spike
 (the same, which makes it large), pause (seconds a step), die ([rank, batch]: the batch after which
-this rank kills itself), log (a file that gets a line for each batch and rank), parts (the model has
+this rank kills itself) with saved (a directory) and beyond (a step: the rank waits for a checkpoint
+of a later one there), log (a file that gets a line for each batch and rank), parts (the model has
 no forward of its own), several (two optimizers) and odd (other arguments of rank 2).
 """
 
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import elasticzero as ez
+from elasticzero.checkpoint.steps.catalog import newest_good
+from elasticzero.checkpoint.storage.urls import open_directory
 
 SAMPLES = 40
 GLOBAL_BATCH = 8
@@ -132,6 +135,8 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
             with open(told["log"], "a") as log:
                 log.write(json.dumps(line) + "\n")
         if told.get("die") == [session.rank, batch_number] and session.generation == 1:
+            while (newest_good(open_directory(told["saved"])) or 0) <= told["beyond"]:
+                time.sleep(0.01)
             os.kill(os.getpid(), 9)
         time.sleep(told.get("pause", 0.0))
     value = session.evaluate(Samples(), lambda batch: squares(model, batch), batch_size=5)
