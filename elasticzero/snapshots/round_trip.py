@@ -35,10 +35,12 @@ def check_shares(
     """
     for target in targets:
         name, read = target.name, target.tensor.detach().reshape(-1)
-        if (local := share.held.get(name)) is None:
+        if name not in share.specs:
             if read.any():  # zeros stand for a state that was never made
                 raise CheckpointMismatch(f"{where} has {name!r}, which is not kept once it is read")
             continue
+        if (local := share.held.get(name)) is None:
+            continue  # a copy of another rank's
         start, stop = target.span.start - local.start, target.span.stop - local.start
         if start < 0 or stop > local.tensor.numel():
             continue  # a copy of another rank's part

@@ -8,13 +8,13 @@ import torch
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.snapshots.round_trip import check_shares
 from elasticzero.spans import Span
-from elasticzero.state.model import LoadTarget, LocalTensor, RankState
+from elasticzero.state.model import LoadTarget, LocalTensor, RankState, spec_of
 
 NAME = "optimizer/w/exp_avg"
 
 
 def state(tensor: torch.Tensor, start: int = 0) -> RankState:
-    return RankState(held={NAME: LocalTensor(tensor, start)})
+    return RankState(specs={NAME: spec_of(tensor)}, held={NAME: LocalTensor(tensor, start)})
 
 
 def test_equal_values_pass_wherever_they_lie() -> None:
@@ -22,6 +22,8 @@ def test_equal_values_pass_wherever_they_lie() -> None:
     check_shares([LoadTarget(NAME, Span(0, 6), read)], state(read.clone().view(2, 3)), "it")
     check_shares([LoadTarget(NAME, Span(4, 10), read)], state(read.clone(), 4), "it")
     check_shares([LoadTarget(NAME, Span(0, 6), read)], state(torch.zeros(6), 6), "it")
+    elsewhere = RankState(specs={NAME: spec_of(read)})
+    check_shares([LoadTarget(NAME, Span(0, 6), read)], elsewhere, "it")
     nan = torch.tensor([float("nan")])
     check_shares([LoadTarget(NAME, Span(0, 1), nan)], state(nan.clone()), "it")
 
