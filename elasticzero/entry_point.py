@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
+from typing import ParamSpec
 
-from elasticzero.errors import ElasticZeroError
+from elasticzero.errors import ElasticZeroError, UserError
 from elasticzero.ipc.agent_client import AgentClient, exit_now
+from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE
+from elasticzero.ipc.thread_location import place_of
 from elasticzero.session import Session
+from elasticzero.training import argument_checks
 from elasticzero.worker import single_process
 from elasticzero.worker.generation import Generation
 from elasticzero.worker.process_reuse import (
@@ -20,7 +25,28 @@ from elasticzero.worker.process_reuse import (
     prepare_for_next_generation,
 )
 
+Taken = ParamSpec("Taken")
 
+
+def _ending_misuse(call: Callable[Taken, None]) -> Callable[Taken, None]:
+    """Returns `run` with a check of its arguments, which ends a process without an agent in one
+    line."""
+    checked = argument_checks.checked("elasticzero.run", call)
+
+    @functools.wraps(call)
+    def run_checked(*args: Taken.args, **named: Taken.kwargs) -> None:
+        try:
+            checked(*args, **named)
+        except UserError as error:
+            if CHANNEL_FD_VARIABLE in os.environ:
+                raise
+            print(f"error: {error} ({place_of(sys._getframe())})", file=sys.stderr)
+            raise SystemExit(int(error.exit_code)) from error
+
+    return run_checked
+
+
+@_ending_misuse
 def run(train: Callable[[Session], None], *, keep_process: bool = True) -> None:
     """Trains: calls `train` with the session of this process's generation.
 

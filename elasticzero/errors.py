@@ -137,12 +137,12 @@ def script_traceback(error: BaseException) -> str:
     import traceback  # not needed where nothing fails
 
     trace = error.__traceback__
-    while trace is not None and _leads_to_script(trace.tb_frame.f_globals):
+    while trace is not None and leads_to_script(trace.tb_frame.f_globals):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _leads_to_script(names: Mapping[str, Any]) -> bool:
+def leads_to_script(names: Mapping[str, Any]) -> bool:
     """Returns whether a frame is of a module that only calls the script.
 
     Args:

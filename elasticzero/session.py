@@ -36,6 +36,7 @@ S = TypeVar("S", bound=Stateful | Generator)
 Made = TypeVar("Made", bound=MadeOptimizers)
 
 
+@argument_checks.checks_arguments
 class Session:
     """Represents one generation of training to the script; `elasticzero.run` makes it."""
 
@@ -129,14 +130,15 @@ class Session:
         """Has the state of the next boundary between steps saved as a checkpoint.
 
         Any rank may call this, at any time; calls of several ranks are one save. After `step` has
-        returned True, in `on_epoch_end` and after a loop it is the state at the call.
+        returned True, in `on_epoch_end` and after a loop it is the state at the call. Without
+        `--checkpoint-dir` nothing is saved, which is said once.
 
         Args:
             tag: a name for the step, as "best", which `tags/best.json` in the checkpoint directory
                 has from then on; None: the step has no name.
 
         Raises:
-            UserError: the text is no tag, or there is no `--checkpoint-dir`.
+            UserError: the text is no tag.
         """
         if (training := self._prepared("checkpoint")).copy is None:
             raise UserError("call session.restore() before session.checkpoint(…)")
@@ -285,7 +287,7 @@ class Session:
             UserError: an argument is not valid or not the same on all ranks, `restore` was not
                 called, or a loop would go on with other data than training stopped in.
         """
-        argument_checks.check_arguments(others)
+        argument_checks.check_arguments(others, Session.batches)
         if (training := self._prepared("batches")).copy is None:
             raise UserError("call session.restore() before session.batches(…)")
         loop = LoopArguments(

@@ -1,5 +1,5 @@
-"""Finds the line of the script that the main thread executes, from another thread of the
-process."""
+"""Finds lines of the script: the one that the main thread executes, and the one that an error comes
+from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import sysconfig
 import threading
 from types import FrameType
 
+from elasticzero.errors import leads_to_script
+
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INTEGRATIONS = os.path.join(PACKAGE, "integrations", "")
 _SITE_PACKAGES = ("site-packages", "dist-packages")
 _LIBRARIES = tuple(
     os.path.join(os.path.abspath(path), "")
@@ -48,10 +51,37 @@ def place_of(frame: FrameType) -> str:
     while candidate is not None and _is_library(candidate.f_code.co_filename):
         candidate = candidate.f_back
     at = candidate or frame
-    name = os.path.basename(at.f_code.co_filename)
-    function = at.f_code.co_name
+    return _place(at, at.f_lineno)
+
+
+def place_of_error(error: BaseException) -> str:
+    """Returns file, line and function of the script's innermost line in an error's traceback.
+
+    Where a framework trains, that is the line that has started it. The text is empty if no line of
+    the script leads to the error, as for an option.
+    """
+    first = trace = error.__traceback__
+    place, in_framework = "", False
+    while trace is not None:
+        frame = trace.tb_frame
+        if _is_of_script(frame):
+            place = _place(frame, trace.tb_lineno)
+        in_framework |= frame.f_code.co_filename.startswith(_INTEGRATIONS)
+        trace = trace.tb_next
+    caller = first.tb_frame if first is not None and in_framework and not place else None
+    while caller is not None and not _is_of_script(caller):
+        caller = caller.f_back
+    return place if caller is None else _place(caller, caller.f_lineno)
+
+
+def _is_of_script(frame: FrameType) -> bool:
+    return not _is_library(frame.f_code.co_filename) and not leads_to_script(frame.f_globals)
+
+
+def _place(frame: FrameType, line: int) -> str:
+    name, function = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
     within = "" if function == "<module>" else f" in {function}"
-    return f"{name}:{at.f_lineno}{within}"
+    return f"{name}:{line}{within}"
 
 
 def _is_library(file: str) -> bool:

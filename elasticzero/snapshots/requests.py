@@ -32,7 +32,7 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlWord
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.data.tag_requests import TagRequests, after_save, tags_of, with_tags
-from elasticzero.errors import ElasticZeroError, UserError
+from elasticzero.errors import ElasticZeroError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.snapshots.schedule import Due
 from elasticzero.snapshots.stager import StateStager
@@ -87,22 +87,26 @@ class CheckpointRequests:
         self._told = False
 
     def ask(self, tag: str | None) -> None:
-        """Asks for the state of the next boundary (J1); raises `UserError` where none is saved."""
-        if self._link.assignment.checkpoint_dir is None:
-            raise UserError(
-                "session.checkpoint() has no place to save to: give --checkpoint-dir DIR, or set "
-                "ELASTICZERO_CHECKPOINT_DIR"
-            )
-        if not self._stager.saves:
-            raise UserError(
-                "session.checkpoint() saves nothing, because rank 0's node has no "
-                "--checkpoint-dir: give all nodes the same"
-            )
-        if self._same_release:
+        """Asks for the state of the next boundary (J1); says once where none is saved."""
+        if (obstacle := self._obstacle()) is None:
             self._new.add(tag or "")
         elif not self._told:
             self._told = True
-            log.warning("session.checkpoint saves nothing while ranks run different releases")
+            log.warning(f"session.checkpoint saves nothing {obstacle}")
+
+    def _obstacle(self) -> str | None:
+        """Returns why nothing can be saved, as the end of a sentence; None: it can."""
+        if self._link.assignment.checkpoint_dir is None:
+            return (
+                "without a checkpoint directory, and training goes on: give --checkpoint-dir DIR, "
+                "or set ELASTICZERO_CHECKPOINT_DIR"
+            )
+        if not self._stager.saves:
+            return (
+                "because rank 0's node has no --checkpoint-dir, and training goes on: give all "
+                "nodes the same"
+            )
+        return None if self._same_release else "while ranks run different releases"
 
     @property
     def waiting(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,10 @@ from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
 from elasticzero.state.model import called_parts
 from elasticzero.torch_internals import StepCheck
+
+Kind = TypeVar("Kind")
+Taken = ParamSpec("Taken")
+Result = TypeVar("Result")
 
 BATCH_ARGUMENTS = {
     "batch_sampler": "the session makes the batches; give global_batch=, micro_batch= for smaller "
@@ -226,12 +232,90 @@ def check_tracked(name: str, thing: Any, optimizers: Optimizers, strategy: str) 
             )
 
 
-def check_arguments(others: Mapping[str, Any]) -> None:
-    """Raises `UserError` for arguments that `session.batches` does not take."""
+def check_arguments(others: Mapping[str, Any], call: Callable[..., Any]) -> None:
+    """Checks that `session.batches` is given no argument that it does not take.
+
+    Args:
+        others: Arguments that it does not take, by name.
+        call: The method, whose own arguments may be meant.
+
+    Raises:
+        UserError: There is one; the error says what to write instead, or which name is nearest.
+    """
     for name in others:
-        instead = BATCH_ARGUMENTS.get(name)
-        advice = f": {instead}" if instead else ""
-        raise UserError(f"session.batches takes no {name}={advice}")
+        if (instead := BATCH_ARGUMENTS.get(name)) is not None:
+            raise UserError(f"session.batches takes no {name}=: {instead}")
+        raise UserError(_unknown_argument("session.batches", name, _names_of(call)))
+
+
+def checks_arguments(kind: type[Kind]) -> type[Kind]:
+    """Has a call of a public method with arguments that it does not take end in a `UserError`."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(kind, name, checked(f"{kind.__name__.lower()}.{name}", method))
+    return kind
+
+
+def checked(name: str, call: Callable[Taken, Result]) -> Callable[Taken, Result]:
+    """Returns a function that makes the call, and raises `UserError` for arguments that do not
+    fit.
+
+    Args:
+        name: The function's name as a script writes it.
+        call: The function.
+    """
+
+    @functools.wraps(call)
+    def checked_call(*args: Taken.args, **named: Taken.kwargs) -> Result:
+        try:
+            return call(*args, **named)
+        except TypeError:
+            _check_fit(name, call, args, named)
+            raise
+
+    return checked_call
+
+
+def _check_fit(
+    name: str, call: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> None:
+    """Raises `UserError` unless a function takes these arguments.
+
+    Args:
+        name: The function's name as a script writes it.
+        call: The function.
+        args: Arguments by position.
+        named: Arguments by name.
+    """
+    try:
+        inspect.signature(call).bind(*args, **named)
+    except TypeError as error:
+        names = _names_of(call)
+        for argument in named:
+            if argument not in names:
+                raise UserError(_unknown_argument(name, argument, names)) from None
+        raise UserError(f"{name}(…) does not fit its arguments: {error}") from None
+
+
+def _names_of(call: Callable[..., Any]) -> list[str]:
+    """Returns the names of the arguments that a function takes by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(call).parameters.values()
+    return [p.name for p in parameters if p.kind in kinds and p.name != "self"]
+
+
+def _unknown_argument(call: str, name: str, names: Collection[str]) -> str:
+    """Returns the sentence that refuses an argument.
+
+    Args:
+        call: The function's name as a script writes it.
+        name: The argument.
+        names: The arguments that the function takes.
+    """
+    nearest = difflib.get_close_matches(name, names, n=1)
+    if nearest:
+        return f"{call} takes no {name}=: is {nearest[0]}= meant?"
+    return f"{call} takes no {name}=, but {', '.join(f'{taken}=' for taken in names)}"
 
 
 def stop_reason(reason: Any) -> str:

@@ -42,6 +42,7 @@ from elasticzero.errors import (
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack, exit_now
 from elasticzero.ipc.failure import Blame, Failed
 from elasticzero.ipc.messages import Captured, Stopping
+from elasticzero.ipc.thread_location import place_of_error
 from elasticzero.text import count_text
 
 SAVE_WAIT_S = 30.0
@@ -202,12 +203,13 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
     state.shut()
     from_agent = link.aborted is not None
     unread = (CheckpointDamaged, StorageError)
+    place = f" ({at})" if isinstance(error, UserError) and (at := place_of_error(error)) else ""
     if state.halved is not None and is_out_of_memory(error):
         return _report_memory(link, error, state.step, state.halved)
     message = Failed(
         step=state.step,
         blame=_blame(error, from_agent=from_agent, results_suspect=state.results_suspect),
-        message=one_line(error).removesuffix(ADVICE),
+        message=one_line(error).removesuffix(ADVICE) + place,
         traceback="" if isinstance(error, OperatorError) else script_traceback(error),
         final=is_final(error),
         bad_step=state.bad_step if isinstance(error, unread) else None,
@@ -222,7 +224,8 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
         print(f"{text}; this worker stops at step {state.step}", file=sys.stderr)
         return ExitCode.LEFT, False
     if isinstance(error, ElasticZeroError):
-        print(f"error: {error}", file=sys.stderr)
+        trace = message.traceback if place else ""
+        print(f"error: {error}{place}\n{trace}", end="", file=sys.stderr)
         return 1, True
     earlier = [k for k in link.assignment.known_errors if same_error(k.message, message.message)]
     if earlier:

@@ -205,10 +205,11 @@ def test_a_death_between_checkpoint_and_tag_is_mended_at_the_next_start(
         assert tags(directory) == {"best": 20}, told
 
 
-def test_without_a_directory_the_option_is_named(script: Path) -> None:
+def test_without_a_directory_training_goes_on(script: Path) -> None:
     command = [sys.executable, str(script), json.dumps([("step", 1, [0], "best")])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 64 and "give --checkpoint-dir DIR, or set" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("give --checkpoint-dir DIR, or set") == 1
 
 
 def test_what_is_no_tag_ends_the_script(script: Path, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = {
     "optimizer object": "lambda params: torch.optim.AdamW(params, …)",
@@ -17,7 +19,10 @@ TOLD = {
     "generator": "give a dataset whose samples are reached by index, an IterableDataset",
     "dict": "with the keys 'train': give one dataset of it",
     "batch_size": "session.batches takes no batch_size=: give global_batch=",
-    "typo": "session.batches takes no shufle=",
+    "typo": "session.batches takes no shufle=: is shuffle= meant?",
+    "typo of a method": "session.track takes no nmae=: is name= meant?",
+    "typo of prepare": "session.prepare takes no stratgy=: is strategy= meant?",
+    "missing": "session.prepare(…) does not fit its arguments: missing a required argument",
     "own step": "the script calls optimizer.step() itself: leave it out",
     "scheduler": "this LambdaLR was built on another optimizer",
     "nested scheduler": "this SequentialLR was built on another optimizer",
@@ -59,3 +64,32 @@ def test_each_mistake_is_a_sentence_or_works() -> None:
             assert (code, text) == (0, ""), (name, text)
         else:
             assert code == 64 and TOLD[name] in text, (name, code, text)
+
+
+TRAINS = """import torch, elasticzero as ez
+
+def train(session):
+    session.prepare(torch.nn.Linear(2, 1), torch.optim.SGD, stratgy="ddp")
+
+ez.run({words})
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train", "session.prepare takes no stratgy=: is strategy= meant? (train.py:4 in train)"),
+        (
+            "train, keep_proces=True",
+            "elasticzero.run takes no keep_proces=: is keep_process= meant? (train.py:6)",
+        ),
+    ],
+)
+def test_a_mistake_has_its_line_in_the_script(words: str, told: str, tmp_path: Path) -> None:
+    """It was a TypeError, which a job took for a fault and tried again."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS.format(words=words))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (64, f"error: {told}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -232,7 +233,9 @@ def test_a_batch_smaller_than_the_world_is_the_users_to_mend(pool: Pool, tmp_pat
     assert failures and all(f.final for f in failures)
     assert "smaller than the world of 3" in failures[0].message
     text = running.workers[failed.index(failures[0])].log.read_text()
-    assert text.startswith("error: global_batch is 2") and "Traceback" not in text
+    assert text.startswith("error: global_batch is 2")
+    assert re.search(r"raise it, or run on fewer \(training_exact\.py:\d+ in \w+\)\n", text), text
+    assert text.count("Traceback") == 1
 
 
 def test_a_worker_does_not_outlive_its_agent(pool: Pool, tmp_path: Path) -> None:

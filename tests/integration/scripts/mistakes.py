@@ -127,6 +127,11 @@ def early_epoch(session: ez.Session) -> None:
         pass
 
 
+def misspelt(session: ez.Session) -> None:
+    prepared(session)
+    session.track(nmae="data", thing=DATA)  # type: ignore[call-arg]
+
+
 def zero_grad_works(session: ez.Session, strategy: str) -> None:
     """Between two micro-batches it dropped the first one's gradient."""
     model, optimizer = prepared(session, strategy)
@@ -160,6 +165,9 @@ def cases() -> dict[str, Callable[[ez.Session], None]]:
         "dict": lambda s: data(s, {"train": DATA}),
         "batch_size": lambda s: data(s, DATA, batch_size=4),
         "typo": lambda s: data(s, DATA, shufle=True),
+        "typo of a method": misspelt,
+        "typo of prepare": lambda s: s.prepare(network(), stratgy="ddp") and None,  # type: ignore[call-arg]
+        "missing": lambda s: s.prepare(network()) and None,  # type: ignore[call-arg]
         "own step": stepped,
         "scheduler": partial(other_scheduler, nested=False),
         "nested scheduler": partial(other_scheduler, nested=True),

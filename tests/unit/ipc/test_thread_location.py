@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from elasticzero.ipc.thread_location import main_thread, place_of, waits
+from elasticzero.ipc.thread_location import PACKAGE, main_thread, place_of, place_of_error, waits
 
 
 def test_the_line_of_the_script_is_named_from_another_thread() -> None:
@@ -52,3 +55,41 @@ def test_a_backward_may_wait_for_peers_its_hooks_do_not() -> None:
     assert frame is not None
     assert waits(frame)
     assert place_of(frame).startswith("test_thread_location.py:")
+
+
+CALLS = "def call():\n    return work()\n"
+ENDS = """def call():
+    try:
+        work()
+    except Exception as error:
+        return place(error)
+"""
+
+
+def compiled(file: str, text: str, work: Callable[[], object]) -> Callable[[], object]:
+    """A function of that file which calls `work`."""
+    names: dict[str, Any] = {"__name__": "module", "work": work, "place": place_of_error}
+    exec(compile(text, file, "exec"), names)
+    call: Callable[[], object] = names["call"]
+    return call
+
+
+def refusing(*files: str) -> Callable[[], object]:
+    """Functions of these files, each of which calls the next; the last call is refused."""
+    call: Callable[[], object] = functools.partial(int, "refused")
+    for file in reversed(files):
+        call = compiled(file, CALLS, call)
+    return compiled(f"{PACKAGE}entry_point.py", ENDS, call)
+
+
+def test_an_error_has_the_line_of_the_innermost_script() -> None:
+    loops, session = f"{PACKAGE}training/batch_loops.py", f"{PACKAGE}session.py"
+    assert refusing("/job/train.py", loops, "/job/end.py", session)() == "end.py:2 in call"
+    assert refusing(f"{PACKAGE}worker/join.py")() == ""
+
+
+def test_an_error_in_a_framework_has_the_line_that_started_it() -> None:
+    """What leads to the generation's end is not in the error's traceback."""
+    script = "/job/train.py"
+    adapter = refusing(f"{PACKAGE}integrations/transformers/loop.py")
+    assert compiled(script, CALLS, adapter)() == "train.py:2 in call"
