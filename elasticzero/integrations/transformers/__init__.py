@@ -1,4 +1,4 @@
-"""Runs transformers' `Trainer` on nodes that come and go: `docs/transformers.md`.
+"""Runs transformers' trainers on nodes that come and go: `docs/transformers.md`.
 
 Import it before `TrainingArguments` are made, which open a process group where they find a
 launcher. Supported: transformers 4.57 to 5, accelerate 1.10 and later.
@@ -10,6 +10,9 @@ from elasticzero.integrations.launch_environment import hide
 
 hide()
 
-from elasticzero.integrations.transformers.trainer import Trainer  # noqa: E402 - after the hiding
+from elasticzero.integrations.transformers.trainer import (  # noqa: E402 - after the hiding
+    Seq2SeqTrainer,
+    Trainer,
+)
 
-__all__ = ["Trainer"]
+__all__ = ["Seq2SeqTrainer", "Trainer"]

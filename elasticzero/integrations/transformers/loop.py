@@ -164,14 +164,10 @@ class TrainingLoop:
         if not self._in_step:
             self._in_step = True
             trainer.control = handler.on_step_begin(args, trainer.state, trainer.control)
-        model.train()
-        inputs = trainer._prepare_inputs(inputs)  # noqa: SLF001 - a hook of subclasses
-        items = self._items(inputs)
-        with trainer.compute_loss_context_manager(), _session_averages(args):
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-        self._add_loss(loss.detach(), items)
-        trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        self.session.backward(loss, weight=items)
+        if type(trainer).training_step is Trainer.training_step:
+            self._compute(model, inputs)
+        else:
+            self._compute_by_override(model, inputs)
         rate = trainer._get_learning_rate()  # noqa: SLF001 - that of this step
         last = self.session.micro_batch.last
         if self.session.step(max_grad_norm=args.max_grad_norm or None):
@@ -180,6 +176,49 @@ class TrainingLoop:
             trainer.control = handler.on_substep_end(args, trainer.state, trainer.control)
         if last:
             self._in_step, self._of_step = False, None
+
+    def _compute(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Computes a micro-batch's loss and gradient as transformers' `training_step` does."""
+        trainer = self._trainer
+        model.train()
+        inputs = trainer._prepare_inputs(inputs)  # noqa: SLF001 - a hook of subclasses
+        items = self._items(inputs)
+        with trainer.compute_loss_context_manager(), _session_averages(self._args):
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        self._backward(loss, items)
+
+    def _compute_by_override(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Computes a micro-batch's loss and gradient by a subclass's own `training_step`, which
+        calls that of transformers, or `accelerator.backward` itself."""
+        trainer, items = self._trainer, self._items(inputs)
+        backward_calls: list[int] = []
+
+        def backward(loss: Tensor, **_: Any) -> None:
+            backward_calls.append(1)
+            self._backward(loss, items)
+
+        trainer.current_gradient_accumulation_steps = 1  # the session takes the mean
+        trainer.accelerator.backward = backward
+        with _session_averages(self._args):
+            trainer.training_step(model, inputs, items)
+        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        if len(backward_calls) != 1:
+            raise UserError(
+                f"{type(trainer).__name__}.training_step has called self.accelerator.backward "
+                f"{len(backward_calls)} times for a micro-batch: call it once, or call "
+                "super().training_step"
+            )
+
+    def _backward(self, loss: Tensor, items: Tensor | None) -> None:
+        """Adds a micro-batch's loss and gradient to those of its step.
+
+        Args:
+            loss: its mean loss.
+            items: the number of labels, over which it is a mean; None: it is one over samples.
+        """
+        self._add_loss(loss.detach(), items)
+        self.session.backward(loss, weight=items)
 
     def _items(self, inputs: dict[str, Any]) -> Tensor | None:
         """Returns the number of labels in a micro-batch, over which its loss is a mean; None: it is

@@ -9,6 +9,7 @@ import transformers
 from transformers import TrainerCallback
 
 from elasticzero.errors import UserError
+from elasticzero.ipc.assignment import Assignment
 
 SET = bool
 DIVIDES = (
@@ -41,19 +42,17 @@ ARGUMENTS: Mapping[str, tuple[Callable[[Any], object], str]] = {
 """For each argument of `TrainingArguments`: whether a value is refused, and what to do instead."""
 
 METHODS: Mapping[str, str] = {
-    "training_step": "override compute_loss, or write the loop with session.batches",
     "get_batch_samples": "override compute_loss, or write the loop with session.batches",
     "_inner_training_loop": "write the loop with session.batches",
     "get_train_dataloader": "give train_dataset, and data_collator",
 }
 
 
-def check_training_arguments(args: Any, resume_from_checkpoint: Any, trial: Any) -> None:
+def check_training_arguments(args: Any, trial: Any) -> None:
     """Checks that no argument of `TrainingArguments` or `train` is given that has no effect.
 
     Args:
         args: the trainer's `TrainingArguments`.
-        resume_from_checkpoint: as given to `train`; a folder is refused.
         trial: as given to `train`; any is refused.
 
     Raises:
@@ -63,28 +62,45 @@ def check_training_arguments(args: Any, resume_from_checkpoint: Any, trial: Any)
         value = getattr(args, name, None)
         if hasattr(args, name) and refused(value):
             raise UserError(f"elasticzero's Trainer takes no {name}={value!r}: {advice}")
-    if isinstance(resume_from_checkpoint, str):
-        raise UserError(
-            f"train(resume_from_checkpoint={resume_from_checkpoint!r}): training goes on by itself "
-            "from the newest state of --checkpoint-dir; to begin with the weights of that folder, "
-            "load the model from it"
-        )
     if trial is not None:
         raise UserError("elasticzero's Trainer runs no hyperparameter search: one job, one run")
 
 
-def check_methods(trainer: transformers.Trainer, adapter: type) -> None:
-    """Checks that no method is overridden that the adapter does not call.
+def resume_note(folder: Any, assignment: Assignment) -> str:
+    """Returns the line that says what becomes of `resume_from_checkpoint`; empty: nothing.
 
     Args:
-        trainer: the trainer, an instance of the adapter's class or of a subclass.
-        adapter: the adapter's class.
+        folder: as given to `train`; None, False or an empty text is nothing, as where
+            `get_last_checkpoint` has found none.
+        assignment: what this generation goes on from.
+
+    Raises:
+        UserError: the job has no state of its own, so that training would begin at step 0.
+    """
+    if not folder:
+        return ""
+    argument = f"train(resume_from_checkpoint={folder!r})"
+    if assignment.resume.tier == "fresh" and assignment.generation == 1:
+        raise UserError(
+            f"{argument}: there is no state to go on from, and training would begin at step 0: "
+            "leave it out, and load the model from a folder to begin with its weights. A job goes "
+            "on by itself, from the newest state of --checkpoint-dir"
+        )
+    return f"{argument} has no effect: training goes on from step {assignment.resume.step}"
+
+
+def check_methods(trainer: transformers.Trainer) -> None:
+    """Checks that no method of transformers' `Trainer` is overridden that is not called here.
+
+    Args:
+        trainer: the trainer.
 
     Raises:
         UserError: a subclass or a callback overrides one; the error says what to do instead.
     """
     for name, advice in METHODS.items():
-        if getattr(type(trainer), name, None) is not getattr(adapter, name, None):
+        own = getattr(transformers.Trainer, name, None)
+        if getattr(type(trainer), name, None) is not own:
             raise UserError(
                 f"{type(trainer).__name__} overrides {name}, which elasticzero's Trainer does not "
                 f"call: {advice}"

@@ -1,7 +1,8 @@
-"""Defines the `Trainer` that trains in an elastic session."""
+"""Defines the trainers that train in an elastic session."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from elasticzero.integrations.transformers.loop import TrainingLoop
 from elasticzero.session import Session
 from elasticzero.state.rng import preserve_rng
 
+log = logging.getLogger(__name__)
+
 
 class Trainer(transformers.Trainer):
     """Trains on nodes that come and go; used as the `Trainer` of transformers is.
 
     The script runs from its top on each rank and in each generation, up to `train`, which goes on
     from the newest state. The lines after `train` are reached once training has finished, by each
-    rank alone.
+    rank alone. A class that is derived from transformers' takes this one first among its bases:
+    `class ElasticSFTTrainer(Trainer, SFTTrainer)`.
     """
 
     control: Any
@@ -33,11 +37,11 @@ class Trainer(transformers.Trainer):
         """Makes the trainer, which has a session while `train` runs.
 
         Args:
-            *args: the arguments of transformers' `Trainer`.
+            *args: the arguments of the trainer that this one is derived from.
             global_batch: samples in a step over all ranks; by default as many as
                 `per_device_train_batch_size` and `gradient_accumulation_steps` make of the ranks
                 with which training begins.
-            **others: likewise those of transformers.
+            **others: likewise.
         """
         self.elastic_launch = hide()
         self.elastic_loop: TrainingLoop | None = None
@@ -64,7 +68,8 @@ class Trainer(transformers.Trainer):
         Ends the process with `UserError` for an argument that has no effect here.
 
         Args:
-            resume_from_checkpoint: True or nothing; training goes on in any case.
+            resume_from_checkpoint: has no effect where the job has a state, from which it goes on
+                in any case; refused where training would begin.
             trial: must be None, as a job is no search for hyperparameters.
             ignore_keys_for_eval: outputs of the model that evaluations leave out.
 
@@ -73,8 +78,12 @@ class Trainer(transformers.Trainer):
         """
 
         def generation(session: Session) -> None:
-            refusals.check_training_arguments(self.args, resume_from_checkpoint, trial)
-            refusals.check_methods(self, Trainer)
+            refusals.check_training_arguments(self.args, trial)
+            refusals.check_methods(self)
+            assignment = session._assignment  # noqa: SLF001 - the package's own
+            note = refusals.resume_note(resume_from_checkpoint, assignment)
+            if note and session.rank == 0:
+                log.info(note)
             if self.elastic_output is not None:
                 raise UserError(
                     "train() was called twice, and a job trains once: make one dataset and one "
@@ -159,3 +168,7 @@ class Trainer(transformers.Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         worker_device = accelerator.own_device(device, self.elastic_launch)
         super()._move_model_to_device(model, worker_device)
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """Trains on nodes that come and go; used as the `Seq2SeqTrainer` of transformers is."""

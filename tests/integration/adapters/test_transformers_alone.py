@@ -13,9 +13,15 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import IterableDataset, SequentialSampler, Subset
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
-from elasticzero.integrations.transformers import Trainer
+from elasticzero.integrations.transformers import Seq2SeqTrainer, Trainer
 from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.transformers.refusals import ARGUMENTS
 from tests.integration.scripts.transformers_trainer import Texts, gpt2, loss_of, right
@@ -59,7 +65,10 @@ def model() -> Any:
 def made(kind: type, folder: Path, args: dict[str, Any], **options: Any) -> Any:
     values = {"train_dataset": Texts(), "compute_loss_func": loss_of, **options}
     values.setdefault("model", model())
-    return kind(args=arguments(folder, **args), **values)
+    chosen = arguments(folder, **args)
+    if issubclass(kind, transformers.Seq2SeqTrainer):
+        chosen = Seq2SeqTrainingArguments(**chosen.to_dict())
+    return kind(args=chosen, **values)
 
 
 def logged(trainer: Any, name: str) -> list[float]:
@@ -207,7 +216,7 @@ def test_an_argument_without_effect_is_refused(
 
 class OwnStep(Trainer):
     def training_step(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError
+        return torch.zeros(())
 
 
 class Looks(TrainerCallback):
@@ -223,7 +232,7 @@ class EndsEpochs(TrainerCallback):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (OwnStep, {}, "OwnStep overrides training_step"),
+        (OwnStep, {}, "has called self.accelerator.backward 0 times for a micro-batch"),
         (Trainer, {"callbacks": [Looks()]}, "Looks has on_pre_optimizer_step"),
         (Trainer, {"callbacks": [EndsEpochs()]}, "should_epoch_stop"),
         (Trainer, {"train_dataset": None}, "needs a train_dataset"),
@@ -242,17 +251,72 @@ def test_what_is_not_called_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_second_training_and_a_folder_to_resume_from_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = made(Trainer, tmp_path, {"max_steps": 2})
-    with pytest.raises(SystemExit):
-        trainer.train(resume_from_checkpoint="checkpoint-2")
-    assert "load the model from it" in capsys.readouterr().err
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train()
     with pytest.raises(SystemExit):
         trainer.train()
     assert "train() was called twice" in capsys.readouterr().err
+
+
+def test_a_folder_to_resume_from_is_left_alone_where_a_state_is(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The idiom of most scripts ended the job at its first recovery."""
+    saving: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    for folder in ("checkpoint-2", True):
+        with pytest.raises(SystemExit) as stop:
+            made(Trainer, tmp_path / "no", saving).train(resume_from_checkpoint=folder)
+        assert stop.value.code == 64
+        assert "training would begin at step 0" in capsys.readouterr().err
+    monkeypatch.setenv("ELASTICZERO_CHECKPOINT_DIR", str(tmp_path / "state"))
+    for steps, told in ((4, False), (6, True)):
+        trainer = made(Trainer, tmp_path / "out", saving | {"max_steps": steps})
+        newest = get_last_checkpoint(str(trainer.args.output_dir))
+        caplog.clear()
+        with caplog.at_level("INFO", logger="elasticzero"):
+            trainer.train(resume_from_checkpoint=newest)
+        assert trainer.state.global_step == steps
+        assert ("has no effect: training goes on from step 4" in caplog.text) == told
+
+
+class Steps(transformers.Trainer):
+    """Wraps `training_step`, as trainers that are derived from transformers' do."""
+
+    def training_step(self, *args: Any, **others: Any) -> Any:
+        self.model.config.steps_seen = getattr(self.model.config, "steps_seen", 0) + 1
+        return super().training_step(*args, **others)
+
+
+class StepsInOrder(Steps, InOrder):
+    """That of transformers."""
+
+
+class OurStepsInOrder(InOrder, Trainer, Steps):
+    """That of this package, as a mixin."""
+
+
+def test_an_overridden_training_step_is_called(tmp_path: Path) -> None:
+    theirs, ours = made(StepsInOrder, tmp_path, {}), made(OurStepsInOrder, tmp_path, {})
+    theirs.train()
+    ours.train()
+    check_equal(ours, theirs)
+    assert ours.model.config.steps_seen == theirs.model.config.steps_seen > 0
+
+
+class Seq2SeqInOrder(InOrder, Seq2SeqTrainer):
+    """That of this package."""
+
+
+def test_a_derived_trainer_trains_as_that_of_transformers(tmp_path: Path) -> None:
+    theirs, ours = made(Theirs, tmp_path, {}), made(Seq2SeqInOrder, tmp_path, {})
+    theirs.train()
+    ours.train()
+    check_equal(ours, theirs)
+    assert isinstance(ours, transformers.Seq2SeqTrainer)
 
 
 def test_the_stored_progress_has_its_keys() -> None:
