@@ -303,11 +303,72 @@ class Session:
             collate_fn=collate_fn,
             num_workers=num_workers,
             drop_last=drop_last,
-        ).resolved(training.position.first_world or self.world_size)
+        ).resolved(training.first_world())
         limit, groups = self._loops.micro_batch_limit(training), self._generation.groups
         schedule = loop.schedule(self.rank, self.world_size, limit)
         reader = loop.reader(self.device, None if groups is None else groups.sum)
         return self._loops.run(training, schedule, reader, on_epoch_end)
+
+    def steps_in(
+        self,
+        dataset: Dataset[Any] | DataLoader[Any],
+        *,
+        global_batch: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        sampler: Collection[int] | None = None,
+        drop_last: bool = False,
+    ) -> int:
+        """Returns the number of global batches of a loop over `batches`, the same in every world.
+
+        Build schedules of the learning rate with it, after `prepare`. What follows from the number
+        of ranks, as `len(loader) // world_size`, changes the schedule whenever the world changes.
+
+        Args:
+            dataset: as for `batches`; of a stream the samples are not counted.
+            global_batch: as for `batches`.
+            epochs: as for `batches`; all of them, where several loops follow each other.
+            steps: as for `batches`.
+            sampler: as for `batches`.
+            drop_last: as for `batches`.
+
+        Returns:
+            The steps from the beginning of the first loop; a batch that is skipped counts.
+
+        Raises:
+            UserError: an argument is not valid, or the dataset is a stream and `epochs` is given.
+        """
+        training = self._prepared("steps_in")
+        loop = LoopArguments(
+            dataset=dataset,
+            global_batch=global_batch,
+            epochs=epochs,
+            steps=steps,
+            sampler=sampler,
+            drop_last=drop_last,
+        )
+        return loop.resolved(training.first_world()).steps_in_all()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of all ranks' micro-batches, in the order of the global batch.
+
+        For losses that compare the samples of a batch with each other: compute the loss of all rows
+        on each rank, and give it to `backward`, which makes its gradient that of one process. All
+        ranks call this, in each micro-batch alike; `tensor` carries gradients if it has them.
+
+        Args:
+            tensor: rows of this rank's micro-batch, in the first dimension; ranks may have
+                different numbers of them. Those of a micro-batch of weight 0 are left out.
+
+        Returns:
+            The rows of all ranks; in a world of one rank its own.
+
+        Raises:
+            UserError: a rank's part of the global batch may be several micro-batches, by
+                `micro_batch`, `virtual_batch` or a `DataLoader`, or ranks give different shapes.
+        """
+        self._prepared("gather")
+        return self._work.gather(tensor)
 
     def backward(
         self,

@@ -138,12 +138,6 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
     training_files = [path for path in files if path not in validation_files]
     data = Windows(read_text(training_files, options.data_bytes), options.context)
     held_out = Windows(read_text(validation_files, options.data_bytes), options.context)
-    total_steps: int = options.steps or options.epochs * math.ceil(len(data) / options.global_batch)
-
-    def rate(step: int) -> float:
-        warm_up = min(1.0, (step + 1) / max(1, total_steps // 10))
-        return warm_up * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, step / total_steps))) / 2)
-
     torch.manual_seed(options.seed)
     plain = GPT(
         Shape(
@@ -158,17 +152,21 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         lambda parameters: torch.optim.AdamW(parameters, lr=options.lr, weight_decay=0.1),
         strategy=options.strategy,
     )
+    length = {
+        "global_batch": options.global_batch,
+        "epochs": None if options.steps else options.epochs,
+        "steps": options.steps,
+    }
+    total_steps = session.steps_in(data, **length)  # the same in every world
+
+    def rate(step: int) -> float:
+        warm_up = min(1.0, (step + 1) / max(1, total_steps // 10))
+        return warm_up * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, step / total_steps))) / 2)
+
     scheduler = session.track("scheduler", LambdaLR(optimizer, rate))
     session.restore()
 
-    batches = session.batches(
-        data,
-        global_batch=options.global_batch,
-        micro_batch=options.micro_batch,
-        epochs=None if options.steps else options.epochs,
-        steps=options.steps,
-        seed=options.seed,
-    )
+    batches = session.batches(data, micro_batch=options.micro_batch, seed=options.seed, **length)
     traced = -1
     for batch in batches:
         if options.trace and session.rank == 0 and session.step_count != traced:

@@ -28,10 +28,11 @@ def train(session: ez.Session) -> None:  # entered again for every generation
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model, optimizer = session.prepare(network, lambda params: torch.optim.AdamW(params, lr=3e-4))
-    warm_up = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
-    scheduler = session.track("scheduler", warm_up)
-    session.restore()  # from memory, from storage, or a fresh start
     dataset = Digits(20_000)  # every sample reached by its index
+    steps = session.steps_in(dataset, global_batch=64, epochs=3)  # the same in every world
+    decay = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50, 1.1 - step / steps))
+    scheduler = session.track("scheduler", decay)
+    session.restore()  # from memory, from storage, or a fresh start
     for batch in session.batches(dataset, global_batch=64, epochs=3):
         loss = F.cross_entropy(model(batch["x"]), batch["y"])
         session.backward(loss)

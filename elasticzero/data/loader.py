@@ -215,6 +215,13 @@ class RankSchedule:
         return None if self.virtual_batch is None else self.plan.global_batch // self.virtual_batch
 
     @property
+    def whole_parts(self) -> bool:
+        """Returns whether a rank's part of a global batch is one micro-batch in every world."""
+        if self.virtual_batch is not None or self.micro_batch == "auto":
+            return False
+        return self.micro_batch is None or self.micro_batch >= self.plan.global_batch
+
+    @property
     def most_samples(self) -> int | None:
         """Returns the most samples of a micro-batch; None: as many as the rank's part has."""
         return self.micro_batch_limit if self.micro_batch == "auto" else self.micro_batch

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from elasticzero.data.datasets import as_stream, check_unused, length_of, parts_of
 from elasticzero.data.loader import BatchReader, RankSchedule
+from elasticzero.data.position import DataPosition
 from elasticzero.data.sampler_order import order_by
 from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.streams.loader import StreamReader
@@ -28,14 +29,14 @@ class LoopArguments:
     global_batch: int | None
     epochs: int | None
     steps: int | None
-    micro_batch: int | Literal["auto"] | None
-    virtual_batch: int | None
-    shuffle: bool
-    seed: int
-    sampler: Any
-    collate_fn: Callable[[list[Any]], Any] | None
-    num_workers: int
-    drop_last: bool
+    micro_batch: int | Literal["auto"] | None = None
+    virtual_batch: int | None = None
+    shuffle: bool = True
+    seed: int = 0
+    sampler: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    drop_last: bool = False
     first_world: int = 0
     """Number of ranks from which the global batch follows; 0: it is given."""
 
@@ -71,6 +72,20 @@ class LoopArguments:
             num_workers=self.num_workers or parts.num_workers,
             drop_last=self.drop_last or parts.drop_last,
         )
+
+    def steps_in_all(self) -> int:
+        """Returns the number of global batches from the loop's beginning to its end.
+
+        Raises:
+            UserError: Only the stream itself knows where it ends.
+        """
+        steps = self._plan().steps_from(DataPosition())
+        if steps is None:
+            raise UserError(
+                "session.steps_in: the samples of a stream are not counted before it is read; "
+                "give steps= alone"
+            )
+        return steps
 
     def schedule(self, rank: int, world_size: int, micro_batch_limit: int | None) -> RankSchedule:
         """Returns what one rank computes of the loop.

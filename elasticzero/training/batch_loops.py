@@ -245,7 +245,7 @@ class Loops:
         if schedule.virtual_batch is not None:
             seed, dataset = plan.order.seed, training.position.dataset
             slices = SliceStates(seed, dataset, training.auxiliary.buffers)
-        work.open_loop(plan, slices)
+        work.open_loop(plan, slices, whole=schedule.whole_parts)
         try:
             # What a stream has left may be known only now, and be too little for a larger batch.
             self._end_epoch_if_over(training, schedule, on_epoch_end)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from elasticzero.comm.gather import gather_rows
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.data.position import DataPosition, GlobalBatch, LoopPlan, MicroBatch
 from elasticzero.data.seeding import seed_generators
@@ -107,17 +108,20 @@ class BatchWork:
         """The state of the slices of the loop that runs; None: it has none."""
         self._hook: GradientHook | None = None
         """Is called with the gradients of each step; None: the script gave no function."""
+        self._whole = False
+        """True if a rank's part of a global batch is one micro-batch in every world."""
         self._unsent: Stepped | None = None
         """The newest step, which the agent has not been sent yet."""
 
-    def open_loop(self, plan: LoopPlan, slices: SliceStates | None) -> None:
+    def open_loop(self, plan: LoopPlan, slices: SliceStates | None, *, whole: bool) -> None:
         """Begins with the global batches of a loop.
 
         Args:
             plan: The loop's plan.
             slices: The state of its slices; None: its global batches are not cut.
+            whole: Whether a rank's part of a global batch is one micro-batch in every world.
         """
-        self._plan, self._slices = plan, slices
+        self._plan, self._slices, self._whole = plan, slices, whole
         self.tracker.record(StepEvent.OPEN)
 
     def end_loop(self, loop: int) -> None:
@@ -149,6 +153,31 @@ class BatchWork:
         if self._slices is not None:
             assert state.batch is not None
             self._slices.begin(state.batch, part, training.boundary_copy().buffers)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Returns the rows that all ranks give for their part of the global batch, in its order.
+
+        Raises:
+            UserError: The call is out of turn, or the part is several micro-batches, here or in
+                another world, or ranks give different tensors.
+        """
+        part = self.tracker.now.part
+        if part is None:
+            raise UserError(
+                "session.gather is called inside the loop over session.batches, for the rows of a "
+                "micro-batch, and before session.step()"
+            )
+        if not self._whole:
+            raise UserError(
+                "session.gather needs each rank's part of a global batch to be one micro-batch in "
+                "every world: leave out micro_batch= and virtual_batch=, and give session.batches "
+                "the dataset itself in place of a DataLoader, which has a micro_batch"
+            )
+        if not rows.dim():
+            raise UserError("session.gather takes a tensor with rows, of the samples, not a number")
+        if part.weight == 0:
+            rows = rows[:0]  # of a filler
+        return rows if self._groups is None else gather_rows(rows, self._groups)
 
     def indices(self) -> list[int]:
         """Returns the dataset indices of the whole global batch."""

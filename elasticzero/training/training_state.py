@@ -34,6 +34,7 @@ from elasticzero.snapshots.requests import CheckpointRequests, RankPlace, save_a
 from elasticzero.snapshots.restore import open_source, restore_state
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
+from elasticzero.state.schedules import warn_of_changed_rates
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
@@ -164,6 +165,8 @@ class TrainingState:
             name, rank = self.stager.strategy, assignment.rank
             self.position = restore_state(source, self.strategy, self.auxiliary, rank, name=name)
             self.step, bytes_read = source.manifest.step, source.bytes_read
+            if assignment.rank == 0:
+                warn_of_changed_rates(self.auxiliary.tracked)
             if assignment.generation == 1:  # a new run goes on where `session.stop` ended the last
                 self.position = replace(self.position, stopped=None)
             self.requests.resume(self.position.tagging, self.step)
@@ -175,6 +178,16 @@ class TrainingState:
         self._tracker.record(StepEvent.LOADED)
         self.copy = copy  # last: where one of these fails, the state is not restored
         return bytes_read
+
+    def first_world(self) -> int:
+        """Returns the number of ranks with which the first loop over a loader has begun, or that of
+        this world before it; also before the state is loaded."""
+        assignment = self._link.assignment
+        first = self.position.first_world
+        if self.copy is None and assignment.resume.tier != "fresh":
+            source = self._source or open_source(assignment)
+            first = source.manifest.state.get("position", {}).get("first_world", 0)
+        return first or assignment.world_size
 
     @property
     def at(self) -> StepState:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer import call
 from elasticzero.integrations.global_batch import agreed_global_batch
 from elasticzero.session import Session
 from elasticzero.snapshots.restore import open_source
+from elasticzero.state.schedules import warn_of_changed_rates
 
 NAME = "lightning"
 """Name under which the session tracks it."""
@@ -69,6 +70,9 @@ class FitProgress:
         self._trainer.fit_loop.load_state_dict(state["loops"])
         for config, stored in zip(self._configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(stored)
+        if self._trainer.is_global_zero:
+            schedules = {f"scheduler {i}": c.scheduler for i, c in enumerate(self._configs)}
+            warn_of_changed_rates(schedules)
         states = {"callbacks": self._callbacks, "pytorch-lightning_version": pl.__version__}
         call._call_callbacks_load_state_dict(self._trainer, states)  # noqa: SLF001 - likewise
 

@@ -11,6 +11,8 @@ import transformers
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_callback import TrainerState
 
+from elasticzero.state.schedules import warn_of_changed_rates
+
 OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero")
 
 
@@ -57,6 +59,8 @@ class TrainerProgress:
         if (state := self._loaded_scheduler) is None:
             return
         scheduler.load_state_dict(state)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warn_of_changed_rates({"the Trainer's schedule": scheduler})
         for group, rate in zip(scheduler.optimizer.param_groups, state["_last_lr"], strict=True):
             if hasattr(group["lr"], "fill_"):
                 group["lr"].fill_(rate)

@@ -160,3 +160,33 @@ def test_what_cannot_be_taken_over_is_refused(
     with pytest.raises(UserError, match=message):
         plan = resolved(dataset, **options).schedule(0, 1, None).plan
         plan.start(DataPosition(), 0)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [{"epochs": 3}, {"steps": 7}, {"epochs": 3, "steps": 7}])
+@pytest.mark.parametrize("sampler", [None, RandomSampler(DATA, num_samples=17)])
+@pytest.mark.parametrize("loader", [False, True])
+def test_the_steps_of_a_loop_are_those_that_it_makes(
+    drop_last: bool, length: dict[str, int], sampler: Any, loader: bool
+) -> None:
+    """Whatever the world is, and also where the loop is cut into several."""
+    given: dict[str, Any] = {"global_batch": 6, "drop_last": drop_last, "epochs": None, **length}
+    dataset: Any = DataLoader(DATA, 4, sampler=sampler) if loader else DATA
+    if not loader:
+        given["sampler"] = sampler
+    loop = resolved(dataset, **given)
+    for world in (1, 2, 5):
+        schedule = loop.schedule(0, world, None)
+        made = sum(1 for _ in schedule.steps(schedule.plan.start(DataPosition(), 0)))
+        assert made == loop.steps_in_all()
+
+
+def test_the_steps_of_a_stream_are_known_only_if_given() -> None:
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(9))
+
+    assert resolved(Endless(), global_batch=2, epochs=None, steps=5).steps_in_all() == 5
+    for given in ({"epochs": 1}, {"epochs": 1, "steps": 5}):
+        with pytest.raises(UserError, match="give steps= alone"):
+            resolved(Endless(), global_batch=2, **given).steps_in_all()

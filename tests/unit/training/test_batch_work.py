@@ -23,7 +23,7 @@ def test_a_loop_that_has_ended_leaves_its_plan() -> None:
     order = Order(samples=4, seed=0, shuffle=False)
     reference = weakref.ref(order)
     loop = tracker.move(StepState.next_loop).loop
-    work.open_loop(BatchPlan(order=order, global_batch=2, epochs=1), None)
+    work.open_loop(BatchPlan(order=order, global_batch=2, epochs=1), None, whole=True)
     del order
     gc.collect()
     assert reference() is not None

@@ -1,0 +1,80 @@
+"""Gathers the rows of all ranks' micro-batches for `session.gather`, with their gradients.
+
+Each rank gets the rows of the whole global batch. In the backward the gradients that the ranks have
+computed for a row are summed, and its own rank takes the sum. `session.backward` weighs each rank's
+loss by its part of the global batch. So a loss of all rows, computed on each rank, has the gradient
+of one process, and so has a mean over a rank's own rows.
+
+It stands apart from `process_group.py`, whose collectives have no gradient.
+Shapes: N rows of this rank, R of all ranks, P of the rank that has most.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.errors import UserError
+
+NARROW = (torch.float16, torch.bfloat16)
+"""Types whose gradients are summed in 32 bits."""
+
+
+def gather_rows(rows_N: Tensor, groups: ProcessGroups) -> Tensor:
+    """Returns the rows of all ranks in the order of ranks; all ranks call this together.
+
+    Args:
+        rows_N: This rank's rows; those of ranks may differ in number, and in nothing else.
+        groups: The process groups.
+
+    Raises:
+        UserError: Ranks give tensors of different types or shapes, or only some have a gradient.
+    """
+    info = groups.rank_info
+    has_gradient = rows_N.requires_grad and torch.is_grad_enabled()
+    kind = f"{rows_N.dtype} {tuple(rows_N.shape[1:])} {has_gradient}"
+    table = torch.zeros(info.world_size, 2, dtype=torch.int64)
+    table[info.rank] = torch.tensor([len(rows_N), zlib.crc32(kind.encode())])
+    counts, kinds = groups.sum(table).unbind(1)
+    if len(set(kinds.tolist())) > 1:
+        gradient = "with a gradient" if has_gradient else "without a gradient"
+        raise UserError(
+            f"ranks gave session.gather different tensors; rank {info.rank} gave {rows_N.dtype} of "
+            f"shape {tuple(rows_N.shape)} {gradient}: only the first dimension may differ"
+        )
+    gathered: Tensor = _Rows.apply(rows_N, counts.tolist(), info.rank)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Rows(torch.autograd.Function):
+    """Gathers rows in the forward, and sums their gradients in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_N: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+        ctx.span = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        shape = (max(counts), *rows_N.shape[1:])
+        padded_P = rows_N.new_zeros(shape)
+        padded_P[: len(rows_N)] = rows_N
+        if not padded_P.numel():
+            return rows_N.new_zeros((sum(counts), *rows_N.shape[1:]))
+        sent = padded_P.reshape(-1).view(torch.uint8)
+        received = [torch.empty_like(sent) for _ in counts]
+        dist.all_gather(received, sent)
+        parts = zip(received, counts, strict=True)
+        return torch.cat([part.view(rows_N.dtype).view(shape)[:count] for part, count in parts])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient_R: Tensor) -> tuple[Tensor, None, None]:
+        dtype = gradient_R.dtype
+        summed_R = gradient_R.to(torch.float32 if dtype in NARROW else dtype, copy=True)
+        summed_R = summed_R.contiguous()
+        if summed_R.numel():
+            dist.all_reduce(torch.view_as_real(summed_R) if dtype.is_complex else summed_R)
+        return summed_R[ctx.span].to(dtype), None, None
