@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -179,15 +180,20 @@ class TrainingState:
         self.copy = copy  # last: where one of these fails, the state is not restored
         return bytes_read
 
+    def stored_json(self) -> Mapping[str, Any]:
+        """Returns the state that this generation starts from, without its tensors; empty: none."""
+        assignment = self._link.assignment
+        if assignment.resume.tier == "fresh":
+            return {}
+        return (self._source or open_source(assignment)).manifest.state
+
     def first_world(self) -> int:
         """Returns the number of ranks with which the first loop over a loader has begun, or that of
         this world before it; also before the state is loaded."""
-        assignment = self._link.assignment
         first = self.position.first_world
-        if self.copy is None and assignment.resume.tier != "fresh":
-            source = self._source or open_source(assignment)
-            first = source.manifest.state.get("position", {}).get("first_world", 0)
-        return first or assignment.world_size
+        if self.copy is None:
+            first = self.stored_json().get("position", {}).get("first_world", 0)
+        return first or self._link.assignment.world_size
 
     @property
     def at(self) -> StepState:

@@ -23,12 +23,14 @@ from elasticzero.integrations.accelerate.prepared import (
     ElasticScheduler,
     GradientNorm,
     LoopSize,
+    Registered,
 )
 from elasticzero.integrations.launch_environment import hide
 from elasticzero.integrations.optimizers import GivenOptimizer, move_scheduler
 from elasticzero.integrations.session_log import log_numbers
 from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
+from elasticzero.training.training_state import TrainingState
 
 REFUSED = {
     "deepspeed_plugin": "--strategy zero2 divides the state",
@@ -39,6 +41,8 @@ REFUSED = {
     "split_batches": "a loader's batch is what a rank computes at once",
 }
 """Arguments without effect, and why."""
+REGISTERED = "registered "
+"""Beginning of the names under which registered objects are in the state, before their numbers."""
 ONE_CALL = "give the model, its optimizer, the training DataLoader and schedulers in one call"
 
 
@@ -75,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
         os.environ.update(hide().variables)
         self.elastic = OpenRun()  # whose group accelerate then finds, and opens no other
         self.elastic_global_batch, self.elastic_strategy = global_batch, strategy
-        self.elastic_tracked: list[Any] = []
+        self.elastic_registered: list[Registered] = []
         self.elastic_optimizer: ElasticOptimizer | None = None
         self.elastic_models: dict[int, nn.Module] = {}
         self.elastic_whole: WholeModel | None = None
@@ -156,16 +160,27 @@ class Accelerator(accelerate.Accelerator):
         session.track("accelerate", size)
         optimizer = self.elastic_optimizer = ElasticOptimizer(made, session)
         replacements: dict[int, Any] = {id(model): laid, id(script_optimizer): optimizer}
-        replacements[id(loader)] = ElasticLoader(loader, session, size, accumulated)
+        replacements[id(loader)] = ElasticLoader(
+            loader, session, size, accumulated, self.elastic_registered
+        )
         kinds = (LRScheduler, ReduceLROnPlateau)
         schedulers = [argument for argument in args if isinstance(argument, kinds)]
         for number, original in enumerate(schedulers):
             scheduler = session.track(f"scheduler {number}", move_scheduler(original, made))
             replacements[id(original)] = ElasticScheduler(scheduler, optimizer, size, batch)
-        for number, registered in enumerate(self.elastic_tracked):
-            session.track(f"registered {number}", registered)
+        tracked = self._training().stored_json().get("tracked", {})
+        stored = sum(name.startswith(REGISTERED) for name in tracked)
+        while len(self.elastic_registered) < stored:
+            self.elastic_registered.append(Registered())  # the script registers it after this
+        for number, registered in enumerate(self.elastic_registered):
+            session.track(f"{REGISTERED}{number}", registered)
         session.restore()
         return replacements
+
+    def _training(self) -> TrainingState:
+        training = self.session._generation.training  # noqa: SLF001 - the package's own
+        assert training is not None
+        return training
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **others: Any) -> None:
         """Adds the gradient of a micro-batch's mean loss to that of the global batch.
@@ -255,13 +270,38 @@ class Accelerator(accelerate.Accelerator):
         return self.session.state_dict()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Makes objects part of the state; call it before `prepare`."""
+        """Makes objects part of the state, in the order of the calls; call it before the loop.
+
+        Args:
+            *objects: have `state_dict` and `load_state_dict`.
+
+        Raises:
+            UserError: one has not, or the state that training goes on from has none in its place.
+        """
+        for thing in objects:
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise UserError(
+                    f"accelerator.register_for_checkpointing was given a {type(thing).__name__}, "
+                    "which has no state_dict and load_state_dict"
+                )
+            self._registered_place().adopt(thing)
+
+    def _registered_place(self) -> Registered:
+        """Returns the place of the next object that the script registers."""
+        for registered in self.elastic_registered:
+            if registered.is_open:
+                return registered
+        registered, number = Registered(), len(self.elastic_registered)
         if self.elastic_optimizer is not None:
-            raise UserError(
-                "accelerator.register_for_checkpointing comes before prepare, which "
-                "restores the state"
-            )
-        self.elastic_tracked += objects
+            if (step := self._training().step) > 0:
+                raise UserError(
+                    f"accelerator.register_for_checkpointing: the state of step {step} has no "
+                    f"object of place {number}, and training would go on without what it had: "
+                    "register the same objects in every generation, before the loop"
+                )
+            self._training().auxiliary.track(f"{REGISTERED}{number}", registered)
+        self.elastic_registered.append(registered)
+        return registered
 
     def save_state(self, output_dir: str | None = None, *args: Any, **others: Any) -> str:
         """Saves the whole model by rank 0; the rest of the state is in `--checkpoint-dir`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, cast
 
 from torch.optim import Optimizer
@@ -36,6 +36,37 @@ class LoopSize:
         self.global_batch = self._requested or state["global_batch"]
 
 
+class Registered:
+    """Holds an object that the script registers for checkpointing, which it may do after `prepare`
+    has restored the state; `session.track` keeps it."""
+
+    def __init__(self) -> None:
+        self._thing: Any = None
+        self._state: Any = None
+        """The state that was restored before the object was registered."""
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether the script has still to register its object."""
+        return self._thing is None
+
+    def adopt(self, thing: Any) -> None:
+        """Takes the script's object, and gives it the state that was restored."""
+        self._thing = thing
+        if self._state is not None:
+            thing.load_state_dict(self._state)
+            self._state = None
+
+    def state_dict(self) -> Any:
+        return self._state if self._thing is None else self._thing.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        if self._thing is None:
+            self._state = state
+        else:
+            self._thing.load_state_dict(state)
+
+
 class GradientNorm:
     """Holds the norm of a step's whole gradient, which is known once the optimizer has stepped."""
 
@@ -60,7 +91,12 @@ class ElasticLoader:
     """Gives this rank's micro-batches of one epoch, or of what is left of it."""
 
     def __init__(
-        self, loader: DataLoader[Any], session: Session, size: LoopSize, accumulated: int
+        self,
+        loader: DataLoader[Any],
+        session: Session,
+        size: LoopSize,
+        accumulated: int,
+        registered: Sequence[Registered],
     ) -> None:
         """Takes the script's training loader.
 
@@ -69,10 +105,12 @@ class ElasticLoader:
             session: gives the micro-batches.
             size: has the samples in a step over all ranks.
             accumulated: micro-batches of a step on one rank in the world that training began with.
+            registered: the objects that the script registers for checkpointing.
         """
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
         self._loader, self._session, self._size = loader, session, size
         self._accumulated = accumulated
+        self._registered = registered
 
     @property
     def total_batch_size(self) -> int:
@@ -89,6 +127,14 @@ class ElasticLoader:
         return steps * self._accumulated
 
     def __iter__(self) -> Iterator[Any]:
+        missing = [str(number) for number, entry in enumerate(self._registered) if entry.is_open]
+        if missing:
+            raise UserError(
+                f"the state that training goes on from has {len(self._registered)} objects of "
+                "accelerator.register_for_checkpointing, and the script has not registered "
+                f"{'that' if len(missing) == 1 else 'those'} of place {', '.join(missing)}: "
+                "register the same objects in the same order before the loop"
+            )
         return self._session.batches(
             self._loader,
             global_batch=self._size.global_batch,

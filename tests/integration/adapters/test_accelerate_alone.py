@@ -95,6 +95,56 @@ def test_registered_objects_are_kept_and_loaders_of_other_calls_evaluate(
     assert state.keys() == net.state_dict().keys()
 
 
+class Counter:
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def trained(
+    accelerator: Any, before: list[Counter], after: list[Counter], steps: int
+) -> list[tuple[int, ...]]:
+    """Counts steps by objects that are registered before and after `prepare`; returns what they
+    were before each."""
+    accelerator.register_for_checkpointing(*before)
+    net, optimizer, _, loader = accelerator.prepare(*parts())
+    accelerator.register_for_checkpointing(*after)
+    found = []
+    for x, y in loader:
+        found.append(tuple(counter.steps for counter in before + after))
+        accelerator.backward(regression.loss_of(net(x), y))
+        optimizer.step()
+        for counter in before + after:
+            counter.steps += 1
+        if len(found) == steps:
+            break
+    return found
+
+
+def test_an_object_is_registered_before_or_after_prepare(
+    accelerators: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order after `prepare`, that of accelerate's documentation, was refused."""
+    monkeypatch.setenv("ELASTICZERO_CHECKPOINT_DIR", str(tmp_path / "c"))
+    one, two = [Counter(), Counter()]
+    assert trained(accelerators(), [one], [two], 3) == [(0, 0), (1, 1), (2, 2)]
+    one, two = Counter(), Counter()
+    assert trained(accelerators(), [], [one, two], 2) == [(3, 3), (4, 4)]
+    one, two = Counter(), Counter()
+    assert trained(accelerators(), [one, two], [], 1) == [(5, 5)]
+    with pytest.raises(UserError, match="has not registered that of place 1"):
+        trained(accelerators(), [], [Counter()], 1)
+    with pytest.raises(UserError, match="the state of step 6 has no object of place 2"):
+        trained(accelerators(), [], [Counter(), Counter(), Counter()], 1)
+
+
 class Rows(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         data = regression.dataset()
@@ -125,9 +175,9 @@ def other_model(accelerator: Any) -> None:
     accelerator.prepare(net, parts()[1], loader)
 
 
-def late(accelerator: Any) -> None:
+def no_state(accelerator: Any) -> None:
     accelerator.prepare(*parts())
-    accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)))
+    accelerator.register_for_checkpointing(object())
 
 
 def early_norm(accelerator: Any) -> None:
@@ -140,7 +190,7 @@ def early_norm(accelerator: Any) -> None:
     [
         (twice, "in a second call"),
         (other_model, "not the model's"),
-        (late, "comes before prepare"),
+        (no_state, "which has no state_dict and load_state_dict"),
         (early_norm, "is known once optimizer.step"),
         (lambda a: a.prepare(*parts()[:2]), "needs a DataLoader with a batch_size"),
         (lambda a: a.prepare(parts()[0]), "1 models and 0 optimizers"),
