@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.trainer import call
 
 from elasticzero.integrations.global_batch import agreed_global_batch
+from elasticzero.integrations.lightning import hook_state
 from elasticzero.session import Session
 from elasticzero.snapshots.restore import open_source
 from elasticzero.state.schedules import warn_of_changed_rates
@@ -21,7 +21,8 @@ NAME = "lightning"
 class FitProgress:
     """Holds a trainer's progress; `session.track` keeps it.
 
-    Callbacks may keep what differs by rank, so that theirs is rank 0's, which `share` gives to all.
+    Callbacks may keep what differs by rank, so that theirs is rank 0's, which `share` gives to all;
+    large tensors, as of averages, must be equal on all ranks.
     """
 
     def __init__(self, trainer: pl.Trainer, requested: int | None, stored: int | None) -> None:
@@ -37,10 +38,15 @@ class FitProgress:
         self.callbacks_changed = True
         self._trainer, self._requested = trainer, requested
         self._callbacks: dict[str, Any] = {}
+        self._hooks: dict[str, Any] = {}
+        """What hooks of callbacks and module have saved."""
+        self._each_step = hook_state.changes_each_step(trainer)
+        self._shared_epoch = -1
         self._loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        hooks = {"hooks": self._hooks} if self._hooks else {}
+        return hooks | {
             "global_batch": self.global_batch,
             "loops": self._trainer.fit_loop.state_dict(),
             "schedulers": [config.scheduler.state_dict() for config in self._configs],
@@ -53,13 +59,18 @@ class FitProgress:
     def share(self) -> None:
         """Takes over the state of rank 0's callbacks if theirs may have changed; all ranks call
         this together, before each boundary."""
-        if not self.callbacks_changed:
+        epoch = self._trainer.current_epoch
+        if not (self._each_step or self.callbacks_changed or epoch != self._shared_epoch):
             return
-        live = call._call_callbacks_state_dict(self._trainer)  # noqa: SLF001 - no public name
-        states = [copy.deepcopy(live)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(states, src=0)
-        self._callbacks, self.callbacks_changed = states[0], False
+        states = {
+            "callbacks": call._call_callbacks_state_dict(self._trainer),  # noqa: SLF001 - no public name
+            "hooks": hook_state.saved_by_hooks(self._trainer),
+        }
+        if not self._each_step:  # or they are captured before they change
+            states = copy.deepcopy(states)
+        states = hook_state.of_rank_zero(states)
+        self._callbacks, self._hooks = states["callbacks"], states["hooks"]
+        self.callbacks_changed, self._shared_epoch = False, epoch
 
     def recall(self) -> None:
         """Gives loops, schedulers and callbacks the state that was loaded, if there is any."""
@@ -73,6 +84,8 @@ class FitProgress:
         if self._trainer.is_global_zero:
             schedules = {f"scheduler {i}": c.scheduler for i, c in enumerate(self._configs)}
             warn_of_changed_rates(schedules)
+        self._hooks = state.get("hooks", {})
+        hook_state.load_by_hooks(self._trainer, self._hooks, self._callbacks)
         states = {"callbacks": self._callbacks, "pytorch-lightning_version": pl.__version__}
         call._call_callbacks_load_state_dict(self._trainer, states)  # noqa: SLF001 - likewise
 

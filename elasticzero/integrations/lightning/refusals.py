@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim.swa_utils import AveragedModel
 
 from elasticzero.errors import UserError
 
@@ -69,4 +70,21 @@ def check_module(module: LightningModule, callbacks: list[Callback]) -> None:
             raise UserError(
                 f"{type(callback).__name__} has on_before_optimizer_step, and gradients are not "
                 "those of the parameters then: leave it out"
+            )
+
+
+def check_averages(callbacks: list[Callback]) -> None:
+    """Checks that no callback averages the weights of a module that is divided by zero3.
+
+    Args:
+        callbacks: the trainer's callbacks.
+
+    Raises:
+        UserError: one has an `AveragedModel`.
+    """
+    for callback in callbacks:
+        if any(isinstance(value, AveragedModel) for value in vars(callback).values()):
+            raise UserError(
+                f"{type(callback).__name__} averages the whole module, of which no rank has more "
+                "than a part under zero3: use zero1 or zero2, or leave the callback out"
             )

@@ -256,6 +256,7 @@ class Elastic(Strategy):
         progress = self._begin_progress(trainer)
         _, optimizer = session.prepare(module, self._make_optimizer, strategy=self._strategy)
         if isinstance(module, FSDPModule):
+            refusals.check_averages(trainer.callbacks)
             for name in STEPS:
                 register_fsdp_forward_method(cast(nn.Module, module), name)
         self.optimizers = [optimizer]
@@ -408,6 +409,17 @@ class Elastic(Strategy):
                 "load the module from it"
             )
         return super().load_checkpoint(checkpoint_path, *args, **others)
+
+    def save_checkpoint(self, *args: Any, **others: Any) -> None:
+        """Saves a file as Lightning does, by which callbacks change.
+
+        Args:
+            *args: the arguments of Lightning's method.
+            **others: likewise.
+        """
+        super().save_checkpoint(*args, **others)
+        if self._progress is not None:
+            self._progress.callbacks_changed = True
 
     def teardown(self) -> None:
         """Leaves the module where it is: its state is still to be saved."""

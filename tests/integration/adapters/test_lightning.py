@@ -38,6 +38,25 @@ def test_faults_change_neither_samples_nor_weights(
     check_saved(Path(faulted["path"]), outcome.weights)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_faults_do_not_change_an_average_of_the_weights(
+    strategy: str, tmp_path: Path, job: str, etcd: EtcdServer
+) -> None:
+    """The callback puts it in the weights' place at the end; it keeps it by hooks of checkpoints,
+    which were not called."""
+    case = Case(
+        script=SCRIPTS / "lightning_trainer.py",
+        samples=regression.SAMPLES,
+        epochs=4,
+        curve="train_loss_step",
+        words=["--average"],
+    )
+    found = through_faults(case, tmp_path, etcd, job, strategy)
+    check_weights(found, undisturbed(case, tmp_path))
+
+
 def check_saved(path: Path, weights: dict[str, Tensor]) -> None:
     """The files of ModelCheckpoint have the whole model."""
     names = {name.removeprefix("model/") for name in weights}

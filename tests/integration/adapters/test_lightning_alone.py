@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -182,3 +183,90 @@ def test_the_stored_progress_has_its_keys(tmp_path: Path) -> None:
     assert list(stored) == ["global_batch", "loops", "schedulers", "callbacks"]
     assert stored["global_batch"] == 8
     assert stored["loops"] == trainer.fit_loop.state_dict()
+
+
+class Counts(Callback):
+    """Counts steps, by its state and by the hooks of checkpoints."""
+
+    def __init__(self) -> None:
+        self.by_state = self.by_hook = 0
+        self.norm = torch.zeros(2000)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.by_state += 1
+        self.by_hook += 1
+        self.norm += trainer.global_step
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.by_state}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.by_state = state["steps"]
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = {"steps": (self.by_hook,), "norm": self.norm}
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        (self.by_hook,) = checkpoint["counted"]["steps"]
+        self.norm = checkpoint["counted"]["norm"]
+
+
+class Fails(Callback):
+    """Ends training once, in the middle of an epoch."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            raise RuntimeError("the fault")
+
+
+class CountsToo(Regression):
+    """Counts steps by a module's own hooks."""
+
+    steps = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["of_module"] = self.steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.steps = checkpoint["of_module"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_what_hooks_of_checkpoints_keep_goes_through_a_fault(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An average of weights began anew, in silence."""
+
+    def run(folder: str, *others: Callback) -> tuple[Any, Counts, Any]:
+        monkeypatch.setenv("ELASTICZERO_CHECKPOINT_DIR", str(tmp_path / folder))
+        monkeypatch.setenv("ELASTICZERO_CHECKPOINT_EVERY", "4")
+        average, counts = EMAWeightAveraging(decay=0.9), Counts()
+        callbacks = [average, counts, *others]
+        torch.manual_seed(3)
+        _, module = trained(Elastic(strategy), tmp_path, CountsToo(), callbacks=callbacks)
+        return module, counts, average
+
+    with pytest.raises(RuntimeError, match="the fault"):
+        run("disturbed", Fails(50))
+    module, counts, _ = run("disturbed")
+    expected, others, _ = run("calm")
+    assert counts.by_state == others.by_state == counts.by_hook == others.by_hook == 82
+    assert module.steps == expected.steps == 82
+    assert torch.equal(counts.norm, others.norm)
+    for (name, p), q in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert (p - q).abs().max() < 1e-12, name  # the averages, which take the weights' place
+
+
+def test_an_average_of_a_divided_module_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        trained(Elastic("zero3"), tmp_path, callbacks=[EMAWeightAveraging()])
+    assert stop.value.code == 64
+    assert "EMAWeightAveraging averages the whole module" in capsys.readouterr().err

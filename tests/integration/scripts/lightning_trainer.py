@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -49,11 +50,14 @@ class Trace(Callback):
 
 
 def main() -> None:
-    options = adapted.parser().parse_args()
+    parser = adapted.parser()
+    parser.add_argument("--average", action="store_true")
+    options = parser.parse_args()
     data = regression.dataset()
     loader = DataLoader(data, batch_size=4, shuffle=True)
     held_out = DataLoader(Subset(data, range(30)), batch_size=5)
     keep = ModelCheckpoint(options.output, monitor="val_loss", save_top_k=1, save_last=True)
+    averages = [EMAWeightAveraging(decay=0.9)] if options.average else []
     stop = EarlyStopping("val_loss", patience=options.epochs)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -62,7 +66,7 @@ def main() -> None:
         max_epochs=options.epochs,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
-        callbacks=[Trace(options.pause), keep, stop],
+        callbacks=[Trace(options.pause), keep, stop, *averages],
         default_root_dir=options.output,
         logger=SessionLogger(),
         enable_progress_bar=False,
