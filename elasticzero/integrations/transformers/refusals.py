@@ -99,8 +99,8 @@ def check_methods(trainer: transformers.Trainer) -> None:
         UserError: a subclass or a callback overrides one; the error says what to do instead.
     """
     for name, advice in METHODS.items():
-        own = getattr(transformers.Trainer, name, None)
-        if getattr(type(trainer), name, None) is not own:
+        of_base = getattr(transformers.Trainer, name, None)
+        if getattr(type(trainer), name, None) is not of_base:
             raise UserError(
                 f"{type(trainer).__name__} overrides {name}, which elasticzero's Trainer does not "
                 f"call: {advice}"
