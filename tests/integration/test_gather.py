@@ -57,9 +57,9 @@ def test_a_loss_over_all_samples_is_that_of_one_process(
     worlds = [(3, told | {"steps": 5}), (1, told | {"steps": 6}), (2, told | {"steps": STEPS})]
     made = pool.train_through(SCRIPT, tmp_path / "c", worlds)
     assert not any("steps_in" in running.logs() for running in made)
-    found = torch.load(told["out"])
+    weights = torch.load(told["out"])
     for name, tensor in plain().items():
-        assert (found[name] - tensor).abs().max() < 1e-9, name
+        assert (weights[name] - tensor).abs().max() < 1e-9, name
 
 
 def test_a_schedule_by_the_number_of_ranks_is_said(pool: Pool, tmp_path: Path) -> None:
@@ -67,15 +67,15 @@ def test_a_schedule_by_the_number_of_ranks_is_said(pool: Pool, tmp_path: Path) -
     worlds = [(2, told | {"steps": 3}), (3, told | {"steps": 5})]
     first, second = pool.train_through(SCRIPT, tmp_path / "c", worlds)
     assert "steps_in" not in first.logs()
-    said = [line for line in second.logs().splitlines() if "session.steps_in" in line]
-    assert len(said) == 1 and "gives a learning rate of 0.3125, and the state" in said[0], said
-    assert "has 0.375; training goes on with the script's" in said[0]
+    lines = [line for line in second.logs().splitlines() if "session.steps_in" in line]
+    assert len(lines) == 1 and "gives a learning rate of 0.3125, and the state" in lines[0], lines
+    assert "has 0.375; training goes on with the script's" in lines[0]
 
 
-@pytest.mark.parametrize("more", [{"micro_batch": 3}, {"virtual_batch": 1}])
-def test_several_micro_batches_are_refused_in_every_world(more: dict[str, int]) -> None:
+@pytest.mark.parametrize("options", [{"micro_batch": 3}, {"virtual_batch": 1}])
+def test_several_micro_batches_are_refused_in_every_world(options: dict[str, int]) -> None:
     """One rank would have one micro-batch of three, and a lost node would have ended the job."""
-    told = {"strategy": "ddp", "steps": 1, "more": more}
+    told = {"strategy": "ddp", "steps": 1, "options": options}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), json.dumps(told)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -71,12 +71,12 @@ TRAINS = """import torch, elasticzero as ez
 def train(session):
     session.prepare(torch.nn.Linear(2, 1), torch.optim.SGD, stratgy="ddp")
 
-ez.run({words})
+ez.run({arguments})
 """
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "told"),
     [
         ("train", "session.prepare takes no stratgy=: is strategy= meant? (train.py:4 in train)"),
         (
@@ -85,10 +85,10 @@ ez.run({words})
         ),
     ],
 )
-def test_a_mistake_has_its_line_in_the_script(words: str, told: str, tmp_path: Path) -> None:
+def test_a_mistake_has_its_line_in_the_script(arguments: str, told: str, tmp_path: Path) -> None:
     """It was a TypeError, which a job took for a fault and tried again."""
     script = tmp_path / "train.py"
-    script.write_text(TRAINS.format(words=words))
+    script.write_text(TRAINS.format(arguments=arguments))
     done = subprocess.run(
         [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

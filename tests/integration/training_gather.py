@@ -61,8 +61,8 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         steps = EPOCHS * len(DataLoader(data, BATCH)) // session.world_size
     schedule = session.track("schedule", LambdaLR(optimizer, rate(steps)))
     session.restore()
-    more: dict[str, Any] = told.get("more", {})
-    for batch, numbers in session.batches(data, seed=SEED, **length, **more):
+    options: dict[str, Any] = told.get("options", {})
+    for batch, numbers in session.batches(data, seed=SEED, **length, **options):
         one, other, scale = network(batch)
         gathered = session.gather(numbers)
         assert gathered.tolist() == session.batch_indices

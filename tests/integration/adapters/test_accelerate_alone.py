@@ -116,16 +116,16 @@ def trained(
     accelerator.register_for_checkpointing(*before)
     net, optimizer, _, loader = accelerator.prepare(*parts())
     accelerator.register_for_checkpointing(*after)
-    found = []
+    counted = []
     for x, y in loader:
-        found.append(tuple(counter.steps for counter in before + after))
+        counted.append(tuple(counter.steps for counter in before + after))
         accelerator.backward(regression.loss_of(net(x), y))
         optimizer.step()
         for counter in before + after:
             counter.steps += 1
-        if len(found) == steps:
+        if len(counted) == steps:
             break
-    return found
+    return counted
 
 
 def test_an_object_is_registered_before_or_after_prepare(

@@ -51,10 +51,10 @@ def test_faults_do_not_change_an_average_of_the_weights(
         samples=regression.SAMPLES,
         epochs=4,
         curve="train_loss_step",
-        words=["--average"],
+        arguments=["--average"],
     )
-    found = through_faults(case, tmp_path, etcd, job, strategy)
-    check_weights(found, undisturbed(case, tmp_path))
+    outcome = through_faults(case, tmp_path, etcd, job, strategy)
+    check_weights(outcome, undisturbed(case, tmp_path))
 
 
 def check_saved(path: Path, weights: dict[str, Tensor]) -> None:

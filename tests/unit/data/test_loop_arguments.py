@@ -170,11 +170,16 @@ def test_the_steps_of_a_loop_are_those_that_it_makes(
     drop_last: bool, length: dict[str, int], sampler: Any, loader: bool
 ) -> None:
     """Whatever the world is, and also where the loop is cut into several."""
-    given: dict[str, Any] = {"global_batch": 6, "drop_last": drop_last, "epochs": None, **length}
+    arguments: dict[str, Any] = {
+        "global_batch": 6,
+        "drop_last": drop_last,
+        "epochs": None,
+        **length,
+    }
     dataset: Any = DataLoader(DATA, 4, sampler=sampler) if loader else DATA
     if not loader:
-        given["sampler"] = sampler
-    loop = resolved(dataset, **given)
+        arguments["sampler"] = sampler
+    loop = resolved(dataset, **arguments)
     for world in (1, 2, 5):
         schedule = loop.schedule(0, world, None)
         made = sum(1 for _ in schedule.steps(schedule.plan.start(DataPosition(), 0)))
@@ -187,6 +192,6 @@ def test_the_steps_of_a_stream_are_known_only_if_given() -> None:
             return iter(range(9))
 
     assert resolved(Endless(), global_batch=2, epochs=None, steps=5).steps_in_all() == 5
-    for given in ({"epochs": 1}, {"epochs": 1, "steps": 5}):
+    for length in ({"epochs": 1}, {"epochs": 1, "steps": 5}):
         with pytest.raises(UserError, match="give steps= alone"):
-            resolved(Endless(), global_batch=2, **given).steps_in_all()
+            resolved(Endless(), global_batch=2, **length).steps_in_all()

@@ -47,7 +47,9 @@ def after(make: Maker, steps: int, taken: int, *, tensor: bool = False) -> Any:
     return schedule
 
 
-def said(make: Maker, steps: int, caplog: pytest.LogCaptureFixture, **others: bool) -> list[str]:
+def warnings_of(
+    make: Maker, steps: int, caplog: pytest.LogCaptureFixture, **others: bool
+) -> list[str]:
     restored = after(make, steps, 0, **others)
     restored.load_state_dict(after(make, 20, 8, **others).state_dict())
     warn_of_changed_rates({"schedule": restored})
@@ -58,7 +60,7 @@ def said(make: Maker, steps: int, caplog: pytest.LogCaptureFixture, **others: bo
 def test_another_number_of_steps_is_said_in_one_line(
     make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (line,) = said(make, 30, caplog)
+    (line,) = warnings_of(make, 30, caplog)
     assert line.startswith("'schedule': at its step ") and "session.steps_in(…)" in line
     if make is linear:
         assert "gives a learning rate of 0.0733333, and" in line and "from has 0.06;" in line
@@ -69,12 +71,12 @@ def test_another_number_of_steps_is_said_in_one_line(
 def test_the_same_schedule_is_silent(
     make: Maker, tensor: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert not said(make, 20, caplog, tensor=tensor)
+    assert not warnings_of(make, 20, caplog, tensor=tensor)
 
 
 def test_a_schedule_that_stores_its_steps_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     """It goes on by the stored number, so that its rates do not change."""
-    assert not said(cosine, 30, caplog)
+    assert not warnings_of(cosine, 30, caplog)
 
 
 def test_what_has_no_rates_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
