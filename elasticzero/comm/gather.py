@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +27,21 @@ NARROW = (torch.float16, torch.bfloat16)
 """Types whose gradients are summed in 32 bits."""
 
 
-def gather_rows(rows_N: Tensor, groups: ProcessGroups) -> Tensor:
+@dataclass(slots=True)
+class Contribution:
+    """Says whether the loss of this rank's micro-batch counts, which its backward knows first."""
+
+    counts: bool = True
+
+
+def gather_rows(rows_N: Tensor, groups: ProcessGroups, contribution: Contribution) -> Tensor:
     """Returns the rows of all ranks in the order of ranks; all ranks call this together.
 
     Args:
         rows_N: This rank's rows; those of ranks may differ in number, and in nothing else.
         groups: The process groups.
+        contribution: Says in the backward whether gradients of this rank's loss count. A loss that
+            does not may be 0/0, whose gradients would make those of all ranks NaN.
 
     Raises:
         UserError: Ranks give tensors of different types or shapes, or only some have a gradient.
@@ -48,7 +58,7 @@ def gather_rows(rows_N: Tensor, groups: ProcessGroups) -> Tensor:
             f"ranks gave session.gather different tensors; rank {info.rank} gave {rows_N.dtype} of "
             f"shape {tuple(rows_N.shape)} {gradient}: only the first dimension may differ"
         )
-    gathered: Tensor = _Rows.apply(rows_N, counts.tolist(), info.rank)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Rows.apply(rows_N, counts.tolist(), info.rank, contribution)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -56,8 +66,11 @@ class _Rows(torch.autograd.Function):
     """Gathers rows in the forward, and sums their gradients in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows_N: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+    def forward(
+        ctx: Any, rows_N: Tensor, counts: Sequence[int], rank: int, contribution: Contribution
+    ) -> Tensor:
         ctx.span = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        ctx.contribution = contribution
         shape = (max(counts), *rows_N.shape[1:])
         padded_P = rows_N.new_zeros(shape)
         padded_P[: len(rows_N)] = rows_N
@@ -71,10 +84,12 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient_R: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient_R: Tensor) -> tuple[Tensor, None, None, None]:
         dtype = gradient_R.dtype
+        if not ctx.contribution.counts:
+            gradient_R = torch.zeros_like(gradient_R)
         summed_R = gradient_R.to(torch.float32 if dtype in NARROW else dtype, copy=True)
         summed_R = summed_R.contiguous()
         if summed_R.numel():
             dist.all_reduce(torch.view_as_real(summed_R) if dtype.is_complex else summed_R)
-        return summed_R[ctx.span].to(dtype), None, None
+        return summed_R[ctx.span].to(dtype), None, None, None

@@ -9,7 +9,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from elasticzero.comm.gather import gather_rows
+from elasticzero.comm.gather import Contribution, gather_rows
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.data.position import DataPosition, GlobalBatch, LoopPlan, MicroBatch
 from elasticzero.data.seeding import seed_generators
@@ -110,6 +110,8 @@ class BatchWork:
         """Is called with the gradients of each step; None: the script gave no function."""
         self._whole = False
         """True if a rank's part of a global batch is one micro-batch in every world."""
+        self._contribution = Contribution()
+        """Says whether the micro-batch's loss counts, for what it has gathered."""
         self._unsent: Stepped | None = None
         """The newest step, which the agent has not been sent yet."""
 
@@ -150,6 +152,7 @@ class BatchWork:
         self.clock.waited(waited_s)
         self.clock.start()
         training.strategy.expect(part)
+        self._contribution = Contribution()
         if self._slices is not None:
             assert state.batch is not None
             self._slices.begin(state.batch, part, training.boundary_copy().buffers)
@@ -177,7 +180,9 @@ class BatchWork:
             raise UserError("session.gather takes a tensor with rows, of the samples, not a number")
         if part.weight == 0:
             rows = rows[:0]  # of a filler
-        return rows if self._groups is None else gather_rows(rows, self._groups)
+        if self._groups is None:
+            return rows
+        return gather_rows(rows, self._groups, self._contribution)
 
     def indices(self) -> list[int]:
         """Returns the dataset indices of the whole global batch."""
@@ -220,6 +225,7 @@ class BatchWork:
         if part.weight == 0 or amount == 0:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
+        self._contribution.counts = amount != 0
         script_weight = None if weight is None else amount
         self.tracker.move(lambda state: state.weighing(script_weight))
         training.begin_backward()
