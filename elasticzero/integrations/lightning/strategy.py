@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,11 +28,22 @@ from elasticzero.integrations.lightning import data, refusals
 from elasticzero.integrations.lightning.data import Limits, StepLoader
 from elasticzero.integrations.lightning.logger import SessionLogger
 from elasticzero.integrations.lightning.progress import NAME, FitProgress, stored_global_batch
+from elasticzero.integrations.resume_argument import resume_note
 from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
 
+log = logging.getLogger(__name__)
+
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 ENDLESS_EPOCHS = 1 << 40
+
+
+class NothingLoaded(dict[str, Any]):
+    """Stands for a file of Lightning of which nothing is loaded: Lightning passes over what is
+    false."""
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class Launcher(_Launcher):
@@ -397,17 +409,18 @@ class Elastic(Strategy):
             **others: likewise.
 
         Returns:
-            What is in the file.
+            What is in the file; nothing in `fit`, which goes on by itself from the newest state.
 
         Raises:
-            UserError: the file was given to `fit`, which goes on by itself from the newest state.
+            UserError: the file was given to `fit`, and there is no state to go on from.
         """
         if self._session is not None:
-            raise UserError(
-                f"trainer.fit(ckpt_path={str(checkpoint_path)!r}): training goes on by itself from "
-                "the newest state of --checkpoint-dir; to begin with the weights of that file, "
-                "load the module from it"
-            )
+            argument = f"trainer.fit(ckpt_path={str(checkpoint_path)!r})"
+            assignment = self._session._assignment  # noqa: SLF001 - the package's own
+            note = resume_note(argument, assignment)
+            if self.is_global_zero:
+                log.info(note)
+            return NothingLoaded({"pytorch-lightning_version": pl.__version__})
         return super().load_checkpoint(checkpoint_path, *args, **others)
 
     def save_checkpoint(self, *args: Any, **others: Any) -> None:

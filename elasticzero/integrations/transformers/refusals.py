@@ -9,7 +9,6 @@ import transformers
 from transformers import TrainerCallback
 
 from elasticzero.errors import UserError
-from elasticzero.ipc.assignment import Assignment
 
 SET = bool
 DIVIDES = (
@@ -64,29 +63,6 @@ def check_training_arguments(args: Any, trial: Any) -> None:
             raise UserError(f"elasticzero's Trainer takes no {name}={value!r}: {advice}")
     if trial is not None:
         raise UserError("elasticzero's Trainer runs no hyperparameter search: one job, one run")
-
-
-def resume_note(folder: Any, assignment: Assignment) -> str:
-    """Returns the line that says what becomes of `resume_from_checkpoint`; empty: nothing.
-
-    Args:
-        folder: as given to `train`; None, False or an empty text is nothing, as where
-            `get_last_checkpoint` has found none.
-        assignment: what this generation goes on from.
-
-    Raises:
-        UserError: the job has no state of its own, so that training would begin at step 0.
-    """
-    if not folder:
-        return ""
-    argument = f"train(resume_from_checkpoint={folder!r})"
-    if assignment.resume.tier == "fresh" and assignment.generation == 1:
-        raise UserError(
-            f"{argument}: there is no state to go on from, and training would begin at step 0: "
-            "leave it out, and load the model from a folder to begin with its weights. A job goes "
-            "on by itself, from the newest state of --checkpoint-dir"
-        )
-    return f"{argument} has no effect: training goes on from step {assignment.resume.step}"
 
 
 def check_methods(trainer: transformers.Trainer) -> None:

@@ -13,6 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from elasticzero.entry_point import run
 from elasticzero.errors import UserError
 from elasticzero.integrations.launch_environment import hide
+from elasticzero.integrations.resume_argument import resume_note
 from elasticzero.integrations.session_log import log_numbers
 from elasticzero.integrations.transformers import accelerator, refusals, saving
 from elasticzero.integrations.transformers.loop import TrainingLoop
@@ -80,10 +81,12 @@ class Trainer(transformers.Trainer):
         def generation(session: Session) -> None:
             refusals.check_training_arguments(self.args, trial)
             refusals.check_methods(self)
-            assignment = session._assignment  # noqa: SLF001 - the package's own
-            note = refusals.resume_note(resume_from_checkpoint, assignment)
-            if note and session.rank == 0:
-                log.info(note)
+            if resume_from_checkpoint:  # get_last_checkpoint may have found nothing
+                argument = f"train(resume_from_checkpoint={resume_from_checkpoint!r})"
+                assignment = session._assignment  # noqa: SLF001 - the package's own
+                note = resume_note(argument, assignment)
+                if session.rank == 0:
+                    log.info(note)
             if self.elastic_output is not None:
                 raise UserError(
                     "train() was called twice, and a job trains once: make one dataset and one "

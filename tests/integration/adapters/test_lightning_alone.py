@@ -150,15 +150,46 @@ def test_what_cannot_be_done_is_refused(
     assert message in told and "Traceback" not in told
 
 
-def test_a_file_to_resume_from_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+class Unscheduled(Regression):
+    """Can be trained for more steps than at first."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=1e-3)
+
+
+def test_a_file_to_resume_from_is_left_alone_where_a_state_is(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trainer, module = trained("auto", tmp_path)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = L.Trainer(strategy=Elastic(), accelerator="cpu", devices=1, logger=False, max_epochs=1)
+    """A script that gives its newest file ended the job at the first recovery."""
+
+    def fit(steps: int, file: Path | None) -> Any:
+        trainer = L.Trainer(
+            strategy=Elastic(),
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            max_steps=steps,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+        )
+        loader = DataLoader(regression.dataset(), 4)
+        trainer.fit(Unscheduled(), loader, ckpt_path=file, weights_only=False)
+        return trainer
+
+    file = tmp_path / "a.ckpt"
+    fit(2, None).save_checkpoint(file)
     with pytest.raises(SystemExit):
-        again.fit(module, DataLoader(regression.dataset(), 4), ckpt_path=tmp_path / "a.ckpt")
-    assert "load the module from it" in capsys.readouterr().err
+        fit(4, file)
+    assert "training would begin at step 0" in capsys.readouterr().err
+    monkeypatch.setenv("ELASTICZERO_CHECKPOINT_DIR", str(tmp_path / "state"))
+    fit(3, None)
+    with caplog.at_level("INFO", logger="elasticzero"):
+        trainer = fit(5, file)
+    assert trainer.global_step == 5
+    assert "has no effect: training goes on from step 3" in caplog.text
 
 
 def test_a_trained_module_is_validated_and_saved_by_lightning(tmp_path: Path) -> None:
