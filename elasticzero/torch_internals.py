@@ -14,7 +14,8 @@ Check after an upgrade of torch:
    `get_error`. `make gpu` runs all of these;
  - `torch.utils.data._utils.worker._worker_info` is what `get_worker_info` returns;
  - `_optimizer_step_pre_hooks` and `_global_optimizer_pre_hooks`, and those named `post`, hold what
-   runs at an optimizer's step;
+   runs at an optimizer's step, and `_optimizer_state_dict_pre_hooks` and the one named `post` what
+   runs where its state is taken;
  - `Tensor._version` grows with every change in place that autograd sees;
  - a module's `_buffers` has its buffers, and `_non_persistent_buffers_set` names those that its
    `state_dict` leaves out.
@@ -53,6 +54,7 @@ __all__ = [
     "collectives_begun",
     "count_of_changes",
     "drop_step_hooks",
+    "has_state_dict_hooks",
     "has_step_hooks",
     "nccl_backends",
     "script_groups",
@@ -159,6 +161,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         *_global_optimizer_post_hooks.values(),
     ]
     return any(not isinstance(hook, StepCheck) for hook in hooks)
+
+
+def has_state_dict_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether a script has hooks run where this optimizer's `state_dict` is taken."""
+    before, after = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
+    return bool(getattr(optimizer, before, None) or getattr(optimizer, after, None))
 
 
 def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:

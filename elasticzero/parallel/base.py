@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,9 @@ from elasticzero.state.model import LoadTarget, NamedModel, RankState, Spec
 
 GRADIENT_NORM = "gradient/norm"
 """The name of the gradient's norm among what must be equal on all ranks."""
+
+NONE_STORED: Mapping[str, Any] = MappingProxyType({})
+"""The small state of optimizers where none is stored."""
 
 OptimizerFactory = Callable[[Any], MadeOptimizers]
 
@@ -155,9 +159,15 @@ class Strategy(Protocol):
         """Returns what every rank has whole, by name: it must be equal on all ranks between two
         steps."""
 
-    def filling(self, stored: Mapping[str, Spec]) -> AbstractContextManager[Iterable[LoadTarget]]:
+    def filling(
+        self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
+    ) -> AbstractContextManager[Iterable[LoadTarget]]:
         """Yields where a stored state goes; what is put there takes effect when the context ends.
 
-        Creates optimizer state as `stored` has it; raises `CheckpointMismatch` when it is another
+        Creates optimizer state as it is stored; raises `CheckpointMismatch` when it is another
         optimizer's.
+
+        Args:
+            stored: Shape and dtype of each stored tensor.
+            small: What `RankState.optimizers` was; empty in checkpoints of an older release.
         """

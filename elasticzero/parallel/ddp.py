@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from json import dumps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
-from elasticzero.parallel.base import GRADIENT_NORM, Setting
+from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Setting
 from elasticzero.parallel.buckets.all_reduce import AllReduce, SummedBucket
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.finite import (
@@ -25,13 +27,9 @@ from elasticzero.parallel.finite import (
 from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer
 from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.optimizers.groups import open_optimizers
-from elasticzero.parallel.optimizers.state import (
-    MASTER,
-    by_parameter,
-    check_keys,
-)
+from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
 from elasticzero.spans import Span
-from elasticzero.state.model import MODEL, OPTIMIZER, LoadTarget, RankState, Spec
+from elasticzero.state.model import MODEL, OPTIMIZER_TREE, LoadTarget, RankState, Spec
 
 
 class Replicated:
@@ -125,8 +123,7 @@ class Replicated:
         return Suspects(loss=self._losses.bad, gradients=not_finite(gradients))
 
     def apply(self) -> None:
-        for optimizer in self.optimizers.stepped.values():
-            optimizer.step()
+        self.optimizers.step()
         self._drop_gradients()
 
     def discard(self) -> None:
@@ -147,15 +144,16 @@ class Replicated:
         frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         share = RankState(frozen=frozen)
         share.add_even({MODEL + name: p.detach() for name, p in self._parameters.items()})
+        whole = WholeState.of(self.optimizers)
+        share.optimizers = whole.small
         by_key: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}
-        for name, parameter in self.optimizers.parameters().items():
-            for key, tensor in self.optimizers.stored_state(name, parameter).items():
-                full = f"{OPTIMIZER}{name}/{key}"
-                if tensor.dim() == 0:
-                    scalars[full] = tensor
-                else:
-                    by_key.setdefault(key, {})[full] = tensor
+        for full, tensor in whole.tensors.items():
+            if tensor.dim() == 0:
+                scalars[full] = tensor
+            else:
+                key = "" if full.startswith(OPTIMIZER_TREE) else full.rpartition("/")[2]
+                by_key.setdefault(key, {})[full] = tensor
         for tensors in by_key.values():
             share.add_even(tensors)
         count = len(scalars)
@@ -166,30 +164,23 @@ class Replicated:
         return {}
 
     def replicas(self) -> dict[str, Tensor]:
-        tensors = {name: held.tensor for name, held in self.rank_state().held.items()}
+        share = self.rank_state()
+        tensors = {name: held.tensor for name, held in share.held.items()}
+        if trees := {kind: tree for kind, tree in share.optimizers.items() if kind in TREES}:
+            text = dumps(trees, sort_keys=True).encode()
+            tensors[OPTIMIZER_TREE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return tensors if self._norm is None else {**tensors, GRADIENT_NORM: self._norm}
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+    def filling(
+        self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
+    ) -> Iterator[list[LoadTarget]]:
         slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
-        states: list[tuple[str, nn.Parameter, dict[str, Tensor]]] = []
-        index = by_parameter(stored)
-        for name, parameter in self.optimizers.parameters().items():
-            keys = index.get(name, {})
-            check_keys(name, keys, self.optimizers.schema(name))
-            tensors: dict[str, Tensor] = {}
-            for key, spec in keys.items():
-                if key == MASTER:
-                    continue
-                tensors[key] = torch.empty(spec.shape, dtype=spec.dtype)
-                span = Span(0, spec.numel)
-                slots.append(LoadTarget(f"{OPTIMIZER}{name}/{key}", span, tensors[key]))
-            states.append((name, parameter, tensors))
-        yield slots
-        for name, parameter, tensors in states:
-            self.optimizers.put_state(name, parameter, tensors)
+        restore = WholeRestore(self.optimizers, stored, small)
+        yield [*slots, *restore.targets()]
+        restore.put()
 
 
 def _make_dense(parameters: Iterable[nn.Parameter]) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from elasticzero.data.position import MicroBatch
-from elasticzero.parallel.base import Setting
+from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.mesh import Mesh
@@ -271,14 +271,19 @@ class FullyPartitioned(PiecedStrategy):
         return chunk(shape[0], self._mesh.shards, self._mesh.shard).start * width
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+    def filling(
+        self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
+    ) -> Iterator[list[LoadTarget]]:
         self._reshard()
         slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             local = _local(parameter)
             span = Span(self._first(name), self._first(name) + local.numel())
             slots.append(LoadTarget(MODEL + name, span, local))
-        with self._pieced.filling(stored) as piece_targets, self._mirrors.filling(stored) as copies:
+        with (
+            self._pieced.filling(stored, small) as piece_targets,
+            self._mirrors.filling(stored, small) as copies,
+        ):
             yield [*slots, *piece_targets, *copies]
 
     def _reshard(self) -> None:

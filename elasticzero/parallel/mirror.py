@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elasticzero.parallel.base import Setting
+from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.finite import clipping
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers
@@ -133,9 +133,11 @@ class Mirror:
             chunk.renew()
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+    def filling(
+        self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
+    ) -> Iterator[list[LoadTarget]]:
         """Does what `PartitionedOptimizer.filling` does, for the copy."""
-        with self.pieced.filling(stored) as slots:
+        with self.pieced.filling(stored, small) as slots:
             yield slots
             self.renew()
         self._has_masters = self._has_masters or any(n.endswith("/" + MASTER) for n in stored)
@@ -190,8 +192,10 @@ class Mirrors:
             mirror.step(owners)
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+    def filling(
+        self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
+    ) -> Iterator[list[LoadTarget]]:
         """Yields where the stored state of the mirrors goes."""
         with ExitStack() as stack:
-            slots = [stack.enter_context(mirror.filling(stored)) for mirror in self.kept]
+            slots = [stack.enter_context(mirror.filling(stored, small)) for mirror in self.kept]
             yield [slot for targets in slots for slot in targets]

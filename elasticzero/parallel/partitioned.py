@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from elasticzero.errors import CheckpointMismatch, UserError, is_peer_error
 from elasticzero.parallel import same_number
-from elasticzero.parallel.base import GRADIENT_NORM, Agreement
+from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Agreement
 from elasticzero.parallel.finite import (
     LossCheck,
     Suspects,
@@ -32,7 +32,9 @@ from elasticzero.parallel.optimizers.state import (
     MASTER,
     by_parameter,
     check_keys,
+    check_nothing_else,
     cut_state,
+    name_is_stepped,
     working_dtype,
 )
 from elasticzero.spans import Span
@@ -78,6 +80,8 @@ class PartitionedOptimizer:
         self._agreement = agreement
         self._norm: Tensor | None = None
         self.has_state = any(g.nature.makes_state_at_once for g in optimizers.groups)
+        self._unstepped = set(optimizers.group_of)
+        """Parameters without a gradient in any global batch so far, on all ranks."""
         self.used: set[str] = set()
         """The parameters that any rank has used in the global batch, once it is complete."""
         self._differ = False
@@ -268,6 +272,7 @@ class PartitionedOptimizer:
                 called.
         """
         self.has_state = self.has_state or bool(self.used)
+        self._unstepped -= self.used
         self.losses.clear()
         divisible = {}
         stepped_now = self.optimizers.stepped
@@ -308,16 +313,21 @@ class PartitionedOptimizer:
         self._share_masters(share, group)
         if not self.has_state:
             return
+        share.optimizers["unstepped"] = sorted(self._unstepped)
         by_key: dict[tuple[str, bool], list[int]] = {}
         for index, name in enumerate(group.names):
             piece = self.pieces.get(name)
             kept = {} if piece is None else self.optimizers.stored_state(name, piece.parameter)
             for key, entry in self.optimizers.schema(name).items():
+                if entry.kind == "constant":
+                    continue
                 scalar = entry.kind in ("scalar", "number")
                 by_key.setdefault((key, scalar), []).append(index)
                 shape = () if scalar else entry.shape(self._specs[name].shape)
                 full = f"{OPTIMIZER}{name}/{key}"
-                share.specs[full] = spec = Spec(dtype=entry.dtype, shape=shape)
+                of_whole = working_dtype(self._specs[name].dtype)
+                dtype = of_whole if entry.follows else entry.dtype
+                share.specs[full] = spec = Spec(dtype=dtype, shape=shape)
                 if piece is not None:
                     tensor = self._state(piece, key, kept.get(key), spec, scalar=scalar)
                     share.held[full] = LocalTensor(tensor, 0 if scalar else piece.start)
@@ -369,7 +379,9 @@ class PartitionedOptimizer:
         return value
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+    def filling(
+        self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
+    ) -> Iterator[list[LoadTarget]]:
         """Yields slots for the stored state of this rank's pieces; it is installed when the context
         ends.
 
@@ -379,6 +391,7 @@ class PartitionedOptimizer:
         slots: list[LoadTarget] = []
         states: list[tuple[ParameterPiece, dict[str, Tensor]]] = []
         index = by_parameter(stored)
+        check_nothing_else(small)
         for name, piece in self.pieces.items():
             schema, keys = self.optimizers.schema(name), index.get(name, {})
             check_keys(name, keys, schema)
@@ -406,7 +419,10 @@ class PartitionedOptimizer:
         for piece, tensors in states:
             if piece.values is not None and MASTER not in index.get(piece.name, {}):
                 piece.parameter.data.copy_(piece.values)
-            self.optimizers.put_state(piece.name, piece.parameter, tensors)
+            stepped = name_is_stepped(piece.name, small)
+            self.optimizers.put_state(piece.name, piece.parameter, tensors, stepped=stepped)
+        names = set(self.optimizers.group_of)
+        self._unstepped = names.intersection(small.get("unstepped", names))
         at_once = any(g.nature.makes_state_at_once for g in self.optimizers.groups)
         self.has_state = at_once or any(keys.keys() - {MASTER} for keys in index.values())
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elasticzero.data.position import MicroBatch
-from elasticzero.parallel.base import Setting
+from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.queue import BucketQueue
@@ -184,10 +185,15 @@ class FlatBuckets(PiecedStrategy):
         return whole | self._pieced.norm()
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+    def filling(
+        self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
+    ) -> Iterator[list[LoadTarget]]:
         self.settle()
         slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
-        with self._pieced.filling(stored) as piece_targets, self._mirrors.filling(stored) as copies:
+        with (
+            self._pieced.filling(stored, small) as piece_targets,
+            self._mirrors.filling(stored, small) as copies,
+        ):
             yield [*slots, *piece_targets, *copies]

@@ -93,13 +93,14 @@ def draft(
     asked = copy.position.tagging
     others = tuple(request for request in asked if request.step != copy.step)
     position = replace(copy.position, tagging=others)  # its own are in the manifest
+    optimizers = {"optimizers": share.optimizers} if share.optimizers else {}
     manifest = Manifest(
         step=copy.step,
         generation=writer.generation,
         token=writer.token,
         strategy=writer.strategy,
         layout=layout,
-        state={"step": copy.step, "position": encode(position), **copy.json},
+        state={"step": copy.step, "position": encode(position), **copy.json, **optimizers},
         tags=tags_of(asked, copy.step),
     )
     return manifest, list(_pieces(layout.spans(rank), share))

@@ -110,7 +110,7 @@ def restore_state(
     }
     whole = {names_of[name]: tensor for name, tensor in buffers.items()} | extra
     whole |= {kinds[kind]: tensor for kind, tensor in generators.items()}
-    with strategy.filling(specs) as slots:
+    with strategy.filling(specs, json.get("optimizers", {})) as slots:
         targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
         slots = list(slots)
         checkpoint.load([*slots, *targets])

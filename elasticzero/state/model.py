@@ -2,6 +2,7 @@
 
 Names: `model/<name in state_dict>`, `not-saved/<name>` of a buffer that is not in it,
 `module/<module>/<path>` of a module's extra state, `optimizer/<parameter>/<key>`,
+`optimizers/<kind>/<parameter or optimizer>/<path>` of what an optimizer keeps in another form,
 `tracked/<object>/<path>`, `rng/<kind>/<rank>`. Values that are not tensors become JSON, in which
 `{"$tensor": name}` stands for a tensor.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from elasticzero.state.extra_state import ExtraStates
 
 MODEL, OPTIMIZER, TRACKED, GROUPS, RNG = "model/", "optimizer/", "tracked/", "groups/", "rng/"
 NOT_SAVED, EXTRA = "not-saved/", "module/"
+OPTIMIZER_TREE = "optimizers/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +93,14 @@ class RankState:
     held: dict[str, LocalTensor] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     """Parameters that training does not change; they may hold anything, such as -inf in a mask."""
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    """Small state of the optimizers that is no tensor, equal on all ranks, as JSON."""
 
     def trained(self) -> set[str]:
         """Returns the names that must be finite; call it before buffers and other tensors are
         added."""
-        return self.specs.keys() - self.frozen
+        names = self.specs.keys() - self.frozen
+        return {name for name in names if not name.startswith(OPTIMIZER_TREE)}
 
     def not_finite(self) -> list[str]:
         """Returns the names with non-finite elements on this rank; reads every element."""

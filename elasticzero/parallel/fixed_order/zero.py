@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
-from elasticzero.parallel.base import Setting
+from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
 from elasticzero.parallel.gradients import GradientHook, check_frozen
@@ -140,11 +141,13 @@ class WholeParameters(PiecedStrategy):
         return whole | self._pieced.norm()
 
     @contextmanager
-    def filling(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
+    def filling(
+        self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
+    ) -> Iterator[list[LoadTarget]]:
         slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
-        with self._pieced.filling(stored) as targets:
+        with self._pieced.filling(stored, small) as targets:
             yield [*slots, *targets]
 
 

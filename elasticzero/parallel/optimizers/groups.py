@@ -18,7 +18,19 @@ from elasticzero.parallel.optimizers.probe import (
     packages_of,
     probe,
 )
-from elasticzero.parallel.optimizers.state import Schema, put_state, stored_state
+from elasticzero.parallel.optimizers.state import (
+    Schema,
+    dealt_keys,
+    inner_keys,
+    put_state,
+    stored_state,
+)
+from elasticzero.parallel.optimizers.whole_trial import (
+    check_before_parts,
+    check_parts,
+    check_whole,
+    checked_step,
+)
 from elasticzero.state.model import NamedModel, Spec, spec_of
 
 MadeOptimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
@@ -58,8 +70,19 @@ class Optimizers:
     """Holds the script's optimizers, just built, and the groups of all of them."""
 
     def __init__(
-        self, by_name: Mapping[str, torch.optim.Optimizer], groups: list[OptimizerGroup]
+        self,
+        by_name: Mapping[str, torch.optim.Optimizer],
+        groups: list[OptimizerGroup],
+        untried: Collection[str] = (),
     ) -> None:
+        """Takes the optimizers.
+
+        Args:
+            by_name: The optimizers.
+            groups: The groups of all of them.
+            untried: Names of those that could not step dummies; `step` looks at them.
+        """
+        self._untried = set(untried)
         self.by_name = by_name
         """One without a name has the empty one."""
         self.groups = groups
@@ -90,6 +113,19 @@ class Optimizers:
         """Returns those that the present global batch has gradients for, by name."""
         only = self.only
         return {n: optimizer for n, optimizer in self.by_name.items() if only is None or n in only}
+
+    def step(self) -> None:
+        """Steps the optimizers that the present global batch has gradients for.
+
+        Raises:
+            UserError: One keeps what is not stored, which its first step has shown.
+        """
+        for name, optimizer in self.stepped.items():
+            if name in self._untried:
+                self._untried.discard(name)
+                checked_step(optimizer)
+            else:
+                optimizer.step()
 
     def has_gradients(self, name: str) -> bool:
         """Tells whether the present global batch is for the optimizer of this parameter."""
@@ -184,6 +220,10 @@ class Optimizers:
             groups.append(replace(group, optimizer=clone, options=options))
         return Optimizers(clones, groups)
 
+    def packs(self, optimizer_name: str) -> bool:
+        """Tells whether an optimizer packs what it keeps."""
+        return any(g.nature.packs for g in self.groups if g.optimizer_name == optimizer_name)
+
     def stored_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns what is kept for a parameter as it is stored, by key.
 
@@ -199,29 +239,41 @@ class Optimizers:
         state = group.optimizer.state.get(parameter, {})
         kept, schema = stored_state(state), group.schema(name)
         packs = group.nature.packs or any(map(is_packed, state.values()))
-        unknown = kept.keys() - schema.keys()
-        if unknown or (packs and kept and kept.keys() != schema.keys()):
+        rest = {k: v for k, v in state.items() if not inner_keys(k, v) & kept.keys()}
+        constants = {k: e.constant for k, e in schema.items() if e.kind == "constant"}
+        changed = {str(k): v for k, v in rest.items() if k not in constants or constants[k] != v}
+        unknown = kept.keys() - dealt_keys(schema) | changed.keys()
+        if unknown or (packs and kept and kept.keys() != dealt_keys(schema)):
             before = ", ".join(sorted(schema)) or "nothing"
+            keys = ", ".join(sorted({*kept, *changed}))
             raise UserError(
-                f"{type(group.optimizer).__name__} keeps {', '.join(sorted(kept))} for parameter "
+                f"{type(group.optimizer).__name__} keeps {keys} for parameter "
                 f"{name!r}, and kept {before} for the dummy by which "
-                "session.prepare found out what it keeps: use torch.optim.AdamW, or an optimizer "
-                "of torchao"
+                "session.prepare found out what it keeps: use strategy ddp, torch.optim.AdamW, or "
+                "an optimizer of torchao"
             )
         return kept
 
-    def put_state(self, name: str, parameter: nn.Parameter, stored: Mapping[str, Tensor]) -> None:
+    def put_state(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        stored: Mapping[str, Tensor],
+        *,
+        stepped: bool = False,
+    ) -> None:
         """Replaces what is kept for a parameter.
 
         Args:
             name: The parameter's name.
             parameter: What the optimizer has of it: the parameter or a piece.
             stored: The state as `stored_state` returns it; empty: it was never stepped.
+            stepped: True: it is known to be that of a parameter that was stepped, zero or not.
         """
         group = self.group_of[name]
         at_once = group.nature.makes_state_at_once
-        schema = group.schema(name)
-        put_state(group.optimizer, parameter, stored, schema, made_at_once=at_once)
+        schema, optimizer = group.schema(name), group.optimizer
+        put_state(optimizer, parameter, stored, schema, made_at_once=at_once, stepped=stepped)
 
 
 def open_optimizers(
@@ -246,8 +298,11 @@ def open_optimizers(
     name_of, owner_of = named.name_of(), dict[str, str]()
     groups: list[OptimizerGroup] = []
     natures: dict[Any, GroupNature] = {}
+    untried: set[str] = set()
     for optimizer_name, optimizer in by_name.items():
         _check_package(optimizer, divided)
+        if divided != "nothing":
+            check_before_parts(optimizer)
         for options in optimizer.param_groups:
             names = [_name(parameter, name_of) for parameter in options["params"]]
             for name in names:
@@ -261,8 +316,11 @@ def open_optimizers(
             nature = probe(optimizer, options, natures, whole_model=whole, device=device)
             if divided != "nothing":
                 _check(nature, type(optimizer).__name__, divided)
+                check_parts(optimizer, nature)
             groups.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, specs))
-    return Optimizers(by_name, groups)
+        if divided == "nothing" and not check_whole(optimizer):
+            untried.add(optimizer_name)
+    return Optimizers(by_name, groups, untried)
 
 
 def _name(parameter: nn.Parameter, name_of: Mapping[int, str]) -> str:

@@ -37,7 +37,8 @@ def is_packed(value: Any) -> bool:
     """Tells whether an entry of an optimizer's state wraps other tensors."""
     kind = type(value)
     return (
-        isinstance(value, Tensor)
+        kind is not Tensor
+        and isinstance(value, Tensor)
         and hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
     )

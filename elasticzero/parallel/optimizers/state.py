@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ NUMBERS: dict[type[Any], torch.dtype] = {
 }
 """How Python's own numbers in an optimizer's state are stored."""
 
-Kind = Literal["elementwise", "scalar", "number", "shaped", "inner", "other"]
+Kind = Literal["elementwise", "scalar", "number", "shaped", "inner", "other", "constant", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class StateKey:
     kind: Kind
     """elementwise: shaped like the parameter; scalar: a 0-dim tensor; number: of Python's own;
     shaped: a tensor that has dimensions of the parameter's sizes; inner: a tensor inside of a
-    packed one."""
+    packed one; other: a tensor of any shape; constant: None or a string that does not change;
+    tree: anything else."""
     dtype: torch.dtype
     device: torch.device
     python: type[Any] | None = None
@@ -45,6 +48,12 @@ class StateKey:
     """The shape of an inner tensor."""
     packed: PackedEntry | None = None
     """The packed entry that has an inner tensor."""
+    constant: str | None = None
+    """The value of a constant."""
+    follows: bool = False
+    """The tensor had the dtype of the parameter for which it was kept."""
+    late: bool = False
+    """It was not yet there after the first step."""
 
     def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the entry for a parameter of shape `of`."""
@@ -63,21 +72,53 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def stored_key(key: Any) -> str | None:
+    """Returns the name under which an entry is stored, which has no slash and is none of our own;
+    None: the key is no string, or empty."""
+    return _quoted(key) if type(key) is str and key else None
+
+
+@lru_cache(maxsize=1024)
+def _quoted(key: str) -> str:
+    return "%6Daster" if key == MASTER else key.replace("%", "%25").replace("/", "%2F")
+
+
+def original_key(stored: str) -> str:
+    """Returns the key of the entry that is stored under a name."""
+    return unquote(stored)
+
+
+def number_dtype(value: Any) -> torch.dtype | None:
+    """Returns how a number is stored as a tensor; None: it is no number, or too large."""
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        return None
+    return NUMBERS.get(type(value))
+
+
 def stored_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns what an optimizer keeps for a parameter, as it is stored: packed entries by their
-    inner tensors, numbers as 0-dim tensors."""
+    """Returns the tensors and numbers that an optimizer keeps for a parameter, as they are stored:
+    packed entries by their inner tensors, numbers as 0-dim tensors."""
     stored = {}
     for key, value in state.items():
-        for full, inner in inner_entries(key, value):
+        if (name := stored_key(key)) is None:
+            continue
+        for full, inner in inner_entries(name, value):
             if (tensor := _as_tensor(inner)) is not None:
                 stored[full] = tensor
     return stored
 
 
+def inner_keys(key: Any, value: Any) -> set[str]:
+    """Returns the names under which an entry is stored; none if its key is no string."""
+    name = stored_key(key)
+    return set() if name is None else {full for full, _ in inner_entries(name, value)}
+
+
 def _as_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value.detach()
-    return torch.tensor(value, dtype=NUMBERS[type(value)]) if type(value) in NUMBERS else None
+    dtype = number_dtype(value)
+    return None if dtype is None else torch.tensor(value, dtype=dtype)
 
 
 def put_state(
@@ -87,10 +128,11 @@ def put_state(
     schema: Schema,
     *,
     made_at_once: bool = False,
+    stepped: bool = False,
 ) -> None:
     """Replaces the optimizer's entries for a parameter with the stored ones.
 
-    Entries that are all zero are those of a parameter that was never stepped: strategies that
+    Entries that are all zero may be those of a parameter that was never stepped: strategies that
     partition state write zeros for it, and the optimizer makes its first state by itself.
 
     Args:
@@ -100,15 +142,37 @@ def put_state(
         schema: What the optimizer keeps for a parameter like this one.
         made_at_once: True: the optimizer has made its first state when it was built, and will not
             make it later.
+        stepped: True: the entries are those of a parameter that was stepped, zero or not.
     """
     if made_at_once and not stored:
         return
     optimizer.state.pop(parameter, None)
-    if made_at_once or any(bool(entry.any()) for entry in stored.values()):
-        optimizer.state[parameter] = _put_together(
-            {key: _as_state(tensor, schema.get(key), parameter) for key, tensor in stored.items()},
-            schema,
-        )
+    if made_at_once or stepped or any(bool(entry.any()) for entry in stored.values()):
+        entries = {
+            original_key(key): entry.constant
+            for key, entry in schema.items()
+            if entry.kind == "constant"
+        }
+        entries |= as_kept(stored, schema, parameter)
+        if entries:
+            optimizer.state[parameter] = entries
+
+
+def as_kept(
+    stored: Mapping[str, Tensor], schema: Schema, parameter: Tensor, *, own_dtype: bool = False
+) -> dict[str, Any]:
+    """Returns stored entries as the optimizer keeps them, by its own keys.
+
+    Args:
+        stored: The stored entries, by key.
+        schema: What the optimizer keeps for a parameter like this one.
+        parameter: What the optimizer has of it: the parameter or a piece.
+        own_dtype: True: they were stored as an optimizer of whole parameters has them.
+    """
+    entries = {}
+    for key, tensor in stored.items():
+        entries[key] = _as_state(tensor, schema.get(key), parameter, own_dtype=own_dtype)
+    return _put_together(entries, schema)
 
 
 def cut_state(
@@ -124,12 +188,13 @@ def cut_state(
     """
     cut: dict[str, Any] = {}
     for key, value in state.items():
-        if key in schema and schema[key].kind == "elementwise":
+        entry = schema.get(stored_key(key) or "")
+        if entry is not None and entry.kind == "elementwise":
             part = value.detach().reshape(-1)[start : start + piece.numel()].view(piece.shape)
             dtype = piece.dtype if value.is_floating_point() else value.dtype
             value = part.to(piece.device, dtype, copy=True)
-        elif isinstance(value, Tensor) and key in schema:
-            value = value.detach().to(schema[key].device, copy=True)
+        elif isinstance(value, Tensor) and entry is not None:
+            value = value.detach().to(entry.device, copy=True)
         else:
             value = copy.deepcopy(value)
         cut[key] = value
@@ -141,30 +206,32 @@ def _put_together(entries: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
     together: dict[str, Any] = {}
     for key, value in entries.items():
         if (packed := schema[key].packed if key in schema else None) is None:
-            together[key] = value
-        elif packed.key not in together:
-            together[packed.key] = packed.put_together(entries)
+            together[original_key(key)] = value
+        elif (original := original_key(packed.key)) not in together:
+            together[original] = packed.put_together(entries)
     return together
 
 
-def _as_state(stored: Tensor, entry: StateKey | None, like: Tensor) -> Any:
+def _as_state(
+    stored: Tensor, entry: StateKey | None, like: Tensor, *, own_dtype: bool = False
+) -> Any:
     """Returns a stored entry in the form in which the optimizer keeps it for parameter `like`.
 
     Args:
         stored: The stored entry.
         entry: What the optimizer keeps under its key; None: it is no entry of the schema.
         like: The parameter or piece.
+        own_dtype: True: it was stored as an optimizer of whole parameters has it.
     """
     if entry is None:
         return stored if stored.dim() == 0 else stored.to(like.device)
     if entry.python is not None:
         return entry.python(stored.item())
-    if entry.kind == "scalar":
-        return stored.to(entry.device, entry.dtype)
-    if entry.kind == "inner":
-        return stored.to(like.device, entry.dtype)
-    dtype = like.dtype if stored.is_floating_point() else stored.dtype
-    return stored.to(like.device, dtype)
+    device = entry.device if entry.kind == "scalar" else like.device
+    if own_dtype or not (stored.is_floating_point() or stored.is_complex()):
+        keeps_dtype = own_dtype or entry.kind not in ("scalar", "inner")
+        return stored.to(device, stored.dtype if keeps_dtype else entry.dtype)
+    return stored.to(device, like.dtype if entry.follows else entry.dtype)
 
 
 def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
@@ -175,6 +242,33 @@ def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
             name, _, key = full[len(OPTIMIZER) :].rpartition("/")
             specs_of.setdefault(name, {})[key] = spec
     return specs_of
+
+
+def name_is_stepped(name: str, small: Mapping[str, Any]) -> bool:
+    """Tells whether stored entries are known to be those of a parameter that was stepped.
+
+    Args:
+        name: The parameter's name.
+        small: What `RankState.optimizers` was when they were stored.
+    """
+    return name not in small.get("unstepped", (name,))
+
+
+def check_nothing_else(small: Mapping[str, Any]) -> None:
+    """Raises `CheckpointMismatch` where `ddp` has stored what no other strategy keeps."""
+    kinds = (("for parameter", "state"), ("for parameter", "values"), ("under", "entries"))
+    for what, kind in kinds:
+        for name in (name for name, tree in small.get(kind, {}).items() if tree):
+            raise CheckpointMismatch(
+                f"the checkpoint was written with another optimizer: it holds what is neither a "
+                f"tensor of the parameter's shape nor a number {what} {name!r}, which strategy "
+                "ddp alone can restore: use it, with the optimizer that wrote the checkpoint"
+            )
+
+
+def dealt_keys(schema: Schema) -> set[str]:
+    """Returns the keys of the entries that are stored as tensors."""
+    return {key for key, entry in schema.items() if entry.kind not in ("constant", "tree")}
 
 
 def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
@@ -189,7 +283,7 @@ def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
         CheckpointMismatch: The entries are another optimizer's, or are packed in another way.
     """
     stored = set(keys) - {MASTER}
-    if stored and stored != set(schema):
+    if stored and stored != dealt_keys(schema):
         raise CheckpointMismatch(
             f"the checkpoint was written with another optimizer: it holds "
             f"{', '.join(sorted(stored))} for parameter {name!r}, and this optimizer keeps "
