@@ -146,7 +146,9 @@ def prepare_training(
     compute.apply(laid.model, place.device, strategy)
     argument_checks.redirect_deepcopy(model, laid.model, strategy)
     for made in laid.optimizers.by_name.values():
-        argument_checks.take_over_optimizer(made, lambda: place.tracker.now.applying)
+        argument_checks.take_over_optimizer(
+            made, lambda: place.tracker.now.applying, strategy=strategy
+        )
     stager = StateStager(
         place.link,
         strategy,

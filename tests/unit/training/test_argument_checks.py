@@ -98,6 +98,26 @@ def test_an_optimizer_is_stepped_by_the_session_alone_and_in_parts() -> None:
     assert not has_step_hooks(optimizer)
 
 
+def test_state_that_a_script_loads_leaves_schedulers_their_groups() -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=0.1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    take_over_optimizer(optimizer, lambda: True)
+    group = optimizer.param_groups[0]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0] is group and group["lr"] == 0.5
+
+
+def test_a_script_takes_and_loads_no_state_of_parts() -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=0.1)
+    saved = optimizer.state_dict()
+    take_over_optimizer(optimizer, lambda: True, strategy="zero2")
+    with pytest.raises(UserError, match="under zero2, where each rank has the state of its parts"):
+        optimizer.state_dict()
+    with pytest.raises(UserError, match="or use strategy ddp"):
+        optimizer.load_state_dict(saved)
+
+
 @pytest.mark.parametrize(
     "register",
     [
