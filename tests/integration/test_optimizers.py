@@ -26,6 +26,7 @@ from tests.integration.training_optimizers import (
     SAMPLES,
     Model,
     Samples,
+    keepers,
     optimizers,
     schedulers,
     squares,
@@ -72,10 +73,10 @@ def test_each_optimizer_of_torch_equals_ddp_or_is_refused(pool: Pool, tmp_path: 
                     assert result < 1e-6, (strategy, name, result)
 
 
-def plain(steps: int, clip: float) -> dict[str, Tensor]:
+def plain(steps: int, clip: float, factory: Any = optimizers) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = Model().double()
-    made = optimizers(list(model.parameters()))
+    made = factory(list(model.parameters()))
     tracked = schedulers(made)
     samples = Samples()
     for step in range(steps):
@@ -118,6 +119,18 @@ def test_muon_and_adamw_on_one_model_through_worlds_and_strategies(
     assert named == expected.keys()
     for name, tensor in expected.items():
         assert (state[name].double() - tensor.double()).abs().max().item() < 1e-9, name
+
+
+def test_state_of_every_kind_goes_on_through_worlds(pool: Pool, tmp_path: Path) -> None:
+    """Worlds of 3, 2 and 1; state in lists, trees, attributes, and under no parameter."""
+    told = {"strategy": "ddp", "keepers": True, "clip": 0.5}
+    worlds = [(ranks, told | {"steps": steps}) for ranks, steps in ((3, 5), (2, 8), (1, 13))]
+    pool.train_through(HERE / "training_optimizers.py", tmp_path, worlds)
+    stored = ez_checkpoint.load(tmp_path)
+    expected = plain(13, 0.5, keepers)
+    for name, tensor in expected.items():
+        if name.startswith("model/"):
+            assert (stored[name] - tensor).abs().max().item() < 1e-9, name
 
 
 def gan_batch(step: int) -> tuple[Tensor, Tensor]:

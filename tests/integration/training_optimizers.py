@@ -1,6 +1,7 @@
 """A small double-precision model, trained with Muon for its matrices and AdamW for the rest.
 
-Argument: JSON with strategy and steps, and at will micro, clip, bucket_bytes.
+Argument: JSON with strategy and steps, and at will micro, clip, bucket_bytes, and keepers, which is
+true for optimizers that keep other kinds of state.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 
 import elasticzero as ez
 from elasticzero.parallel.buckets import layout
+from tests.support.kept_state import WHOLE
 
 SAMPLES = 40
 
@@ -56,6 +58,16 @@ def optimizers(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimize
     }
 
 
+def keepers(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers of several kinds of state, each with a layer or two."""
+    kinds = ("lists", "trees", "counting", "slow")
+    made = {
+        kind: WHOLE[kind](parameters[1 + 2 * index : 3 + 2 * index])
+        for index, kind in enumerate(kinds)
+    }
+    return made | {"global": WHOLE["global"]([parameters[0], *parameters[9:]])}
+
+
 def schedulers(made: dict[str, torch.optim.Optimizer]) -> dict[str, StepLR]:
     return {
         name: StepLR(optimizer, step_size=4 + i, gamma=0.8)
@@ -71,7 +83,8 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def train(session: ez.Session, told: dict[str, Any]) -> None:
     layout.BUCKET_BYTES = told.get("bucket_bytes", layout.BUCKET_BYTES)
     torch.manual_seed(1 if session.generation == 1 else 100 + session.rank)
-    model, made = session.prepare(Model().double(), optimizers, strategy=told["strategy"])
+    factory = keepers if told.get("keepers") else optimizers
+    model, made = session.prepare(Model().double(), factory, strategy=told["strategy"])
     tracked = [session.track(name, wrapped) for name, wrapped in schedulers(made).items()]
     session.restore()
     for batch in session.batches(
