@@ -24,7 +24,7 @@ from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
 from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
-from elasticzero.snapshots.round_trip import check_modules, check_shares
+from elasticzero.snapshots.round_trip import check_modules, check_optimizers, check_shares
 from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.buffers import BufferCopy
@@ -114,7 +114,9 @@ def restore_state(
         targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
         slots = list(slots)
         checkpoint.load([*slots, *targets])
-    check_shares(slots, strategy.rank_state(), where, converts=manifest.strategy != name)
+    share = strategy.rank_state()
+    check_shares(slots, share, where, converts=manifest.strategy != name)
+    check_optimizers(json.get("optimizers", {}), share.optimizers, where)
     aliases, unset = json.get("aliases", {}), tuple(json.get("unset", ()))
     auxiliary.buffers.put(BufferCopy(values=buffers, aliases=aliases, unset=unset))
     changed = (name for name, full in names_of.items() if full.startswith(NOT_SAVED))

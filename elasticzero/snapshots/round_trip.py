@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from elasticzero.errors import CheckpointMismatch
+from elasticzero.parallel.optimizers.whole_state import TREES
 from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.state.model import EXTRA, LoadTarget, RankState
+
+_WHAT = {"entries": "entries of no parameter", "state_dicts": "its state_dict"}
+"""Says what is stored by optimizer; all else is stored by parameter."""
 
 
 def check_shares(
@@ -46,6 +50,42 @@ def check_shares(
             continue  # a copy of another rank's part
         present = local.tensor.detach().reshape(-1)[start:stop]
         check_tensor(name, read.to(present.dtype) if converts else read, present, where)
+
+
+def check_optimizers(read: Mapping[str, Any], present: Mapping[str, Any], where: str) -> None:
+    """Compares what optimizers keep besides tensors with what was read.
+
+    Args:
+        read: What `RankState.optimizers` was.
+        present: What it is after the restore.
+        where: The checkpoint, for the message.
+
+    Raises:
+        CheckpointMismatch: An optimizer keeps something else now.
+    """
+    if not read.get("whole") or not present.get("whole"):
+        return  # strategies that deal parts keep none of it
+    for kind in TREES:
+        for name, tree in read.get(kind, {}).items():
+            if _without_names(tree) != _without_names(present.get(kind, {}).get(name)):
+                of_parameter = f"what it keeps for parameter {name!r}"
+                what = _WHAT.get(kind, of_parameter)
+                raise CheckpointMismatch(
+                    f"{where} has something else in an optimizer's state ({what}) than there is "
+                    "once it is restored: mend the optimizer's load_state_dict, or what it calls"
+                )
+
+
+def _without_names(tree: Any) -> Any:
+    """Returns a tree without the names of its tensors: which of two equal ones is first may
+    differ."""
+    if isinstance(tree, list):
+        return [_without_names(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1 and "$tensor" in tree:
+        return "$tensor"
+    return {key: _without_names(item) for key, item in tree.items()}
 
 
 def check_tensor(name: str, read: Tensor, present: Tensor, where: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -162,9 +161,8 @@ class Wrapper(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any, lr: float = 0.02) -> None:
         self.inner = torch.optim.AdamW(parameters, lr=lr)
-        self.defaults = self.inner.defaults
+        super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups = self.inner.param_groups
-        self.state: Any = defaultdict(dict)
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -254,6 +254,21 @@ def test_a_trial_changes_nothing_of_the_optimizer(kind: Any) -> None:
     assert torch.equal(draws, torch.get_rng_state())
 
 
+def test_an_optimizer_that_changes_what_it_loads_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, small = build("ddp", kept_state.Counting)
+    train(strategy)
+    step = save(tmp_path, strategy, small, "ddp")
+    again, small_again = build("ddp", kept_state.Counting)
+    load = kept_state.Counting.load_state_dict
+    monkeypatch.setattr(
+        kept_state.Counting, "load_state_dict", lambda self, held: load(self, held | {"count": 9})
+    )
+    with pytest.raises(CheckpointMismatch, match=r"optimizer's state \(its state_dict\)"):
+        restore.restore_state(open_step(DiskStorage(step)), again, small_again, 0)
+
+
 def test_schedulers_hold_the_groups_that_are_restored(tmp_path: Path) -> None:
     strategy, small = build("ddp", kept_state.Counting)
     train(strategy)
