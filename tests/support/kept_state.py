@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 
 class Stepping(torch.optim.Optimizer):
@@ -154,6 +155,27 @@ class StoredSlow(Slow):
     def load_state_dict(self, state_dict: Any) -> None:
         self.slow = [slow.clone() for slow in state_dict["slow"]]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "slow"})
+
+
+class Flat(Stepping):
+    """Goes half of the way back to a vector of all slow weights at every fourth step."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, counter=0)
+        self.slow = parameters_to_vector(parameters).detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        group = self.param_groups[0]
+        group["counter"] += 1
+        if group["counter"] % 4 == 0:
+            self.slow.lerp_(parameters_to_vector(group["params"]), 0.5)
+            vector_to_parameters(self.slow, group["params"])
+
+    def scale(self, p: Any, state: dict[Any, Any]) -> float:
+        return 1.0
 
 
 class Wrapper(torch.optim.Optimizer):

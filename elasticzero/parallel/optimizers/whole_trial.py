@@ -154,16 +154,23 @@ def checked_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def holders_of_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns the names of attributes that hold parameters or tensors of their shapes."""
+    """Returns the names of attributes that hold parameters or copies of them: tensors of the
+    largest one's shape, or of as many elements as all have."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    shapes = {p.shape for p in parameters if p.numel() > 1}
-    parameter_ids = {id(p) for p in parameters}
+    largest = max(parameters, key=lambda parameter: parameter.numel(), default=torch.empty(0))
+    total = sum(parameter.numel() for parameter in parameters)
     passed = {id(optimizer), id(optimizer.param_groups), id(optimizer.state)}
     passed |= {id(group) for group in optimizer.param_groups}
+    parameter_ids = {id(parameter) for parameter in parameters}
+
+    def is_copy(tensor: Tensor) -> bool:
+        alike = tensor.shape == largest.shape or tensor.numel() == total
+        return id(tensor) in parameter_ids or (alike and tensor.numel() > 1)
+
     return [
         name
         for name, value in own_attributes(optimizer).items()
-        if any(id(t) in parameter_ids or t.shape in shapes for t in tensors_in(value, set(passed)))
+        if any(map(is_copy, tensors_in(value, set(passed))))
     ]
 
 

@@ -91,6 +91,11 @@ def test_parts_are_refused_in_a_sentence(name: str, kind: str, message: str) -> 
         build(name, kept_state.WHOLE[kind])
 
 
+def test_a_vector_of_all_weights_is_a_copy_of_parameters() -> None:
+    with pytest.raises(UserError, match="Flat keeps parameters, or copies of them, in its attri"):
+        build("zero2", kept_state.Flat)
+
+
 def test_numbers_of_all_elements_are_not_dealt_with_parts() -> None:
     model = Small()
     made = kept_state.Sized(list(model.parameters()))
@@ -105,6 +110,7 @@ def test_numbers_of_all_elements_are_not_dealt_with_parts() -> None:
     [
         (kept_state.Forgetful, "Forgetful changes its attribute self.count when it steps, which"),
         (kept_state.Slow, "Slow changes its attribute self.slow when it steps"),
+        (kept_state.Flat, "Flat changes its attribute self.slow when it steps"),
         (kept_state.Halfway, "has another value there once its load_state_dict is given what"),
     ],
 )
