@@ -113,8 +113,10 @@ class AuxiliaryState:
         self._generators: dict[str, Generator] = {}
         self._rng_to_set: RngState | None = None
         """The restored generators, until training goes on from where they stood."""
-        self._named = named or NamedModel(nn.Module())
-        self.buffers = self._named.buffers
+        named = named or NamedModel(nn.Module())
+        # Not the model's parameters: zero3 replaces them, and what is whole would stay in memory.
+        self.buffers, self._extra_states = named.buffers, named.extra_states
+        self._aliases = named.aliases
         self._groups = groups
         self._guard = guard
         self._buckets = buckets
@@ -160,14 +162,14 @@ class AuxiliaryState:
     @property
     def modules_keep_state(self) -> bool:
         """Returns whether modules keep more than parameters, or may; equal on all ranks."""
-        return bool(self.buffers.names or self._named.extra_states.names)
+        return bool(self.buffers.names or self._extra_states.names)
 
     def state_of_modules(self) -> dict[str, Tensor]:
         """Returns what modules keep besides parameters, not copied, as one rank tells it others:
         buffers, and extra state as JSON with its tensors."""
         tensors = {MODEL + name: tensor for name, tensor in self.buffers.state().items()}
-        if self._named.extra_states.names:
-            values = self._named.extra_states.values()
+        if self._extra_states.names:
+            values = self._extra_states.values()
             text = dumps({n: flatten(v, EXTRA + n, tensors) for n, v in values.items()})
             tensors[EXTRA] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return tensors
@@ -187,7 +189,7 @@ class AuxiliaryState:
         if any(n not in present or not _equal(t, present[n]) for n, t in extra.items()):
             on_cpu = {name: tensor.cpu() for name, tensor in extra.items()}
             values = loads(bytes(on_cpu[EXTRA].numpy()))
-            self._named.extra_states.put({n: decode_state(v, on_cpu) for n, v in values.items()})
+            self._extra_states.put({n: decode_state(v, on_cpu) for n, v in values.items()})
 
     def of_rank_zero(self) -> dict[str, Tensor]:
         """Returns what all ranks take from rank 0 at a boundary, to be filled in place."""
@@ -213,12 +215,12 @@ class AuxiliaryState:
         ]
         buffers = self.buffers.copy()
         slots = set(self.buffers.names)
-        aliases = {n: first for n, first in self._named.aliases.items() if n not in slots}
+        aliases = {n: first for n, first in self._aliases.items() if n not in slots}
         aliases |= buffers.aliases
         json: dict[str, Any] = {"tracked": tracked, "groups": groups, "aliases": aliases}
         if buffers.unset:
             json["unset"] = list(buffers.unset)
-        extra = self._named.extra_states.values()
+        extra = self._extra_states.values()
         if extra:
             json["modules"] = {n: encode_state(v, EXTRA + n, tensors) for n, v in extra.items()}
         if self._generators:
@@ -249,7 +251,7 @@ class AuxiliaryState:
                 raise CheckpointMismatch(
                     f"{where} {has} {listed}, which the script {tracks} with session.track"
                 )
-        if "modules" in json and (name := self._named.extra_states.odd(json["modules"])):
+        if "modules" in json and (name := self._extra_states.odd(json["modules"])):
             has = "has" if name in json["modules"] else "has no"
             raise CheckpointMismatch(
                 f"{where} {has} extra state {name!r}, and with the model it is the other way "
@@ -279,7 +281,7 @@ class AuxiliaryState:
         if self._buckets is not None:
             self._buckets.load_state_dict(json.get("buckets", {}))
         extra = json.get("modules", {})
-        self._named.extra_states.put({n: decode_state(v, tensors) for n, v in extra.items()})
+        self._extra_states.put({n: decode_state(v, tensors) for n, v in extra.items()})
         for name, thing in self.tracked.items():
             thing.load_state_dict(decode_state(json["tracked"][name], tensors))
 
