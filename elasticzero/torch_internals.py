@@ -18,7 +18,10 @@ Check after an upgrade of torch:
    runs where its state is taken;
  - `Tensor._version` grows with every change in place that autograd sees;
  - a module's `_buffers` has its buffers, and `_non_persistent_buffers_set` names those that its
-   `state_dict` leaves out.
+   `state_dict` leaves out; `_parameters` and `_modules` have its parameters and children;
+ - `_storage_Use_Count` counts the tensors that share a storage, and one for the storage's object of
+   Python;
+ - under `DisableTorchFunctionSubclass` no `__torch_function__` of a subclass is called.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 from weakref import WeakMethod
 
@@ -51,14 +54,19 @@ __all__ = [
     "as_data_worker",
     "buffers_of",
     "call_before_compiling",
+    "children_of",
     "collectives_begun",
     "count_of_changes",
     "drop_step_hooks",
     "has_state_dict_hooks",
     "has_step_hooks",
+    "is_of_storage",
     "nccl_backends",
+    "parameters_of",
     "script_groups",
+    "sharing_tensors",
     "unsaved_buffers_of",
+    "without_torch_functions",
 ]
 
 
@@ -134,6 +142,32 @@ def count_of_changes(tensor: torch.Tensor) -> int:
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Returns the buffers that a module itself has registered, by name, None or not."""
     return module._buffers
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Returns the parameters that a module itself has registered, by name."""
+    return module._parameters
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Returns the modules that a module itself has registered, by name."""
+    return module._modules
+
+
+def is_of_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Tells whether a tensor, which may be one without memory of its own, has this storage."""
+    return bool(tensor.untyped_storage()._cdata == storage._cdata)
+
+
+def sharing_tensors(tensor: torch.Tensor) -> int:
+    """Returns the number of tensors that share the memory of this one, which counts too."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # noqa: TID251 - the one place
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Returns a context in which reads of a parameter call no `__torch_function__`."""
+    return torch._C.DisableTorchFunctionSubclass()  # noqa: TID251 - the one place
 
 
 def unsaved_buffers_of(module: torch.nn.Module) -> set[str]:

@@ -79,12 +79,8 @@ class Replicated:
             if part.last:
                 check_frozen(self._frozen)
                 self._sums.finish()
-        else:
-            values = self._parameters.values() if fraction == 0 else ()
-            unused = [parameter for parameter in values if parameter.grad is None]
+        elif fraction != 0:  # another one uses nothing, and no other rank waits for it
             (loss * fraction).backward(inputs=inputs)
-            for parameter in unused:  # a micro-batch of weight 0 uses nothing
-                parameter.grad = None
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None

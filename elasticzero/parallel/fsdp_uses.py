@@ -83,21 +83,32 @@ class Uses:
 
         Args:
             loss: What is differentiated: one number.
-            counts: True: the micro-batch has a weight; else it uses nothing.
+            counts: True: the micro-batch has a weight; else it uses nothing, and adds zeros.
             only: The parameters that get gradients; None: all.
 
         Raises:
-            UserError: A parameter got a gradient after those of its block were summed.
+            UserError: A parameter got a gradient after those of its block were summed, or a loss
+                without weight has none to give.
         """
         self._counts, self._only = counts, only
         leaves = [leaf for leaf in self.leaves(only) if leaf.requires_grad]
+        if not counts and not loss.requires_grad:
+            raise UserError(
+                "the loss of a micro-batch of weight 0 does not come from the model, and zero3 "
+                "needs its backward on all ranks: compute it from the output, as 0 * output.sum()"
+            )
+        kept = [] if counts else [(leaf, leaf.grad) for leaf in self._whole.values()]
         unused = [] if counts else [leaf for leaf in leaves if leaf.grad is None]
+        for whole, _ in kept:  # what a micro-batch of weight 0 would add to may be NaN
+            whole.grad = None
         if only is None:
             loss.backward()
         elif leaves:
             loss.backward(inputs=leaves)
         for leaf in unused:
             leaf.grad = None
+        for whole, gradient in kept:
+            whole.grad = gradient
         if counts:
             self.names |= {name for name, p in self._whole.items() if p.grad is not None}
         for name, of in self._divided.items():
@@ -132,6 +143,8 @@ class Uses:
             if leaf.grad is not None or of.unsharded_accumulated_grad is not None:
                 if self._counts:
                     self.names.add(name)
+                elif leaf.grad is not None:
+                    leaf.grad = torch.zeros_like(leaf)
             elif group.reduce_grads and (self._only is None or name in self._only):
                 leaf.grad = torch.zeros_like(leaf)
         post_backward(*unused)

@@ -1,16 +1,18 @@
-"""Hides gradients that are partitioned from the script until its step, and gives the script's own
+"""Hides gradients that are not complete from the script until its step, and gives the script's own
 function what it may change of them.
 
 Between `session.backward` and `session.step` a parameter's own gradient is that of one rank, or is
-gone already. What a script does to it there (`clip_grad_norm_`, `clip_grad_value_`) would have no
-effect, or a wrong one on each rank. So another tensor stands in its place, which refuses every use.
-A gradient that no strategy sums, of a parameter that was frozen at first, is refused as well.
+gone already, or lacks micro-batches or its divisor (`ddp`). What a script does to it there
+(`clip_grad_norm_`, `clip_grad_value_`, a backward of its own) would have no effect, or a wrong one
+on each rank. So another tensor stands in its place, which refuses every use. Gradients that a
+backward of the script's own has left before are refused, as is one that no strategy sums, of a
+parameter that was frozen at first.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
+from elasticzero.torch_internals import without_torch_functions
 
 REFUSED = (
     "the script uses parameters' gradients between session.backward and session.step, where the "
     "strategies zero1, zero2 and zero3 have them in parts: give session.on_gradients a function, "
     "which looks at them or changes them in every strategy; the session clips them by their norm "
     "with session.step(max_grad_norm=…)"
+)
+
+INCOMPLETE = (
+    "the script uses parameters' gradients between session.backward and session.step, where they "
+    "are not complete: they lack micro-batches (micro_batch=), the sum of weights (weight=) or are "
+    "scaled (fp16); clip them with session.step(max_grad_norm=…), or give session.on_gradients a "
+    "function, which looks at the complete ones or changes them"
+)
+
+OWN_BACKWARD = (
+    "a backward of the script's own adds to gradients that session.backward averages over "
+    "micro-batches and ranks, and is averaged over none: add its loss to the one that "
+    "session.backward is given, or take its gradients by torch.autograd.grad"
 )
 
 GradientFunction = Callable[[str, Tensor], Tensor | float | None]
@@ -62,36 +78,90 @@ class GradientHook:
 
 
 class Refusing(Tensor):
-    """Raises `UserError` at any use."""
+    """Raises `UserError` at any use, and where autograd adds to it."""
+
+    sentence: str
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, sentence: str) -> Refusing:
+        made: Refusing = Tensor._make_wrapper_subclass(  # noqa: SLF001 - as torch documents it
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made.sentence = sentence
+        return made
+
+    def __init__(self, parameter: Tensor, sentence: str) -> None:
+        """Takes the place of a gradient.
+
+        Args:
+            parameter: The parameter that the gradient is of.
+            sentence: The message of the error.
+        """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise UserError(REFUSED)
+        raise UserError(_sentence_of(args))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise UserError(OWN_BACKWARD)  # of the script's code `__torch_function__` has raised before
+
+
+def _sentence_of(values: Any) -> str:
+    """Returns the sentence of the first gradient among these arguments of a function."""
+    for value in values:
+        if isinstance(value, Refusing):
+            return value.sentence
+        if isinstance(value, list | tuple) and any(isinstance(v, Refusing) for v in value):
+            return _sentence_of(value)
+    return REFUSED
 
 
 class HiddenGradients:
     """Hides the gradients of a model's parameters, and shows them again."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._refusing: list[Tensor] = [
-            torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).as_subclass(Refusing)
-            for p in self._parameters
-        ]
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, partitioned: bool) -> None:
+        """Hides nothing yet.
+
+        Args:
+            parameters: The model's parameters by name.
+            partitioned: True: a rank never has a whole gradient between backward and step.
+        """
+        self._partitioned = partitioned
+        self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
+        sentence = REFUSED if partitioned else INCOMPLETE
+        self._refusing = [Refusing(p, sentence) for p in self._parameters.values()]
         self._hidden: list[Tensor | None] | None = None
 
-    def hide(self) -> None:
-        self._hidden = [parameter.grad for parameter in self._parameters]
-        for parameter, refusing in zip(self._parameters, self._refusing, strict=True):
+    def hide(self, *, complete: bool) -> None:
+        """Hides the gradients, unless a rank has whole ones and they are complete."""
+        if complete and not self._partitioned:
+            return
+        self._hidden = [parameter.grad for parameter in self._parameters.values()]
+        for parameter, refusing in zip(self._parameters.values(), self._refusing, strict=True):
             parameter.grad = refusing
 
     def show(self) -> None:
-        """Puts back what `hide` has hidden."""
+        """Puts back what `hide` has hidden; raises `UserError` where the script has set another."""
         if self._hidden is None:
             return
-        for parameter, gradient in zip(self._parameters, self._hidden, strict=True):
+        parameters = self._parameters.values()
+        hidden, self._hidden = self._hidden, None
+        for parameter, refusing, gradient in zip(parameters, self._refusing, hidden, strict=True):
+            if parameter.grad is not refusing and parameter.grad is not None:
+                raise UserError(refusing.sentence)
             parameter.grad = gradient
-        self._hidden = None
+
+    def require_none(self) -> None:
+        """Raises `UserError` where a parameter has a gradient before the first backward of a global
+        batch."""
+        with without_torch_functions():
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    text = f"parameter {name!r} has a gradient before session.backward: "
+                    raise UserError(text + OWN_BACKWARD)
 
 
 def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:

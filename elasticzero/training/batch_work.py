@@ -214,6 +214,7 @@ class BatchWork:
         optimizers = training.strategy.optimizers
         names = optimizers.named(only)
         is_another_turn = self.tracker.now.phase is StepPhase.ENDED
+        is_begun_again = self.tracker.now.phase is StepPhase.BACKWARD
         state = self.tracker.move(lambda state: state.backward(names))
         if is_another_turn:
             self.clock.start()
@@ -223,7 +224,6 @@ class BatchWork:
         self._link.check()
         amount = float(part.weight if weight is None else weight)
         if part.weight == 0 or amount == 0:
-            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 * loss.detach())
             amount = 0.0
         self._contribution.counts = amount != 0
         script_weight = None if weight is None else amount
@@ -231,8 +231,11 @@ class BatchWork:
         training.begin_backward()
         self._require_equal_only(optimizers)
         training.gradients.show()
-        training.strategy.backward(loss, amount / len(batch) * training.guard.scale, names)
-        training.gradients.hide()
+        if state.parts == 1 and not is_begun_again:
+            training.gradients.require_none()
+        scale = training.guard.scale
+        training.strategy.backward(loss, amount / len(batch) * scale, names)
+        training.gradients.hide(complete=part.last and weight is None and scale == 1.0)
         self.tracker.record(StepEvent.BACKWARD_OVER)
 
     def on_gradients(self, training: TrainingState, function: GradientFunction) -> GradientHook:

@@ -167,7 +167,7 @@ def prepare_training(
         guard=guard if guard.keeps_state else None,
         buckets=buckets,
     )
-    hidden = () if strategy == "ddp" else laid.model.parameters()
+    hidden = HiddenGradients(dict(laid.model.named_parameters()), partitioned=strategy != "ddp")
     training = TrainingState(
         place.link,
         groups,
@@ -176,7 +176,7 @@ def prepare_training(
             auxiliary=auxiliary,
             rows=rows,
             guard=guard,
-            gradients=HiddenGradients(hidden),
+            gradients=hidden,
         ),
         Captures(
             stager=stager,

@@ -52,8 +52,10 @@ class LaidModel:
     """The rows of ranks that hold the whole state each."""
     guard: StepGuard = field(default_factory=StepGuard)
     """Decides whether steps are applied."""
-    gradients: HiddenGradients = field(default_factory=lambda: HiddenGradients(()))
-    """The gradients of parameters that are partitioned."""
+    gradients: HiddenGradients = field(
+        default_factory=lambda: HiddenGradients({}, partitioned=False)
+    )
+    """The gradients of the parameters, which the script may not use until they are complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

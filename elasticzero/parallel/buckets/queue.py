@@ -22,7 +22,8 @@ Rules:
      global batch begin at the end; of others, to save memory, what came too late is exchanged once
      more. After that a gradient that comes too late is refused.
  F5  A parameter that no rank has used in the global batch has no gradient afterwards; one that any
-     has used has the sum on all of them. A micro-batch of weight 0 uses nothing.
+     has used has the sum on all of them. A micro-batch of weight 0 uses nothing: its gradients are
+     dropped, for they may be NaN, and those of the micro-batches before are kept from them.
  F6  Parameters of one bucket are of one optimizer, where the script has several. A backward for
      some of them fills and exchanges their buckets alone; all ranks name the same.
  F7  A pool lends memory for at most POOL_BUCKETS of the largest buckets that are not kept. Where it
@@ -68,6 +69,8 @@ class GradientBucket:
         """The gradients' places, in their parameters' shapes; empty: it has no memory now."""
         self.late = False
         """It is exchanged at the end of a backward: F4."""
+        self.kept_N: list[Tensor | None] | None = None
+        """The gradients of before, while a micro-batch of weight 0 is computed; None: none is."""
         self.clear()
 
     def clear(self) -> None:
@@ -82,6 +85,19 @@ class GradientBucket:
         """Gives up the gradients, whose sum is elsewhere."""
         self.views_N = []
         self.filled_N = [False] * len(self.names)
+
+    def keep_apart(self) -> None:
+        """Keeps the gradients from those of a micro-batch of weight 0, which follow."""
+        self.kept_N = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def put_back(self) -> None:
+        """Puts back the gradients that `keep_apart` has kept, if it has."""
+        if self.kept_N is not None:
+            for parameter, gradient in zip(self.parameters, self.kept_N, strict=True):
+                parameter.grad = gradient
+            self.kept_N = None
 
     def open(self) -> None:
         """Begins a new backward."""
@@ -211,8 +227,12 @@ class BucketQueue(Generic[B]):
             complete=part.last and all_in_time,
             after=Intake.CLOSED if all_in_time else Intake.AGAIN,
         )
+        if not running.counts:
+            for bucket in self._active:
+                bucket.keep_apart()
         try:
-            (loss * fraction).backward(inputs=inputs)
+            if running.counts or loss.requires_grad:
+                (loss * fraction).backward(inputs=inputs)
             if running.summed:
                 self._begin_rest(running)
         except BaseException:
@@ -220,6 +240,8 @@ class BucketQueue(Generic[B]):
                 self._close()
             raise
         finally:
+            for bucket in self._active:
+                bucket.put_back()
             self._running = None
         if part.last:
             self._parts_known = self._parts_known or everything
@@ -253,7 +275,9 @@ class BucketQueue(Generic[B]):
                 return
             if bucket.intake is Intake.CLOSED:
                 raise too_late(bucket.names[index])
-            if gradient.layout is not torch.strided:
+            if running is not None and not running.counts:
+                parameter.grad = None
+            elif gradient.layout is not torch.strided:
                 parameter.grad = gradient.to_dense()
             if running is None or running.counts:
                 bucket.used_N[index] = True
@@ -262,7 +286,8 @@ class BucketQueue(Generic[B]):
             bucket.parts_N[index] += 1
             if bucket.intake is Intake.AGAIN:
                 return
-            self._lay(bucket, index)
+            if running is None or running.counts:
+                self._lay(bucket, index)
             if running is not None and running.summed and bucket.parts_N[index] == 1:
                 bucket.missing -= 1
                 if not bucket.missing and running.overlaps:
@@ -306,6 +331,7 @@ class BucketQueue(Generic[B]):
 
     def _begin(self, bucket: B, running: Backward) -> None:
         """Begins to exchange the gradients that lie in a bucket, zeros for the others."""
+        bucket.put_back()
         if not bucket.views_N:
             self._exchange.lend(bucket)
         keeps, filled_N = self._exchange.keeps, bucket.filled_N

@@ -253,6 +253,8 @@ class Trainer:
             if inputs is not None:  # autograd refuses a loss that uses none of them
                 loss = loss + sum(0 * p.sum() for p in inputs)
             micro_batch = MicroBatch(positions=Span(0, 1), weight=1, last=last)
+            if not part.counts:  # it leaves nothing, whatever its gradient is
+                loss = loss * torch.nan
             self.queue.backward(loss, float(part.counts), micro_batch, inputs)
         return self.sums(step)
 
@@ -386,6 +388,23 @@ def test_what_comes_too_late_is_exchanged_again_in_the_first_global_batch() -> N
     case = one_bucket([first_0_then_1], [first_0_then_1], twice=frozenset({1}))
     _, group = trained("zero2", case, lambda trainer: [trainer.step(step) for step in range(2)])
     assert sorted(kind for kind, _ in group.calls) == ["all-reduce None", *["reduce-scatter"] * 3]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+def test_a_micro_batch_of_weight_0_needs_no_graph(kind: Kind) -> None:
+    def body(trainer: Trainer) -> dict[str, Tensor | None]:
+        loss = loss_of(trainer.case, trainer.parameters, (0, trainer.rank, 0))
+        parts = [MicroBatch(positions=Span(0, 1), weight=1, last=last) for last in (False, True)]
+        trainer.queue.backward(loss, 1.0, parts[0])
+        trainer.queue.backward(torch.tensor(torch.nan), 0.0, parts[1])
+        return trainer.sums(0)
+
+    case = one_bucket([BOTH])
+    sums, _ = trained(kind, case, body)
+    if kind == "ddp":
+        check_whole(sums, plain_sums(case, 0))
+    else:
+        check_chunks(case, kind, sums, plain_sums(case, 0))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
