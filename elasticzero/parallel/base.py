@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
+from elasticzero.errors import UserError
 from elasticzero.options.settings import TrainingSettings
 from elasticzero.parallel.buckets.plan import DEFAULT_PLAN, BucketPlan
 from elasticzero.parallel.finite import Suspects
@@ -110,6 +111,10 @@ class Strategy(Protocol):
             only: Names of the optimizers that the global batch is for, the same for all of its
                 micro-batches; None: all.
         """
+
+    def take_changes(self) -> UserError | None:
+        """Takes in parameters to which the script has given other memory, at a boundary and before
+        a step; returns the error for one whose shape, dtype or device has changed."""
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None

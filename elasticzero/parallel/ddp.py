@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
+from elasticzero.errors import UserError
 from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Setting
 from elasticzero.parallel.buckets.all_reduce import AllReduce, SummedBucket
 from elasticzero.parallel.buckets.queue import BucketQueue
@@ -28,6 +29,7 @@ from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer
 from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
+from elasticzero.parallel.parameter_changes import ParameterMemory
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, OPTIMIZER_TREE, LoadTarget, RankState, Spec
 
@@ -65,6 +67,10 @@ class Replicated:
         self._factor = 1.0
         """Holds the factor of the last call of `finish`."""
         self.model: nn.Module = setting.model
+        self._memory = ParameterMemory(self._parameters)
+
+    def take_changes(self) -> UserError | None:
+        return self._memory.difference()
 
     def expect(self, part: MicroBatch) -> None:
         self._part = part

@@ -11,6 +11,7 @@ group of its has one device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from elasticzero.data.position import MicroBatch
+from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.gradients import GradientHook, check_frozen
@@ -36,8 +38,10 @@ from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
+from elasticzero.parallel.parameter_changes import FixedMemory, overlap
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.spans import Span, chunk, fsdp_rows
+from elasticzero.state.digests import digests
 from elasticzero.state.model import (
     MODEL,
     LoadTarget,
@@ -50,6 +54,13 @@ from elasticzero.state.model import (
 )
 from elasticzero.torch_internals import HashStore
 
+log = logging.getLogger(__name__)
+
+CHANGED_ROWS = (
+    "the script has changed parameters after the newest step, which mirrors of zero3 get with the "
+    "next gradient: they are not handed over, and training goes back to a snapshot or checkpoint"
+)
+
 
 class FullyPartitioned(PiecedStrategy):
     """Implements `Strategy`."""
@@ -59,6 +70,8 @@ class FullyPartitioned(PiecedStrategy):
         self._mesh, self._device = setting.place, setting.state_device
         self.shards = self._mesh.shards
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
+        if (error := overlap(setting.named.parameters)) is not None:
+            raise error
         made = setting.factory(list(setting.named.parameters.values()))
         self.optimizers = open_optimizers(made, setting.named, "rows", self._device)
         ranks = setting.mirrors if setting.world_size > 1 else ()
@@ -72,6 +85,7 @@ class FullyPartitioned(PiecedStrategy):
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
+        self._divided = [m for m in setting.model.modules() if isinstance(m, FSDPModule)]
         self._uses = Uses(setting.model, self._parameters, root, [*blocks, root])
         self._pieced.place(
             {
@@ -84,6 +98,10 @@ class FullyPartitioned(PiecedStrategy):
         )
         mirrors = [self._mirror(rank, optimizers) for rank, optimizers in copies.items()]
         self._mirrors = Mirrors(setting, mirrors)
+        self._memory = FixedMemory(self._parameters)
+        self._stepped: Mapping[str, int] | None = None
+        """Digests of this rank's rows as the newest step has left them; None: mirrors have what the
+        script has changed since."""
 
     def _piece(self, name: str, parameter: nn.Parameter) -> ParameterPiece:
         shape = self._specs[name].shape
@@ -169,6 +187,7 @@ class FullyPartitioned(PiecedStrategy):
             exchange=lambda: self._mirrors.exchange(self._messages),
         )
         self._mirrors.take(self._pieced.used, norm, max_norm)
+        self._stepped = None
         return norm
 
     def _takes_part(self, name: str) -> bool:
@@ -215,7 +234,13 @@ class FullyPartitioned(PiecedStrategy):
         self._renew()
         self._pieced.step([list(self._pieced.pieces)])
         self._mirrors.step(self.optimizers)
+        if self._mirrors.kept:
+            self._stepped = self._row_digests()
         self._drop_whole()
+
+    def take_changes(self) -> UserError | None:
+        self._reshard()  # so that the modules have the parameters of between two steps
+        return self._memory.difference()
 
     def settle(self) -> None:
         pass
@@ -228,13 +253,19 @@ class FullyPartitioned(PiecedStrategy):
         return self._state(held, self._pieced)
 
     def mirrored_states(self) -> dict[int, RankState]:
-        states = {}
+        states: dict[int, RankState] = {}
+        if self._stepped is not None and self._stepped != self._row_digests():
+            log.warning(CHANGED_ROWS)
+            return states
         for mirror in self._mirrors.kept:
             if mirror.live:
                 spans = self._spans(mirror.rank)
                 held = {n: LocalTensor(t, spans[n].start) for n, t in mirror.rows.items()}
                 states[mirror.rank] = self._state(held, mirror.pieced)
         return states
+
+    def _row_digests(self) -> Mapping[str, int]:
+        return digests({name: _local(parameter) for name, parameter in self._parameters.items()})
 
     def _state(self, held: Mapping[str, LocalTensor], pieced: PartitionedOptimizer) -> RankState:
         """Returns the state of the rank that has these elements of parameters, and pieces."""
@@ -287,9 +318,8 @@ class FullyPartitioned(PiecedStrategy):
             yield [*slots, *piece_targets, *copies]
 
     def _reshard(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._divided:
+            module.reshard()
 
 
 def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:

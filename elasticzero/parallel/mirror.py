@@ -12,7 +12,8 @@ Rules:
  M3  A mirror takes its elements of the parameters anew before each step: from the whole parameters
      where each rank has them (zero1, zero2), else from the owner, which sends them with the
      gradient (zero3). So what a script changes in parameters counts for the mirror too, and
-     rounding that differs between two kinds of processors does not add up.
+     rounding that differs between two kinds of processors does not add up. A mirror of zero3 is not
+     handed over where the script has changed parameters since the last step.
 Shapes: C elements of one message, of one chunk.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,12 @@ from elasticzero.parallel.finite import (
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers
-from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
+from elasticzero.parallel.optimizers.pieces import (
+    MasteredValues,
+    ParameterPiece,
+    PartitionedGroup,
+    take_changed_values,
+)
 from elasticzero.parallel.optimizers.state import (
     MASTER,
     by_parameter,
@@ -86,6 +91,9 @@ class PartitionedOptimizer:
         """The parameters that any rank has used in the global batch, once it is complete."""
         self._differ = False
         """Ranks have run different blocks."""
+        self.chunks: Sequence[MasteredValues] | None = None
+        """The elements of all pieces that have masters, where these lie end to end; None: each
+        piece has memory of its own."""
         self.losses = LossCheck()
         """Checks the losses of the global batch on this rank."""
         self.loss = 0.0
@@ -274,6 +282,7 @@ class PartitionedOptimizer:
         self.has_state = self.has_state or bool(self.used)
         self._unstepped -= self.used
         self.losses.clear()
+        take_changed_values(self._mastered())
         divisible = {}
         stepped_now = self.optimizers.stepped
         for name, optimizer in stepped_now.items():
@@ -307,6 +316,16 @@ class PartitionedOptimizer:
                 group.options["params"] = parameters
         for piece in self.pieces.values():
             piece.parameter.grad = None
+
+    def _mastered(self) -> Iterable[MasteredValues]:
+        """Returns the chunks that have masters, or else the pieces that have, each by itself."""
+        if self.chunks is not None:
+            return self.chunks
+        return [
+            MasteredValues(piece.values, piece.parameter)
+            for piece in self.pieces.values()
+            if piece.values is not None and piece.values.dtype != piece.parameter.dtype
+        ]
 
     def share(self, share: RankState, group: PartitionedGroup) -> None:
         """Adds the masters and the state of the parameters in `group` to `share`."""

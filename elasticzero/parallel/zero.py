@@ -12,7 +12,7 @@ are; where one rank has used it, zeros stand for the gradients of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from elasticzero.data.position import MicroBatch
+from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
@@ -28,7 +29,15 @@ from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
 from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import open_optimizers
+from elasticzero.parallel.optimizers.pieces import MasteredValues
 from elasticzero.parallel.optimizers.state import working_dtype
+from elasticzero.parallel.parameter_changes import (
+    ParameterMemory,
+    kind_difference,
+    memory_of,
+    overlap,
+    shared_outside,
+)
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
@@ -55,13 +64,27 @@ class FlatBuckets(PiecedStrategy):
             and (parameter := self._parameters[name]).requires_grad
             and parameter.numel()
         }
+        if (error := overlap(trained)) is not None:
+            raise error
         size_bytes = setting.bucket_plan.size_bytes
+        shared = shared_outside((*setting.model.parameters(), *setting.model.buffers()))
         self._buckets = [
-            FlatBucket(contents, [trained[n] for n in contents.names], mesh.shard, mesh.shards)
+            FlatBucket(
+                contents,
+                [trained[n] for n in contents.names],
+                mesh.shard,
+                mesh.shards,
+                shared=shared,
+            )
             for contents in deal(trained, self.optimizers.group_of, mesh.shards, size_bytes)
         ]
         self._forward_order = list(reversed(self._buckets))
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
+        self._pieced.chunks = [
+            MasteredValues(b.own_part(b.flat_E), b.master_C)
+            for b in self._buckets
+            if b.master_C is not None
+        ]
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._scatter = ReduceScatter(self._buckets, stage, mesh)
@@ -73,6 +96,9 @@ class FlatBuckets(PiecedStrategy):
         ]
         self._mirrors = Mirrors(setting, mirrors)
         self._part: MicroBatch | None = None
+        self._rest_memory = ParameterMemory(self._rest)
+        for bucket in self._buckets:
+            bucket.count_sharing()
 
     def expect(self, part: MicroBatch) -> None:
         self._part = part
@@ -146,6 +172,35 @@ class FlatBuckets(PiecedStrategy):
         self._pieced.step([b.names for b in order], lambda index: self._gather.begin(order[index]))
         self._mirrors.step(self.optimizers)
         self._gather.leave_pending()
+        for bucket in self._buckets:
+            bucket.give_out()
+
+    def take_changes(self) -> UserError | None:
+        # A parameter that was moved had been waited for.
+        moved = {bucket: indices for bucket in self._buckets if (indices := bucket.moved())}
+        for bucket, indices in moved.items():
+            for index in indices:
+                now, place = bucket.parameters[index], bucket.places[index]
+                if (error := kind_difference(bucket.names[index], now, place)) is not None:
+                    return error
+        if (error := self._overlap(moved)) is not None:
+            return error
+        if moved:
+            shared = shared_outside(
+                b.parameters[i] for b, indices in moved.items() for i in indices
+            )
+            for bucket, indices in moved.items():
+                bucket.take_in(indices, shared)
+        return self._rest_memory.difference()
+
+    def _overlap(self, moved: Mapping[FlatBucket, Sequence[int]]) -> UserError | None:
+        """Returns the error for a parameter that was moved to where another one lies."""
+        memories = {memory_of(bucket.flat_E) for bucket in self._buckets}
+        parameters = {b.names[i]: b.parameters[i] for b, indices in moved.items() for i in indices}
+        if any(memory_of(parameter) in memories for parameter in parameters.values()):
+            self._gather.finish()
+            parameters = {name: self._parameters[name] for b in self._buckets for name in b.names}
+        return overlap(parameters)
 
     def settle(self) -> None:
         self._gather.finish()
@@ -170,7 +225,7 @@ class FlatBuckets(PiecedStrategy):
         share = RankState(frozen={MODEL + name for name in self._frozen})
         for bucket in self._buckets:
             names = tuple(MODEL + name for name in bucket.names)
-            for name, view in zip(names, bucket.views(bucket.flat_E), strict=True):
+            for name, view in zip(names, bucket.places, strict=True):
                 share.specs[name] = spec_of(view)
                 share.held[name] = LocalTensor(view)
             group = bucket.group()
@@ -189,11 +244,18 @@ class FlatBuckets(PiecedStrategy):
         self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
     ) -> Iterator[list[LoadTarget]]:
         self.settle()
-        slots: list[LoadTarget] = []
-        for name, parameter in self._parameters.items():
-            slots.append(LoadTarget(MODEL + name, Span(0, parameter.numel()), parameter.data))
+        if (error := self.take_changes()) is not None:
+            raise error
+        places = {n: p.data for n, p in self._rest.items()}
+        places |= {n: t for b in self._buckets for n, t in zip(b.names, b.places, strict=True)}
+        slots = [
+            LoadTarget(MODEL + name, Span(0, places[name].numel()), places[name])
+            for name in self._parameters
+        ]
         with (
             self._pieced.filling(stored, small) as piece_targets,
             self._mirrors.filling(stored, small) as copies,
         ):
             yield [*slots, *piece_targets, *copies]
+        for bucket in self._buckets:
+            bucket.give_out()

@@ -271,6 +271,7 @@ class BatchWork:
             return False
         self._link.check()
         training.gradients.show()
+        training.take_changes()
         factor = self._weight_factor(batch, part) / training.guard.scale
         applied = training.apply(training.strategy.finish(factor, max_norm, self._hook))
         self._record_step(training, batch)

@@ -84,6 +84,7 @@ def gather_state_dict(
         groups: The process groups; None for one process alone.
     """
     strategy.settle()
+    strategy.take_changes()
     share = strategy.rank_state()
     by_rows = {
         name

@@ -25,6 +25,7 @@ from elasticzero.parallel.buckets.measure import exchange_cost
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.materialize import Materializer
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.restore import open_source
@@ -177,6 +178,7 @@ def prepare_training(
             rows=rows,
             guard=guard,
             gradients=hidden,
+            objects=ParameterObjects(model),
         ),
         Captures(
             stager=stager,

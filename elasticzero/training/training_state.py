@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.barriers import Call
@@ -30,6 +30,7 @@ from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_REASONS, Captured
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.requests import CheckpointRequests, RankPlace, save_at_the_end
 from elasticzero.snapshots.restore import open_source, restore_state
@@ -56,6 +57,8 @@ class LaidModel:
         default_factory=lambda: HiddenGradients({}, partitioned=False)
     )
     """The gradients of the parameters, which the script may not use until they are complete."""
+    objects: ParameterObjects = field(default_factory=lambda: ParameterObjects(nn.Module()))
+    """The parameters that the model's modules have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,7 @@ class TrainingState:
         self.auxiliary = model.auxiliary
         self.rows = model.rows
         self.gradients = model.gradients
+        self._objects = model.objects
         self.stager = captures.stager
         self.requests = captures.requests
         self._source = captures.source
@@ -274,6 +278,7 @@ class TrainingState:
         if ends.run is not None:
             with self._link.busy("on_epoch_end"):
                 ends.run()
+            self.take_changes()
         at = self.position
         self.position = replace(ends.after, stopped=at.stopped, skipped=at.skipped)
         self.copy = self._copy_now()
@@ -318,6 +323,17 @@ class TrainingState:
         self._share_buffers_of_step()
         self._count_batch(StepEvent.APPLIED, self.position.skipped)
         return True
+
+    def take_changes(self) -> None:
+        """Takes in the parameters that the script has moved since the boundary, before the
+        gradients of a step are complete; raises `UserError` for one of another kind."""
+        if (refused := self.strategy.take_changes()) is not None:
+            raise refused
+
+    def _take_changes(self) -> UserError | None:
+        """Takes what the script has changed of parameters; returns the error for what it may not
+        change. No rank waits for another."""
+        return self.strategy.take_changes() or self._objects.difference()
 
     def share_buffers(self) -> None:
         """Gives all ranks rank 0's buffers and extra state; all ranks call this together."""
@@ -439,6 +455,7 @@ class TrainingState:
         """
         applied = self.at.counted
         self._tracker.record(StepEvent.REACH)
+        refused = self._take_changes()
         lost = self._complete_step() if applied else None
         self.copy = self._copy_now()
         self._tracker.record(StepEvent.BOUNDARY)
@@ -446,6 +463,8 @@ class TrainingState:
         self.stager.check()
         if lost is not None:
             raise lost
+        if refused is not None:
+            raise refused
         word = self._exchange.collect(self.stager.control_word(self._flags()))
         if word is not None:
             self._follow_word(word)
@@ -513,7 +532,11 @@ class TrainingState:
             self._mirrored.release()
 
     def finish(self) -> None:
-        """Saves the state at the end of the training function, as far as it is not saved."""
+        """Saves the state at the end of the training function, as far as it is not saved.
+
+        What the script has made of the model for another use, as in another dtype, is not of it.
+        """
+        self.strategy.take_changes()
         self.requests.finish(self.boundary_copy(), self._place(Call.FINISH))
 
     def _place(self, call: Call) -> RankPlace:

@@ -67,6 +67,24 @@ def test_two_lost_nodes_one_after_the_other_cost_no_finished_step(
     check_weights(tmp_path / "c", reference)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_mirror_without_the_scripts_newest_change_is_not_handed_over(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """Those of zero2 have it; those of zero3 get it with the next gradient."""
+    told: dict[str, Any] = {"directory": str(tmp_path), "world_size": 2, "changed": True}
+    told |= {"strategy": strategy, "dtype": "float64", "optimizer": "SGD"}
+    lines = [json.dumps(told | {"rank": rank}) for rank in range(2)]
+    for running in [pool.start(HERE / "training_mirrors.py", [line], 1) for line in lines]:
+        running.until(running.ended, 60)
+        assert running.workers[0].exit_code == 0, running.logs()
+    paths = list(tmp_path.glob("mirror*"))
+    assert len(paths) == (2 if strategy == "zero2" else 0)
+    for path in paths:
+        parameters = {n: t for n, t in load_file(path).items() if n.startswith("model/blocks")}
+        assert parameters and all(t.abs().max() <= 0.01 for t in parameters.values())
+
+
 @pytest.mark.parametrize("place", [rare("mirroring"), "gathering"])
 def test_a_node_lost_inside_a_step_costs_that_step_at_most(
     place: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]

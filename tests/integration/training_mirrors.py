@@ -2,7 +2,9 @@
 owner's own part.
 
 Run by several processes; argument: JSON with rank, world_size, port, directory, strategy, dtype and
-optimizer. Every rank writes its own part of the state, and the mirror that it keeps.
+optimizer, and at will changed. Every rank writes its own part of the state, and the mirror that it
+keeps; where the script is to have changed parameters after the last step, it checks that with zero3
+there is none to hand over.
 """
 
 from __future__ import annotations
@@ -107,6 +109,12 @@ def main(told: dict[str, Any]) -> None:
     )
     train(strategy, model, rank, world_size)
     strategy.settle()
+    if told.get("changed"):
+        assert strategy.mirrored_states()
+        with torch.no_grad():
+            for parameter in strategy.model.parameters():
+                parameter.clamp_(-0.01, 0.01)
+        assert bool(strategy.mirrored_states()) == (told["strategy"] != "zero3")
 
     def write(name: str, of: int, share: RankState) -> None:
         writer = manifest_draft.WriterInfo(

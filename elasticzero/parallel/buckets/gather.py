@@ -109,10 +109,11 @@ class ParameterGather:
 
     def leave_pending(self) -> None:
         """Lets the gathers that have begun end while the script goes on, where every use of their
-        parameters can wait for them; waits for the others."""
+        parameters can wait for them; waits for the others, as for one whose elements the script has
+        other tensors of."""
         for bucket in list(self._works):
             exact = all(type(parameter) is nn.Parameter for parameter in bucket.parameters)
-            if not exact or self._compiled:
+            if not exact or self._compiled or bucket.outside or bucket.has_readers():
                 try:
                     self._finish(bucket)
                 except RuntimeError as error:

@@ -3,24 +3,35 @@
 Chunks are equal where an optimizer works on elements. Where it needs whole parameters, a rank's
 chunk is those that are dealt to it.
 
+Rules:
+ LB1  A parameter is a view of its bucket, unless a tensor of the script's shares the memory that it
+      had before: a list of `p.data` from before `prepare`, a vector for `vector_to_parameters`.
+      Such a parameter stays outside, and its values are copied in before each step, and out after.
+ LB2  A parameter that the script has given other memory is taken in again, its values first. It
+      stays outside while the script may have tensors of its place, which are not of it any more.
+
 Shapes: E elements of a bucket with its padding, C elements of one chunk.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from elasticzero.memory_estimate import FLAT_BUCKET_BYTES
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
+from elasticzero.parallel.parameter_changes import memory_of, moved
 from elasticzero.spans import Span, intersect
+from elasticzero.torch_internals import sharing_tensors
 
 BUCKET_BYTES = FLAT_BUCKET_BYTES
 
@@ -36,7 +47,7 @@ class DealtNames:
 
 @dataclass(slots=True, eq=False)
 class FlatBucket:
-    """Parameters laid end to end; from here on they are views of `flat_E`."""
+    """Parameters laid end to end; from here on they are views of `flat_E`, or outside (LB1)."""
 
     contents: DealtNames
     parameters: list[nn.Parameter]
@@ -55,6 +66,15 @@ class FlatBucket:
     """The first element of each rank's chunk, and the end of the last one's."""
     master_C: Tensor | None = None
     """This rank's 32-bit copy of its chunk, where the parameters have 16 bits."""
+    shared: Collection[int] = ()
+    """Addresses of memory that the script has other tensors of."""
+    places: list[Tensor] = field(init=False)
+    """The parameters' places in `flat_E`."""
+    outside: list[int] = field(init=False)
+    """The parameters that have memory of their own, by their index."""
+    sharing: int = sys.maxsize
+    """Number of tensors that share the memory of `flat_E`, but for parameters; `count_sharing`
+    counts them once all are made that there are in each step."""
 
     def __post_init__(self) -> None:
         first, total = self.parameters[0], 0
@@ -65,11 +85,54 @@ class FlatBucket:
         self.numel = total
         self.bounds = self._bounds()
         self.flat_E = first.data.new_zeros(self.bounds[-1])
-        for parameter, view in zip(self.parameters, self.views(self.flat_E), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
+        self.places = self.views(self.flat_E)
+        self.take_in(range(len(self.parameters)), self.shared)
         if working_dtype(first.dtype) != first.dtype:
             self.master_C = self.own_part(self.flat_E).to(working_dtype(first.dtype))
+
+    def take_in(self, indices: Sequence[int], shared: Collection[int]) -> None:
+        """Copies the values of some parameters to their places, and makes the parameters views of
+        these, unless the script has other tensors of the memory that they have now, or of the
+        bucket's, which are theirs no more (LB1, LB2).
+
+        Args:
+            indices: The parameters that do not lie in their places.
+            shared: Addresses of memory that the script has other tensors of.
+        """
+        memories = {index: memory_of(self.parameters[index]) for index in indices}
+        flat_memory = memory_of(self.flat_E)
+        self.outside = [index for index in indices if memories[index] != flat_memory]
+        has_readers = self.has_readers()
+        for index in indices:
+            parameter, place = self.parameters[index], self.places[index]
+            is_outside = index in self.outside
+            place.copy_(parameter.data if is_outside else parameter.data.clone())
+            if is_outside and (has_readers or memories[index] in shared):
+                continue
+            parameter.data = place
+            if is_outside:
+                self.outside.remove(index)
+
+    def moved(self) -> list[int]:
+        """Returns the parameters that do not lie in their places, by their index."""
+        pairs = zip(self.parameters, self.places, strict=True)
+        return [index for index, is_moved in enumerate(moved(pairs)) if is_moved]
+
+    def count_sharing(self) -> None:
+        inside = len(self.parameters) - len(self.outside)
+        self.sharing = sharing_tensors(self.flat_E) - inside
+
+    def has_readers(self) -> bool:
+        """Tells whether tensors of the script's share the memory of the bucket."""
+        return sharing_tensors(self.flat_E) > self.sharing + len(self.parameters) - len(
+            self.outside
+        )
+
+    def give_out(self) -> None:
+        """Copies the values of their places to the parameters that are outside."""
+        if self.outside:
+            data = [self.parameters[index].data for index in self.outside]
+            torch._foreach_copy_(data, [self.places[index] for index in self.outside])
 
     def _bounds(self) -> list[int]:
         ranks = range(self.world_size + 1)

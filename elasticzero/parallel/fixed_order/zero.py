@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
+from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
@@ -22,6 +23,7 @@ from elasticzero.parallel.gradients import GradientHook, check_frozen
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
+from elasticzero.parallel.parameter_changes import ParameterMemory, overlap
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.spans import Span
 from elasticzero.state.model import (
@@ -54,6 +56,8 @@ class WholeParameters(PiecedStrategy):
             for name, parameter in self._parameters.items()
             if name in self.optimizers.group_of and parameter.requires_grad and parameter.numel()
         }
+        if (error := overlap(trained)) is not None:
+            raise error
         for parameter in trained.values():
             parameter.data = parameter.data.contiguous()
         kinds = {name: tuple(sorted(self.optimizers.schema(name))) for name in trained}
@@ -64,6 +68,7 @@ class WholeParameters(PiecedStrategy):
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._part: MicroBatch | None = None
+        self._memory = ParameterMemory(trained, may_overlap=False)
         self._lost: RuntimeError | None = None
         """Why other ranks' parameters have not come after the newest step; None: they have."""
 
@@ -113,6 +118,19 @@ class WholeParameters(PiecedStrategy):
             if message.owner != shard:
                 data = [parameter.data for parameter in message.parameters]
                 torch._foreach_copy_(data, message.unpack(flat))
+
+    def take_changes(self) -> UserError | None:
+        if (error := self._memory.difference()) is not None:
+            return error
+        for message in self._owned:
+            for name, parameter in zip(message.names, message.parameters, strict=True):
+                piece = self._pieced.pieces[name]
+                held = piece.parameter if piece.values is None else piece.values
+                if held.data_ptr() == parameter.data_ptr() and parameter.is_contiguous():
+                    continue
+                parameter.data = parameter.data.contiguous()
+                held.data = parameter.data.view(held.shape)
+        return None
 
     def settle(self) -> None:
         if self._lost is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from elasticzero.spans import Rule, Span
@@ -44,3 +46,61 @@ class PartitionedGroup:
         """Returns how tensors shaped like the parameters, with these names, are dealt."""
         ranks = self.owners if self.rule == "whole" else ()
         return Partition(rule=self.rule, names=names, ranks=ranks)
+
+
+COMPARED_BYTES = 32 << 20
+"""Size in bytes of the values that are compared with their masters at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class MasteredValues:
+    """Holds elements of the model in 16 bits, and the 32-bit masters that an optimizer steps."""
+
+    values: Tensor
+    master: Tensor
+
+
+def take_changed_values(pairs: Iterable[MasteredValues]) -> None:
+    """Gives each master the values that are not its own in 16 bits, which the script has set.
+
+    A script that clamps parameters, decays them or puts other ones back so changes what is stepped.
+    """
+    for group in _grouped(pairs):
+        values = [pair.values.reshape(-1) for pair in group]
+        rounded = [torch.empty_like(value) for value in values]
+        torch._foreach_copy_(rounded, [pair.master.detach().reshape(-1) for pair in group])
+        if _same_bits(_joined(values), _joined(rounded)):
+            continue
+        for pair, value, before in zip(group, values, rounded, strict=True):
+            master = pair.master.detach()
+            taken = torch.where(before == value, master.reshape(-1), value.to(master.dtype))
+            master.copy_(taken.view(master.shape))
+
+
+def _grouped(pairs: Iterable[MasteredValues]) -> Iterator[list[MasteredValues]]:
+    """Yields pairs of one dtype and device whose values are compared at once."""
+    group: list[MasteredValues] = []
+    size = 0
+    for pair in pairs:
+        values = pair.values
+        first = group[0].values if group else values
+        alike = (values.dtype, values.device) == (first.dtype, first.device)
+        if group and (not alike or size + values.nbytes > COMPARED_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(pair)
+        size += values.nbytes
+    if group:
+        yield group
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    """Tells whether two 1-D tensors of one dtype have the same bytes, compared as large words,
+    which takes an eighth of the time."""
+    offsets = [int(t.storage_offset()) * t.element_size() for t in (first, second)]
+    kind = torch.uint8 if any(n % 8 for n in (first.nbytes, *offsets)) else torch.int64
+    return torch.equal(first.view(kind), second.view(kind))

@@ -1,0 +1,192 @@
+"""Finds what a script has changed of the parameters that `session.prepare` was given.
+
+Rules:
+ PC1  A parameter is trained as the object that it was at `prepare`. Where a module has another one
+      under its name, or none, or a new name has one, the script is refused.
+ PC2  A parameter may lie in other memory than before (`parameter.data = …`, `set_`): its values
+      count. It keeps its shape and dtype, and its device if it is trained.
+ PC3  Where parameters are dealt to ranks, no two of them share elements.
+Both are looked at between steps, and where parameters lie before each step too. No value is read
+for it, and nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from elasticzero.errors import UserError
+from elasticzero.torch_internals import (
+    children_of,
+    is_of_storage,
+    parameters_of,
+    sharing_tensors,
+    without_torch_functions,
+)
+
+BEFORE = (
+    "change the model before session.prepare, which every generation calls anew, and later its "
+    "values alone, in place"
+)
+
+
+class ParameterObjects:
+    """Compares the parameters that a model's modules have with those from before (PC1)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters = _by_name(model)
+        self._record()
+
+    def _record(self) -> None:
+        self._modules = list(self._model.modules())
+        """Keeps them alive, so that no other object has the number of one of them."""
+        self._parts = [
+            (objects, [id(held) for held in objects.values()])
+            for module in self._modules
+            for objects in (parameters_of(module), children_of(module))
+        ]
+
+    @property
+    def are_same(self) -> bool:
+        """Tells whether every module has the parameters and children of before."""
+        for objects, ids in self._parts:
+            if len(objects) != len(ids) or (ids and list(map(id, objects.values())) != ids):
+                return False
+        return True
+
+    def difference(self) -> UserError | None:
+        """Returns the error for the first parameter that differs; None: none does."""
+        if self.are_same:
+            return None
+        present, before = _by_name(self._model), self._parameters
+        for name in (*before, *present):
+            if present.get(name) is not before.get(name):
+                return UserError(_sentence(name, name in before, name in present))
+        self._record()  # modules without parameters are the script's
+        return None
+
+
+def _sentence(name: str, before: bool, now: bool) -> str:
+    if before and now:
+        what = (
+            "is another object than session.prepare was given, which would not be trained "
+            "(load_state_dict(assign=True) or a module put in the place of another does this)"
+        )
+    elif before:
+        what = (
+            "is no parameter of the model any more, which it was at session.prepare (a "
+            "parametrization, pruning or merged adapters do this)"
+        )
+    else:
+        what = "was added after session.prepare, and would not be trained"
+    return f"parameter {name!r} {what}: {BEFORE}"
+
+
+def _by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+class ParameterMemory:
+    """Knows where parameters lie, and what of them may not change (PC2)."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, may_overlap: bool = True) -> None:
+        """Takes note of where the parameters lie.
+
+        Args:
+            parameters: The parameters by name.
+            may_overlap: False: PC3 holds for them.
+        """
+        self._may_overlap = may_overlap
+        # A class of the script's own may have no memory that torch can compare.
+        self._parameters = {n: p for n, p in parameters.items() if type(p) is nn.Parameter}
+        self._places = {name: p.detach() for name, p in self._parameters.items()}
+
+    def difference(self) -> UserError | None:
+        """Returns the error for a parameter of another kind; takes note of where the others lie."""
+        pairs = zip(self._parameters.values(), self._places.values(), strict=True)
+        if not any(moved(pairs)):
+            return None
+        for name, parameter in self._parameters.items():
+            error = kind_difference(name, parameter, self._places[name])
+            if error is not None:
+                return error
+            self._places[name] = parameter.detach()
+        return None if self._may_overlap else overlap(self._parameters)
+
+
+class FixedMemory:
+    """Refuses other memory for parameters of which a rank has rows: torch then changes the outer
+    tensor alone, and leaves the rows as they are."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        with without_torch_functions():
+            self._storages = {n: (p, p.untyped_storage()) for n, p in parameters.items()}
+
+    def difference(self) -> UserError | None:
+        """Returns the error for the first parameter that was given other memory."""
+        with without_torch_functions():
+            for name, (parameter, storage) in self._storages.items():
+                if not is_of_storage(parameter, storage):
+                    return UserError(
+                        f"parameter {name!r} was given other memory, as `parameter.data = …` and "
+                        "vector_to_parameters do it, which zero3 cannot divide: change its values "
+                        "in place, as by `parameter.data.copy_`, or use ddp, zero1 or zero2"
+                    )
+        return None
+
+
+def moved(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> list[bool]:
+    """Returns whether each parameter lies elsewhere than the tensor beside it."""
+    with without_torch_functions():
+        return [not parameter.is_set_to(place) for parameter, place in pairs]
+
+
+def kind_difference(name: str, parameter: nn.Parameter, before: Tensor) -> UserError | None:
+    """Returns the error for a parameter whose shape or dtype has changed, or whose device has, if
+    it is trained; None: it may be taken."""
+    kinds = [(tuple(t.shape), str(t.dtype), str(t.device)) for t in (parameter, before)]
+    kept = 3 if parameter.requires_grad else 2
+    for now, old in list(zip(*kinds, strict=True))[:kept]:
+        if now != old:
+            return UserError(
+                f"parameter {name!r} is now of {now}, and was of {old} at session.prepare: {BEFORE}"
+            )
+    return None
+
+
+def overlap(parameters: Mapping[str, nn.Parameter]) -> UserError | None:
+    """Returns the error for two parameters that share elements, which would be stepped as two;
+    None: no two do."""
+    spans = []
+    for name, parameter in parameters.items():
+        tensor = parameter.detach()
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        has_no_gaps = tensor.numel() == extent and not tensor.is_meta
+        if has_no_gaps and type(parameter) is nn.Parameter:
+            first = tensor.data_ptr()
+            spans.append((str(tensor.device), first, first + extent * tensor.element_size(), name))
+    spans.sort()
+    for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < stop:
+            return UserError(
+                f"parameters {name!r} and {other!r} share memory and are two objects, which only "
+                "ddp steps as one: tie them as one parameter (`a.weight = b.weight`)"
+            )
+    return None
+
+
+def shared_outside(tensors: Iterable[Tensor]) -> set[int]:
+    """Returns the addresses of memory that other tensors than these share with some of them."""
+    unique = {id(tensor): tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)}
+    by_memory: dict[int, list[Tensor]] = {}
+    for tensor in unique.values():
+        by_memory.setdefault(memory_of(tensor), []).append(tensor)
+    return {at for at, of in by_memory.items() if sharing_tensors(of[0]) > len(of)}
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Returns the address of the whole memory that a tensor has a part of."""
+    return tensor.untyped_storage().data_ptr()
