@@ -32,6 +32,7 @@ TOLD = {
     "average zero3": "under zero3 no rank has the whole model",
     "plain average zero3": "under zero3 no rank has the whole model",
 }
+TOLD["norm in parts"] = TOLD["value in parts"] = "where they are not complete"
 for strategy in ("zero1", "zero2", "zero3"):
     TOLD[f"norm {strategy}"] = TOLD[f"value {strategy}"] = "session.step(max_grad_norm=…)"
 for strategy in ("ddp", "zero1", "zero2", "zero3"):

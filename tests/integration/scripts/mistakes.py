@@ -57,11 +57,11 @@ def evaluated(session: ez.Session) -> None:
     session.evaluate(DataLoader(DATA), lambda x: x.mean())
 
 
-def clipped(session: ez.Session, strategy: str, clip: Callable[[Any], Any]) -> None:
-    """Nothing is refused under ddp, where a gradient is whole."""
+def clipped(session: ez.Session, strategy: str, clip: Callable[[Any], Any], micro: int = 2) -> None:
+    """Nothing is refused under ddp where a gradient is whole, in one micro-batch."""
     model, _ = prepared(session, strategy)
     session.restore()
-    for x in session.batches(DATA, global_batch=4, micro_batch=2, epochs=1):
+    for x in session.batches(DATA, global_batch=4, micro_batch=micro, epochs=1):
         session.backward(model(x).mean())
         clip(model.parameters())
         session.step()
@@ -175,10 +175,13 @@ def cases() -> dict[str, Callable[[ez.Session], None]]:
         "nested loops": nested_loops,
         "early epoch": early_epoch,
     }
+    for what, clip in (("norm", norm), ("value", value)):
+        mistakes[f"{what} in parts"] = partial(clipped, strategy="ddp", clip=clip)
     for strategy in STRATEGIES:
         mistakes[f"closure {strategy}"] = partial(closure, strategy=strategy)
-        mistakes[f"norm {strategy}"] = partial(clipped, strategy=strategy, clip=norm)
-        mistakes[f"value {strategy}"] = partial(clipped, strategy=strategy, clip=value)
+        micro = 4 if strategy == "ddp" else 2
+        mistakes[f"norm {strategy}"] = partial(clipped, strategy=strategy, clip=norm, micro=micro)
+        mistakes[f"value {strategy}"] = partial(clipped, strategy=strategy, clip=value, micro=micro)
         mistakes[f"average {strategy}"] = partial(averaged, strategy=strategy, from_trained=True)
         mistakes[f"plain average {strategy}"] = partial(
             averaged, strategy=strategy, from_trained=False
