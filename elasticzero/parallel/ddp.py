@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from json import dumps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.parallel import same_number
 from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Setting
 from elasticzero.parallel.buckets.all_reduce import AllReduce, SummedBucket
 from elasticzero.parallel.buckets.queue import BucketQueue
@@ -26,12 +30,18 @@ from elasticzero.parallel.finite import (
     squares_of,
 )
 from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer
-from elasticzero.parallel.gradients import GradientHook, check_frozen
+from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks_of_several
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
 from elasticzero.parallel.parameter_changes import ParameterMemory
+from elasticzero.parallel.partitioned import ForwardChanges
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, OPTIMIZER_TREE, LoadTarget, RankState, Spec
+from elasticzero.torch_internals import (
+    call_gradient_hooks,
+    with_gradient_hooks,
+    without_gradient_hooks,
+)
 
 
 class Replicated:
@@ -45,8 +55,12 @@ class Replicated:
         self.optimizers = open_optimizers(made, setting.named, "nothing")
         self._ranks = setting.world_size
         self._device = setting.device
-        self._may_be_sparse = setting.alone
+        self._alone = setting.alone
         self._part: MicroBatch | None = None
+        self._hooked: dict[str, nn.Parameter] = {}
+        """The parameters on which the script has registered hooks, at the newest backward. They are
+        called with the whole gradient, by `finish`."""
+        self._changes = ForwardChanges(self._parameters, setting.world_size)
         self._losses = LossCheck()
         self._fixed_order = setting.options.deterministic
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
@@ -73,9 +87,17 @@ class Replicated:
         return self._memory.difference()
 
     def expect(self, part: MicroBatch) -> None:
+        self._changes.begin()
         self._part = part
 
     def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
+        self._hooked = {n: self._parameters[n] for n in with_gradient_hooks(self._parameters)}
+        if not self._alone:
+            check_hooks_of_several(self._hooked)
+        with without_gradient_hooks(self._hooked.values()):
+            self._backward(loss, fraction, only)
+
+    def _backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None) -> None:
         inputs, part = self.optimizers.begin_turn(only, self._parameters), self._part
         if fraction != 0:
             self._losses.add(loss, fraction)
@@ -91,14 +113,19 @@ class Replicated:
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None
     ) -> Tensor:
+        self._require_same_changes()
         optimized = self.optimizers.parameters()
-        if not self._may_be_sparse:
+        if not self._alone:
             _make_dense(optimized.values())
         gradient_of = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
         self.optimizers.check_used(gradient_of)
         gradients = list(gradient_of.values())
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
+        if self._hooked:
+            self._call_hooks(gradient_of)
+            gradient_of = {n: _values(p) for n, p in optimized.items() if p.grad is not None}
+            gradients = list(gradient_of.values())
         if hook is not None:
             hook.sums = hook.call({name: (0, gradient) for name, gradient in gradient_of.items()})
         if self._fixed_order:
@@ -112,6 +139,29 @@ class Replicated:
         self._norm, self._factor = norm, factor
         bad = self._losses.bad if self._sums is None else not math.isfinite(self._sums.loss)
         return norm * math.nan if bad else norm
+
+    def _call_hooks(self, names: Iterable[str]) -> None:
+        """Calls the script's hooks on these parameters; where there are several ranks, with random
+        numbers that are the same on all of them."""
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.no_grad(), torch.random.fork_rng(gpus, enabled=self._sums is not None):
+            if self._sums is not None:
+                torch.manual_seed(zlib.crc32(struct.pack("d", self._sums.loss)))
+            for name in names:
+                if name in self._hooked:
+                    call_gradient_hooks(self._hooked[name])
+
+    def _require_same_changes(self) -> None:
+        """Raises `UserError` where ranks have changed parameters in different ways; all ranks call
+        this together."""
+        if (number := self._changes.end()) is None:
+            return
+        sums = torch.tensor(same_number.with_square(number), dtype=torch.float64)
+        sums = sums.to(self._device)
+        dist.all_reduce(sums)
+        total, squares = sums.tolist()
+        if not same_number.is_same(number, self._ranks, (total, squares)):
+            raise UserError(self._changes.sentence())
 
     @property
     def loss(self) -> float:
@@ -166,6 +216,7 @@ class Replicated:
         return {}
 
     def replicas(self) -> dict[str, Tensor]:
+        self._changes.request()
         share = self.rank_state()
         tensors = {name: held.tensor for name, held in share.held.items()}
         if trees := {kind: tree for kind, tree in share.optimizers.items() if kind in TREES}:

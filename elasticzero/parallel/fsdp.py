@@ -32,7 +32,7 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fsdp_uses import Uses
-from elasticzero.parallel.gradients import GradientHook, check_frozen
+from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
@@ -61,11 +61,18 @@ CHANGED_ROWS = (
     "next gradient: they are not handed over, and training goes back to a snapshot or checkpoint"
 )
 
+BLOCKS_DIFFER = (
+    "ranks ran different blocks of the model in one step, or in another order; zero3 gathers each "
+    "block's parameters on all ranks when it runs: run the same blocks on every rank, or use "
+    "strategy zero2"
+)
+
 
 class FullyPartitioned(PiecedStrategy):
     """Implements `Strategy`."""
 
     def __init__(self, setting: Setting) -> None:
+        check_hooks(setting.named.parameters, "zero3")
         self._rank, self._ranks = setting.rank, setting.world_size
         self._mesh, self._device = setting.place, setting.state_device
         self.shards = self._mesh.shards
@@ -156,6 +163,8 @@ class FullyPartitioned(PiecedStrategy):
             self._root.set_requires_all_reduce(part.last)
 
     def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
+        check_hooks(self._parameters, "zero3")
+        check_hooks(self._uses.named_leaves(), "zero3")
         names = None
         if self.optimizers.begin_turn(only, self._parameters) is not None:
             names = {name for name in self._parameters if self._takes_part(name)}
@@ -183,7 +192,7 @@ class FullyPartitioned(PiecedStrategy):
             factor,
             max_norm,
             hook=hook,
-            blocks=self._uses.blocks,
+            number=self._uses.blocks,
             exchange=lambda: self._mirrors.exchange(self._messages),
         )
         self._mirrors.take(self._pieced.used, norm, max_norm)
@@ -213,6 +222,9 @@ class FullyPartitioned(PiecedStrategy):
         for parameter, gradient in zip(scalars, gradients.unbind(), strict=True):
             parameter.grad = gradient / self._ranks
 
+    def _difference(self) -> str:
+        return BLOCKS_DIFFER
+
     def _drop_whole(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -230,6 +242,7 @@ class FullyPartitioned(PiecedStrategy):
 
     def apply(self) -> None:
         self._reshard()
+        self._uses.compares = False
         self._mark_changed()
         self._renew()
         self._pieced.step([list(self._pieced.pieces)])
@@ -246,6 +259,7 @@ class FullyPartitioned(PiecedStrategy):
         pass
 
     def rank_state(self) -> RankState:
+        self._uses.compares = True
         held = {
             name: LocalTensor(_local(parameter), self._first(name))
             for name, parameter in self._parameters.items()
@@ -283,6 +297,7 @@ class FullyPartitioned(PiecedStrategy):
         return share
 
     def replicas(self) -> dict[str, Tensor]:
+        self._uses.compares = True
         whole = {n: p for n, p in self._parameters.items() if not isinstance(p, DTensor)}
         return {MODEL + name: p.detach() for name, p in whole.items()} | self._pieced.norm()
 
@@ -347,6 +362,9 @@ def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
         modules[-1].add_module("model", setting.model)
     for module in modules:
         whole = setting.materialize(module)
+        for parameter in module.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()  # FSDP2 takes no others
         fully_shard(module, **options)
         _release(whole, module)
     return modules

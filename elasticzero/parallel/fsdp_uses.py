@@ -8,7 +8,10 @@ A backward may be for some parameters only, the same on all ranks. No other one 
 then, and a group of FSDP2 that has none of them reduces nothing.
 
 FSDP2 puts the gathered parameters into the modules when it is told that a block runs. So what a
-script calls past the block, or puts in their place, ends in a sentence.
+script calls past the block, or puts in their place, ends in a sentence. So does what it changes in
+them, which is lost when they are freed: in the first step, and in the one after each verification
+and capture, this rank's rows of them are compared with its shard. A backward whose gradients are
+differentiated again needs the gathered parameters after they are freed, and is refused.
 
 Check after an upgrade of torch: FSDP2's state of a module and its parameter groups, of which
 `_get_fsdp_state` is no public interface.
@@ -27,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from elasticzero.errors import UserError
 from elasticzero.parallel import same_number
+from elasticzero.spans import fsdp_rows
 
 
 class Uses:
@@ -51,6 +55,8 @@ class Uses:
         """Parameters that this rank has used."""
         self.blocks = 0
         """Stands for the modules that have run, in their order."""
+        self.compares = True
+        """Gathered parameters are compared with the shards before they are freed."""
         self._counts = True
         """The newest backward has a weight."""
         self._only: Collection[str] | None = None
@@ -66,7 +72,9 @@ class Uses:
         }
         self._names = {id(of): name for name, of in self._divided.items()}
         for group in self._groups:
+            group.pre_backward = partial(self._begin_backward, group, group.pre_backward)
             group.post_backward = partial(self._reduce, group, group.post_backward)
+            group.reshard = partial(self._reshard, group, group.reshard)
             for owner in _owners(group):
                 owner.register_forward_pre_hook(partial(self._check_gathered, group))
         for index, module in enumerate(modules, 1):
@@ -127,6 +135,57 @@ class Uses:
             if leaf is not None:
                 unique.append(leaf)
         return unique
+
+    def named_leaves(self) -> dict[str, Tensor]:
+        """Returns the gathered parameters to which autograd gives gradients, by name."""
+        leaves = ((name, _leaf(of)) for name, of in self._divided.items())
+        return {name: leaf for name, leaf in leaves if leaf is not None}
+
+    def _begin_backward(
+        self, group: Any, pre_backward: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Runs the group's own `pre_backward`.
+
+        Args:
+            group: A group of FSDP2.
+            pre_backward: The group's own method.
+            *arguments: What FSDP2 passes to it.
+
+        Raises:
+            UserError: The gradients are to be differentiated again.
+        """
+        if torch.is_grad_enabled():  # autograd enables it under create_graph
+            raise UserError(
+                "the script differentiates gradients (create_graph=True, as a gradient penalty "
+                f"does) of {self._called(group)}, whose parameters zero3 frees when their "
+                "gradients are computed: use ddp, zero1 or zero2"
+            )
+        pre_backward(*arguments)
+
+    def _called(self, group: Any) -> str:
+        """Returns how errors name the module whose parameters a group has."""
+        name = self._module_names.get(group.modules[0], "")
+        return f"module {name!r}" if name else "the model"
+
+    def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
+        """Frees the gathered parameters of a group by its own `reshard`.
+
+        Args:
+            group: A group of FSDP2.
+            reshard: The group's own method.
+
+        Raises:
+            UserError: The script has changed one of them.
+        """
+        if self.compares and group.is_unsharded:
+            for of in group.fsdp_params:
+                if _is_changed(of):
+                    raise UserError(
+                        f"the script has changed parameter {self._names[id(of)]!r} in or after a "
+                        f"forward of {self._called(group)}, where zero3 has a copy that is freed: "
+                        "change it in place after session.step(), or use ddp, zero1 or zero2"
+                    )
+        reshard()
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         """Runs the group's own `post_backward`, with zeros for what this rank has not used.
@@ -221,3 +280,16 @@ def _leaf(of: Any) -> Tensor | None:
     """Returns a parameter as a forward uses it; None before the first."""
     leaf: Tensor | None = getattr(of, "_unsharded_param", None)
     return leaf
+
+
+def _is_changed(of: Any) -> bool:
+    """Tells whether a parameter, as it was gathered, differs from this rank's rows of it."""
+    leaf, local = _leaf(of), of.sharded_param.to_local().detach()
+    if leaf is None or not local.numel():
+        return False
+    mesh = of.mesh_info
+    span = fsdp_rows(of.sharded_param.shape, mesh.shard_mesh_size, mesh.shard_mesh_rank)
+    gathered = leaf.detach().reshape(-1)[span.start : span.stop]
+    rows = local.reshape(-1).to(gathered)
+    # bytes, for a NaN equals nothing
+    return not torch.equal(gathered.view(torch.uint8), rows.view(torch.uint8))

@@ -6,7 +6,7 @@ gone already, or lacks micro-batches or its divisor (`ddp`). What a script does 
 (`clip_grad_norm_`, `clip_grad_value_`, a backward of its own) would have no effect, or a wrong one
 on each rank. So another tensor stands in its place, which refuses every use. Gradients that a
 backward of the script's own has left before are refused, as is one that no strategy sums, of a
-parameter that was frozen at first.
+parameter that was frozen at first, and hooks on parameters where no rank has whole gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
-from elasticzero.torch_internals import without_torch_functions
+from elasticzero.torch_internals import (
+    has_hook_of_several,
+    with_gradient_hooks,
+    without_torch_functions,
+)
 
 REFUSED = (
     "the script uses parameters' gradients between session.backward and session.step, where the "
@@ -172,4 +176,28 @@ def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
                 f"parameter {name!r} has a gradient, but needed none when session.prepare was "
                 "called, so it is not summed over the ranks: freeze it after session.prepare, "
                 "which every generation calls anew"
+            )
+
+
+def check_hooks(parameters: Mapping[str, Tensor], strategy: str) -> None:
+    """Raises `UserError` where the script has registered a hook on one of these parameters, which
+    autograd would call with one rank's part of the gradient, or never."""
+    for name in with_gradient_hooks(parameters):
+        raise UserError(
+            f"parameter {name!r} has a hook on its gradient (register_hook or "
+            f"register_post_accumulate_grad_hook), and no rank has whole gradients under "
+            f"{strategy}: give session.on_gradients the function, or use ddp, which calls the "
+            "hook once in a step, with the whole gradient"
+        )
+
+
+def check_hooks_of_several(parameters: Mapping[str, Tensor]) -> None:
+    """Raises `UserError` where the script has registered a hook on several gradients, which torch
+    calls inside a backward only, where they are one rank's."""
+    for name, parameter in parameters.items():
+        if has_hook_of_several(parameter):
+            raise UserError(
+                f"parameter {name!r} has a hook of register_multi_grad_hook, which torch calls "
+                "with one rank's part of the gradient: use register_hook, which ddp calls with the "
+                "whole gradient, or session.on_gradients"
             )

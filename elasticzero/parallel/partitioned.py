@@ -43,14 +43,9 @@ from elasticzero.parallel.optimizers.state import (
     working_dtype,
 )
 from elasticzero.spans import Span
+from elasticzero.state.digests import combined, digests
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
 from elasticzero.torch_internals import has_step_hooks
-
-BLOCKS_DIFFER = (
-    "ranks ran different blocks of the model in one step, or in another order; zero3 gathers each "
-    "block's parameters on all ranks when it runs: run the same blocks on every rank, or use "
-    "strategy zero2"
-)
 
 
 class PartitionedOptimizer:
@@ -89,8 +84,8 @@ class PartitionedOptimizer:
         """Parameters without a gradient in any global batch so far, on all ranks."""
         self.used: set[str] = set()
         """The parameters that any rank has used in the global batch, once it is complete."""
-        self._differ = False
-        """Ranks have run different blocks."""
+        self.differ = False
+        """Ranks have given `complete` different numbers."""
         self.chunks: Sequence[MasteredValues] | None = None
         """The elements of all pieces that have masters, where these lie end to end; None: each
         piece has memory of its own."""
@@ -118,7 +113,7 @@ class PartitionedOptimizer:
         max_norm: float | None,
         *,
         hook: GradientHook | None = None,
-        blocks: int = 0,
+        number: int = 0,
         exchange: Callable[[], Sequence[Any]] = tuple,
     ) -> Tensor:
         """Does what `Strategy.finish` does, once the pieces have their gradients, which are summed
@@ -129,8 +124,8 @@ class PartitionedOptimizer:
             factor: What the gradients are multiplied by.
             max_norm: The limit of their norm; None: there is none.
             hook: Called with the gradients before their norm is taken; None: none is.
-            blocks: A number that stands for what has run here, as for `same_number`; where it is
-                not the same on all ranks the norm is NaN, and `suspects` raises `UserError`.
+            number: Stands for what must be the same on all ranks, as for `same_number`; where it
+                is not the norm is NaN, and `differ` says so.
             exchange: Called once the gradients are as they are to be stepped, but for clipping;
                 what it returns is waited for before the norm is summed.
 
@@ -147,7 +142,7 @@ class PartitionedOptimizer:
             device = torch.device("cuda", torch.cuda.current_device())
         uses = [float(name in used) for name in self.optimizers.group_of]
         totals = torch.tensor(
-            [0, *same_number.with_square(blocks), *uses], dtype=torch.float64, device=device
+            [0, *same_number.with_square(number), *uses], dtype=torch.float64, device=device
         )
         if self.losses.mean is not None:
             totals[0] = self.losses.mean
@@ -155,9 +150,9 @@ class PartitionedOptimizer:
             works = exchange()
             totals = torch.cat([self._square(gradients, device), totals])
             totals = self._sum_over_ranks(totals, works)
-            self._drop_unused(totals[1:].tolist(), blocks)
+            self._drop_unused(totals[1:].tolist(), number)
         else:
-            self._drop_unused(self._sum_over_ranks(totals).tolist(), blocks)
+            self._drop_unused(self._sum_over_ranks(totals).tolist(), number)
             results = self._call_hook(hook).to(device)
             works = exchange()
             square = self._square(self._gradients(), device)
@@ -165,7 +160,7 @@ class PartitionedOptimizer:
             sums = zip(self.optimizers.group_of, totals[1:].tolist(), strict=True)
             hook.sums = {name: value for name, value in sums if name in self.used}
         self.loss *= factor
-        self._norm = totals[0].sqrt() if not self._differ else totals[0] * math.nan
+        self._norm = totals[0].sqrt() if not self.differ else totals[0] * math.nan
         left = list(self._gradients().values())
         if max_norm is not None and left:
             torch._foreach_mul_(left, clipping(self._norm, max_norm).to(left[0]))
@@ -225,16 +220,16 @@ class PartitionedOptimizer:
             square = square + self.losses.value
         return square.reshape(1)
 
-    def _drop_unused(self, totals: Sequence[float], blocks: int) -> None:
+    def _drop_unused(self, totals: Sequence[float], number: int) -> None:
         """Drops the gradients of parameters that no rank has used.
 
         Args:
-            totals: Sums over ranks of the loss, `blocks`, its square, and the uses of each
+            totals: Sums over ranks of the loss, `number`, its square, and the uses of each
                 parameter.
-            blocks: A number that stands for the blocks that this rank has run.
+            number: As `complete` has it.
         """
         self.loss, total, squares, *uses = totals
-        self._differ = not same_number.is_same(blocks, self._ranks, (total, squares))
+        self.differ = not same_number.is_same(number, self._ranks, (total, squares))
         self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
         self.optimizers.check_used(self.used)
         for name, piece in self.pieces.items():
@@ -251,8 +246,6 @@ class PartitionedOptimizer:
 
     def suspects(self) -> Suspects:
         """Returns what is not finite of this rank's pieces and losses."""
-        if self._differ:
-            raise UserError(BLOCKS_DIFFER)
         return Suspects(loss=self.losses.bad, gradients=not_finite(self._gradients()))
 
     def discard(self) -> None:
@@ -446,6 +439,59 @@ class PartitionedOptimizer:
         self.has_state = at_once or any(keys.keys() - {MASTER} for keys in index.values())
 
 
+class ForwardChanges:
+    """Finds what a script changes in whole parameters while a step is computed, which must be the
+    same on all ranks, for each of them steps its own part.
+
+    It reads the parameters in the first step, and in the one after each verification.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], ranks: int) -> None:
+        """Reads nothing yet.
+
+        Args:
+            parameters: All parameters by name, whole on this rank.
+            ranks: Number of ranks.
+        """
+        self._ranks = ranks
+        self._due = ranks > 1
+        """The step that begins next is looked at."""
+        self._parameters = parameters
+        self._before: dict[str, int] | None = None
+        """Digests from the beginning of the step; None: it is not looked at."""
+        self._names: list[str] = []
+
+    def request(self) -> None:
+        """Has the next step looked at; all ranks call this after the same step."""
+        self._due = self._ranks > 1
+
+    def begin(self) -> None:
+        """Begins a step, or another micro-batch of it; the parameters are up to date."""
+        if self._due:
+            self._due = False
+            self._before = digests(self._parameters)
+
+    def end(self) -> int | None:
+        """Returns a number, below `same_number.MODULUS`, for what has changed since `begin`; None:
+        the step is not looked at."""
+        before, self._before, self._names = self._before, None, []
+        if before is None:
+            return None
+        table = digests(self._parameters)
+        changed = {name: digest for name, digest in table.items() if digest != before[name]}
+        self._names = list(changed)
+        return combined(changed) % same_number.MODULUS if changed else 0
+
+    def sentence(self) -> str:
+        """Returns what to do where the ranks have changed different things."""
+        what = f"parameter {self._names[0]!r}" if self._names else "a parameter"
+        return (
+            f"a forward has changed {what}, and not in the same way on all ranks, as "
+            "torch.nn.functional.embedding does with max_norm=: change it after session.step(), "
+            "where it has the same values on all ranks"
+        )
+
+
 class PiecedStrategy:
     """Does what is the same in every `Strategy` whose optimizer works on pieces."""
 
@@ -457,7 +503,13 @@ class PiecedStrategy:
         return self._pieced.loss
 
     def suspects(self) -> Suspects:
+        if self._pieced.differ:
+            raise UserError(self._difference())
         return self._pieced.suspects()
+
+    def _difference(self) -> str:
+        """Returns a sentence on what was not the same on all ranks in the global batch."""
+        raise NotImplementedError
 
     def discard(self) -> None:
         self._drop_whole()

@@ -26,7 +26,7 @@ from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
-from elasticzero.parallel.gradients import GradientHook, check_frozen
+from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.pieces import MasteredValues
@@ -38,7 +38,11 @@ from elasticzero.parallel.parameter_changes import (
     overlap,
     shared_outside,
 )
-from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
+from elasticzero.parallel.partitioned import (
+    ForwardChanges,
+    PartitionedOptimizer,
+    PiecedStrategy,
+)
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
 
@@ -48,6 +52,8 @@ class FlatBuckets(PiecedStrategy):
 
     def __init__(self, setting: Setting, stage: int) -> None:
         self.model = setting.model
+        self._name = f"zero{stage}"
+        check_hooks(setting.named.parameters, self._name)
         mesh = setting.place
         self.shards = mesh.shards
         self._parameters = setting.named.parameters
@@ -95,17 +101,20 @@ class FlatBuckets(PiecedStrategy):
             for rank, optimizers in copies.items()
         ]
         self._mirrors = Mirrors(setting, mirrors)
+        self._changes = ForwardChanges(self._parameters, mesh.world_size)
         self._part: MicroBatch | None = None
         self._rest_memory = ParameterMemory(self._rest)
         for bucket in self._buckets:
             bucket.count_sharing()
 
     def expect(self, part: MicroBatch) -> None:
+        self._changes.begin()
         self._part = part
 
     def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
         assert self._part is not None
         self._gather.finish()  # of what no module has needed
+        check_hooks(self._parameters, self._name)
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
         inputs = self.optimizers.begin_turn(only, self._parameters)
@@ -124,6 +133,7 @@ class FlatBuckets(PiecedStrategy):
             factor,
             max_norm,
             hook=hook,
+            number=self._changes.end() or 0,
             exchange=lambda: self._mirrors.exchange(lambda: reduced),
         )
         self._mirrors.take(self._pieced.used, norm, max_norm)
@@ -158,6 +168,9 @@ class FlatBuckets(PiecedStrategy):
             gradient_C=torch.zeros_like(values_C if master_C is None else master_C),
             renew=renew,
         )
+
+    def _difference(self) -> str:
+        return self._changes.sentence()
 
     def _drop_whole(self) -> None:
         self._queue.clear()
@@ -236,6 +249,7 @@ class FlatBuckets(PiecedStrategy):
 
     def replicas(self) -> dict[str, Tensor]:
         self.settle()
+        self._changes.request()
         whole = {MODEL + name: p.detach() for name, p in self._parameters.items()}
         return whole | self._pieced.norm()
 

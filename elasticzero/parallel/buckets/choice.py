@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from elasticzero.options.settings import BucketBytes
 from elasticzero.parallel.buckets.plan import DEFAULT_PLAN, BucketPlan, order_of
 from elasticzero.serialization import decode, encode
+from elasticzero.torch_internals import GradientReady
 
 SHARED = "buckets/order"
 """The name of the order among what rank 0 gives all ranks."""
@@ -61,7 +62,7 @@ class BucketChoice:
         self._shares = self.plan.order is None
         if self._shares and rank == 0:
             self._hooks = [
-                parameter.register_post_accumulate_grad_hook(self._hook(name))
+                parameter.register_post_accumulate_grad_hook(GradientReady(self._hook(name)))
                 for name, parameter in parameters.items()
                 if parameter.requires_grad
             ]

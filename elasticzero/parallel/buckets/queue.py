@@ -46,6 +46,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.torch_internals import GradientReady
 
 
 class Intake(Enum):
@@ -178,7 +179,9 @@ class BucketQueue(Generic[B]):
             if exchange.keeps:
                 exchange.lend(bucket)
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+                parameter.register_post_accumulate_grad_hook(
+                    GradientReady(self._hook(bucket, index))
+                )
 
     @property
     def used(self) -> set[str]:

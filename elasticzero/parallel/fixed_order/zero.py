@@ -19,12 +19,16 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
-from elasticzero.parallel.gradients import GradientHook, check_frozen
+from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import ParameterMemory, overlap
-from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
+from elasticzero.parallel.partitioned import (
+    ForwardChanges,
+    PartitionedOptimizer,
+    PiecedStrategy,
+)
 from elasticzero.spans import Span
 from elasticzero.state.model import (
     MODEL,
@@ -42,6 +46,7 @@ class WholeParameters(PiecedStrategy):
 
     def __init__(self, setting: Setting) -> None:
         self.model = setting.model
+        check_hooks(setting.named.parameters, "zero1 and zero2")
         self._mesh = mesh = setting.place
         self.shards = mesh.shards
         self._parameters = setting.named.parameters
@@ -67,6 +72,7 @@ class WholeParameters(PiecedStrategy):
         self._pieced.place({p.name: p for m in self._owned for p in _pieces(m, self.optimizers)})
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
+        self._changes = ForwardChanges(self._parameters, mesh.world_size)
         self._part: MicroBatch | None = None
         self._memory = ParameterMemory(trained, may_overlap=False)
         self._lost: RuntimeError | None = None
@@ -74,10 +80,12 @@ class WholeParameters(PiecedStrategy):
 
     def expect(self, part: MicroBatch) -> None:
         self.settle()
+        self._changes.begin()
         self._part = part
 
     def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
         assert self._part is not None
+        check_hooks(self._parameters, "zero1 and zero2")
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
         inputs = self.optimizers.begin_turn(only, self._parameters)
@@ -91,7 +99,11 @@ class WholeParameters(PiecedStrategy):
             for name, place in zip(message.names, message.unpack(flat), strict=True):
                 piece = self._pieced.pieces[name].parameter
                 piece.grad = place.view(piece.shape).to(piece.dtype)
-        return self._pieced.complete(self._tree.used, factor, max_norm, hook=hook)
+        used, number = self._tree.used, self._changes.end() or 0
+        return self._pieced.complete(used, factor, max_norm, hook=hook, number=number)
+
+    def _difference(self) -> str:
+        return self._changes.sentence()
 
     def _drop_whole(self) -> None:
         self._tree.clear()
@@ -155,6 +167,7 @@ class WholeParameters(PiecedStrategy):
         return {}
 
     def replicas(self) -> dict[str, Tensor]:
+        self._changes.request()
         whole = {MODEL + name: p.detach() for name, p in self._parameters.items()}
         return whole | self._pieced.norm()
 
