@@ -26,6 +26,7 @@ from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
 from elasticzero.training.batch_work import BatchWork
 from elasticzero.training.evaluation import Result, evaluate, evaluating
+from elasticzero.training.module_checks import batch_norms
 from elasticzero.training.precision import Compute
 from elasticzero.training.preparation import prepare_training
 from elasticzero.training.training_state import TrainingState
@@ -303,6 +304,7 @@ class Session:
             collate_fn=collate_fn,
             num_workers=num_workers,
             drop_last=drop_last,
+            never_one=any(True for _ in batch_norms(training.strategy.model)),
         ).resolved(training.first_world())
         limit, groups = self._loops.micro_batch_limit(training), self._generation.groups
         schedule = loop.schedule(self.rank, self.world_size, limit)

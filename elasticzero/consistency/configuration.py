@@ -104,6 +104,8 @@ def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) ->
         "drop_last": plan.drop_last,
         **plan.order.described,
     }
+    if plan.never_one:  # ranks of the release before deal them otherwise
+        values["samples of a BatchNorm"] = "two at least"
     if allowed:
         values["--allow-data-change"] = ",".join(allowed)
     return {name: _plain(value) for name, value in values.items()}

@@ -206,7 +206,8 @@ class RankSchedule:
         if self.virtual_batch is not None:
             return list(self.plan.slices(batch, self.rank, self.world_size, self.virtual_batch))
         share, largest = self.plan.share(batch, self.rank, self.world_size)
-        return list(micro_batches(batch, share, largest, self.most_samples))
+        never_one = self.plan.never_one
+        return list(micro_batches(batch, share, largest, self.most_samples, never_one=never_one))
 
     @property
     def reader_groups(self) -> int | None:
@@ -231,7 +232,7 @@ class RankSchedule:
         """Returns the samples of a filler for a stream: as many as a micro-batch has, for models
         that cannot take one alone."""
         most = self.virtual_batch or self.most_samples
-        return most or max(1, self.plan.global_batch // self.world_size)
+        return max(most or self.plan.global_batch // self.world_size, 1 + self.plan.never_one)
 
     def halved(self, part: MicroBatch) -> int | None:
         """Returns half of the samples of a micro-batch; None: its size is not automatic, or it

@@ -39,6 +39,8 @@ class LoopArguments:
     drop_last: bool = False
     first_world: int = 0
     """Number of ranks from which the global batch follows; 0: it is given."""
+    never_one: bool = False
+    """No micro-batch has one sample, as far as that can be had."""
 
     def resolved(self, first_world: int) -> LoopArguments:
         """Returns the arguments with those of a `DataLoader` in place of the loader.
@@ -113,6 +115,7 @@ class LoopArguments:
             "epochs": self.epochs,
             "steps": self.steps,
             "drop_last": self.drop_last,
+            "never_one": self.never_one,
         }
         stream = as_stream(self.dataset)
         if stream is not None:

@@ -173,6 +173,10 @@ class LoopPlan(Protocol):
     def drop_last(self) -> bool:
         """Returns whether an epoch's last global batch is left out where it is smaller."""
 
+    @property
+    def never_one(self) -> bool:
+        """Returns whether no micro-batch has one sample, as far as that can be had."""
+
     def start(
         self,
         position: DataPosition,

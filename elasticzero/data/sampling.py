@@ -25,7 +25,7 @@ from elasticzero.data.position import (
     LoopPlan,
     MicroBatch,
 )
-from elasticzero.data.slices import slices_of
+from elasticzero.data.slices import cut, slices_of
 from elasticzero.errors import UserError
 from elasticzero.options.settings import DataChange
 from elasticzero.spans import Span
@@ -137,6 +137,8 @@ class BatchPlan:
     epochs: int | None = None
     steps: int | None = None
     drop_last: bool = False
+    never_one: bool = False
+    """No micro-batch has one sample, as far as that can be had: a BatchNorm needs two."""
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -191,13 +193,14 @@ class BatchPlan:
     def share(self, batch: GlobalBatch, rank: int, world_size: int) -> tuple[Span, int]:
         """Returns the positions of `batch` that belong to `rank`, and the largest number of them
         that a rank has."""
-        return share(batch, rank, world_size), -(-len(batch) // world_size)
+        ranks = ranks_with_samples(len(batch), world_size) if self.never_one else world_size
+        return share(batch, rank, ranks), -(-len(batch) // ranks)
 
     def slices(
         self, batch: GlobalBatch, rank: int, world_size: int, size: int
     ) -> Iterator[MicroBatch]:
         """Returns `rank`'s slices of `batch`, of `size` samples each."""
-        return slices_of(batch, rank, world_size, size)
+        return slices_of(batch, rank, world_size, size, never_one=self.never_one)
 
     def check_slices(self, size: int, world_size: int) -> None:
         """Does nothing: any samples can be cut into slices for any number of ranks."""
@@ -279,46 +282,52 @@ def _next_loop(position: DataPosition, loop: int, dataset: int, order: Any) -> D
     )
 
 
+def ranks_with_samples(samples: int, world_size: int) -> int:
+    """Returns the number of ranks, the first ones, that have a global batch among them where none
+    is to have one sample: two each at least, where there are two."""
+    return min(world_size, max(1, samples // 2))
+
+
 def share(batch: GlobalBatch, rank: int, world_size: int) -> Span:
     """Returns the positions of `batch` that belong to `rank`; shares differ by at most one
     sample.
 
     Args:
         batch: The global batch.
-        rank: The rank.
-        world_size: Number of ranks.
+        rank: The rank; one past the last has none.
+        world_size: Number of ranks that have samples.
     """
     size = len(batch)
+    if rank >= world_size:
+        return Span(batch.stop, batch.stop)
     return Span(
         batch.start + rank * size // world_size, batch.start + (rank + 1) * size // world_size
     )
 
 
 def micro_batches(
-    batch: GlobalBatch, part: Span, largest: int, size: int | None
+    batch: GlobalBatch, part: Span, largest: int, size: int | None, *, never_one: bool = False
 ) -> Iterator[MicroBatch]:
     """Yields a rank's micro-batches of a global batch.
 
     Every rank has the same number. A rank with fewer samples than the others fills up with the
-    batch's first sample, at weight 0.
+    batch's first sample, or its first two, at weight 0.
 
     Args:
         batch: The global batch.
         part: The rank's part of it.
         largest: The largest number of samples that a rank has of it.
         size: The most samples of a micro-batch; None: all are one.
+        never_one: None has one sample, as for `cut`.
     """
     size = size or largest
-    count = -(-largest // size)
-    for i in range(count):
-        start = part.start + i * size
-        stop = min(start + size, part.stop)
-        last = i == count - 1
-        if start < stop:
-            yield MicroBatch(positions=Span(start, stop), weight=stop - start, last=last)
-        else:
-            filler = Span(batch.start, batch.start + 1)
-            yield MicroBatch(positions=filler, weight=0, last=last)
+    count = len(cut(Span(0, largest), size, never_one=never_one))
+    parts = cut(part, size, never_one=never_one)
+    filler = Span(batch.start, min(batch.start + 1 + never_one, batch.stop))
+    for index in range(count):
+        positions = parts[index] if index < len(parts) else filler
+        weight = len(positions) if index < len(parts) else 0
+        yield MicroBatch(positions=positions, weight=weight, last=index == count - 1)
 
 
 def share_of(batches: int, rank: int, world_size: int) -> Iterator[tuple[int, bool]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from elasticzero.data.hashing import mix64
@@ -40,7 +41,27 @@ def _runs(count: int, world_size: int) -> tuple[Span, ...]:
     return tuple(run_of(count, rank, world_size) for rank in range(world_size))
 
 
-def slices_of(batch: GlobalBatch, rank: int, world_size: int, size: int) -> Iterator[MicroBatch]:
+def cut(positions: Span | GlobalBatch, size: int, *, never_one: bool = False) -> list[Span]:
+    """Cuts positions in parts of `size`, of which the last one may be shorter.
+
+    Args:
+        positions: The positions; none are no part.
+        size: Number of positions of a part.
+        never_one: No part has one position, unless `size` is 1 or there is only one: the last two
+            are one shorter and one longer, or of parts of two positions the last has three.
+    """
+    bounds = [*range(positions.start, positions.stop, size), positions.stop]
+    if never_one and size > 1 and len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+        if size > 2:
+            bounds[-2] -= 1
+        else:
+            del bounds[-2]
+    return [Span(start, stop) for start, stop in pairwise(bounds)]
+
+
+def slices_of(
+    batch: GlobalBatch, rank: int, world_size: int, size: int, *, never_one: bool = False
+) -> Iterator[MicroBatch]:
     """Returns `rank`'s slices of `size` samples; the last one of a batch may be shorter.
 
     Every rank has the same number. A rank with fewer slices than others computes the batch's first
@@ -51,14 +72,20 @@ def slices_of(batch: GlobalBatch, rank: int, world_size: int, size: int) -> Iter
         rank: The rank whose slices are returned.
         world_size: Number of ranks.
         size: Number of samples of a slice.
+        never_one: No slice has one sample, as for `cut`.
     """
-    starts = range(batch.start, batch.stop, size)
-    runs = _runs(len(starts), world_size)
-    return _parts(lambda i: Span(starts[i], min(starts[i] + size, batch.stop)), runs, rank)
+    slices = cut(batch, size, never_one=never_one)
+    return _parts(slices.__getitem__, _runs(len(slices), world_size), rank)
 
 
 def slices_of_groups(
-    batch: GlobalBatch, samples_G: Sequence[int], rank: int, world_size: int, size: int
+    batch: GlobalBatch,
+    samples_G: Sequence[int],
+    rank: int,
+    world_size: int,
+    size: int,
+    *,
+    never_one: bool = False,
 ) -> Iterator[MicroBatch]:
     """Returns `rank`'s slices of a batch whose samples come from groups of readers.
 
@@ -73,17 +100,19 @@ def slices_of_groups(
         rank: The rank whose slices are returned.
         world_size: Number of ranks.
         size: Number of samples of a slice.
+        never_one: No slice has one sample, as for `cut`, unless a group has one only.
     """
-    cut: list[Span] = []
+    slices: list[Span] = []
     firsts, start = [0], batch.start
     for samples in samples_G:
         stop = start + samples
-        cut += [Span(at, min(at + size, stop)) for at in range(start, max(stop, start + 1), size)]
-        firsts.append(len(cut))
+        group = Span(start, stop)
+        slices += cut(group, size, never_one=never_one) or [group]
+        firsts.append(len(slices))
         start = stop
     groups = _runs(len(samples_G), world_size)
     runs = tuple(Span(firsts[run.start], firsts[run.stop]) for run in groups)
-    return _parts(cut.__getitem__, runs, rank)
+    return _parts(slices.__getitem__, runs, rank)
 
 
 def _parts(

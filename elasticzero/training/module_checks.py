@@ -3,10 +3,14 @@ depend on the world size."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from elasticzero.errors import UserError
@@ -33,6 +37,16 @@ def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alon
                 "zero2, which make its gradient dense"
             )
         _check_parts(model)
+    if strategy != "ddp":
+        _check_memory(model, strategy)
+    if strategy == "zero3" or not alone:
+        for name in _renormalizing(model):
+            raise UserError(
+                f"module {name!r} is an embedding with max_norm=, whose forward changes the rows "
+                "that it looks up, on one rank alone: build it without max_norm=, and after "
+                "session.step() scale all rows of its weight, as torch.renorm(weight, 2, 0, "
+                "max_norm) does, under ddp, zero1 or zero2"
+            )
     if device.type == "cpu" and not (alone and strategy != "zero3"):
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
@@ -65,20 +79,80 @@ def _check_parts(model: nn.Module) -> None:
             )
 
 
+def _check_memory(model: nn.Module, strategy: str) -> None:
+    """Checks that no two parameters are parts of the same memory.
+
+    Args:
+        model: The model.
+        strategy: A strategy that lays parameters anew, each by itself.
+
+    Raises:
+        UserError: Two parameters have elements in common, as a weight and its transpose do.
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not parameter.is_meta and type(parameter.data) is Tensor:
+            steps = zip(parameter.shape, parameter.stride(), strict=True)
+            first = int(parameter.storage_offset())
+            last = first + sum((int(size) - 1) * int(stride) for size, stride in steps)
+            storage = parameter.untyped_storage().data_ptr()
+            size_bytes = int(parameter.element_size())
+            span = (first * size_bytes, (last + 1) * size_bytes, name)
+            spans.setdefault(storage, []).append(span)
+    for of_one in spans.values():
+        for (_, stop, name), (start, _, other) in pairwise(sorted(of_one)):
+            if start < stop:
+                raise UserError(
+                    f"parameters {name!r} and {other!r} share memory, and {strategy} would train "
+                    "each by itself: make them one parameter that the forward uses twice, "
+                    "transposed there where it needs to be, or use ddp"
+                )
+
+
+def _renormalizing(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield name
+
+
 def _sparse(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             yield name
 
 
+def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules, with their names, whose statistics are of one rank's micro-batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            yield name, module
+
+
+def watch_batch_norms(model: nn.Module) -> None:
+    """Has a BatchNorm that is to compute the variance of one value raise `UserError`, where torch
+    raises an error that does not say what to do."""
+    for name, module in batch_norms(model):
+        module.register_forward_pre_hook(partial(_check_values, name))
+
+
+def _check_values(name: str, module: nn.Module, inputs: Any) -> None:
+    if torch.compiler.is_compiling() or not inputs or not isinstance(inputs[0], Tensor):
+        return
+    shape = inputs[0].shape
+    computes = module.training or getattr(module, "running_mean", None) is None
+    if computes and len(shape) > 1 and shape[0] and math.prod((shape[0], *shape[2:])) == 1:
+        raise UserError(
+            f"module {name!r}, a BatchNorm, has one value of each channel, from a micro-batch of "
+            "one sample, and a variance needs two: where a global batch has two samples no "
+            "micro-batch has one, so give session.batches drop_last=True, a global_batch= that "
+            "leaves two at an epoch's end, or a larger micro_batch="
+        )
+
+
 def batch_norm_note(model: nn.Module, device: torch.device) -> str | None:
     """Returns a sentence on a model whose statistics depend on the world size; None: there are no
     such modules."""
-    norms = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-    ]
+    norms = [name for name, _ in batch_norms(model)]
     if not norms:
         return None
     others = "" if len(norms) == 1 else f" and {len(norms) - 1} more"

@@ -33,9 +33,10 @@ from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.buffers import unfold_buffers
 from elasticzero.state.model import NamedModel
+from elasticzero.torch_internals import order_hooks
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import StateNames, gather_state_dict
-from elasticzero.training.module_checks import batch_norm_note, check_modules
+from elasticzero.training.module_checks import batch_norm_note, check_modules, watch_batch_norms
 from elasticzero.training.precision import Compute
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
@@ -119,6 +120,9 @@ def prepare_training(
     _print_note(model, place)
     same_release = place.comparison.warn_of_versions()
     _give_values(place, model, strategy, meta, stored)
+    for module in model.modules():
+        order_hooks(module)
+    watch_batch_norms(model)
     named = NamedModel(model, place.device)
     names = StateNames(model, named)
     rows = Rows.arrange(assignment, groups, strategy)

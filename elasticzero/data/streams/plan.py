@@ -31,6 +31,8 @@ class StreamPlan:
     epochs: int | None = None
     steps: int | None = None
     drop_last: bool = False
+    never_one: bool = False
+    """No micro-batch has one sample, as far as that can be had: a BatchNorm needs two."""
     progress: dict[int, ReadProgress] = field(default_factory=dict)
     """How far the readers have read, by epoch; it grows."""
     rows: dict[int, Any] = field(default_factory=dict)
@@ -172,7 +174,7 @@ class StreamPlan:
     ) -> Iterator[MicroBatch]:
         """Returns `rank`'s slices of `batch`, each of which is of one group of readers."""
         samples_G = group_sums(self.counts(batch), self.global_batch // size)
-        return slices_of_groups(batch, samples_G, rank, world_size, size)
+        return slices_of_groups(batch, samples_G, rank, world_size, size, never_one=self.never_one)
 
     def check_slices(self, size: int, world_size: int) -> None:
         """Raises `UserError` unless the readers can be divided into one group for each slice."""

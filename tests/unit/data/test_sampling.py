@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticzero.data.loader import RankSchedule
 from elasticzero.data.position import DataPosition, GlobalBatch
 from elasticzero.data.sampling import (
     BatchPlan,
@@ -103,6 +104,35 @@ def test_ranks_share_a_batch_evenly(
         assert all(len(part.positions) <= (micro or size) for part in parts)
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     assert len(counts) == 1
+
+
+@given(
+    samples=st.integers(1, 200),
+    total=st.integers(1, 60),
+    world_size=st.integers(1, 17),
+    micro=st.one_of(st.none(), st.integers(2, 9)),
+)
+def test_no_rank_has_one_sample_where_two_are_possible(
+    samples: int, total: int, world_size: int, micro: int | None
+) -> None:
+    """Each sample counts once all the same, and all ranks have as many micro-batches."""
+    total = max(total, world_size)
+    order = SampleOrder(samples=samples)
+    plan = BatchPlan(order=order, global_batch=total, epochs=1, never_one=True)
+    ranks = [
+        RankSchedule(plan=plan, rank=rank, world_size=world_size, micro_batch=micro)
+        for rank in range(world_size)
+    ]
+    used: list[int] = []
+    for batch, _ in ranks[0].steps(DataPosition()):
+        parts = [schedule.parts(batch) for schedule in ranks]
+        assert len({len(of_rank) for of_rank in parts}) == 1
+        for part in (part for of_rank in parts for part in of_rank):
+            if part.weight:
+                assert part.weight == len(part.positions) <= (micro or total) + (micro == 2)
+                used += range(part.positions.start, part.positions.stop)
+            assert len(part.positions) == len(batch) == 1 or len(part.positions) > 1
+    assert used == list(range(samples))
 
 
 @settings(max_examples=50)

@@ -15,8 +15,9 @@ from elasticzero.data.loader import BatchReader, RankSchedule, Request
 from elasticzero.data.position import DataPosition, GlobalBatch
 from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.data.seeding import SeededRequest
-from elasticzero.data.slices import slice_seed, slices_of, slices_of_groups
+from elasticzero.data.slices import cut, slice_seed, slices_of, slices_of_groups
 from elasticzero.errors import UserError
+from elasticzero.spans import Span
 
 
 @given(
@@ -27,19 +28,30 @@ from elasticzero.errors import UserError
 def test_all_worlds_have_the_same_slices(length: int, size: int, world_size: int) -> None:
     """Each slice is computed once, in order over the ranks, and all ranks have as many places."""
     batch = GlobalBatch(epoch=0, start=100, stop=100 + length)
-    cut = [part.positions for part in slices_of(batch, 0, 1, size)]
+    slices = [part.positions for part in slices_of(batch, 0, 1, size)]
     by_rank = [list(slices_of(batch, rank, world_size, size)) for rank in range(world_size)]
     real = [part for parts in by_rank for part in parts if part.slice is not None]
-    assert [part.positions for part in real] == cut
-    assert [part.slice for part in real] == list(range(len(cut)))
+    assert [part.positions for part in real] == slices
+    assert [part.slice for part in real] == list(range(len(slices)))
     assert sum(part.weight for parts in by_rank for part in parts) == length
-    assert {len(parts) for parts in by_rank} == {-(-len(cut) // world_size)}
+    assert {len(parts) for parts in by_rank} == {-(-len(slices) // world_size)}
     assert by_rank[0][0].slice == 0
     for parts in by_rank:
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-        assert all(part.slices == len(cut) for part in parts)
+        assert all(part.slices == len(slices) for part in parts)
         fillers = [part for part in parts if part.slice is None]
-        assert all(part.weight == 0 and part.positions == cut[0] for part in fillers)
+        assert all(part.weight == 0 and part.positions == slices[0] for part in fillers)
+
+
+@given(length=st.integers(0, 200), size=st.integers(1, 40))
+def test_no_slice_has_one_sample_where_two_are_possible(length: int, size: int) -> None:
+    positions = Span(7, 7 + length)
+    parts, shorter = cut(positions, size, never_one=True), cut(positions, size)
+    assert [p for part in parts for p in range(part.start, part.stop)] == list(range(7, 7 + length))
+    assert size == 1 or length == 1 or all(len(part) > 1 for part in parts)
+    assert all(len(part) <= size + (size == 2) for part in parts)
+    if size == 1 or length % size != 1 or length == 1:
+        assert parts == shorter
 
 
 @given(
@@ -52,16 +64,16 @@ def test_slices_of_groups_are_the_same_in_all_worlds(
 ) -> None:
     batch = GlobalBatch(epoch=1, start=50, stop=50 + sum(samples))
     world_size = min(world_size, len(samples))
-    cut = list(slices_of_groups(batch, samples, 0, 1, size))
+    slices = list(slices_of_groups(batch, samples, 0, 1, size))
     rank_parts = [
         list(slices_of_groups(batch, samples, rank, world_size, size)) for rank in range(world_size)
     ]
     real = [part for parts in rank_parts for part in parts if part.slice is not None]
-    assert [part.positions for part in real] == [part.positions for part in cut]
-    assert [part.slice for part in real] == list(range(cut[0].slices))
-    assert [part.weight for part in real] == [len(part.positions) for part in cut]
-    assert sum(part.weight for part in cut) == len(batch)
-    assert max(part.weight for part in cut) <= size
+    assert [part.positions for part in real] == [part.positions for part in slices]
+    assert [part.slice for part in real] == list(range(slices[0].slices))
+    assert [part.weight for part in real] == [len(part.positions) for part in slices]
+    assert sum(part.weight for part in slices) == len(batch)
+    assert max(part.weight for part in slices) <= size
     assert rank_parts[0][0].slice == 0
     for rank, parts in enumerate(rank_parts):
         assert [part.slice for part in parts if part.slice is not None] == [
@@ -69,7 +81,7 @@ def test_slices_of_groups_are_the_same_in_all_worlds(
         ]
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     assert len({len(parts) for parts in rank_parts}) == 1
-    used = [part.positions for part in cut if part.weight]
+    used = [part.positions for part in slices if part.weight]
     assert [p.start for p in used] == [50, *(p.stop for p in used[:-1])]
 
 

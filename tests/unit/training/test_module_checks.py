@@ -8,7 +8,7 @@ from torch import nn
 
 from elasticzero.errors import UserError
 from elasticzero.spans import STRATEGIES
-from elasticzero.training.module_checks import batch_norm_note, check_modules
+from elasticzero.training.module_checks import batch_norm_note, check_modules, watch_batch_norms
 
 CPU = torch.device("cpu")
 
@@ -73,3 +73,55 @@ def test_batch_norm_is_named_once() -> None:
 def test_other_models_have_no_note() -> None:
     assert batch_norm_note(nn.Sequential(nn.LayerNorm(3)), CPU) is None
     assert batch_norm_note(nn.Sequential(nn.SyncBatchNorm(3)), CPU) is None
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_max_norm_is_refused_but_in_one_process(kind: type[nn.Module]) -> None:
+    model = nn.ModuleDict({"words": kind(4, 2, max_norm=1.0)})
+    for strategy in set(STRATEGIES) - {"zero3"}:
+        check_modules(model, strategy, CPU, alone=True)
+        with pytest.raises(UserError, match="'words' is an embedding with max_norm="):
+            check_modules(model, strategy, CPU, alone=False)
+    with pytest.raises(UserError, match="'words' is an embedding with max_norm="):
+        check_modules(model, "zero3", CPU, alone=True)
+
+
+def test_parameters_in_one_memory_are_refused_where_they_are_laid_anew() -> None:
+    there, back = nn.Linear(3, 2), nn.Linear(2, 3)
+    model = nn.ModuleDict({"there": there, "back": back})
+    back.weight.data = there.weight.data.t()
+    check_modules(model, "ddp", CPU, alone=False)
+    with pytest.raises(UserError, match=r"'back.weight' and 'there.weight' share memory"):
+        check_modules(model, "zero1", CPU, alone=False)
+    flat = torch.zeros(12)
+    back.weight.data, there.weight.data = flat[:6].view(3, 2), flat[6:].view(2, 3)
+    for strategy in STRATEGIES:
+        check_modules(model, strategy, CPU, alone=False)
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape", "refused"),
+    [
+        (nn.BatchNorm1d(3), (1, 3), True),
+        (nn.BatchNorm1d(3), (2, 3), False),
+        (nn.BatchNorm1d(3), (1, 3, 2), False),
+        (nn.BatchNorm2d(3), (1, 3, 1, 1), True),
+        (nn.BatchNorm2d(3), (1, 3, 2, 1), False),
+        (nn.BatchNorm1d(3).eval(), (1, 3), False),
+        (nn.BatchNorm1d(3, track_running_stats=False).eval(), (1, 3), True),
+    ],
+)
+def test_a_batch_norm_of_one_value_is_refused_where_torch_fails(
+    norm: nn.Module, shape: tuple[int, ...], refused: bool
+) -> None:
+    model = nn.ModuleDict({"norm": norm})
+    values = torch.zeros(shape)
+    if refused:
+        with pytest.raises(ValueError, match="more than 1 value"):
+            norm(values)
+    watch_batch_norms(model)
+    if not refused:
+        norm(values)
+        return
+    with pytest.raises(UserError, match="'norm', a BatchNorm, has one value of each channel"):
+        norm(values)
