@@ -12,6 +12,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
@@ -22,7 +23,7 @@ from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
 from elasticzero.parallel.optimizers.state_dicts import unchanged_groups
 from elasticzero.state.model import called_parts
-from elasticzero.torch_internals import StepCheck
+from elasticzero.torch_internals import StepCheck, order_hooks
 
 Kind = TypeVar("Kind")
 Taken = ParamSpec("Taken")
@@ -83,6 +84,7 @@ def _check_named(name: Any, optimizer: Any) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    order_hooks(optimizer)
     parameters = inspect.signature(type(optimizer).step).parameters
     closure = parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -159,6 +161,19 @@ def check_model(model: Any) -> None:
         )
     if not any(True for _ in model.parameters()):
         raise UserError("session.prepare was given a model without parameters")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise UserError(
+                f"{name!r} of the model has no shape yet, for its module is lazy: run one batch "
+                "through the model before session.prepare"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"parameter {name!r} is complex, of {parameter.dtype}, which is neither summed nor "
+                "stored: make it a real parameter with a last dimension of 2, and compute with "
+                "torch.view_as_complex of it"
+            )
 
 
 def check_offload(strategy: str, device: torch.device, assignment: Assignment) -> None:
