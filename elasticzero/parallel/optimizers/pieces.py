@@ -48,8 +48,9 @@ class PartitionedGroup:
         return Partition(rule=self.rule, names=names, ranks=ranks)
 
 
-COMPARED_BYTES = 32 << 20
-"""Size in bytes of the values that are compared with their masters at once."""
+COMPARED_BYTES = 256 << 10
+"""Size in bytes of the values that are compared with their masters at once; the comparison takes
+three times as much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def _grouped(pairs: Iterable[MasteredValues]) -> Iterator[list[MasteredValues]]:
     """Yields pairs of one dtype and device whose values are compared at once."""
     group: list[MasteredValues] = []
     size = 0
-    for pair in pairs:
+    for pair in (part for whole in pairs for part in _cut(whole)):
         values = pair.values
         first = group[0].values if group else values
         alike = (values.dtype, values.device) == (first.dtype, first.device)
@@ -92,6 +93,19 @@ def _grouped(pairs: Iterable[MasteredValues]) -> Iterator[list[MasteredValues]]:
         size += values.nbytes
     if group:
         yield group
+
+
+def _cut(pair: MasteredValues) -> Iterator[MasteredValues]:
+    """Yields a pair in parts of at most `COMPARED_BYTES`, which share its memory."""
+    values, master = pair.values, pair.master.detach()
+    contiguous = values.is_contiguous() and master.is_contiguous()
+    if not contiguous or values.nbytes <= COMPARED_BYTES:
+        yield pair
+        return
+    count = COMPARED_BYTES // values.element_size()
+    parts = zip(values.view(-1).split(count), master.view(-1).split(count), strict=True)
+    for part_of_values, part_of_master in parts:
+        yield MasteredValues(part_of_values, part_of_master)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
