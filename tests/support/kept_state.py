@@ -40,7 +40,7 @@ class Lists(Stepping):
         for index, matrix in enumerate(state["GG"]):
             other = [j for j in range(p.dim()) if j != index]
             matrix.lerp_(torch.tensordot(p.grad, p.grad, dims=(other, other)), 0.1)
-        return 1 / float(sum(float(matrix.trace()) for matrix in state["GG"]) + 0.1)
+        return 1 / float(sum(float(matrix.diagonal().sum()) for matrix in state["GG"]) + 0.1)
 
 
 class Trees(Stepping):
