@@ -311,6 +311,7 @@ class Seq2SeqInOrder(InOrder, Seq2SeqTrainer):
     """That of this package."""
 
 
+@pytest.mark.filterwarnings("ignore")  # of older transformers about an argument that has a default
 def test_a_derived_trainer_trains_as_that_of_transformers(tmp_path: Path) -> None:
     theirs, ours = made(Theirs, tmp_path, {}), made(Seq2SeqInOrder, tmp_path, {})
     theirs.train()
