@@ -9,7 +9,7 @@ import sysconfig
 import threading
 from types import FrameType
 
-from elasticzero.errors import leads_to_script
+from elasticzero.errors import UserError, leads_to_script
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INTEGRATIONS = os.path.join(PACKAGE, "integrations", "")
@@ -72,6 +72,13 @@ def place_of_error(error: BaseException) -> str:
     while caller is not None and not _is_of_script(caller):
         caller = caller.f_back
     return place if caller is None else _place(caller, caller.f_lineno)
+
+
+def mistake_place(error: BaseException) -> str:
+    """Returns the place of a mistake of the script in brackets, with a space before, to be added to
+    the error's sentence; the text is empty for other errors."""
+    place = place_of_error(error) if isinstance(error, UserError) else ""
+    return f" ({place})" if place else ""
 
 
 def _is_of_script(frame: FrameType) -> bool:

@@ -34,11 +34,11 @@ class BufferCopy:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of the same tensors, each with the first one."""
     unset: tuple[str, ...] = ()
-    """The names of those that are None."""
+    """The names of the buffers that are None."""
     saved: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those of `values` that the model saves."""
+    """The buffers of `values` that the model saves."""
     changed: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those of `values` that it does not save, and that have changed (BU2)."""
+    """The buffers of `values` that the model does not save and that have changed (BU2)."""
 
     def of(self, name: str) -> Tensor:
         """Returns the copy of the buffer that has this name among its names."""

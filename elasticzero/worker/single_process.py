@@ -41,7 +41,7 @@ from elasticzero.ipc.messages import (
     Stepped,
     TagStep,
 )
-from elasticzero.ipc.thread_location import place_of_error
+from elasticzero.ipc.thread_location import mistake_place
 from elasticzero.options.resolve import (
     check_checkpoint_options,
     parse_options,
@@ -309,8 +309,7 @@ class LocalLink(AgentClient):
             self.console.print_line(f"interrupted after step {step}; {self._resume_hint()}")
             raise SystemExit(int(code)) from error
         if isinstance(error, ElasticZeroError):
-            place = place_of_error(error) if isinstance(error, UserError) else ""
-            print(f"error: {error}{f' ({place})' if place else ''}", file=sys.stderr)
+            print(f"error: {error}{mistake_place(error)}", file=sys.stderr)
             raise SystemExit(int(error.exit_code)) from error
         raise error
 

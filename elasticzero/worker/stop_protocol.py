@@ -42,7 +42,7 @@ from elasticzero.errors import (
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack, exit_now
 from elasticzero.ipc.failure import Blame, Failed
 from elasticzero.ipc.messages import Captured, Stopping
-from elasticzero.ipc.thread_location import place_of_error
+from elasticzero.ipc.thread_location import mistake_place
 from elasticzero.text import count_text
 
 SAVE_WAIT_S = 30.0
@@ -203,7 +203,7 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
     state.shut()
     from_agent = link.aborted is not None
     unread = (CheckpointDamaged, StorageError)
-    place = f" ({at})" if isinstance(error, UserError) and (at := place_of_error(error)) else ""
+    place = mistake_place(error)
     if state.halved is not None and is_out_of_memory(error):
         return _report_memory(link, error, state.step, state.halved)
     message = Failed(

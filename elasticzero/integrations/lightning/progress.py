@@ -39,7 +39,7 @@ class FitProgress:
         self._trainer, self._requested = trainer, requested
         self._callbacks: dict[str, Any] = {}
         self._hooks: dict[str, Any] = {}
-        """What hooks of callbacks and module have saved."""
+        """The entries that hooks of callbacks and module have saved."""
         self._each_step = hook_state.changes_each_step(trainer)
         self._shared_epoch = -1
         self._loaded: dict[str, Any] | None = None

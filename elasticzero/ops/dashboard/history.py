@@ -141,7 +141,7 @@ class JobHistory:
         self._checkpoint: tuple[int, float] | None = None
         self._snapshot: tuple[int, float] | None = None
         self._earlier: Mapping[str, Any] = {}
-        """What another agent remembered when this one joined, as `values` returns it."""
+        """The memory of another agent when this one joined, as `values` returns it."""
 
     def continues(self, earlier: Mapping[str, Any]) -> None:
         """Takes over what another agent remembers of the time before this one joined."""

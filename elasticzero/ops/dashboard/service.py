@@ -59,7 +59,7 @@ class DashboardExtension(AgentExtension):
         self._status = context.status
         self._memory = JobMemory(self._node)
         self._seen: tuple[View, Secret] | None = None
-        """What the agent saw in its last turn, and the job's token; None: it has made no turn."""
+        """The view of the agent's last turn, and the job's token; None: it has made no turn."""
         self._lock = threading.Lock()
         self._latest: Mapping[str, Any] = {}
         self._until_s = 0.0

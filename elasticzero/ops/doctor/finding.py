@@ -21,7 +21,7 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
-    """What the user can do; empty: nothing is to be done."""
+    """The step that the user can take; empty: nothing is to be done."""
 
 
 def release_of(version: str) -> tuple[int, ...]:
