@@ -38,7 +38,7 @@ from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
-from elasticzero.parallel.parameter_changes import FixedMemory, overlap
+from elasticzero.parallel.parameter_changes import FixedMemory, overlap, replaced_sentence
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
@@ -86,13 +86,15 @@ class FullyPartitioned(PiecedStrategy):
         self._pieced = PartitionedOptimizer(
             self.optimizers, self._specs, self._mesh, setting.agreement
         )
-        scalars = {p for p in setting.named.parameters.values() if p.dim() == 0}
-        *blocks, root = _partition(setting, scalars)
+        undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
+        *blocks, root = _partition(setting, undivided)
         self._root = cast(FSDPModule, root)
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._divided = [m for m in setting.model.modules() if isinstance(m, FSDPModule)]
+        for module in setting.model.modules():
+            module.register_load_state_dict_pre_hook(self._load_rows)
         self._uses = Uses(setting.model, self._parameters, root, [*blocks, root])
         self._pieced.place(
             {
@@ -211,7 +213,10 @@ class FullyPartitioned(PiecedStrategy):
         scalars = [
             p
             for name, p in self._parameters.items()
-            if not isinstance(p, DTensor) and p.requires_grad and self._takes_part(name)
+            if not isinstance(p, DTensor)
+            and p.requires_grad
+            and p.numel()
+            and self._takes_part(name)
         ]
         if not scalars or self._ranks == 1:
             return
@@ -308,6 +313,27 @@ class FullyPartitioned(PiecedStrategy):
             if self._parameters[name].requires_grad and self._specs[name].numel
         ]
 
+    def _load_rows(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        """Lets a module's `load_state_dict` take whole tensors: each rank takes its own rows."""
+        for name, parameter in module.named_parameters(recurse=False):
+            value = state.get(prefix + name)
+            if not isinstance(parameter, DTensor) or type(value) not in (Tensor, nn.Parameter):
+                continue
+            if metadata.get("assign_to_params_buffers"):
+                raise UserError(replaced_sentence(prefix + name))
+            if value.shape == parameter.shape:
+                local = parameter.to_local()
+                rows = chunk(len(value), self._mesh.shards, self._mesh.shard)
+                state[prefix + name] = DTensor.from_local(
+                    value[rows.start : rows.stop].to(local.device, local.dtype),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+
     def _first(self, name: str) -> int:
         """Returns the first of a parameter's elements that this rank holds."""
         shape = self._specs[name].shape
@@ -337,14 +363,15 @@ class FullyPartitioned(PiecedStrategy):
             module.reshard()
 
 
-def _partition(setting: Setting, scalars: set[nn.Parameter]) -> list[nn.Module]:
-    """Applies `fully_shard` to the blocks of the model, to what the script calls and to the root;
-    returns these, the root last."""
+def _partition(setting: Setting, undivided: set[nn.Parameter]) -> list[nn.Module]:
+    """Applies `fully_shard` to the blocks of the model, to what the script calls and to the root,
+    but for parameters without dimensions or elements, which it does not take; returns these, the
+    root last."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     options: dict[str, Any] = {"mesh": _device_mesh(setting.place, setting.device.type)}
-    if scalars:
-        options["ignored_params"] = scalars
+    if undivided:
+        options["ignored_params"] = undivided
     if setting.gathered_dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=setting.gathered_dtype, reduce_dtype=torch.float32

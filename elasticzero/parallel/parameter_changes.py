@@ -69,13 +69,19 @@ class ParameterObjects:
         return None
 
 
+def replaced_sentence(name: str) -> str:
+    """Returns the sentence for a parameter in whose place the script has put another one."""
+    return (
+        f"parameter {name!r} is another object than session.prepare was given, which would not be "
+        "trained (load_state_dict(assign=True) or a module put in the place of another does "
+        f"this): {BEFORE}"
+    )
+
+
 def _sentence(name: str, before: bool, now: bool) -> str:
     if before and now:
-        what = (
-            "is another object than session.prepare was given, which would not be trained "
-            "(load_state_dict(assign=True) or a module put in the place of another does this)"
-        )
-    elif before:
+        return replaced_sentence(name)
+    if before:
         what = (
             "is no parameter of the model any more, which it was at session.prepare (a "
             "parametrization, pruning or merged adapters do this)"

@@ -22,6 +22,7 @@ from tests.integration.training_parameters import (
     SAMPLES,
     Samples,
     hooked_later,
+    loaded,
     loss_of,
     optimizer_of,
 )
@@ -39,6 +40,8 @@ def plain(kind: str, steps: int) -> dict[str, Tensor]:
     optimizer, samples = optimizer_of(model.parameters()), Samples()
     if kind == "hooked":
         hooked_later(model)
+    if kind == "loaded":
+        loaded(model)
     batches = [range(at, min(at + GLOBAL_BATCH, SAMPLES)) for at in range(0, SAMPLES, GLOBAL_BATCH)]
     for step in range(steps):
         chosen = [samples[i] for i in batches[step % len(batches)]]
@@ -65,6 +68,7 @@ def assert_close(folder: Path, kind: str) -> None:
         *(("clamped", "ddp"), ("hooked", "ddp"), ("one memory", "ddp")),
         *(("masked", "zero2"), ("momentum", "zero1"), ("penalty", "zero1")),
         *(("transposed", "zero3"), ("channels_last", "zero3"), ("plain hooks", "zero1")),
+        *(("empty", "zero3"), ("loaded", "zero3")),
         *(
             pytest.param(kind, strategy, marks=pytest.mark.slow)
             for kind, strategies in {
@@ -74,6 +78,8 @@ def assert_close(folder: Path, kind: str) -> None:
                 "transposed": ("ddp", "zero1", "zero2"),
                 "channels_last": ("ddp", "zero1", "zero2"),
                 "plain hooks": ("ddp", "zero2", "zero3"),
+                "empty": ("ddp", "zero1", "zero2"),
+                "loaded": ("ddp", "zero1", "zero2"),
             }.items()
             for strategy in strategies
         ),
@@ -117,6 +123,7 @@ REFUSED = [
         for strategy in ("ddp", "zero1", "zero2")
     ),
     ("max_norm of a function", "zero3", "the script has changed parameter 'rows' in or after"),
+    *(("assigned", strategy, "is another object than session") for strategy in STRATEGIES),
     ("complex", "ddp", "parameter 'turn' is complex, of torch.complex128"),
     ("lazy", "zero3", "'last.weight' of the model has no shape yet"),
 ]
@@ -126,6 +133,7 @@ FAST = {
     "max_norm": "ddp",
     "max_norm of a function": "zero1",
     "one memory": "zero3",
+    "assigned": "zero3",
 }
 
 

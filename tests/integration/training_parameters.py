@@ -6,6 +6,7 @@ Argument: JSON with kind (a key of `KINDS`), strategy and steps, and at will mic
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +165,25 @@ class Mirrored(Layers):
         return super().forward(self.back(torch.tanh(self.first(x))), i)
 
 
+class Empty(Layers):
+    """Has parameters without elements, as of an adapter of rank 0, and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = (nn.Parameter(torch.empty(n, 2 - n)) for n in (0, 2))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, i: Tensor) -> Tensor:
+        return super().forward(x, i) * self.scale + self.rows.sum() + self.columns.sum()
+
+
+def loaded(model: nn.Module, *, assign: bool = False) -> None:
+    """Loads whole tensors, as of a model that was trained before, into what was prepared."""
+    whole = {n: tuple(p.shape) for n, p in Layers().named_parameters()}
+    values = {n: torch.linspace(-0.5, 0.5, math.prod(s)).view(s) for n, s in whole.items()}
+    model.load_state_dict(values, assign=assign)
+
+
 class Rotated(Layers):
     """Has a complex parameter."""
 
@@ -213,6 +233,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "max_norm": Renormalized,
     "max_norm of a function": Looked,
     "one memory": Mirrored,
+    "empty": Empty,
+    "loaded": Layers,
+    "assigned": Layers,
     "complex": Rotated,
     "lazy": Lazy,
     "plain hooks": PlainHooks,
@@ -254,6 +277,8 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     model, _ = session.prepare(made, factory, strategy=told["strategy"])
     if kind == "hooked":
         hooked_later(model)
+    if kind in ("loaded", "assigned"):
+        loaded(model, assign=kind == "assigned")
     session.restore()
     for batch in session.batches(
         Samples(),
