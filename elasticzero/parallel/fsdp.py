@@ -319,7 +319,8 @@ class FullyPartitioned(PiecedStrategy):
         """Lets a module's `load_state_dict` take whole tensors: each rank takes its own rows."""
         for name, parameter in module.named_parameters(recurse=False):
             value = state.get(prefix + name)
-            if not isinstance(parameter, DTensor) or type(value) not in (Tensor, nn.Parameter):
+            is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if value is None or not is_whole or not isinstance(parameter, DTensor):
                 continue
             if metadata.get("assign_to_params_buffers"):
                 raise UserError(replaced_sentence(prefix + name))
