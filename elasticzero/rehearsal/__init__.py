@@ -1,0 +1,1 @@
+"""Records what a worker's training state is at each step, for `elasticzero rehearse`."""
