@@ -263,6 +263,45 @@ def test_a_generation_without_a_step_is_compared_with_the_newest_boundary() -> N
     assert same_world(job, records).note == note
 
 
+def test_the_boundary_is_that_of_the_newest_generation_that_made_it() -> None:
+    """The first generation had another value at step 8, which the second one has made again."""
+    job = plain_job()
+    first = job.generation(1, 2, 0, 8)
+    first[-2] = with_value(first[-2], ("buffer", "head.calls"), 99, "float64")
+    records = first + job.generation(2, 2, 6, 8) + job.generation(3, 2, 8, STEPS)
+    assert same_world(job, records) == Verdict(Outcome.EQUAL)
+
+
+def test_steps_that_no_later_generation_makes_again_are_undone() -> None:
+    job = plain_job()
+    records = job.generation(1, 2, 0, STEPS) + job.generation(2, 2, 6, 7)
+    note = "the run ended after 7 steps, and the undisturbed run after 12 steps."
+    assert same_world(job, records).note == note
+
+
+def test_a_difference_at_the_last_boundary_before_the_fault_is_not_the_faults() -> None:
+    """It came back as it was."""
+    job = plain_job()
+    records = job.generation(1, 2, 0, 6) + job.generation(2, 2, 6, STEPS)
+    key = ("buffer", "head.calls")
+    records = [with_value(r, key, 99, "float64") if r.step == 6 else r for r in records]
+    verdict = same_world(job, records)
+    assert verdict.outcome is Outcome.NOT_COMPARABLE
+    assert verdict.note.startswith("the run differs before the fault: step 6: buffer ")
+
+
+def test_a_cause_is_named_before_what_follows_from_it_in_any_order_of_records() -> None:
+    job = plain_job()
+    records = job.generation(1, 2, 0, 6) + job.generation(2, 2, 6, STEPS)
+    records = [replace(record, live=record.live[::-1]) for record in records]
+    place = next(i for i, r in enumerate(records) if r.generation == 2)
+    values = [replace(value, digest="lost") for value in records[place].live]
+    records[place] = replace(records[place], live=tuple(values))
+    note = same_world(job, records).note
+    start = "generation 2, before step 7: tracked value 'schedule.last_epoch' (6) has another value"
+    assert note == f"{start}; 6 other values differ too."
+
+
 def test_a_generation_that_begins_again_at_0_is_not_compared_with_the_first() -> None:
     job = plain_job()
     records = job.generation(1, 2, 0, 2) + job.generation(2, 2, 0, STEPS)

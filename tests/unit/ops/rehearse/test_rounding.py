@@ -80,6 +80,15 @@ def test_the_noise_counts_from_the_first_step_in_another_world() -> None:
     assert verdict_on(runs, "kill-node") == Verdict(Outcome.WITHIN_ROUNDING)
 
 
+def test_the_largest_distance_so_far_counts() -> None:
+    """The nudged run is back where it was when the other one differs."""
+    job = plain_job()
+    nudged = replace(job, states=[*job.states[:8], moved(job, 8, 1e-3).states[8], *job.states[9:]])
+    records = job.generation(1, 3, 0, 6) + moved(job, 10, 1e-3).generation(2, 2, 6, STEPS)
+    runs = [*controls(job, nudged, world=3), run("drain", records, world=3)]
+    assert verdict_on(runs, "drain") == Verdict(Outcome.WITHIN_ROUNDING)
+
+
 @pytest.mark.parametrize("kind", ["tracked", "buffer", "extra state"])
 def test_counters_and_texts_must_be_equal_in_another_world(kind: str) -> None:
     job = plain_job()
@@ -157,6 +166,23 @@ def test_a_strategy_without_undisturbed_runs_is_compared_with_another_one() -> N
     verdict = verdict_on(half, "kill-worker", "zero2")
     assert verdict.outcome is Outcome.NOT_COMPARABLE
     assert verdict.note.startswith("16-bit parameters have 32-bit masters under zero1 to zero3 ")
+
+
+def test_another_strategy_may_have_other_names_and_draws_in_the_same_world() -> None:
+    job = replace(plain_job(), draws=True)
+    named = replace(job, states=[{**s, ("optimizer attribute", "parts"): 3} for s in job.states])
+    records = named.generation(1, 2, 0, 6) + named.generation(2, 2, 6, STEPS)
+    runs = [*controls(job), run("kill-worker", records, strategy="zero2")]
+    assert verdict_on(runs, "kill-worker", "zero2") == Verdict(Outcome.EQUAL)
+
+
+def test_the_undisturbed_run_of_the_same_strategy_comes_first() -> None:
+    job = plain_job()
+    other = moved(job, 1, 0.5)
+    records = job.generation(1, 2, 0, 6) + job.generation(2, 2, 6, STEPS)
+    runs = [*controls(other), run("none", job.undisturbed(2), strategy="zero2")]
+    runs += [run("kill-worker", records, strategy="zero2")]
+    assert verdict_on(runs, "kill-worker", "zero2") == Verdict(Outcome.EQUAL)
 
 
 def test_half_parameters_of_zero_strategies_are_compared_with_each_other() -> None:
