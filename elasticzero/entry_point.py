@@ -97,7 +97,7 @@ def _train_standalone(train: Callable[[Session], None]) -> None:
             _enter(train, generation)
             generation.finish()
         except BaseException as error:  # noqa: BLE001 - raised again there
-            link.end(error, generation.training)
+            link.end(generation.explained(error), generation.training)
 
 
 def _standalone_link() -> single_process.LocalLink:
@@ -169,7 +169,7 @@ class OpenRun:
         if not isinstance(link, single_process.LocalLink):
             exit_now(self._generation.end(error).code)
         try:
-            link.end(error, self._generation.training)
+            link.end(self._generation.explained(error), self._generation.training)
         except SystemExit as stop:
             exit_now(stop.code if isinstance(stop.code, int) else 1)
         except BaseException as raised:  # noqa: BLE001 - the script's own error

@@ -38,7 +38,12 @@ from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
-from elasticzero.parallel.parameter_changes import FixedMemory, overlap, replaced_sentence
+from elasticzero.parallel.parameter_changes import (
+    FixedMemory,
+    OldMemory,
+    overlap,
+    replaced_sentence,
+)
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
@@ -86,6 +91,7 @@ class FullyPartitioned(PiecedStrategy):
         self._pieced = PartitionedOptimizer(
             self.optimizers, self._specs, self._mesh, setting.agreement
         )
+        self._old = OldMemory(setting.named.parameters)
         undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
         *blocks, root = _partition(setting, undivided)
         self._root = cast(FSDPModule, root)
@@ -258,7 +264,9 @@ class FullyPartitioned(PiecedStrategy):
 
     def take_changes(self) -> UserError | None:
         self._reshard()  # so that the modules have the parameters of between two steps
-        return self._memory.difference()
+        return self._memory.difference() or (
+            self._old.difference() if self._uses.compares else None
+        )
 
     def settle(self) -> None:
         pass

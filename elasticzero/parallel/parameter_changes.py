@@ -6,8 +6,10 @@ Rules:
  PC2  A parameter may lie in other memory than before (`parameter.data = …`, `set_`): its values
       count. It keeps its shape and dtype, and its device if it is trained.
  PC3  Where parameters are dealt to ranks, no two of them share elements.
-Both are looked at between steps, and where parameters lie before each step too. No value is read
-for it, and nothing waits.
+ PC4  Where each rank has rows of parameters, nobody changes the memory from before that.
+The first two are looked at between steps, and where parameters lie before each step too. No value
+is read for it, and nothing waits. PC4 is looked at in the first step and after each capture, and
+values are read only of what the script still refers to.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from elasticzero.errors import UserError
+from elasticzero.errors import UserError, one_line
+from elasticzero.state.digests import change_marks
 from elasticzero.torch_internals import (
     children_of,
     is_of_storage,
@@ -30,6 +34,9 @@ BEFORE = (
     "change the model before session.prepare, which every generation calls anew, and later its "
     "values alone, in place"
 )
+
+MARKS_OF_ROWS = ("sharding strategy registered", "torch.Tensor and DTensor", "sharded dimension")
+"""Parts of torch's errors for operations that have no meaning for rows of a tensor."""
 
 
 class ParameterObjects:
@@ -142,6 +149,44 @@ class FixedMemory:
                         "in place, as by `parameter.data.copy_`, or use ddp, zero1 or zero2"
                     )
         return None
+
+
+class OldMemory:
+    """Finds changes of the memory that parameters had before each rank took its rows (PC4)."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        shared = shared_outside(parameters.values())
+        self._tensors = {n: p.detach() for n, p in parameters.items() if memory_of(p) in shared}
+        self._marks = change_marks(self._tensors)
+
+    def difference(self) -> UserError | None:
+        """Returns the error for the first parameter whose old memory was changed."""
+        for name in [n for n, t in self._tensors.items() if sharing_tensors(t) == 1]:
+            del self._tensors[name]  # nobody else refers to it any more
+        marks = change_marks(self._tensors)
+        for name in self._tensors:
+            if marks[name] != self._marks[name]:
+                return UserError(
+                    f"parameter {name!r} was changed through a tensor from before session.prepare, "
+                    "of which zero3 has given each rank its rows: change the parameters that the "
+                    "model has after it, or use ddp, zero1 or zero2"
+                )
+        return None
+
+
+def refused_operation(error: BaseException, parameters: Iterable[nn.Parameter]) -> BaseException:
+    """Returns the error that tells a user what torch cannot do with rows of a parameter; another
+    error of the script is returned as it is."""
+    is_marked = isinstance(error, RuntimeError) and any(m in str(error) for m in MARKS_OF_ROWS)
+    if not is_marked or not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return error
+    refused = UserError(
+        "under zero3 a parameter between two steps is this rank's rows of it, a DTensor of torch, "
+        f"and torch refuses what the script does with it ({one_line(error)}): use its "
+        "`full_tensor()` or `to_local()`, or ddp, zero1 or zero2"
+    )
+    refused.__cause__ = error
+    return refused.with_traceback(error.__traceback__)
 
 
 def moved(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> list[bool]:

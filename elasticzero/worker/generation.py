@@ -14,6 +14,7 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
+from elasticzero.parallel.parameter_changes import refused_operation
 from elasticzero.training.preparation import Place, Prepared
 from elasticzero.training.training_state import StepTracker, TrainingState
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
@@ -133,11 +134,17 @@ class Generation:
         another thread runs it."""
         if not self.link.claim_shutdown():
             park()
-        code = run_stop_protocol(self.link, error, self._stop_state())
+        code = run_stop_protocol(self.link, self.explained(error), self._stop_state())
         traceback.clear_frames(error.__traceback__)  # they refer to the script's objects
         if self.training is not None:
             self.training.close()
         return EndedGeneration(code, self.groups)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Returns the error, or the one that tells the script's author what it means."""
+        if self.training is None:
+            return error
+        return refused_operation(error, self.training.strategy.model.parameters())
 
     def _abort(self, groups: ProcessGroups) -> None:
         """Shuts the groups after the agent has ended the generation."""

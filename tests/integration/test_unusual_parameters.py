@@ -21,6 +21,7 @@ from tests.integration.training_parameters import (
     KINDS,
     SAMPLES,
     Samples,
+    clamp,
     hooked_later,
     loaded,
     loss_of,
@@ -48,6 +49,8 @@ def plain(kind: str, steps: int) -> dict[str, Tensor]:
         optimizer.zero_grad()
         loss_of(kind, model, {k: torch.stack([s[k] for s in chosen]) for k in chosen[0]}).backward()
         optimizer.step()
+        if kind == "aliased":
+            clamp(parameter.data for parameter in model.parameters())
     return {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
 
 
@@ -68,7 +71,7 @@ def assert_close(folder: Path, kind: str) -> None:
         *(("clamped", "ddp"), ("hooked", "ddp"), ("one memory", "ddp")),
         *(("masked", "zero2"), ("momentum", "zero1"), ("penalty", "zero1")),
         *(("transposed", "zero3"), ("channels_last", "zero3"), ("plain hooks", "zero1")),
-        *(("empty", "zero3"), ("loaded", "zero3")),
+        *(("empty", "zero3"), ("loaded", "zero3"), ("aliased", "zero1")),
         *(
             pytest.param(kind, strategy, marks=pytest.mark.slow)
             for kind, strategies in {
@@ -80,6 +83,7 @@ def assert_close(folder: Path, kind: str) -> None:
                 "plain hooks": ("ddp", "zero2", "zero3"),
                 "empty": ("ddp", "zero1", "zero2"),
                 "loaded": ("ddp", "zero1", "zero2"),
+                "aliased": ("ddp", "zero2"),
             }.items()
             for strategy in strategies
         ),
@@ -153,6 +157,26 @@ def test_it_is_refused_before_a_step(
     failures = [failed for worker in running.workers for failed in worker.all(Failed)]
     assert any(f.final and complaint in f.message for f in failures), running.logs()
     assert not any(worker.all(Stepped) for worker in running.workers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        ("aliased", "was changed through a tensor from before session.prepare"),
+        ("set", "torch refuses what the script does with it"),
+    ],
+)
+def test_a_change_after_a_step_is_refused_before_the_next(
+    pool: Pool, tmp_path: Path, kind: str, complaint: str
+) -> None:
+    told = {"kind": kind, "strategy": "zero3", "steps": 9}
+    running = pool.start(
+        SCRIPT, [json.dumps(told)], 2, checkpoint_dir=str(tmp_path), checkpoint_every=1
+    )
+    running.until(running.ended)
+    failures = [failed for worker in running.workers for failed in worker.all(Failed)]
+    assert any(f.final and complaint in f.message for f in failures), running.logs()
+    assert max((s.step for w in running.workers for s in w.all(Stepped)), default=0) <= 1
 
 
 def test_a_later_change_in_a_forward_is_refused_at_a_capture(pool: Pool, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -177,6 +177,11 @@ class Empty(Layers):
         return super().forward(x, i) * self.scale + self.rows.sum() + self.columns.sum()
 
 
+def clamp(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.clamp_(-0.2, 0.2)
+
+
 def loaded(model: nn.Module, *, assign: bool = False) -> None:
     """Loads whole tensors, as of a model that was trained before, into what was prepared."""
     whole = {n: tuple(p.shape) for n, p in Layers().named_parameters()}
@@ -235,6 +240,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "one memory": Mirrored,
     "empty": Empty,
     "loaded": Layers,
+    "aliased": Layers,
+    "set": Layers,
     "assigned": Layers,
     "complex": Rotated,
     "lazy": Lazy,
@@ -273,6 +280,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     kind = told["kind"]
     torch.manual_seed(1)
     made = KINDS[kind]().double()
+    aliases = [parameter.data for parameter in made.parameters()] if kind == "aliased" else []
     factory = plain_hooks_too if kind == "plain hooks" else optimizer_of
     model, _ = session.prepare(made, factory, strategy=told["strategy"])
     if kind == "hooked":
@@ -289,6 +297,10 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     ):
         session.backward(loss_of(kind, model, batch))
         session.step()
+        clamp(aliases)
+        if kind == "set":
+            with torch.no_grad():
+                model.get_parameter("first.weight").set_(torch.zeros(6, 6).double())  # type: ignore[call-overload]
 
 
 if __name__ == "__main__":
