@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-WORDS = ("right", "refused", "not kept", "as `ddp`")
+WORDS = ("right", "refused", "not kept", "as `ddp`", "as `zero1`")
 """How a cell begins that needs no other word."""
 OTHERS = {
     "any values",
