@@ -35,8 +35,14 @@ BEFORE = (
     "values alone, in place"
 )
 
-MARKS_OF_ROWS = ("sharding strategy registered", "torch.Tensor and DTensor", "sharded dimension")
-"""Parts of torch's errors for operations that have no meaning for rows of a tensor."""
+MARKS_OF_ROWS = (
+    "sharding strategy registered",
+    "torch.Tensor and DTensor",
+    "sharded dimension",
+    "not have been used in the graph",
+)
+"""Parts of torch's errors for operations that have no meaning for rows of a tensor, or for which a
+forward must have used the tensor itself."""
 
 
 class ParameterObjects:
@@ -181,9 +187,10 @@ def refused_operation(error: BaseException, parameters: Iterable[nn.Parameter]) 
     if not is_marked or not any(isinstance(parameter, DTensor) for parameter in parameters):
         return error
     refused = UserError(
-        "under zero3 a parameter between two steps is this rank's rows of it, a DTensor of torch, "
-        f"and torch refuses what the script does with it ({one_line(error)}): use its "
-        "`full_tensor()` or `to_local()`, or ddp, zero1 or zero2"
+        "under zero3 the parameters that a script sees are this rank's rows of those that a "
+        "forward uses, DTensors of torch, and torch refuses what the script does with them "
+        f"({one_line(error)}): use ddp, zero1 or zero2, or between steps their `full_tensor()` or "
+        "`to_local()`"
     )
     refused.__cause__ = error
     return refused.with_traceback(error.__traceback__)

@@ -116,6 +116,7 @@ REFUSED = [
     ("masked", "zero3", LOST),
     ("momentum", "zero3", "the script has changed parameter 'key.weight' in or after a forward"),
     ("touched", "zero3", "the script has changed parameter 'last.weight' in or after a forward"),
+    ("differentiated", "zero3", "torch refuses what the script does with them"),
     ("penalty", "zero3", "the script differentiates gradients (create_graph=True"),
     *(("max_norm", strategy, "module 'words' is an embedding with") for strategy in STRATEGIES),
     *(
@@ -163,7 +164,7 @@ def test_it_is_refused_before_a_step(
     ("kind", "complaint"),
     [
         ("aliased", "was changed through a tensor from before session.prepare"),
-        ("set", "torch refuses what the script does with it"),
+        ("set", "torch refuses what the script does with them"),
     ],
 )
 def test_a_change_after_a_step_is_refused_before_the_next(

@@ -241,6 +241,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "empty": Empty,
     "loaded": Layers,
     "aliased": Layers,
+    "differentiated": Layers,
     "set": Layers,
     "assigned": Layers,
     "complex": Rotated,
@@ -268,6 +269,9 @@ def loss_of(kind: str, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         x = x.clone().requires_grad_()
     output = model(x, batch["i"])
     loss: Tensor = (output - batch["y"]).square().mean()
+    if kind == "differentiated":
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loss = loss + sum(slope.square().sum() for slope in slopes)
     if kind == "touched":
         model.last.weight.data.clamp_(-0.1, 0.1)  # type: ignore[operator, union-attr]
     if kind == "penalty":
