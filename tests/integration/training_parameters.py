@@ -177,6 +177,14 @@ class Empty(Layers):
         return super().forward(x, i) * self.scale + self.rows.sum() + self.columns.sum()
 
 
+class Stacked(Layers):
+    """Has a layer that zero3 frees after its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6))  # type: ignore[assignment]
+
+
 def clamp(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         tensor.clamp_(-0.2, 0.2)
@@ -241,7 +249,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "empty": Empty,
     "loaded": Layers,
     "aliased": Layers,
-    "differentiated": Layers,
+    "differentiated": Stacked,
     "set": Layers,
     "assigned": Layers,
     "complex": Rotated,
@@ -270,7 +278,7 @@ def loss_of(kind: str, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     output = model(x, batch["i"])
     loss: Tensor = (output - batch["y"]).square().mean()
     if kind == "differentiated":
-        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        slopes = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         loss = loss + sum(slope.square().sum() for slope in slopes)
     if kind == "touched":
         model.last.weight.data.clamp_(-0.1, 0.1)  # type: ignore[operator, union-attr]
