@@ -148,6 +148,12 @@ def count_of_changes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+def counts_of_changes(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Returns `count_of_changes` of each tensor; nothing waits for one that is not up to date."""
+    with without_torch_functions():
+        return [0 if tensor.is_inference() else int(tensor._version) for tensor in tensors]
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Returns the buffers that a module itself has registered, by name, None or not."""
     return module._buffers
@@ -197,14 +203,18 @@ class StepCheck:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether something, other than a `StepCheck`, is to run once at each step of this
     optimizer, or of any."""
+    of_all = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return bool(step_hooks(optimizer) or of_all)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns what is to run at each step of this optimizer, other than a `StepCheck`."""
     order_hooks(optimizer)
     hooks = [
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
-        *_global_optimizer_pre_hooks.values(),
-        *_global_optimizer_post_hooks.values(),
     ]
-    return any(not isinstance(hook, StepCheck) for hook in hooks)
+    return [hook for hook in hooks if not isinstance(hook, StepCheck)]
 
 
 def has_state_dict_hooks(optimizer: torch.optim.Optimizer) -> bool:

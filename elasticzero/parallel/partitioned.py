@@ -45,7 +45,7 @@ from elasticzero.parallel.optimizers.state import (
 from elasticzero.spans import Span
 from elasticzero.state.digests import combined, digests
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
-from elasticzero.torch_internals import has_step_hooks
+from elasticzero.torch_internals import counts_of_changes, has_step_hooks
 
 
 class PartitionedOptimizer:
@@ -282,7 +282,7 @@ class PartitionedOptimizer:
             is_of_torch = type(optimizer).__module__.partition(".")[0] == "torch"
             divisible[name] = is_of_torch and not has_step_hooks(optimizer)
             if not divisible[name]:
-                optimizer.step()
+                self.optimizers.step_one(name)
         groups = [g for g in self.optimizers.groups if divisible.get(g.optimizer_name)]
         whole = [group.options["params"] for group in groups]
         stepping = [o for name, o in stepped_now.items() if divisible[name]]
@@ -443,7 +443,8 @@ class ForwardChanges:
     """Finds what a script changes in whole parameters while a step is computed, which must be the
     same on all ranks, for each of them steps its own part.
 
-    It reads the parameters in the first step, and in the one after each verification.
+    It reads the parameters in the first step, and in the one after each verification. In the others
+    it compares torch's counts of changes, which lack those through `.data`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], ranks: int) -> None:
@@ -460,6 +461,10 @@ class ForwardChanges:
         self._before: dict[str, int] | None = None
         """Digests from the beginning of the step; None: it is not looked at."""
         self._names: list[str] = []
+        self._counts: list[int] | None = None
+        """Counts of changes from the beginning of the step; None: no step is under way."""
+        self._is_usual = False
+        """A step that was looked at has changed parameters before its optimizer did."""
 
     def request(self) -> None:
         """Has the next step looked at; all ranks call this after the same step."""
@@ -467,6 +472,8 @@ class ForwardChanges:
 
     def begin(self) -> None:
         """Begins a step, or another micro-batch of it; the parameters are up to date."""
+        if self._counts is None:
+            self._counts = counts_of_changes(self._parameters.values())
         if self._due:
             self._due = False
             self._before = digests(self._parameters)
@@ -480,7 +487,22 @@ class ForwardChanges:
         table = digests(self._parameters)
         changed = {name: digest for name, digest in table.items() if digest != before[name]}
         self._names = list(changed)
+        self._is_usual = self._is_usual or bool(changed)
         return combined(changed) % same_number.MODULUS if changed else 0
+
+    def over(self) -> None:
+        """Ends a step: its optimizer has taken it, or it is skipped."""
+        self._counts = None
+
+    @property
+    def present(self) -> bool:
+        """Returns whether the script may have changed parameters in the step under way, so that
+        they are not those of the boundary before it."""
+        if self._counts is None:
+            return False
+        if self._is_usual or self._counts != counts_of_changes(self._parameters.values()):
+            return True
+        return self._before is not None and digests(self._parameters) != self._before
 
     def sentence(self) -> str:
         """Returns what to do where the ranks have changed different things."""
@@ -497,6 +519,7 @@ class PiecedStrategy:
 
     _pieced: PartitionedOptimizer
     _parameters: Mapping[str, nn.Parameter]
+    _changes: ForwardChanges
 
     @property
     def loss(self) -> float:
@@ -511,7 +534,12 @@ class PiecedStrategy:
         """Returns a sentence on what was not the same on all ranks in the global batch."""
         raise NotImplementedError
 
+    @property
+    def changed_in_step(self) -> bool:
+        return self._changes.present
+
     def discard(self) -> None:
+        self._changes.over()
         self._drop_whole()
         self._pieced.discard()
 

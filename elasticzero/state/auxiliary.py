@@ -265,11 +265,12 @@ class AuxiliaryState:
             json: The stored state, without its tensors.
             tensors: The tensors by name, on the CPU.
         """
-        stored = {
-            name: group["options"] for group in json.get("groups", []) for name in group["names"]
-        }
-        for group in self._groups:
+        groups = json.get("groups", [])
+        stored = {name: group["options"] for group in groups for name in group["names"]}
+        for index, group in enumerate(self._groups):
             options: Any = next((stored[name] for name in group.names if name in stored), {})
+            if not group.names and len(groups) == len(self._groups):
+                options = groups[index]["options"]  # a group without parameters has its place alone
             for key, value in decode_state(options, tensors).items():
                 old = group.options.get(key)
                 if isinstance(old, Tensor) and isinstance(value, Tensor):

@@ -127,6 +127,24 @@ class Halfway(Counting):
         super().load_state_dict({**state_dict, "count": 0})
 
 
+class Warmed(Stepping):
+    """Changes an attribute at its fifth step, as at the end of a warm-up, and not before."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.factor = torch.ones(1)
+        self.past: dict[str, Any] = {"ends": [], "drawn": torch.Generator()}
+
+    def begin(self) -> None:
+        self.factor = self.factor.clone()  # the same value
+        if any(self.state[p].get("n") == 4 for p in self.param_groups[0]["params"]):
+            self.past["ends"].append(5)
+
+    def scale(self, p: Any, state: dict[Any, Any]) -> float:
+        state["n"] = state.get("n", 0) + 1
+        return 0.5 ** len(self.past["ends"]) * float(self.factor)
+
+
 class Slow(torch.optim.AdamW):
     """Lookahead: it goes half of the way back to slow weights at every sixth step."""
 

@@ -11,6 +11,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elasticzero.torch_internals import drop_step_hooks
+from elasticzero.torch_internals import count_of_changes, drop_step_hooks
 
 TORCH_OWN = frozenset({"state", "param_groups", "defaults", "step", "zero_grad", "add_param_group"})
 """Attributes that are torch's, a scheduler's or the session's, besides those with a prefix."""
@@ -31,6 +32,9 @@ TORCH_PREFIXES = (
     "_hook_for",
 )
 CONTAINERS = (list, tuple, set, deque, dict)
+SMALL_ARRAY_BYTES = 1 << 16
+"""Size in bytes of the largest array of numpy that is read to mark it; a larger one counts by
+identity."""
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -193,6 +197,64 @@ def _are_same_items(first: Any, second: Any, compared: set[tuple[int, int]]) -> 
         pairs = zip(first.values(), second.values(), strict=True)
         return all(is_same(a, b, compared) for a, b in pairs)
     return first.keys() == second.keys() and not changed_names(first, second, compared)
+
+
+def attribute_marks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns a mark of each attribute of an optimizer's own, which is another one once the
+    attribute has changed. No tensor is copied.
+
+    What a step changes anyway counts as unchanged: parameters, groups and the state by parameter.
+    An optimizer inside of this one, and objects that are no plain ones, count by identity.
+    """
+    passed = {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
+    for group in optimizer.param_groups:
+        passed |= {id(group), *map(id, group["params"])}
+    return {name: _mark(value, passed.copy()) for name, value in own_attributes(optimizer).items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TensorMark:
+    """Marks a tensor, which is read only where another one has taken its place."""
+
+    tensor: Tensor
+    changes: int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _TensorMark):
+            return False
+        if self.tensor is other.tensor:
+            return self.changes == other.changes
+        return _is_same_tensor(self.tensor, other.tensor)
+
+
+def _mark(value: Any, passed: set[int]) -> Any:
+    if value is None or isinstance(value, (int, str, bytes)):
+        return value
+    if isinstance(value, (float, complex, np.generic)):
+        return repr(value)  # NaN is not equal to itself
+    if id(value) in passed:
+        return None
+    if isinstance(value, Tensor):
+        return _TensorMark(value, count_of_changes(value))
+    if isinstance(value, np.ndarray):
+        return hash(value.tobytes()) if value.nbytes <= SMALL_ARRAY_BYTES else id(value)
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().numpy())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        return repr(_numpy_state(value))
+    passed.add(id(value))
+    if isinstance(value, dict):
+        keys = (id(key) if isinstance(key, Tensor) else _mark(key, passed) for key in value)
+        return tuple(zip(keys, [_mark(item, passed) for item in value.values()], strict=True))
+    if isinstance(value, set):
+        return frozenset(value)
+    if isinstance(value, CONTAINERS):
+        return tuple(_mark(item, passed) for item in value)
+    if isinstance(value, torch.optim.Optimizer) or not _is_plain_object(value):
+        return id(value)
+    return tuple((name, _mark(item, passed)) for name, item in vars(value).items())
 
 
 def changed_names(

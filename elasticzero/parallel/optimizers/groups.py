@@ -30,8 +30,11 @@ from elasticzero.parallel.optimizers.whole_trial import (
     check_parts,
     check_whole,
     checked_step,
+    has_unstored_attributes,
+    watched_step,
 )
 from elasticzero.state.model import NamedModel, Spec, spec_of
+from elasticzero.torch_internals import step_hooks
 
 MadeOptimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """A script's factory returns this: an optimizer, or several of them by name."""
@@ -74,6 +77,7 @@ class Optimizers:
         by_name: Mapping[str, torch.optim.Optimizer],
         groups: list[OptimizerGroup],
         untried: Collection[str] = (),
+        watched: Mapping[str, bool] | None = None,
     ) -> None:
         """Takes the optimizers.
 
@@ -81,8 +85,11 @@ class Optimizers:
             by_name: The optimizers.
             groups: The groups of all of them.
             untried: Names of those that could not step dummies; `step` looks at them.
+            watched: Names of those whose attributes must stay as they are, and whether each rank
+                has parts of their parameters.
         """
         self._untried = set(untried)
+        self._watched = dict(watched or {})
         self.by_name = by_name
         """One without a name has the empty one."""
         self.groups = groups
@@ -118,14 +125,25 @@ class Optimizers:
         """Steps the optimizers that the present global batch has gradients for.
 
         Raises:
-            UserError: One keeps what is not stored, which its first step has shown.
+            UserError: One keeps what is not stored, which this step has shown.
         """
-        for name, optimizer in self.stepped.items():
-            if name in self._untried:
-                self._untried.discard(name)
-                checked_step(optimizer)
-            else:
-                optimizer.step()
+        for name in self.stepped:
+            self.step_one(name)
+
+    def step_one(self, name: str) -> None:
+        """Steps one optimizer.
+
+        Raises:
+            UserError: It keeps what is not stored, which this step has shown.
+        """
+        optimizer = self.by_name[name]
+        if name in self._untried:
+            self._untried.discard(name)
+            checked_step(optimizer)
+        elif name in self._watched:
+            watched_step(optimizer, in_parts=self._watched[name])
+        else:
+            optimizer.step()
 
     def has_gradients(self, name: str) -> bool:
         """Tells whether the present global batch is for the optimizer of this parameter."""
@@ -190,7 +208,19 @@ class Optimizers:
         return self.group_of[name].schema(name)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that the optimizers have, by name."""
+        """Returns the parameters that the optimizers have, by name.
+
+        Raises:
+            UserError: The script has changed their number, where nothing is dealt.
+        """
+        for group in self.groups:
+            present = len(group.options["params"])
+            if present != len(group.names):
+                raise UserError(
+                    f"a group of {type(group.optimizer).__name__} has {present} parameters, and "
+                    f"had {len(group.names)} at session.prepare: leave its list as it is, and "
+                    "freeze parameters by requires_grad_(False)"
+                )
         return {
             name: parameter
             for group in self.groups
@@ -299,10 +329,17 @@ def open_optimizers(
     groups: list[OptimizerGroup] = []
     natures: dict[Any, GroupNature] = {}
     untried: set[str] = set()
+    in_parts = divided != "nothing"
+    watched = {
+        name: in_parts
+        for name, optimizer in by_name.items()
+        if has_unstored_attributes(optimizer, in_parts=in_parts)
+    }
     for optimizer_name, optimizer in by_name.items():
         _check_package(optimizer, divided)
-        if divided != "nothing":
+        if in_parts:
             check_before_parts(optimizer)
+            _check_step_hooks(optimizer)
         for options in optimizer.param_groups:
             names = [_name(parameter, name_of) for parameter in options["params"]]
             for name in names:
@@ -320,7 +357,19 @@ def open_optimizers(
             groups.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, specs))
         if divided == "nothing" and not check_whole(optimizer):
             untried.add(optimizer_name)
-    return Optimizers(by_name, groups, untried)
+    return Optimizers(by_name, groups, untried, watched)
+
+
+def _check_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `UserError` for a hook on steps that would miss parameters: where parts are dealt, an
+    optimizer has none of those that are frozen."""
+    frozen = [p for g in optimizer.param_groups for p in g["params"] if not p.requires_grad]
+    if frozen and step_hooks(optimizer):
+        raise UserError(
+            f"{type(optimizer).__name__} has a hook on its step, and frozen parameters, which the "
+            "hook would not find where each rank has parts of the others: give the optimizer only "
+            "the parameters that it trains, or use strategy ddp"
+        )
 
 
 def _name(parameter: nn.Parameter, name_of: Mapping[int, str]) -> str:

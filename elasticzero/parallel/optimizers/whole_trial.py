@@ -7,6 +7,8 @@ Rules:
  OT3  Tensors in attributes that have the shape of a parameter are copies of parameters. Where parts
       are dealt, they would not fit; else the copy is stepped on parameters of the real shapes, and
       so often that an average which is written back every few steps is among the changes.
+ OT4  What changes in a later step only, as a rate at the end of a warm-up, no trial shows. So each
+      step of an optimizer whose attributes are not stored is looked at.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from elasticzero.errors import (
 )
 from elasticzero.nested import flatten, unflatten
 from elasticzero.parallel.optimizers.attributes import (
+    attribute_marks,
     copy_for_trial,
     own_attributes,
     tensors_in,
@@ -115,11 +118,7 @@ def check_parts(optimizer: torch.optim.Optimizer, nature: GroupNature) -> None:
         return
     kind = type(optimizer).__name__
     if nature.attributes:
-        raise UserError(
-            f"{kind} changes {_listed(nature.attributes)} when it steps, and only what it keeps by "
-            "parameter can be dealt to ranks: use strategy ddp, with a state_dict and a "
-            "load_state_dict that hold it too"
-        )
+        raise UserError(_not_dealt(kind, nature.attributes))
     if nature.entries:
         raise UserError(
             f"{kind} keeps {nature.entries[0]!r} in its state, which is no parameter, and only "
@@ -151,6 +150,38 @@ def checked_step(optimizer: torch.optim.Optimizer) -> None:
     if changed and not changes_state_dict(optimizer):
         raise UserError(_lost(type(optimizer).__name__, changed))
     _check_storable(optimizer, type(optimizer).__name__)
+
+
+def has_unstored_attributes(optimizer: torch.optim.Optimizer, *, in_parts: bool) -> bool:
+    """Tells whether what an optimizer keeps in attributes of its own would not be stored.
+
+    Args:
+        optimizer: The optimizer.
+        in_parts: Whether each rank has parts of the parameters.
+    """
+    if type(optimizer).__module__.partition(".")[0] in FOREIGN:
+        return False
+    return in_parts or not changes_state_dict(optimizer)
+
+
+def watched_step(optimizer: torch.optim.Optimizer, *, in_parts: bool) -> None:
+    """Steps an optimizer, and checks that the step leaves its attributes as they were (OT4).
+
+    Args:
+        optimizer: The optimizer.
+        in_parts: Whether each rank has parts of the parameters.
+
+    Raises:
+        UserError: It has changed one.
+    """
+    before = attribute_marks(optimizer)
+    optimizer.step()
+    after = attribute_marks(optimizer)
+    if before != after:
+        both = before.keys() & after.keys()
+        names = [n for n in {**before, **after} if n not in both or before[n] != after[n]]
+        kind = type(optimizer).__name__
+        raise UserError(_not_dealt(kind, names) if in_parts else _lost(kind, names))
 
 
 def holders_of_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -283,6 +314,14 @@ def _lost(kind: str, names: Sequence[str]) -> str:
         f"{kind} changes {_listed(names)} when it steps, which its state_dict does not hold, so "
         "that a recovery would lose it: give the optimizer a state_dict and a load_state_dict that "
         "hold it too, or keep it in optimizer.state"
+    )
+
+
+def _not_dealt(kind: str, names: Sequence[str]) -> str:
+    return (
+        f"{kind} changes {_listed(names)} when it steps, and only what it keeps by parameter can "
+        "be dealt to ranks: use strategy ddp, with a state_dict and a load_state_dict that hold it "
+        "too"
     )
 
 

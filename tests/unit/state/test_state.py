@@ -226,6 +226,33 @@ def two(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
     return {"a": torch.optim.SGD(some), "b": torch.optim.Adam(others)}
 
 
+def hooked_with_frozen(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    parameters[0].requires_grad_(False)
+    made = torch.optim.SGD(parameters)
+    made.register_step_post_hook(lambda *_: None)
+    return made
+
+
+def test_a_group_without_parameters_keeps_its_options() -> None:
+    def factory(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": parameters}, {"params": [], "lr": 0.5}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    strategy, small = build("zero1", factory)
+    strategy.optimizers.groups[1].options["lr"] = 0.25
+    copy = small.capture(3, DataPosition())
+    again, small_again = build("ddp", factory)
+    small_again.apply(copy.json, copy.tensors)
+    assert [group.options["lr"] for group in again.optimizers.groups] == [0.1, 0.25]
+
+
+def test_a_group_that_has_lost_a_parameter_is_refused() -> None:
+    strategy, _ = build("ddp")
+    strategy.optimizers.groups[0].options["params"].pop()
+    with pytest.raises(UserError, match="a group of AdamW has 2 parameters, and had 3"):
+        train(strategy)
+
+
 @pytest.mark.parametrize(
     ("name", "factory", "complaint"),
     [
@@ -235,6 +262,7 @@ def two(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
         ("zero1", lambda ps: torch.optim.SparseAdam(ps), "does not support dense gradients"),
         ("ddp", lambda ps: torch.optim.SGD([nn.Parameter(torch.ones(2))]), "not the model's"),
         ("ddp", two, "'first.bias' is in two optimizers, 'a' and 'b'"),
+        ("zero1", hooked_with_frozen, "SGD has a hook on its step, and frozen parameters"),
     ],
 )
 def test_an_optimizer_that_cannot_be_partitioned_is_refused(

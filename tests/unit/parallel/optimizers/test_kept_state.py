@@ -119,6 +119,14 @@ def test_what_a_state_dict_does_not_hold_is_refused(kind: Any, message: str) -> 
         build("ddp", kind)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_attribute_that_changes_later_ends_the_step_in_which_it_does(name: str) -> None:
+    strategy, _ = build(name, kept_state.Warmed)
+    train(strategy)  # three steps
+    with pytest.raises(UserError, match=r"Warmed changes its attribute self\.past when it steps"):
+        train(strategy)
+
+
 def test_what_fails_on_dummies_is_looked_at_in_its_first_step() -> None:
     strategy, _ = build("ddp", kept_state.Hidden)
     with pytest.raises(UserError, match=r"Hidden changes its attribute self\.count"):
