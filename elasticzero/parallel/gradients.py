@@ -147,14 +147,20 @@ class HiddenGradients:
         for parameter, refusing in zip(self._parameters.values(), self._refusing, strict=True):
             parameter.grad = refusing
 
-    def show(self) -> None:
-        """Puts back what `hide` has hidden; raises `UserError` where the script has set another."""
+    def show(self, *, before_step: bool = False) -> None:
+        """Puts back what `hide` has hidden; raises `UserError` where the script has set another.
+
+        A gradient that the script has taken away since the last backward would not be stepped in
+        one process, so that is refused `before_step`; between micro-batches it has no effect, since
+        a `zero_grad` of the model belongs before a global batch.
+        """
         if self._hidden is None:
             return
         parameters = self._parameters.values()
         hidden, self._hidden = self._hidden, None
         for parameter, refusing, gradient in zip(parameters, self._refusing, hidden, strict=True):
-            if parameter.grad is not refusing and parameter.grad is not None:
+            taken_away = parameter.grad is None and not before_step
+            if parameter.grad is not refusing and not taken_away:
                 raise UserError(refusing.sentence)
             parameter.grad = gradient
 

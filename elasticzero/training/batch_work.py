@@ -270,7 +270,7 @@ class BatchWork:
         if not part.last:
             return False
         self._link.check()
-        training.gradients.show()
+        training.gradients.show(before_step=True)
         training.take_changes()
         factor = self._weight_factor(batch, part) / training.guard.scale
         applied = training.apply(training.strategy.finish(factor, max_norm, self._hook))

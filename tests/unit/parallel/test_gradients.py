@@ -70,6 +70,20 @@ def test_a_gradient_that_the_script_sets_is_refused() -> None:
         gradients.show()
 
 
+def test_a_gradient_that_the_script_takes_away_is_refused_before_the_step() -> None:
+    """Between micro-batches it comes back."""
+    model = layer()
+    gradients = HiddenGradients(dict(model.named_parameters()), partitioned=True)
+    gradients.hide(complete=False)
+    model.zero_grad()
+    gradients.show()
+    assert model.bias.grad is not None
+    gradients.hide(complete=True)
+    model.bias.grad = None
+    with pytest.raises(UserError, match="the script uses parameters"):
+        gradients.show(before_step=True)
+
+
 def test_a_gradient_before_the_first_backward_is_refused() -> None:
     model = nn.Linear(1, 2)
     gradients = HiddenGradients(dict(model.named_parameters()), partitioned=True)
