@@ -116,6 +116,11 @@ class Strategy(Protocol):
         """Takes in parameters to which the script has given other memory, at a boundary and before
         a step; returns the error for one whose shape, dtype or device has changed."""
 
+    @property
+    def changed_in_step(self) -> bool:
+        """Returns whether the script may have changed parameters since the step under way began,
+        before the optimizer did: the state is not that of the last boundary then."""
+
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None
     ) -> Tensor:

@@ -86,6 +86,10 @@ class Replicated:
     def take_changes(self) -> UserError | None:
         return self._memory.difference()
 
+    @property
+    def changed_in_step(self) -> bool:
+        return self._changes.present(lambda: self._memory.has_moved)
+
     def expect(self, part: MicroBatch) -> None:
         self._changes.begin()
         self._part = part
@@ -183,6 +187,7 @@ class Replicated:
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
+        self._changes.over()
         for parameter in self._parameters.values():
             parameter.grad = None
         self._losses.clear()

@@ -44,7 +44,11 @@ from elasticzero.parallel.parameter_changes import (
     overlap,
     replaced_sentence,
 )
-from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
+from elasticzero.parallel.partitioned import (
+    ForwardChanges,
+    PartitionedOptimizer,
+    PiecedStrategy,
+)
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
 from elasticzero.state.model import (
@@ -114,6 +118,7 @@ class FullyPartitioned(PiecedStrategy):
         mirrors = [self._mirror(rank, optimizers) for rank, optimizers in copies.items()]
         self._mirrors = Mirrors(setting, mirrors)
         self._memory = FixedMemory(self._parameters)
+        self._changes = ForwardChanges({n: _local(p) for n, p in self._parameters.items()}, 1)
         self._stepped: Mapping[str, int] | None = None
         """Digests of this rank's rows as the newest step has left them; None: mirrors have what the
         script has changed since."""
@@ -167,6 +172,7 @@ class FullyPartitioned(PiecedStrategy):
     def expect(self, part: MicroBatch) -> None:
         """Lets each micro-batch be summed within a row, for else a rank would hold whole gradients,
         and only the last one over the rows."""
+        self._changes.begin()
         if self._mesh.replicas > 1:
             self._root.set_requires_all_reduce(part.last)
 
@@ -252,6 +258,7 @@ class FullyPartitioned(PiecedStrategy):
                 piece.parameter.data.copy_(piece.values)
 
     def apply(self) -> None:
+        self._changes.over()
         self._reshard()
         self._uses.compares = False
         self._mark_changed()

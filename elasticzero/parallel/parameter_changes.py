@@ -123,10 +123,14 @@ class ParameterMemory:
         self._parameters = {n: p for n, p in parameters.items() if type(p) is nn.Parameter}
         self._places = {name: p.detach() for name, p in self._parameters.items()}
 
+    @property
+    def has_moved(self) -> bool:
+        """Tells whether a parameter lies elsewhere than at the last call of `difference`."""
+        return any(moved(zip(self._parameters.values(), self._places.values(), strict=True)))
+
     def difference(self) -> UserError | None:
         """Returns the error for a parameter of another kind; takes note of where the others lie."""
-        pairs = zip(self._parameters.values(), self._places.values(), strict=True)
-        if not any(moved(pairs)):
+        if not self.has_moved:
             return None
         for name, parameter in self._parameters.items():
             error = kind_difference(name, parameter, self._places[name])

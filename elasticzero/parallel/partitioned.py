@@ -494,13 +494,20 @@ class ForwardChanges:
         """Ends a step: its optimizer has taken it, or it is skipped."""
         self._counts = None
 
-    @property
-    def present(self) -> bool:
+    def present(self, has_moved: Callable[[], bool] = lambda: False) -> bool:
         """Returns whether the script may have changed parameters in the step under way, so that
-        they are not those of the boundary before it."""
+        they are not those of the boundary before it.
+
+        Args:
+            has_moved: Tells whether one lies elsewhere since then; by default none does.
+        """
         if self._counts is None:
             return False
-        if self._is_usual or self._counts != counts_of_changes(self._parameters.values()):
+        if (
+            self._is_usual
+            or has_moved()
+            or self._counts != counts_of_changes(self._parameters.values())
+        ):
             return True
         return self._before is not None and digests(self._parameters) != self._before
 
@@ -536,7 +543,7 @@ class PiecedStrategy:
 
     @property
     def changed_in_step(self) -> bool:
-        return self._changes.present
+        return self._changes.present()
 
     def discard(self) -> None:
         self._changes.over()

@@ -12,7 +12,7 @@ are; where one rank has used it, zeros stand for the gradients of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,15 @@ class FlatBuckets(PiecedStrategy):
         for bucket in self._buckets:
             bucket.count_sharing()
 
+    @property
+    def changed_in_step(self) -> bool:
+        return self._changes.present(self._has_moved)
+
+    def _has_moved(self) -> bool:
+        """Tells whether a parameter lies elsewhere than at the last boundary."""
+        in_buckets = any(set(bucket.moved()) - set(bucket.outside) for bucket in self._buckets)
+        return in_buckets or self._rest_memory.has_moved
+
     def expect(self, part: MicroBatch) -> None:
         self._changes.begin()
         self._part = part
@@ -178,6 +187,7 @@ class FlatBuckets(PiecedStrategy):
             parameter.grad = None
 
     def apply(self) -> None:
+        self._changes.over()
         self._drop_whole()
         self._mark_changed()
         has_gradients = self.optimizers.has_gradients
@@ -199,11 +209,13 @@ class FlatBuckets(PiecedStrategy):
         if (error := self._overlap(moved)) is not None:
             return error
         if moved:
-            shared = shared_outside(
-                b.parameters[i] for b, indices in moved.items() for i in indices
-            )
-            for bucket, indices in moved.items():
-                bucket.take_in(indices, shared)
+            parameters = [b.parameters[i] for b, indices in moved.items() for i in indices]
+            flats = {memory_of(bucket.flat_E) for bucket in self._buckets}
+            shared = shared_outside(parameters) - flats
+            # Copies first: two parameters may have each other's places.
+            values = {b: {i: _outside(b.parameters[i], flats) for i in moved[b]} for b in moved}
+            for bucket in moved:
+                bucket.take_in(values[bucket], shared, flats)
         return self._rest_memory.difference()
 
     def _overlap(self, moved: Mapping[FlatBucket, Sequence[int]]) -> UserError | None:
@@ -273,3 +285,8 @@ class FlatBuckets(PiecedStrategy):
             yield [*slots, *piece_targets, *copies]
         for bucket in self._buckets:
             bucket.give_out()
+
+
+def _outside(parameter: Tensor, flats: Collection[int]) -> Tensor:
+    """Returns the values of a parameter, in memory that is no bucket's."""
+    return parameter.data.clone() if memory_of(parameter) in flats else parameter.data

@@ -160,6 +160,7 @@ class Generation:
             return StopState(bad_step=bad_step, shut=shut)
         at = self.tracker.now
         clean = at.clean and training.can_stop_with_state()
+        clean = clean and not training.strategy.changed_in_step
         return StopState(
             step=training.step,
             clean=clean,

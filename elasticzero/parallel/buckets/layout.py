@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -86,27 +86,31 @@ class FlatBucket:
         self.bounds = self._bounds()
         self.flat_E = first.data.new_zeros(self.bounds[-1])
         self.places = self.views(self.flat_E)
-        self.take_in(range(len(self.parameters)), self.shared)
+        values = {i: parameter.data for i, parameter in enumerate(self.parameters)}
+        self.take_in(values, self.shared, {memory_of(self.flat_E)})
         if working_dtype(first.dtype) != first.dtype:
             self.master_C = self.own_part(self.flat_E).to(working_dtype(first.dtype))
 
-    def take_in(self, indices: Sequence[int], shared: Collection[int]) -> None:
+    def take_in(
+        self, values: Mapping[int, Tensor], shared: Collection[int], flats: Collection[int]
+    ) -> None:
         """Copies the values of some parameters to their places, and makes the parameters views of
         these, unless the script has other tensors of the memory that they have now, or of the
         bucket's, which are theirs no more (LB1, LB2).
 
         Args:
-            indices: The parameters that do not lie in their places.
+            values: Values of the parameters that do not lie in their places, by index: none of them
+                lies in a bucket.
             shared: Addresses of memory that the script has other tensors of.
+            flats: Addresses of the memory of all buckets.
         """
-        memories = {index: memory_of(self.parameters[index]) for index in indices}
-        flat_memory = memory_of(self.flat_E)
-        self.outside = [index for index in indices if memories[index] != flat_memory]
+        memories = {index: memory_of(self.parameters[index]) for index in values}
+        self.outside = [index for index in values if memories[index] not in flats]
         has_readers = self.has_readers()
-        for index in indices:
+        for index, value in values.items():
             parameter, place = self.parameters[index], self.places[index]
             is_outside = index in self.outside
-            place.copy_(parameter.data if is_outside else parameter.data.clone())
+            place.copy_(value)
             if is_outside and (has_readers or memories[index] in shared):
                 continue
             parameter.data = place

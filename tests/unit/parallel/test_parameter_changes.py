@@ -56,10 +56,12 @@ def laid(model: nn.Module, name: str, ranks: int = 1) -> Strategy:
     return create(name.split()[0], setting)
 
 
+PART = MicroBatch(positions=Span(0, 1), weight=1, last=True, slice=0, runs=(Span(0, 1),))
+
+
 def step(strategy: Strategy, number: int, dtype: torch.dtype) -> None:
     assert strategy.take_changes() is None
-    part = MicroBatch(positions=Span(0, 1), weight=1, last=True, slice=0, runs=(Span(0, 1),))
-    strategy.expect(part)
+    strategy.expect(PART)
     strategy.backward(loss_of(strategy.model, number, dtype), 1.0)
     assert strategy.take_changes() is None
     strategy.finish(1.0, None)
@@ -94,6 +96,12 @@ def set_memory(model: nn.Module, number: int, kept: dict[str, Any]) -> None:
 def transposed(model: nn.Module, number: int, kept: dict[str, Any]) -> None:
     weight = model.get_parameter("0.weight")
     weight.data = weight.data.t()
+
+
+def swapped(model: nn.Module, number: int, kept: dict[str, Any]) -> None:
+    """Two parameters take each other's memory."""
+    one, other = model.get_parameter("0.bias"), model.get_parameter("2.weight")
+    one.data, other.data = other.data.view(4), one.data.view(1, 4)
 
 
 def clamped(model: nn.Module, number: int, kept: dict[str, Any]) -> None:
@@ -136,6 +144,7 @@ CHANGES = [
     through_a_vector,
     set_memory,
     transposed,
+    swapped,
     clamped,
     put_back,
     aliased_before,
@@ -324,3 +333,72 @@ def test_a_step_waits_for_what_the_script_has_aliases_of(
     kept.clear()
     assert strategy.take_changes() is None
     assert pending() == every
+
+
+def in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def past_the_count(parameter: nn.Parameter) -> None:
+    """Torch does not count it; the first step is read."""
+    parameter.data.mul_(0.5)
+
+
+def other_memory(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+@pytest.mark.parametrize("change", [in_place, past_the_count, other_memory])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_change_within_a_step_is_no_state_of_the_boundary(
+    name: str, change: Callable[[nn.Parameter], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that is lost then would have the change made twice."""
+    model = network(torch.float64)
+    strategy = laid(model, name)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(strategy._changes, "_due", True)  # type: ignore[attr-defined] # as of several ranks
+    assert not strategy.changed_in_step
+    strategy.expect(PART)
+    assert not strategy.changed_in_step
+    change(model.get_parameter("0.weight"))
+    assert strategy.changed_in_step
+    strategy.backward(loss_of(model, 0, torch.float64), 1.0)
+    assert strategy.take_changes() is None
+    strategy.finish(1.0, None)
+    strategy.apply()
+    assert not strategy.changed_in_step
+    strategy.expect(PART)
+    assert strategy.changed_in_step, "the first step has changed parameters, so this one may have"
+    strategy.discard()
+    assert not strategy.changed_in_step
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "zero3"])
+def test_a_step_by_itself_leaves_the_state_of_the_boundary(name: str) -> None:
+    model = network(torch.float64)
+    strategy = laid(model, name)
+    for number in range(2):
+        strategy.expect(PART)
+        strategy.backward(loss_of(strategy.model, number, torch.float64), 1.0)
+        assert not strategy.changed_in_step
+        strategy.finish(1.0, None)
+        assert not strategy.changed_in_step
+        strategy.apply()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_other_memory_between_steps_is_state_of_the_boundary(name: str) -> None:
+    """Aliases from before `prepare` keep parameters out of their buckets for good."""
+    model = network(torch.float64)
+    aliases = [parameter.data for parameter in model.parameters()]
+    strategy = laid(model, name)
+    for number in range(2):
+        step(strategy, number, torch.float64)
+        set_data(model, number, {})
+        assert strategy.take_changes() is None
+        assert not strategy.changed_in_step
+        strategy.expect(PART)
+        assert not strategy.changed_in_step
+    assert aliases
