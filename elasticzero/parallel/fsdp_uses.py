@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from elasticzero.errors import UserError
 from elasticzero.parallel import same_number
 from elasticzero.spans import fsdp_rows
+from elasticzero.torch_internals import without_torch_functions
 
 
 class Uses:
@@ -194,8 +195,15 @@ class Uses:
             group: A group of FSDP2.
             post_backward: The group's own method.
             *unused: What autograd passes to it.
+
+        Raises:
+            UserError: A backward of the script's own adds to gradients that are hidden.
         """
         for of in group.fsdp_params:
+            held = of.sharded_param.grad
+            if held is not None and not isinstance(held, DTensor):
+                with without_torch_functions():
+                    held.clone()  # what hides a gradient refuses whatever autograd does with it
             leaf, name = _leaf(of), self._names[id(of)]
             if leaf is None or not leaf.requires_grad:
                 continue
