@@ -206,7 +206,8 @@ class Pool:
         worker = Worker(assignment.rank, assignment.node, pid, Channel(ours), log)
         self._alive[pid] = worker
         store_fd = numbers[3] if len(numbers) > 3 else None
-        worker.channel.send(replace(assignment, store_fd=store_fd))
+        with suppress(ChannelClosed):  # a script without a session may have ended already
+            worker.channel.send(replace(assignment, store_fd=store_fd))
         return worker
 
 
@@ -320,9 +321,13 @@ class Running:
         assert not any(w.all(Failed) for w in self.workers), self.logs()
         return self.workers[0].last(Finished).step
 
+    def settle(self) -> None:
+        """Waits until every capture so far is sealed."""
+        self.until(lambda: not any(saver.unsealed() for saver in self._savers.values()))
+
     def resume(self) -> Resume:
         """What the next generation is to go on from: the newest snapshot that is held whole."""
-        self.until(lambda: not any(saver.unsealed() for saver in self._savers.values()))
+        self.settle()
         held = [(w, w.last(Captured)) for w in self.workers if w.all(Captured)]
         assert held, self.logs()
         step = max(h.step for _, h in held)
