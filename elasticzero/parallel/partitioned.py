@@ -271,11 +271,15 @@ class PartitionedOptimizer:
             parts: The names of the parameters, part by part, in the order in which they are needed.
             stepped: Called with the index of each part once it is up to date; by default nothing is
                 called.
+
+        Raises:
+            UserError: An optimizer keeps or has what it may not.
         """
         self.has_state = self.has_state or bool(self.used)
         self._unstepped -= self.used
         self.losses.clear()
         take_changed_values(self._mastered())
+        self.optimizers.require_members(self.pieces)
         divisible = {}
         stepped_now = self.optimizers.stepped
         for name, optimizer in stepped_now.items():

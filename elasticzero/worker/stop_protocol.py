@@ -113,6 +113,9 @@ def _report_lost_state(link: AgentClient, error: BaseException, step: int) -> in
     Returns:
         The exit code.
     """
+    if isinstance(error, UserError):  # an optimizer that keeps what no state holds, for example
+        _explain(link, error, StopState(step=step))
+        return 1
     text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
     trace = "" if isinstance(error, OperatorError) else script_traceback(error)
     print(f"error: {text}\n{trace}", end="", file=sys.stderr)

@@ -211,21 +211,34 @@ class Optimizers:
         """Returns the parameters that the optimizers have, by name.
 
         Raises:
-            UserError: The script has changed their number, where nothing is dealt.
+            UserError: The script has changed their number.
         """
-        for group in self.groups:
-            present = len(group.options["params"])
-            if present != len(group.names):
-                raise UserError(
-                    f"a group of {type(group.optimizer).__name__} has {present} parameters, and "
-                    f"had {len(group.names)} at session.prepare: leave its list as it is, and "
-                    "freeze parameters by requires_grad_(False)"
-                )
+        self.require_members()
         return {
             name: parameter
             for group in self.groups
             for name, parameter in zip(group.names, group.options["params"], strict=True)
         }
+
+    def require_members(self, names: Collection[str] | None = None) -> None:
+        """Checks that the script has left the groups the parameters that they had.
+
+        Args:
+            names: The parameters that have a tensor in their group here; None: all.
+
+        Raises:
+            UserError: It has taken one out, or has added one.
+        """
+        for group in self.groups:
+            before = len(group.names)
+            if names is not None:
+                before = sum(name in names for name in group.names)
+            if (present := len(group.options["params"])) != before:
+                raise UserError(
+                    f"a group of {type(group.optimizer).__name__} has {present} parameters, and "
+                    f"had {before} at session.prepare: leave its list as it is, and freeze "
+                    "parameters by requires_grad_(False)"
+                )
 
     def follow(self, originals: Optimizers) -> None:
         """Takes over what may have changed since the last step in the optimizers that these are

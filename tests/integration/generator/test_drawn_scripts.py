@@ -69,6 +69,8 @@ STEPPED = World(ranks=3, end="kill", step=3, rank=0, place="stepped")
         ("ddp", ("shrunk before each forward",), "exact"),
         ("ddp", ("a parameter that is taken out of its group",), "refused"),
         ("zero1", ("a group without parameters", "MultiStepLR"), "exact"),
+        ("zero1", ("a parameter that is taken out of its group",), "refused"),
+        ("zero1", ("None until its third step",), "refused"),
         ("zero1", ("an attribute that changes at its fifth step only",), "refused"),
         ("zero2", ("a frozen layer", "weights clamped by a hook of the step"), "refused"),
         ("zero2", ("a gradient that is taken away",), "refused"),
