@@ -62,6 +62,27 @@ def gather_rows(rows_N: Tensor, groups: ProcessGroups, contribution: Contributio
     return gathered
 
 
+def assembled(
+    part: Tensor | None, start: int, numel: int, dtype: torch.dtype, groups: ProcessGroups
+) -> Tensor:
+    """Returns a whole tensor of which ranks have parts, flat and on the CPU; all ranks call this
+    together.
+
+    Each rank adds its elements to zeros, byte by byte, which changes no bit.
+
+    Args:
+        part: This rank's elements, which no other rank gives; None: it gives none.
+        start: The index of the first of them.
+        numel: Number of elements of the whole tensor.
+        dtype: Its type.
+        groups: The process groups.
+    """
+    whole = torch.zeros(numel, dtype=dtype, device=groups.device)
+    if part is not None:
+        whole[start : start + part.numel()] = part.detach().reshape(-1)
+    return groups.sum(whole.view(torch.uint8)).view(dtype) if numel else whole.cpu()
+
+
 class _Rows(torch.autograd.Function):
     """Gathers rows in the forward, and sums their gradients in the backward."""
 

@@ -19,7 +19,7 @@ from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
-from elasticzero.state.model import LoadTarget, NamedModel, RankState, Spec
+from elasticzero.state.model import LoadTarget, LocalTensor, NamedModel, RankState, Spec
 
 GRADIENT_NORM = "gradient/norm"
 """The name of the gradient's norm among what must be equal on all ranks."""
@@ -160,6 +160,10 @@ class Strategy(Protocol):
 
     def rank_state(self) -> RankState:
         """Returns the parameters and optimizer state, by name, and how ranks write them."""
+
+    def pieces(self) -> Mapping[str, LocalTensor]:
+        """Returns what the optimizers step of each parameter on this rank, by the parameter's name:
+        its elements, or those of its 32-bit master."""
 
     def mirrored_states(self) -> Mapping[int, RankState]:
         """Returns the state of each rank of which this one keeps a live copy, as `rank_state`

@@ -36,7 +36,14 @@ from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, Who
 from elasticzero.parallel.parameter_changes import ParameterMemory
 from elasticzero.parallel.partitioned import ForwardChanges
 from elasticzero.spans import Span
-from elasticzero.state.model import MODEL, OPTIMIZER_TREE, LoadTarget, RankState, Spec
+from elasticzero.state.model import (
+    MODEL,
+    OPTIMIZER_TREE,
+    LoadTarget,
+    LocalTensor,
+    RankState,
+    Spec,
+)
 from elasticzero.torch_internals import (
     call_gradient_hooks,
     with_gradient_hooks,
@@ -216,6 +223,9 @@ class Replicated:
         count = len(scalars)
         share.add_whole(scalars, tuple(i * self._ranks // count for i in range(count)))
         return share
+
+    def pieces(self) -> dict[str, LocalTensor]:
+        return {n: LocalTensor(p) for n, p in self.optimizers.parameters().items()}
 
     def mirrored_states(self) -> dict[int, RankState]:
         return {}

@@ -549,6 +549,10 @@ class PiecedStrategy:
     def changed_in_step(self) -> bool:
         return self._changes.present()
 
+    def pieces(self) -> dict[str, LocalTensor]:
+        pieces = self._pieced.pieces.values()
+        return {piece.name: LocalTensor(piece.parameter, piece.start) for piece in pieces}
+
     def discard(self) -> None:
         self._changes.over()
         self._drop_whole()

@@ -159,6 +159,10 @@ class AuxiliaryState:
             self._rng_to_set.apply(self.device, self._generators)
             self._rng_to_set = None
 
+    def generators(self) -> RngState:
+        """Returns the states of the random generators with which training goes on."""
+        return self._rng_to_set or RngState.capture(self.device, self._generators)
+
     @property
     def modules_keep_state(self) -> bool:
         """Returns whether modules keep more than parameters, or may; equal on all ranks."""
@@ -233,7 +237,7 @@ class AuxiliaryState:
             step=step,
             position=position,
             buffers=buffers,
-            rng=self._rng_to_set or RngState.capture(self.device, self._generators),
+            rng=self.generators(),
             json=json,
             tensors=tensors,
         )

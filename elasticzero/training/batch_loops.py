@@ -162,6 +162,9 @@ class Loops:
             training.agree_to_stop(Call.LOOP)
         if training.stopped is not None:
             return
+        if training.probe is not None:
+            sliced = schedule.virtual_batch is not None
+            training.probe.begin(training.step, virtual_batch=sliced)
         self._tracker.move(StepState.enter)
         before, position = training.position, self._start(training, schedule, loop, dataset)
         position = replace(position, first_world=position.first_world or schedule.first_world)

@@ -152,6 +152,8 @@ class BatchWork:
         self.clock.waited(waited_s)
         self.clock.start()
         training.strategy.expect(part)
+        if training.probe is not None and self._plan is not None and state.batch is not None:
+            training.probe.give(self._plan, state.batch, part)
         self._contribution = Contribution()
         if self._slices is not None:
             assert state.batch is not None
@@ -273,9 +275,25 @@ class BatchWork:
         training.gradients.show(before_step=True)
         training.take_changes()
         factor = self._weight_factor(batch, part) / training.guard.scale
-        applied = training.apply(training.strategy.finish(factor, max_norm, self._hook))
+        applied = training.apply(self._finish(training, factor, max_norm))
         self._record_step(training, batch)
         return applied
+
+    def _finish(self, training: TrainingState, factor: float, max_norm: float | None) -> Tensor:
+        """Completes the gradients of a step, and returns their norm.
+
+        Args:
+            training: The training state.
+            factor: What the gradients are multiplied by.
+            max_norm: The limit of their norm; None: there is none.
+        """
+        strategy, probe = training.strategy, training.probe
+        if probe is None:
+            return strategy.finish(factor, max_norm, self._hook)
+        hook = probe.hook(self._hook, training.step_under_way)
+        norm = strategy.finish(factor, max_norm, hook)
+        probe.complete(norm, strategy.loss)
+        return norm
 
     def _require_equal_only(self, optimizers: Optimizers) -> None:
         """Raises `UserError` unless this backward is for the same optimizers on all ranks, which

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
+from elasticzero.comm.gather import assembled
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.parallel import Strategy
 from elasticzero.state.extra_state import KEY
@@ -99,10 +99,10 @@ def gather_state_dict(
         full = MODEL + name
         if groups is not None and groups.rank_info.world_size > 1 and full in by_rows:
             spec, held = share.specs[full], share.held[full]
-            whole = torch.zeros(spec.numel, dtype=spec.dtype, device=held.tensor.device)
-            if groups.rank_info.rank < strategy.shards:  # other rows hold the same
-                whole[held.start : held.start + held.tensor.numel()] = held.tensor.reshape(-1)
-            value = groups.sum(whole.view(torch.uint8)).view(spec.dtype).view(spec.shape)
+            # Other rows hold the same.
+            part = held.tensor if groups.rank_info.rank < strategy.shards else None
+            whole = assembled(part, held.start, spec.numel, spec.dtype, groups)
+            value = whole.view(spec.shape)
         else:
             value = share.held[full].tensor.view(share.specs[full].shape)
         if first:

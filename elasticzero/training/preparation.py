@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -19,13 +20,15 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_model, of_optimizers
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.memory_estimate import AUTO
-from elasticzero.parallel import OptimizerFactory, Setting, create
+from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
 from elasticzero.parallel.buckets.choice import BucketChoice
 from elasticzero.parallel.buckets.measure import exchange_cost
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.materialize import Materializer
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.parameter_changes import ParameterObjects
+from elasticzero.rehearsal.plan import VARIABLE, read_plan
+from elasticzero.rehearsal.records import Header
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.restore import open_source
@@ -36,13 +39,19 @@ from elasticzero.state.model import NamedModel
 from elasticzero.torch_internals import order_hooks
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import StateNames, gather_state_dict
-from elasticzero.training.module_checks import batch_norm_note, check_modules, watch_batch_norms
+from elasticzero.training.module_checks import (
+    batch_norm_note,
+    batch_norms,
+    check_modules,
+    watch_batch_norms,
+)
 from elasticzero.training.precision import Compute
 from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
 from elasticzero.training.training_state import Captures, LaidModel, StepTracker, TrainingState
 
 if TYPE_CHECKING:
+    from elasticzero.rehearsal.probe import Probe
     from elasticzero.snapshots.pretrained import Pretrained
 
 log = logging.getLogger(__name__)
@@ -183,6 +192,7 @@ def prepare_training(
             guard=guard,
             gradients=hidden,
             objects=ParameterObjects(model),
+            probe=_open_probe(place, model, laid, auxiliary, guard, compute),
         ),
         Captures(
             stager=stager,
@@ -193,6 +203,39 @@ def prepare_training(
         place.tracker,
     )
     return Prepared(training=training, state_dict=lambda: gather_state_dict(names, laid, groups))
+
+
+def _open_probe(
+    place: Place,
+    model: nn.Module,
+    laid: Strategy,
+    auxiliary: AuxiliaryState,
+    guard: StepGuard,
+    compute: Compute,
+) -> Probe | None:
+    """Returns what records the state at each boundary; None: this is no rehearsal.
+
+    Args:
+        place: What the model is laid over.
+        model: The script's model.
+        laid: The strategy.
+        auxiliary: The small state.
+        guard: Decides whether steps are applied.
+        compute: How the forward and the backward are computed.
+    """
+    if (plan := read_plan(os.environ)) is None:
+        return None
+    from elasticzero.rehearsal.owners import Owners
+    from elasticzero.rehearsal.probe import NARROW, Probe
+
+    header = Header(
+        batch_norm=any(True for _ in batch_norms(model)),
+        half_parameters=any(parameter.dtype in NARROW for parameter in model.parameters()),
+    )
+    owners = Owners(
+        model=model, strategy=laid, auxiliary=auxiliary, guard=guard, groups=place.groups
+    )
+    return Probe(plan, owners, place.link, header, compute.dtype)
 
 
 def _give_values(
@@ -328,6 +371,8 @@ def _choose_buckets(
     if source is not None:
         buckets.load_state_dict(source.manifest.state.get("buckets", {}))
     if groups is None or strategy == "zero3" or assignment.deterministic:
+        return buckets
+    if VARIABLE in os.environ:  # so that all generations of a rehearsal sum in one order
         return buckets
     buckets.begin_recording(named.parameters, assignment.rank)
     has_size = buckets.plan.size_bytes is not None

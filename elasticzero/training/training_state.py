@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -42,6 +42,9 @@ from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
 from elasticzero.training.step_machine import StepEvent, StepOutcome, StepState
 
+if TYPE_CHECKING:
+    from elasticzero.rehearsal.probe import Probe
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaidModel:
@@ -59,6 +62,8 @@ class LaidModel:
     """The gradients of the parameters, which the script may not use until they are complete."""
     objects: ParameterObjects = field(default_factory=lambda: ParameterObjects(nn.Module()))
     """The parameters that the model's modules have."""
+    probe: Probe | None = None
+    """Records what each boundary has, for a rehearsal; None: this is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +134,7 @@ class TrainingState:
         self.auxiliary = model.auxiliary
         self.rows = model.rows
         self.gradients = model.gradients
+        self.probe = model.probe
         self._objects = model.objects
         self.stager = captures.stager
         self.requests = captures.requests
@@ -361,7 +367,7 @@ class TrainingState:
 
     def _skip(self, reason: str, finding: str) -> None:
         """Leaves the global batch out; position, random generators and guard go on."""
-        print_skipped(self._link.assignment.rank, self._step_under_way, reason, finding)
+        print_skipped(self._link.assignment.rank, self.step_under_way, reason, finding)
         self._record_unless_shutting_down(StepEvent.TEAR)
         self.strategy.discard()
         self.auxiliary.buffers.put(self.boundary_copy().buffers)
@@ -372,7 +378,7 @@ class TrainingState:
         """Leaves the global batch out without a forward, on all ranks (Q6 in `step_guard`)."""
         self.begin_backward()
         self._save_if_words_ask()
-        print_skipped(self._link.assignment.rank, self._step_under_way, "left out by a rollback")
+        print_skipped(self._link.assignment.rank, self.step_under_way, "left out by a rollback")
         self._record_unless_shutting_down(StepEvent.TEAR)
         self.guard.passed_over()
         self._count_batch(StepEvent.SKIPPED, self._skipped_too())
@@ -391,11 +397,11 @@ class TrainingState:
         """
         if self.at.outcome is not StepOutcome.APPLIED:
             self.next_position = replace(self.next_position, skipped=skipped)
-        self.step = self._step_under_way
+        self.step = self.step_under_way
         self._tracker.record(event)
 
     @property
-    def _step_under_way(self) -> int:
+    def step_under_way(self) -> int:
         """Returns the number that the global batch has."""
         return self.step if self.at.counted else self.step + 1
 
@@ -405,7 +411,7 @@ class TrainingState:
         if self._groups is not None:
             self._groups.control_tree.allreduce_max(0)
         batch = self._skipped_too()[-1]
-        return RolledBack(reason, finding, replace(batch, step=self._step_under_way))
+        return RolledBack(reason, finding, replace(batch, step=self.step_under_way))
 
     def _stopped_by(self, reason: str) -> NotFinite:
         """Returns the error that ends training, once all ranks have saved the boundary's state.
@@ -415,7 +421,7 @@ class TrainingState:
         Args:
             reason: Completes the sentence; empty where numbers are not finite.
         """
-        step = self._step_under_way
+        step = self.step_under_way
         text = f"step {step} was not applied: {reason}"
         if not reason:
             findings = all_findings(self.strategy, self._groups, self._link.assignment, step)
@@ -472,7 +478,11 @@ class TrainingState:
         if applied and ends is not None:
             self._epoch_end = None
             self.end_epoch(ends)
+        if applied and self.probe is not None:
+            self.probe.record(self.step)
         self._capture_due(applied=applied, last=last, tell=ends is not None)
+        if applied and self.probe is not None:
+            self.probe.hold(self.step)
 
     def _complete_step(self) -> RuntimeError | None:
         """Takes what rank 0 shares once a step is applied; returns the error of a lost peer."""
@@ -500,6 +510,8 @@ class TrainingState:
             self._groups.drain_sends()
         self.stager.stop_agreed()
         self._mirrors = False  # each rank hands over its own part
+        if self.probe is not None:
+            self.probe.record(self.step)
         reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
         raise GenerationEnded(" and ".join(reasons))
 
