@@ -34,6 +34,14 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
          "elasticzero local --nodes 2 --nproc-per-node 2 --checkpoint-dir checkpoints \\\n"
          "    --checkpoint-every 50 train.py"),
     ),
+    "rehearse": (
+        ("what a killed worker or node, a drain and a join would do to a script",
+         "elasticzero rehearse train.py"),
+        ("only with state divided among the ranks, on three nodes of which one is killed",
+         "elasticzero rehearse --strategies zero2 --worlds 3 --faults kill-node train.py --lr 0.1"),
+        ("the verdicts for a program, and the logs kept",
+         "elasticzero rehearse --strategies ddp --steps 8 --json --log-dir rehearsals train.py"),
+    ),
     "status": (
         ("a job's generation, progress and nodes",
          "elasticzero status --etcd etcd-host:2379 --job my-run"),

@@ -18,6 +18,7 @@ from elasticzero.version import __version__
 COMMANDS = {
     "run": "Runs this node's part of a job.",
     "local": "Runs a whole cluster on this machine, with faults on request.",
+    "rehearse": "Trains a script through faults for a few steps, and says what they change.",
     "status": "Shows what a job and its nodes are doing.",
     "top": "Follows a job on the whole terminal until q is pressed.",
     "drain": "Has a node leave its job at the next step.",
@@ -56,7 +57,7 @@ def build_parser(arguments: Sequence[str] | None = None) -> Parser:
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
     for name, text in COMMANDS.items():
-        with_arguments = name in ("run", "local")
+        with_arguments = name in ("run", "local", "rehearse")
         command = commands.add_parser(
             name, help=text, description=text, allow_abbrev=not with_arguments
         )

@@ -55,6 +55,12 @@ def _add_doctor(parser: Parser) -> None:
     add_doctor_options(parser)
 
 
+def _add_rehearse(parser: Parser) -> None:
+    from elasticzero.ops.rehearse.command import add_rehearse_options
+
+    add_rehearse_options(parser)
+
+
 def _add_plan(parser: Parser) -> None:
     from elasticzero.ops.cli.plan import add_plan_options
 
@@ -80,6 +86,7 @@ def _add_completion(parser: Parser) -> None:
 
 
 WING_COMMANDS: dict[str, Callable[[Parser], None]] = {
+    "rehearse": _add_rehearse,
     "top": _add_top,
     "report": _add_report,
     "doctor": _add_doctor,
