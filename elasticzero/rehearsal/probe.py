@@ -24,6 +24,8 @@ from elasticzero.rehearsal.plan import Plan
 from elasticzero.rehearsal.records import Header, Moment, StepRecord, header_line, record_line
 
 POLL_S = 0.01
+CAPTURE_S = 5.0
+"""Seconds for which a capture is waited for."""
 NARROW = (torch.float16, torch.bfloat16)
 """Types of parameters that have 32-bit masters under zero1, zero2 and zero3."""
 
@@ -173,16 +175,25 @@ class Probe:
         self._recorded, self._generators = step, digests
         self._losses, self._norms, self._samples = [], [], []
 
-    def hold(self, step: int) -> None:
+    def hold(self, step: int, is_idle: Callable[[], bool]) -> None:
         """Waits at the boundary after a step, where the plan says so, or ends this process.
 
-        step: number of steps made.
+        Up to that boundary it also waits until the capture of each has ended, for a real step takes
+        longer than one.
+
+        Args:
+            step: Number of steps made.
+            is_idle: Returns whether no capture is in flight.
 
         Raises:
             GenerationEnded: The agent has ended the generation meanwhile.
         """
         plan, rank = self._plan, self._place.rank
-        if self._place.generation == 1 and step == plan.hold_step:
+        before = self._place.generation == 1 and step <= (plan.hold_step or 0)
+        if before and not self._link.standalone:
+            until_s = time.monotonic() + CAPTURE_S
+            self._wait(lambda: is_idle() or time.monotonic() > until_s)
+        if before and step == plan.hold_step:
             plan.held(rank).touch()
             if plan.kill_rank is None:
                 self._wait(self._may_go)

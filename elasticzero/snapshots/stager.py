@@ -191,6 +191,14 @@ class StateStager:
             saved_step = self._state.saved_step
             self._warn(f"{text}: the checkpoint of step {saved_step} was still being saved")
 
+    def is_idle(self) -> bool:
+        """Returns whether the memory for captures is there, and no capture is in flight here."""
+        state, link = self._state, self._link
+        if not state.captures:
+            return True
+        taken = state.schedule.taken
+        return self._writer.ready and (taken is None or max(link.held, link.not_held) >= taken)
+
     def has_captured(self, step: int) -> bool:
         """Returns whether the state of a step was captured to be saved, or read from storage."""
         return self._state.has_captured(step)

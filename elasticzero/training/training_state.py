@@ -482,7 +482,7 @@ class TrainingState:
             self.probe.record(self.step)
         self._capture_due(applied=applied, last=last, tell=ends is not None)
         if applied and self.probe is not None:
-            self.probe.hold(self.step)
+            self.probe.hold(self.step, self.stager.is_idle)
 
     def _complete_step(self) -> RuntimeError | None:
         """Takes what rank 0 shares once a step is applied; returns the error of a lost peer."""
