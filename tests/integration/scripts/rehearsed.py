@@ -1,0 +1,163 @@
+"""A small model that keeps numbers in every way, and parts of this package that forget some of them
+on request: what `elasticzero rehearse` is to find."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import elasticzero as ez
+from elasticzero.parallel.optimizers.whole_state import WholeState
+from elasticzero.snapshots import restore
+from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
+from elasticzero.state.buffers import BufferCopy, ModelBuffers
+from elasticzero.state.extra_state import ExtraStates
+from elasticzero.state.model import MODEL
+
+SAMPLES, WIDTH = 64, 5
+
+
+class Head(nn.Module):
+    """Its output depends on everything that it keeps."""
+
+    def __init__(self, *, attribute: bool, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(()), persistent=False)
+        self.register_buffer("seen", None)
+        self.notes = {"forwards": 0}
+        self.uses_attribute = attribute
+        self.forwards = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.notes
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.notes = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.scratch = self.scratch + 1
+            self.seen = torch.zeros(()) if self.seen is None else self.seen + 1
+            self.notes["forwards"] += 1
+            self.forwards += self.uses_attribute
+        scale = self.calls + self.scratch + self.notes["forwards"] + self.forwards
+        if self.seen is not None:
+            scale = scale + self.seen
+        return self.dropout(self.linear(x)) / (1 + 0.1 * scale)
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps a list with each parameter, and a number with none."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.state["steps"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].setdefault("norms", []).append(
+                        float(parameter.grad.norm())
+                    )
+        return super().step(closure)
+
+
+def forget(what: str) -> None:
+    """Takes out of this package what keeps something, and the check that would find that out at the
+    restore."""
+    for name in ("check_shares", "check_optimizers", "check_modules"):
+        setattr(restore, name, lambda *_, **__: None)
+    PARTS[what]()
+
+
+def forget_scratch() -> None:
+    def stored_buffers(copy: BoundaryCopy) -> dict[str, Tensor]:
+        return {MODEL + name: tensor for name, tensor in copy.buffers.saved.items()}
+
+    BoundaryCopy.stored_buffers = stored_buffers  # type: ignore[method-assign]
+
+
+def forget_late_buffer() -> None:
+    put = ModelBuffers.put
+
+    def put_present(buffers: ModelBuffers, copy: BufferCopy) -> None:
+        present = {n: t for n, t in copy.values.items() if n in buffers.now()}
+        put(buffers, BufferCopy(values=present, aliases=copy.aliases))
+
+    ModelBuffers.put = put_present  # type: ignore[method-assign]
+
+
+def forget_extra_state() -> None:
+    ExtraStates.put = lambda states, values: None  # type: ignore[method-assign]
+
+
+def forget_in_optimizer(key: str) -> Callable[[], None]:
+    def forget_key() -> None:
+        whole = WholeState.of
+
+        def without(optimizers: Any) -> WholeState:
+            state = whole(optimizers)
+            small = {name: tree for name, tree in state.small.items() if name != key}
+            return WholeState(state.tensors, small)
+
+        WholeState.of = without  # type: ignore[method-assign, assignment]
+
+    return forget_key
+
+
+def forget_generators() -> None:
+    AuxiliaryState.restore_rng = lambda auxiliary, state: None  # type: ignore[method-assign]
+
+
+PARTS: Mapping[str, Callable[[], None]] = {
+    "buffer 'scratch'": forget_scratch,
+    "buffer 'seen'": forget_late_buffer,
+    "extra state": forget_extra_state,
+    "['norms']": forget_in_optimizer("state"),
+    "state['steps']": forget_in_optimizer("entries"),
+    "generator": forget_generators,
+}
+"""What can be forgotten, by what the verdict is to name."""
+
+
+def train(session: ez.Session, options: argparse.Namespace) -> None:
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(5)
+    x_NI = torch.randn(SAMPLES, WIDTH, generator=generator)
+    data = TensorDataset(x_NI, x_NI.sum(1, keepdim=True).tanh())
+    made: Any = {"adamw": torch.optim.AdamW, "remembering": Remembering}[options.optimizer]
+    head = Head(attribute=options.attribute, dropout=options.dropout)
+    model, optimizer = session.prepare(head, lambda parameters: made(parameters, lr=0.05))
+    if options.optimizer == "adamw":
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        session.track("schedule", schedule)
+    session.restore()
+    for x, y in session.batches(data, global_batch=8, epochs=40):
+        session.backward((model(x) - y).square().mean())
+        if session.step() and options.optimizer == "adamw":
+            schedule.step()
+    raise AssertionError("the code behind the loop does not run")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--attribute", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--forget", choices=PARTS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    given_options = parse()
+    if given_options.forget:
+        forget(given_options.forget)
+    ez.run(lambda session: train(session, given_options))

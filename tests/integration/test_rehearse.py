@@ -1,0 +1,148 @@
+"""`elasticzero rehearse` with real clusters: green where all is kept, and it names what is not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
+from elasticzero.processes import descendants, is_alive
+from tests.integration.clusters import SCRIPTS, elasticzero
+from tests.integration.scripts.rehearsed import PARTS
+
+REHEARSED = SCRIPTS / "rehearsed.py"
+LATE_S = 400.0
+"""A generous deadline."""
+QUICK = ("--steps", "6", "--json")
+
+
+def rehearsal(
+    folder: Path, *words: str, script: Path = REHEARSED, arguments: Sequence[str] = ()
+) -> tuple[int, str, str]:
+    """The exit code of a rehearsal, its output and its errors."""
+    ended = subprocess.run(
+        elasticzero("rehearse", *words, str(script), *arguments),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LATE_S,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def outcomes(folder: Path, *words: str, **options: Any) -> tuple[int, dict[tuple[str, str], Any]]:
+    """The exit code of a rehearsal, and its runs by strategy and fault."""
+    code, out, err = rehearsal(folder, *QUICK, *words, **options)
+    assert out, err
+    runs = json.loads(out)["runs"]
+    return code, {(run["strategy"], run["fault"]): run for run in runs}
+
+
+@pytest.mark.timeout(300)
+def test_a_script_whose_state_is_kept_is_green(tmp_path: Path) -> None:
+    words = ("--strategies", "zero2", "--faults", "kill-worker,kill-node")
+    code, runs = outcomes(tmp_path, *words)
+    assert code == ExitCode.DONE, runs
+    assert runs["zero2", "kill-worker"]["outcome"] == "equal", runs
+    assert runs["zero2", "kill-node"]["outcome"] == "within rounding", runs
+    assert [run["exit_code"] for run in runs.values()] == [0] * 5
+
+
+@pytest.mark.timeout(300)
+def test_a_number_that_a_module_keeps_to_itself_is_found(tmp_path: Path) -> None:
+    """It is in no state_dict, so that nothing can keep it: what follows from it differs."""
+    words = ("--strategies", "ddp", "--faults", "kill-worker")
+    code, runs = outcomes(tmp_path, *words, arguments=["--attribute"])
+    assert code == 1
+    assert runs["ddp", "kill-worker"]["outcome"] == "DIFFERS", runs
+    assert "step 4" in runs["ddp", "kill-worker"]["note"]
+
+
+def test_a_script_of_torchrun_is_refused(tmp_path: Path, root: Path) -> None:
+    script = root / "examples" / "torchrun_ddp.py"
+    code, out, err = rehearsal(tmp_path, "--strategies", "ddp", script=script)
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert "trains without calling elasticzero.run" in err
+
+
+@pytest.mark.timeout(200)
+def test_a_strategy_that_refuses_the_script_has_one_run(tmp_path: Path) -> None:
+    words = ("--strategies", "zero1", "--faults", "kill-worker")
+    code, runs = outcomes(tmp_path, *words, arguments=["--optimizer", "remembering"])
+    assert code == ExitCode.DONE
+    assert [(run["fault"], run["outcome"]) for run in runs.values()] == [("none", "refused")]
+    assert "Remembering" in runs["zero1", "none"]["note"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_started_ends_with_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    command = subprocess.Popen(
+        elasticzero("rehearse", "--log-dir", str(logs), str(REHEARSED)),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline_s = time.monotonic() + 60
+    while not list(logs.rglob("*.jsonl")) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    started = descendants(command.pid)
+    assert len(started) > 4
+    command.send_signal(number)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode == ExitCode.INTERRUPTED, err
+    deadline_s = time.monotonic() + 10
+    while any(map(is_alive, started)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not [pid for pid in started if is_alive(pid)]
+    [job] = [path.name for path in logs.iterdir()]
+    assert not any(snapshot_directory(f"{job}-1", node).exists() for node in ("node-0", "node-1"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_every_fault_in_every_strategy_is_green(strategy: str, tmp_path: Path) -> None:
+    code, runs = outcomes(tmp_path, "--strategies", strategy, "--worlds", "2,3")
+    assert code == ExitCode.DONE, runs
+    faulted = {key[1]: run["outcome"] for key, run in runs.items()}
+    assert faulted["kill-worker"] == "equal", runs
+    assert {faulted[name] for name in ("kill-node", "drain", "join")} <= {
+        "within rounding",
+        "equal",
+    }, runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_draws_are_not_compared_in_another_world(tmp_path: Path) -> None:
+    words = ("--strategies", "ddp", "--faults", "kill-worker,join")
+    code, runs = outcomes(tmp_path, *words, arguments=["--dropout", "0.2"])
+    assert code == ExitCode.DONE, runs
+    assert runs["ddp", "kill-worker"]["outcome"] == "equal", runs
+    assert runs["ddp", "join"]["outcome"] == "not comparable", runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_forgotten_is_named(name: str, tmp_path: Path) -> None:
+    optimizer = "remembering" if name.startswith(("state", "[")) else "adamw"
+    fault = "kill-worker" if name == "generator" else "kill-node"
+    arguments = ["--optimizer", optimizer, "--forget", name, "--dropout", "0.1"]
+    words = ("--strategies", "ddp", "--faults", fault)
+    code, runs = outcomes(tmp_path, *words, arguments=arguments)
+    assert code == 1, runs
+    assert runs["ddp", fault]["outcome"] == "DIFFERS", runs
+    assert name in runs["ddp", fault]["note"], runs
+    assert "before step 4" in runs["ddp", fault]["note"]
