@@ -106,6 +106,26 @@ class Owners:
                 values += [live_value(part.kind, part.name, part.elements) for part in parts]
         return tuple(values) if self.is_first else ()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors of the model, the optimizers and the tracked modules."""
+        things = (self.model, *self.auxiliary.tracked.values())
+        for module in (thing for thing in things if isinstance(thing, nn.Module)):
+            yield from (*module.parameters(), *module.buffers())
+        for optimizer in self.strategy.optimizers.by_name.values():
+            for _, leaf in leaves("", list(optimizer.state.values())):
+                if isinstance(leaf, Tensor):
+                    yield leaf
+        for thing in self.auxiliary.tracked.values():
+            yield from (
+                leaf for _, leaf in leaves("", thing.state_dict()) if isinstance(leaf, Tensor)
+            )
+
+    @property
+    def objects(self) -> list[object]:
+        """Returns the objects of which everything is read here."""
+        optimizers = self.strategy.optimizers.by_name.values()
+        return [self.model, *optimizers, *self.auxiliary.tracked.values()]
+
     def generators(self) -> tuple[LiveValue, ...]:
         """Returns the states of this rank's random generators."""
         states = self.auxiliary.generators().tensors()

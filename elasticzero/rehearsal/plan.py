@@ -32,6 +32,9 @@ class Plan:
     kill_rank: int | None = None
     """This rank kills its own process at the boundary of `hold_step`, and no rank waits there."""
 
+    looks_around: bool = False
+    """Rank 0 looks for tensors of the script that change and that nothing keeps."""
+
     def write(self, path: Path) -> None:
         """Writes the plan to a file."""
         path.write_text(json.dumps(encode(self)))
@@ -52,6 +55,11 @@ class Plan:
     def go(self) -> Path:
         """Returns the file by which the command lets the ranks go on."""
         return Path(self.directory, "go")
+
+    @property
+    def unkept(self) -> Path:
+        """Returns the file with the names of tensors that nothing keeps, as a list in JSON."""
+        return Path(self.directory, "unkept.json")
 
     def ending(self, rank: int) -> Path:
         """Returns the file by which a rank says that one step is left, and waits for the stop."""

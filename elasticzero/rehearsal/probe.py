@@ -5,6 +5,7 @@ It draws no random numbers and changes no value, but for the one gradient that i
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ from elasticzero.parallel.gradients import GradientHook
 from elasticzero.rehearsal.owners import Owners
 from elasticzero.rehearsal.plan import Plan
 from elasticzero.rehearsal.records import Header, Moment, StepRecord, header_line, record_line
+from elasticzero.rehearsal.unkept import UnkeptTensors
 
 POLL_S = 0.01
 CAPTURE_S = 5.0
@@ -89,6 +91,9 @@ class Probe:
         self._norms: list[float] = []
         self._samples: list[int] = []
         self._nudging: NudgingHook | None = None
+        self._unkept: UnkeptTensors | None = None
+        if plan.looks_around and owners.is_first and owners.strategy.shards == 1:
+            self._unkept = UnkeptTensors(owners.tensors, owners.objects)
         if torch.cuda.is_available():
             torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -172,6 +177,9 @@ class Probe:
         )
         with self._file.open("a") as file:
             file.write(record_line(record))
+        if self._unkept is not None:
+            self._unkept.look()
+            self._plan.unkept.write_text(json.dumps(list(self._unkept.names)))
         self._recorded, self._generators = step, digests
         self._losses, self._norms, self._samples = [], [], []
 

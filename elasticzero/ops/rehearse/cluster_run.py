@@ -6,6 +6,7 @@ the same step. All of them end one step after they have asked for it, by an oper
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -239,6 +240,14 @@ class FaultedJob:
 
     def _files(self) -> list[Path]:
         return sorted(Path(self._plan.directory).glob("*.jsonl"))
+
+    def unkept(self) -> list[str]:
+        """Returns the names of the script's tensors that change and that nothing keeps, if the run
+        has looked for them."""
+        try:
+            return list(json.loads(self._plan.unkept.read_text()))
+        except (OSError, ValueError):
+            return []
 
     def _records(self) -> tuple[Header, list[StepRecord]]:
         """Returns what holds for the script, and the records of all ranks."""

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticzero.errors import ExitCode, UserError
@@ -27,7 +27,7 @@ from elasticzero.ops.rehearse.cluster_run import FaultedJob, NeverAttached, Stag
 from elasticzero.ops.rehearse.comparison import compare
 from elasticzero.ops.rehearse.document import document
 from elasticzero.ops.rehearse.left_files import FileTimes, changed_files, file_times
-from elasticzero.ops.rehearse.results import TROUBLE, Facts
+from elasticzero.ops.rehearse.results import TROUBLE, Facts, Outcome
 from elasticzero.ops.rehearse.runs import (
     FAULTS,
     MIN_STEPS,
@@ -48,6 +48,7 @@ from elasticzero.text import count_text, list_text, print_result, span_text
 END_OF_OWN = "--"
 """Word behind which all words are the script's."""
 FILES_SHOWN = 3
+NAMES_SHOWN = 4
 _STEPS = Number(unit="steps", least=MIN_STEPS, expected=f"{MIN_STEPS} steps or more are expected")
 _RANKS = Number(unit="ranks", least=1, expected="numbers of ranks from 1 on are expected")
 _SECONDS = Number(
@@ -218,6 +219,8 @@ class Progress:
     """Number of runs, if no strategy is refused."""
     done: int = 0
     _run_began_s: float = 0.0
+    unkept: dict[str, None] = field(default_factory=dict)
+    """Names of tensors of the script that change and that nothing keeps."""
     _has_told: bool = False
     """True once it has said how long all runs will take."""
 
@@ -251,18 +254,21 @@ def rehearse(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 where no run differs or fails, else 1."""
     choice = chosen(args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    progress = Progress(most_runs(choice.strategies, choice.worlds, choice.faults))
     began_s, before = time.monotonic(), file_times(Path.cwd())
     with _stage(choice, args.log_dir) as stage:
         try:
-            results = list(_results(choice, stage))
+            results = list(_results(choice, stage, progress))
         except NeverAttached as error:
             raise UserError(f"{choice.script}: {error}") from None
     verdicts = compare(results)
+    differs = any(verdict.outcome is Outcome.DIFFERS for verdict in verdicts.values())
+    unkept = list(progress.unkept) if differs else []
     facts = Facts(
         script=args.script,
         steps=choice.steps,
         wall_s=time.monotonic() - began_s,
-        remarks=tuple(_remarks(before, args.log_dir)),
+        remarks=(*_unkept_remark(unkept), *_remarks(before, args.log_dir)),
     )
     if args.json:
         print_result(json.dumps(document(verdicts, results, facts), indent=2))
@@ -299,9 +305,14 @@ def _stage(choice: Choice, log_dir: str | None) -> Iterator[Stage]:
         )
 
 
-def _results(choice: Choice, stage: Stage) -> Iterator[RunResult]:
-    """Makes the runs, and yields what each gives."""
-    progress = Progress(most_runs(choice.strategies, choice.worlds, choice.faults))
+def _results(choice: Choice, stage: Stage, progress: Progress) -> Iterator[RunResult]:
+    """Makes the runs, and yields what each gives.
+
+    Args:
+        choice: What the user has chosen.
+        stage: What all runs have in common.
+        progress: Says which run is made.
+    """
     for world in choice.worlds:
         is_first = True
         for strategy in choice.strategies:
@@ -322,9 +333,21 @@ def _results(choice: Choice, stage: Stage) -> Iterator[RunResult]:
 
 def _made(run: Run, stage: Stage, progress: Progress) -> RunResult:
     progress.begin(run)
-    result = FaultedJob(stage, run, progress.done + 1).carry_out()
+    job = FaultedJob(stage, run, progress.done + 1)
+    result = job.carry_out()
+    progress.unkept.update(dict.fromkeys(job.unkept()))
     progress.end(result)
     return result
+
+
+def _unkept_remark(names: Sequence[str]) -> Iterator[str]:
+    """Yields a sentence on tensors of the script that change and that nothing keeps, if any do."""
+    if names:
+        verb = "changes" if len(names) == 1 else "change"
+        yield (
+            f"{list_text(names, NAMES_SHOWN)} {verb} from step to step, and nothing keeps that: give "
+            "session.track what has it, if training depends on it."
+        )
 
 
 def _remarks(before: FileTimes, log_dir: str | None) -> Iterator[str]:

@@ -62,6 +62,7 @@ class Run:
             hold_step=self.hold_step,
             nudge_step=self.fault_step if self.fault == NUDGED else None,
             kill_rank=self.world - 1 if self.fault == KILL_WORKER else None,
+            looks_around=self.fault == UNDISTURBED,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,47 @@ def test_the_lowest_rank_gives_what_several_have() -> None:
         ("optimizer", "m"): ("float32", [4], {0, 1}),
         ("optimizer", "s"): ("float32", [], {0}),
     }
+
+
+class Average:
+    """Keeps an average of parameters by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                self.shadow[name].lerp_(parameter, 0.1)
+
+
+def test_tensors_that_change_and_that_nothing_keeps_are_named(plan: Callable[..., Plan]) -> None:
+    """A target network and an average of the script's own, but no batch, no loss, no alias of a
+    parameter, and nothing that is tracked."""
+    made = plan(looks_around=True)
+    torch.manual_seed(1)
+    session = Session(Generation(AgentClient(None, STANDALONE)))
+    target, fixed = nn.Linear(3, 1), nn.Linear(3, 1)
+    model, optimizer = session.prepare(nn.Linear(3, 1), Noting)
+    alias = [parameter.data for parameter in model.parameters()]
+    average = Average(model)
+    tracked = torch.optim.swa_utils.AveragedModel(model)
+    session.track("average", tracked)
+    session.restore()
+    for x, _ in session.batches(rows(), global_batch=BATCH, epochs=1):
+        loss = model(x).mean() + fixed(x).mean().detach()
+        session.backward(loss)
+        session.step()
+        average.update(model)
+        tracked.update_parameters(model)
+        with torch.no_grad():
+            target.weight.copy_(model.weight)
+    assert alias
+    names = json.loads(made.unkept.read_text())
+    place = "test_tensors_that_change_and_that_nothing_keeps_are_named()"
+    assert sorted(name for name in names if name.endswith(place)) == [
+        f"average.shadow['bias'] of {place}",
+        f"average.shadow['weight'] of {place}",
+        f"target.weight of {place}",
+    ]
+    assert optimizer is not None
