@@ -345,8 +345,8 @@ def _unkept_remark(names: Sequence[str]) -> Iterator[str]:
     if names:
         verb = "changes" if len(names) == 1 else "change"
         yield (
-            f"{list_text(names, NAMES_SHOWN)} {verb} from step to step, and nothing keeps that: give "
-            "session.track what has it, if training depends on it."
+            f"{list_text(names, NAMES_SHOWN)} {verb} from step to step, and nothing keeps that: "
+            "give session.track what has it, if training depends on it."
         )
 
 
