@@ -32,9 +32,24 @@ NARROW = (torch.float16, torch.bfloat16)
 """Types of parameters that have 32-bit masters under zero1, zero2 and zero3."""
 
 
+def nudge(gradient: Tensor, unit: float) -> None:
+    """Changes each element but zeros by one unit in the last place, away from zero.
+
+    A sum in another order errs by a unit of what is summed, which may be much more than what is
+    left of it. So small elements count as large as those of the whole tensor are on average.
+
+    Args:
+        gradient: The gradient, which is changed in place.
+        unit: One unit in the last place, of the number 1.
+    """
+    if gradient.numel():
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        size = wide.abs().clamp_min(wide.square().mean().sqrt())
+        gradient.copy_(wide + wide.sign() * size * unit)
+
+
 class NudgingHook(GradientHook):
-    """Changes each element of the gradients by one unit in the last place, away from zero, after
-    the script's own function was called with them."""
+    """Nudges the gradients, after the script's own function was called with them."""
 
     def __init__(self, script: GradientHook | None, unit: torch.dtype | None) -> None:
         """Takes the script's hook.
@@ -54,8 +69,7 @@ class NudgingHook(GradientHook):
             results = self.script.call(gradients)
         with torch.no_grad():
             for _, gradient in gradients.values():
-                unit = torch.finfo(self._unit or gradient.dtype).eps
-                gradient.copy_(gradient + gradient * unit)
+                nudge(gradient, torch.finfo(self._unit or gradient.dtype).eps)
         return results
 
 
