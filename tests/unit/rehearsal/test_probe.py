@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.rehearsal.owners import _wholes
 from elasticzero.rehearsal.plan import VARIABLE, Plan
+from elasticzero.rehearsal.probe import nudge
 from elasticzero.rehearsal.records import Header, LiveValue, Moment, StepRecord, parse_lines
 from elasticzero.session import Session
 from elasticzero.worker.generation import Generation
@@ -265,3 +266,18 @@ def test_tensors_that_change_and_that_nothing_keeps_are_named(plan: Callable[...
         f"target.weight of {place}",
     ]
     assert optimizer is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_nudge_is_as_small_as_rounding(dtype: torch.dtype) -> None:
+    unit = torch.finfo(dtype).eps
+    gradient = torch.tensor([1.0, -2.0, 0.0, 1e-3, 3.0]).to(dtype)
+    changed = gradient.clone()
+    nudge(changed, unit)
+    assert changed[2] == 0
+    assert bool((changed.double().abs() >= gradient.double().abs()).all())
+    differences = (changed.double() - gradient.double()).abs()
+    assert 0 < float(differences.max()) <= 6 * unit
+    assert float(differences[3]) > unit  # as large as rounding is in a sum of larger numbers
+    nudge(empty := torch.zeros(0, dtype=dtype), unit)
+    assert not empty.numel()
