@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from elasticzero.comm.gather import assembled
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.errors import UserError
 from elasticzero.parallel.base import Strategy
 from elasticzero.parallel.optimizers.attributes import own_attributes
 from elasticzero.parallel.optimizers.state_dicts import changes_state_dict
@@ -184,10 +186,10 @@ class Owners:
                     yield from _named(OPTIMIZER, leaves(f"{path}[{key!r}]", value))
             yield from self._attributes(prefix, optimizer, {id(optimizer)})
             if self.strategy.shards == 1 and changes_state_dict(optimizer):
-                for key, value in optimizer.state_dict().items():
-                    if key not in ("state", "param_groups"):
-                        path = f"{prefix}state_dict()[{key!r}]"
-                        yield from _named(OPTIMIZER, leaves(path, value))
+                with suppress(UserError):  # zero1 to zero3 refuse the call, in a world of one too
+                    entries = optimizer.state_dict()
+                    rest = {k: v for k, v in entries.items() if k not in ("state", "param_groups")}
+                    yield from _named(OPTIMIZER, leaves(f"{prefix}state_dict()", rest))
 
     def _masters(self) -> Iterator[Part]:
         """Yields the 32-bit masters of parameters that have 16 bits."""

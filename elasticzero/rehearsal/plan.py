@@ -61,6 +61,11 @@ class Plan:
         """Returns the file with the names of tensors that nothing keeps, as a list in JSON."""
         return Path(self.directory, "unkept.json")
 
+    @property
+    def end(self) -> Path:
+        """Returns the file by which a rank whose agent asks for the end tells the others."""
+        return Path(self.directory, "end")
+
     def ending(self, rank: int) -> Path:
         """Returns the file by which a rank says that one step is left, and waits for the stop."""
         return Path(self.directory, f"ending-{rank}")

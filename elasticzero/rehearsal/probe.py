@@ -237,7 +237,13 @@ class Probe:
         """Waits, once one step is left, until the agent asks for the end at the next boundary."""
         if step >= self._plan.steps - 1 and not self._link.standalone:
             self._plan.ending(self._place.rank).touch()
-            self._wait(lambda: bool(self._link.flags & FLAG_STOP))
+            self._wait(self._may_end)
+
+    def _may_end(self) -> bool:
+        """Tells whether the agent of any rank asks for the end."""
+        if self._link.flags & FLAG_STOP:
+            self._plan.end.touch()
+        return self._plan.end.exists()
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         with self._link.busy("a rehearsal waits"):

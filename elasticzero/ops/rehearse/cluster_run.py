@@ -70,19 +70,23 @@ class Stage:
 
 
 @dataclass(slots=True)
-class Ending:
-    """Holds what the agents have told of the end of a run."""
+class Account:
+    """Holds what the agents have told of a run, and of its end."""
 
     errors: dict[str, str] = field(default_factory=dict)
     """The error with which each node's agent has ended."""
     refusals: list[str] = field(default_factory=list)
     """The errors that are the user's, of workers."""
+    members: list[str] = field(default_factory=list)
+    """The nodes of the first generation, in the order of their ranks."""
     is_plain: bool = False
     """True: the script trains without calling `elasticzero.run`."""
 
     def take(self, node: str, event: Mapping[str, Any]) -> None:
         """Takes an event of a node's log."""
         match event["event"]:
+            case "world" if event["generation"] == 1:
+                self.members = event["members"]
             case "plain":
                 self.is_plain = True
             case "failed" if event["blame"] == "user":
@@ -123,7 +127,7 @@ class FaultedJob:
             environment,
             place=_on_own_gpu if gpus >= most else lambda node: Placement(),
         )
-        self._ending = Ending()
+        self._account = Account()
         self._struck: str | None = None
         """The node that the fault has hit, once it has come; empty: none is lost."""
         self._is_stopped = False
@@ -202,7 +206,7 @@ class FaultedJob:
 
     def _take_events(self) -> None:
         for node, event in self._cluster.events():
-            self._ending.take(node, event)
+            self._account.take(node, event)
 
     def _act(self, store: Store) -> None:
         """Does what is due: the fault, the permission to go on after it, the end."""
@@ -223,7 +227,7 @@ class FaultedJob:
         if self._run.fault == JOIN:
             self._cluster.start_node()
             return ""
-        node = list(self._cluster.nodes.values())[-1]
+        node = self._cluster.nodes[self._account.members[-1]]  # so that rank 0 goes on
         if self._run.fault == KILL_NODE:
             self._cluster.kill_node(node)
         else:
@@ -279,7 +283,7 @@ class FaultedJob:
 
     def _is_foreign(self) -> bool:
         """Tells whether the script trains by itself, and shows no sign that it will not."""
-        return self._ending.is_plain and self._stage.is_foreign
+        return self._account.is_plain and self._stage.is_foreign
 
     def _why(self, code: int, records: list[StepRecord], *, silent: bool) -> tuple[str, str]:
         """Returns why the run was refused, and why it failed; empty texts: it did not.
@@ -294,7 +298,7 @@ class FaultedJob:
             return "", f"no step, and no other record, came for {limit}; logs in {self._directory}"
         if code == ExitCode.DONE:
             return "", ""
-        errors = [*self._ending.refusals, *self._ending.errors.values()]
+        errors = [*self._account.refusals, *self._account.errors.values()]
         text = errors[0] if errors else f"the job ended with exit code {code}"
         is_early = all(record.generation == 1 and record.step <= 1 for record in records)
         return (text, "") if code == ExitCode.USAGE and is_early else ("", text)

@@ -134,7 +134,8 @@ def add_rehearse_options(parser: Parser) -> None:
 def own_options_first(words: Sequence[str]) -> list[str]:
     """Returns the words of the command line with this command's options before the script.
 
-    They may stand behind it too. Behind `--` all words are the script's.
+    They may stand behind it too. Behind `--` all words are the script's. Raises `UserError` for an
+    option without its value.
     """
     switches = {flag for option in OPTIONS if option.is_switch for flag in option.flags}
     valued = {flag for option in OPTIONS for flag in option.flags} - switches
@@ -144,7 +145,9 @@ def own_options_first(words: Sequence[str]) -> list[str]:
     left = list(reversed(words[:stop]))
     while left:
         word = left.pop()
-        if word in valued and left:
+        if word in valued:
+            if not left:
+                raise UserError(f"{word}: a value is expected")
             options += [word, left.pop()]
         elif word in switches or word.partition("=")[0] in valued or word in ("-h", "--help"):
             options.append(word)
@@ -357,7 +360,9 @@ def _remarks(before: FileTimes, log_dir: str | None) -> Iterator[str]:
         before: The files of the working directory before the first run.
         log_dir: Where logs and records are kept; None: they are removed.
     """
-    if paths := changed_files(before, file_times(Path.cwd())):
+    logs = "" if log_dir is None else os.path.join(os.path.relpath(log_dir), "")
+    changed = changed_files(before, file_times(Path.cwd()))
+    if paths := [path for path in changed if not logs or not path.startswith(logs)]:
         yield (
             f"The script has written {list_text(paths, FILES_SHOWN)} in this directory: each run "
             "has found what the one before it had left there."

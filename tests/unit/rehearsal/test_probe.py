@@ -70,7 +70,7 @@ def trained(
     torch.manual_seed(1)
     session = Session(Generation(AgentClient(None, STANDALONE)))
     model, optimizer = session.prepare(Counting(dropout), Noting)
-    session.track("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    schedule = session.track("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 3))
     if hook is not None:
         session.on_gradients(hook)
     session.restore()
@@ -79,6 +79,7 @@ def trained(
         loss = (model(x).squeeze(1) - y).square().mean()
         session.backward(loss)
         assert session.step(max_grad_norm=1.0)
+        schedule.step()
         losses.append(float(loss.detach()))
     return model, losses
 
@@ -144,7 +145,7 @@ def test_what_lives_is_read_from_its_owners(plan: Callable[..., Plan]) -> None:
     assert last["optimizer", "state['linear.weight']['exp_avg']"] == "float32[1, 3]"
     assert start["optimizer", "param_groups[0]['lr']"] == "0.1"
     assert last["optimizer attribute", "limit"] == "3"
-    assert last["tracked", "schedule['last_epoch']"] == "3"
+    assert last["tracked", "schedule['last_epoch']"] == "4"
     assert {name for kind, name in last if kind == "generator"} >= {"torch", "python", "numpy"}
 
 
