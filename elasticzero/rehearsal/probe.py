@@ -6,6 +6,7 @@ It draws no random numbers and changes no value, but for the one gradient that i
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -183,8 +184,8 @@ class Probe:
             world_size=self._place.world_size,
             step=step,
             moment=moment,
-            loss=sum(self._losses).hex() if self._losses else "",
-            gradient_norm=sum(self._norms).hex() if self._norms else "",
+            loss=math.fsum(self._losses).hex() if self._losses else "",
+            gradient_norm=math.fsum(self._norms).hex() if self._norms else "",
             samples=tuple(self._samples),
             live=(*self._owners.live(), *generators),
             draws=moment is Moment.BOUNDARY and digests != self._generators,

@@ -27,6 +27,10 @@ SAMPLES = BATCH * STEPS
 class Counting(nn.Module):
     """Keeps numbers in every way that a module has."""
 
+    calls: Tensor
+    scratch: Tensor
+    seen: Tensor | None
+
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 1)
@@ -47,7 +51,8 @@ class Counting(nn.Module):
         self.scratch = self.scratch + 1
         self.seen = x.mean() if self.seen is None else self.seen + x.mean()
         self.notes["forwards"] += 1
-        return self.dropout(self.linear(x))
+        output: Tensor = self.dropout(self.linear(x))
+        return output
 
 
 class Noting(torch.optim.AdamW):
@@ -257,7 +262,7 @@ def test_tensors_that_change_and_that_nothing_keeps_are_named(plan: Callable[...
         average.update(model)
         tracked.update_parameters(model)
         with torch.no_grad():
-            target.weight.copy_(model.weight)
+            target.weight.copy_(next(model.parameters()))
     assert alias
     names = json.loads(made.unkept.read_text())
     place = "test_tensors_that_change_and_that_nothing_keeps_are_named()"
