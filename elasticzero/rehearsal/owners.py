@@ -105,7 +105,7 @@ class Owners:
             if divided and self.groups is not None:
                 values = _gathered(parts, values, self.groups)
             else:
-                values += [live_value(part.kind, part.name, part.elements) for part in parts]
+                values += [live_value(p.kind, p.name, p.elements.reshape(p.shape)) for p in parts]
         return tuple(values) if self.is_first else ()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -223,9 +223,7 @@ class Owners:
 
     def _is_divided(self, value: Any, piece: Tensor) -> bool:
         """Tells whether a value has one element for each of a piece, and a plain tensor's form."""
-        if self.strategy.shards == 1 or type(value) not in (Tensor, nn.Parameter):
-            return False
-        return bool(value.shape == piece.shape)
+        return type(value) in (Tensor, nn.Parameter) and bool(value.shape == piece.shape)
 
     def _attributes(
         self, prefix: str, optimizer: torch.optim.Optimizer, seen: set[int]

@@ -25,6 +25,10 @@ SAMPLES, WIDTH = 64, 5
 class Head(nn.Module):
     """Its output depends on everything that it keeps."""
 
+    calls: Tensor
+    scratch: Tensor
+    seen: Tensor | None
+
     def __init__(self, *, attribute: bool, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, 1)
@@ -52,29 +56,34 @@ class Head(nn.Module):
         scale = self.calls + self.scratch + self.notes["forwards"] + self.forwards
         if self.seen is not None:
             scale = scale + self.seen
-        return self.dropout(self.linear(x)) / (1 + 0.1 * scale)
+        output: Tensor = self.dropout(self.linear(x)) / (1 + 0.1 * scale)
+        return output
 
 
 class Remembering(torch.optim.SGD):
     """Keeps a list with each parameter, and a number with none."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        self.state["steps"] = self.state.get("steps", 0) + 1
+        state: dict[Any, Any] = self.state
+        state["steps"] = state.get("steps", 0) + 1
         for group in self.param_groups:
-            group["lr"] = 0.1 / self.state["steps"]
+            group["lr"] = 0.1 / state["steps"]
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.state[parameter].setdefault("norms", []).append(
-                        float(parameter.grad.norm())
-                    )
+                    state[parameter].setdefault("norms", []).append(float(parameter.grad.norm()))
         return super().step(closure)
+
+
+def put_in(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Puts a function in the place of a method, or of a module's function."""
+    setattr(owner, name, function)
 
 
 def forget(what: str) -> None:
     """Takes out of this package what keeps something, and the check that would find that out at the
     restore."""
     for name in ("check_shares", "check_optimizers", "check_modules"):
-        setattr(restore, name, lambda *_, **__: None)
+        put_in(restore, name, lambda *_, **__: None)
     PARTS[what]()
 
 
@@ -82,7 +91,7 @@ def forget_scratch() -> None:
     def stored_buffers(copy: BoundaryCopy) -> dict[str, Tensor]:
         return {MODEL + name: tensor for name, tensor in copy.buffers.saved.items()}
 
-    BoundaryCopy.stored_buffers = stored_buffers  # type: ignore[method-assign]
+    put_in(BoundaryCopy, "stored_buffers", stored_buffers)
 
 
 def forget_late_buffer() -> None:
@@ -92,11 +101,11 @@ def forget_late_buffer() -> None:
         present = {n: t for n, t in copy.values.items() if n in buffers.now()}
         put(buffers, BufferCopy(values=present, aliases=copy.aliases))
 
-    ModelBuffers.put = put_present  # type: ignore[method-assign]
+    put_in(ModelBuffers, "put", put_present)
 
 
 def forget_extra_state() -> None:
-    ExtraStates.put = lambda states, values: None  # type: ignore[method-assign]
+    put_in(ExtraStates, "put", lambda states, values: None)
 
 
 def forget_in_optimizer(key: str) -> Callable[[], None]:
@@ -108,13 +117,13 @@ def forget_in_optimizer(key: str) -> Callable[[], None]:
             small = {name: tree for name, tree in state.small.items() if name != key}
             return WholeState(state.tensors, small)
 
-        WholeState.of = without  # type: ignore[method-assign, assignment]
+        put_in(WholeState, "of", without)
 
     return forget_key
 
 
 def forget_generators() -> None:
-    AuxiliaryState.restore_rng = lambda auxiliary, state: None  # type: ignore[method-assign]
+    put_in(AuxiliaryState, "restore_rng", lambda auxiliary, state: None)
 
 
 PARTS: Mapping[str, Callable[[], None]] = {
