@@ -82,6 +82,7 @@ class Reason(enum.Enum):
     UNEQUAL_REPETITION = "two undisturbed runs differ"
     BEFORE_FAULT = "differs before the fault"
     DRAWS = "draws at random"
+    RESEEDED = "draws from generators that begin anew"
     BATCH_NORM = "statistics of a batch"
     NO_NUDGE = "no measure of rounding"
 
@@ -148,6 +149,12 @@ CAUSES = {
         Outcome.NOT_COMPARABLE,
         "the forward or the data draws at random; give session.batches virtual_batch= to compare",
         SLICES,
+    ),
+    Reason.RESEEDED: Cause(
+        Outcome.NOT_COMPARABLE,
+        "the generators of rank {rank} begin anew, and the forward or the data draws from them; "
+        "give session.batches virtual_batch= to compare",
+        MODULES,
     ),
     Reason.BATCH_NORM: Cause(
         Outcome.NOT_COMPARABLE,

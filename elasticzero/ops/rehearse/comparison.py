@@ -224,6 +224,8 @@ def _values(run: Run, controls: Controls) -> Verdict:
         return unequal
     series, undisturbed = run.series, controls.undisturbed.series
     from_step = _first_other_step(run, controls.undisturbed)
+    if from_step is None and (redrawn := _redrawn(run)) is not None:
+        return redrawn
     difference = first_difference(series, undisturbed, _exact_steps(run, controls, from_step))
     if difference is not None:
         if difference.step <= series.undisturbed_steps:
@@ -239,6 +241,19 @@ def _exact_steps(run: Run, controls: Controls, from_step: int | None) -> list[in
     if run.result.strategy != controls.undisturbed.result.strategy:
         return []
     return [step for step in run.series.steps if from_step is None or step < from_step]
+
+
+def _redrawn(run: Run) -> Verdict | None:
+    """Returns the verdict on a run that draws from generators that begin anew; None: it does
+    not."""
+    rank = boundary.reseeded(run.series)
+    if rank is None or run.result.virtual_batch or not _draws(run.series):
+        return None
+    return verdict(Reason.RESEEDED, rank=rank)
+
+
+def _draws(series: Series) -> bool:
+    return any(record.draws for records in series.steps.values() for record in records.values())
 
 
 def _repetition(pair: tuple[Run, Run]) -> Verdict | None:

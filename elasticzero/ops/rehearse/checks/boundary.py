@@ -7,7 +7,8 @@ Rules:
       that made no step is compared by what it started with.
  RB3  Ranks after the first that has whole values may have what rank 0 had at the boundary, or what
       they had themselves; what they leave out is not looked at.
- RB4  Generators are compared by rank, where the rank is in both worlds.
+ RB4  The generators of rank 0 are compared. Those of another rank may begin anew, as a rank's do
+      that a stored state does not have: then it is only known that they do (`reseeded`).
  RB5  A generation that begins at step 0 makes everything anew, and is not compared.
 """
 
@@ -51,14 +52,25 @@ def _check_start(generation: Generation, earlier: tuple[Generation, ...]) -> Ver
     wrong = {(change.kind, change.name) for change in changes}
     of_others = _of_other_ranks(before, boundary, generation.starts)
     changes += [change for change in of_others if (change.kind, change.name) not in wrong]
-    for rank in boundary.keys() & generation.starts.keys():
-        states = rank_values(boundary[rank]), rank_values(generation.starts[rank])
-        changes += changed(*states, rank)
+    if 0 in boundary and 0 in generation.starts:
+        changes += changed(rank_values(boundary[0]), rank_values(generation.starts[0]), 0)
     if not changes:
         return None
     changes = in_order(changes)
     where = f"generation {generation.number}, before step {step + 1}"
     return value_verdict(changes[0].kind, f"{where}: {lost_text(changes)}", lost=True)
+
+
+def reseeded(series: Series) -> int | None:
+    """Returns a rank whose generators did not come back, or that is new, in any generation after
+    the first; None: all came back."""
+    for index, generation in enumerate(series.generations[1:], 1):
+        boundary = _boundary(generation.start_step, series.generations[:index])
+        for rank, record in generation.starts.items():
+            before = rank_values(boundary[rank]) if rank in boundary else {}
+            if changed(before, rank_values(record), rank):
+                return rank
+    return None
 
 
 def _boundary(step: int, earlier: tuple[Generation, ...]) -> ByRank:

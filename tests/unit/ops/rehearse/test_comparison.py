@@ -190,19 +190,40 @@ def test_a_sample_that_is_lost_or_used_twice_is_named(
     assert samples_text(runs) == "DIFFER"
 
 
-def test_a_generator_of_a_rank_in_both_worlds_must_come_back() -> None:
+def with_generator_of(rank: int, records: list[StepRecord]) -> None:
+    """Has this rank begin generation 2 with another generator."""
+    place = next(
+        i
+        for i, r in enumerate(records)
+        if r.generation == 2 and r.moment is Moment.START and r.rank == rank
+    )
+    records[place] = with_value(records[place], ("generator", "torch"), "seeded anew", "float64")
+
+
+def test_the_generators_of_rank_0_must_come_back() -> None:
     job = plain_job()
     records = job.generation(1, 3, 0, 6) + job.generation(2, 2, 6, STEPS)
-    place = next(i for i, r in enumerate(records) if r.moment is Moment.START and r.step and r.rank)
-    key = ("generator", "torch")
-    records[place] = with_value(records[place], key, "seeded anew", "float64")
+    with_generator_of(0, records)
     runs = [*controls(job, world=3), run("kill-node", records, world=3)]
     verdict = verdict_on(runs, "kill-node")
     assert verdict.outcome is Outcome.DIFFERS
     assert verdict.note == (
-        "generation 2, before step 7: generator 'torch' of rank 1 was '1 after 6' and is 'seeded "
+        "generation 2, before step 7: generator 'torch' of rank 0 was '0 after 6' and is 'seeded "
         "anew'."
     )
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_generators_of_another_rank_may_begin_anew(draws: bool, sliced: bool) -> None:
+    """A whole state has those of one rank. It matters where the script draws from them."""
+    job = replace(plain_job(), draws=draws)
+    records = job.generation(1, 2, 0, 6) + job.generation(2, 2, 6, STEPS)
+    with_generator_of(1, records)
+    runs = [*controls(job), run("kill-worker", records, virtual_batch=sliced)]
+    verdict = verdict_on(runs, "kill-worker")
+    assert verdict.outcome is (Outcome.NOT_COMPARABLE if draws and not sliced else Outcome.EQUAL)
+    assert ("generators of rank 1 begin anew" in verdict.note) == (draws and not sliced)
 
 
 @pytest.mark.parametrize(("wrong", "outcome"), [("7", Outcome.DIFFERS), ("6", Outcome.EQUAL)])
@@ -387,14 +408,13 @@ def test_two_undisturbed_runs_that_differ_make_nothing_comparable(
     job: Job, data: st.DataObject
 ) -> None:
     first, again, nudged = controls(job)
-    place = data.draw(st.integers(0, len(again.records) - 1))
+    places = [i for i, record in enumerate(again.records) if record.rank == 0 or record.loss]
+    place = data.draw(st.sampled_from(places))
     record = again.records[place]
     other = replace(record, loss="nan" if record.loss else "")
     if record.rank == 0:
         key: Key = data.draw(st.sampled_from(sorted(job.states[0])))
         other = with_value(record, key, other_value(job.states[record.step][key]), job.dtype)
-    elif not record.loss:
-        other = with_value(record, ("generator", "torch"), "another", job.dtype)
     records = (*again.records[:place], other, *again.records[place + 1 :])
     middle = job.steps // 2
     faulted = job.generation(1, 2, 0, middle) + job.generation(2, 2, middle, job.steps)
