@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import elasticzero
 from elasticzero.rehearsal.projection import live_value
 
 MAX_DEPTH = 3
@@ -27,7 +26,7 @@ MAX_ITEMS = 10_000
 """Items of a container beyond which it is not looked into."""
 LIBRARIES = (
     str(Path(sysconfig.get_path("stdlib")).resolve()),
-    str(Path(elasticzero.__file__).resolve().parent),
+    str(Path(__file__).resolve().parents[1]),
 )
 """Directories whose code is not the script's."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})

@@ -131,7 +131,7 @@ def add_rehearse_options(parser: Parser) -> None:
     parser.set_defaults(run_command=rehearse)
 
 
-def own_options_first(words: Sequence[str]) -> list[str]:
+def own_options_first(line: Sequence[str]) -> list[str]:
     """Returns the words of the command line with this command's options before the script.
 
     They may stand behind it too. Behind `--` all words are the script's. Raises `UserError` for an
@@ -139,10 +139,10 @@ def own_options_first(words: Sequence[str]) -> list[str]:
     """
     switches = {flag for option in OPTIONS if option.is_switch for flag in option.flags}
     valued = {flag for option in OPTIONS for flag in option.flags} - switches
-    stop = words.index(END_OF_OWN) if END_OF_OWN in words else len(words)
+    stop = line.index(END_OF_OWN) if END_OF_OWN in line else len(line)
     options: list[str] = []
     rest: list[str] = []
-    left = list(reversed(words[:stop]))
+    left = list(reversed(line[:stop]))
     while left:
         word = left.pop()
         if word in valued:
@@ -153,7 +153,7 @@ def own_options_first(words: Sequence[str]) -> list[str]:
             options.append(word)
         else:
             rest.append(word)
-    return [*options, *rest, *words[stop + 1 :]]
+    return [*options, *rest, *line[stop + 1 :]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +190,10 @@ def chosen(args: argparse.Namespace) -> Choice:
 def _listed(flag: str, text: str) -> tuple[str, ...]:
     """Returns the words that commas separate; raises `UserError` where there are none, or one is
     given twice."""
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not words or len(set(words)) < len(words):
+    listed = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not listed or len(set(listed)) < len(listed):
         raise UserError(f"{flag} {text}: words with commas between them are expected, each once")
-    return words
+    return listed
 
 
 def _named(flag: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
