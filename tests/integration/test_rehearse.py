@@ -69,7 +69,8 @@ def test_a_number_that_a_module_keeps_to_itself_is_found(tmp_path: Path) -> None
 
 def test_a_script_of_torchrun_is_refused(tmp_path: Path, root: Path) -> None:
     script = root / "examples" / "torchrun_ddp.py"
-    code, out, err = rehearsal(tmp_path, "--strategies", "ddp", script=script)
+    arguments = ["--checkpoint", str(tmp_path / "model.pt")]
+    code, out, err = rehearsal(tmp_path, "--strategies", "ddp", script=script, arguments=arguments)
     assert (code, out) == (ExitCode.USAGE, "")
     assert "trains without calling elasticzero.run" in err
 

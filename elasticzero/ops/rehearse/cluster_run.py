@@ -157,7 +157,7 @@ class FaultedJob:
         with self._started() as store:
             silent = self._watch(store)
         self._take_events()
-        if not self._files() and (self._is_foreign() or self._exit_code() == ExitCode.DONE):
+        if not self._files() and (self._stage.is_foreign or self._exit_code() == ExitCode.DONE):
             raise NeverAttached(NEVER_RUN)
         header, records = self._records()
         exit_code = 1 if silent else self._exit_code()
