@@ -71,6 +71,10 @@ class ProcessGroups:
         self._sockets = sockets
         self._rows: list[dist.ProcessGroup] = []
         """The groups that `divide` has made."""
+        self._apart: dist.ProcessGroup | None = None
+        """The group of all ranks for collectives inside of a backward; None: none is made yet."""
+        self._made: list[dist.ProcessGroup] = []
+        """All groups besides the default one."""
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._shut = threading.Event()
@@ -115,28 +119,49 @@ class ProcessGroups:
         Returns the group of this rank's row, and that of the ranks at its place in all rows. They
         are shut with the default group. The loss of a peer raises an error of torch.
         """
-        info, before = self.rank_info, {name for name, _ in socket_fds()}
+        info = self.rank_info
         first, place = info.rank - info.rank % row, info.rank % row
-        own_row, same_place = (
+        own_row, same_place = self._rows = self._make(
+            range(first, first + row), range(place, info.world_size, row)
+        )
+        return own_row, same_place
+
+    def _make(self, *members: Iterable[int]) -> list[dist.ProcessGroup]:
+        """Returns a group for each of these lists of ranks, once its ranks are connected; `shut`
+        closes their connections too."""
+        before = {name for name, _ in socket_fds()}
+        groups = [
             dist.new_group(
                 list(ranks),
-                timeout=timedelta(seconds=info.collective_timeout_s),
+                timeout=timedelta(seconds=self.rank_info.collective_timeout_s),
                 use_local_synchronization=True,
                 group_desc=OWN_GROUP,
             )
-            for ranks in (range(first, first + row), range(place, info.world_size, row))
-        )
-        self._rows = [own_row, same_place]
-        for group in self._rows:
+            for ranks in members
+        ]
+        self._made += groups
+        for group in groups:
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
-        new = frozenset(_own_sockets(before, info.master_port))
+        new = frozenset(_own_sockets(before, self.rank_info.master_port))
         with self._shut_lock:
             self._sockets |= new
             late = self._shut.is_set()
         for name, fd in socket_fds() if late else ():
             if name in new:
                 _shut_down(fd)
-        return own_row, same_place
+        return groups
+
+    def apart(self) -> dist.ProcessGroup:
+        """Returns a group of all ranks for collectives that a backward calls; all ranks call this
+        together the first time.
+
+        The exchanges of buckets begin in the default group while a backward runs, on each rank as
+        soon as its own gradients are there. A collective of the same group would come before them
+        on one rank and after them on another, and one would take the other's values.
+        """
+        if self._apart is None:
+            (self._apart,) = self._make(range(self.rank_info.world_size))
+        return self._apart
 
     def _poll_nccl(self) -> None:
         """Shuts the groups when NCCL reports an error, which a wait for the GPU does not notice."""
@@ -326,10 +351,11 @@ class ProcessGroups:
         self.verify_collectives()
         return values
 
-    def take_rows(self) -> list[dist.ProcessGroup]:
-        """Returns the groups that `divide` has made, and keeps no reference to them."""
-        rows, self._rows = self._rows, []
-        return rows
+    def take_groups(self) -> list[dist.ProcessGroup]:
+        """Returns the groups besides the default one, and keeps no reference to them."""
+        groups, self._made = self._made, []
+        self._rows, self._apart = [], None
+        return groups
 
     def release(self) -> None:
         """Ends all work on the groups: when this returns, none runs any more."""
@@ -345,7 +371,7 @@ class ProcessGroups:
         self.release()
         if dist.is_initialized():
             assert dist.group.WORLD is not None
-            _closed_groups.extend([dist.group.WORLD, *self._rows])
+            _closed_groups.extend([dist.group.WORLD, *self.take_groups()])
             destroy_process_group()
 
 
@@ -356,7 +382,7 @@ def destroy_groups(groups: ProcessGroups) -> bool:
     these may hang for good (seen with torch 2.13: a send that a closed connection has swallowed).
     So a separate thread drops the last reference, and the destructor releases Python's lock.
     """
-    last = [dist.group.WORLD, *groups.take_rows()]
+    last = [dist.group.WORLD, *groups.take_groups()]
     groups.release()
     destroy_process_group()
     gc.collect()

@@ -25,6 +25,7 @@ from tests.integration.training_gather import (
     loss_of,
     model,
     rate,
+    term_of,
 )
 from tests.integration.training_harness import Pool
 
@@ -33,7 +34,7 @@ ROOT = SCRIPT.parents[2]
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 
 
-def plain() -> dict[str, Tensor]:
+def plain(*, uneven: bool = False) -> dict[str, Tensor]:
     """The weights of one process in plain torch."""
     network, data, order = model(), dataset(), SampleOrder(samples=SAMPLES, seed=SEED)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
@@ -42,7 +43,9 @@ def plain() -> dict[str, Tensor]:
         for start in range(0, SAMPLES, BATCH):
             indices = order.indices(epoch, start, min(start + BATCH, SAMPLES)).tolist()
             optimizer.zero_grad()
-            loss_of(*network(data[indices][0])).backward()
+            one, other, scale = network(data[indices][0])
+            loss = loss_of(one, other, scale)
+            (loss + term_of(network, one) if uneven else loss).backward()
             optimizer.step()
             schedule.step()
     return network.state_dict()
@@ -59,6 +62,21 @@ def test_a_loss_over_all_samples_is_that_of_one_process(
     assert not any("steps_in" in running.logs() for running in made)
     weights = torch.load(told["out"])
     for name, tensor in plain().items():
+        assert (weights[name] - tensor).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "zero2"]
+)
+def test_ranks_may_use_different_parameters_after_a_gather(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """The exchange of a bucket begins before the gather's backward on one rank, and after it on the
+    other: in one group each would take the other's values."""
+    told: dict[str, Any] = {"strategy": strategy, "out": str(tmp_path / "out"), "uneven": True}
+    pool.train_through(SCRIPT, tmp_path / "c", [(2, told | {"steps": STEPS})], bucket_bytes=8)
+    weights = torch.load(told["out"])
+    for name, tensor in plain(uneven=True).items():
         assert (weights[name] - tensor).abs().max() < 1e-9, name
 
 

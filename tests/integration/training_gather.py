@@ -1,4 +1,8 @@
-"""Trains by a loss over the whole global batch, with a schedule of the loop's length."""
+"""Trains by a loss over the whole global batch, with a schedule of the loop's length.
+
+Argument: JSON with strategy and steps, and at will out, habit, options and uneven: rank 0 alone
+has a term of the loss for which a layer comes after the gather.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ class Pairs(nn.Module):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
         self.scale = nn.Parameter(torch.tensor(1.0))
+        self.after = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.encoder(x), self.encoder(x.roll(1, -1)), self.scale * 1.0
@@ -43,6 +48,12 @@ def loss_of(one: Tensor, other: Tensor, scale: Tensor) -> Tensor:
     """The loss of all rows, each of which is to find its own partner."""
     logits = scale * one @ other.T
     return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def term_of(network: nn.Module, rows: Tensor) -> Tensor:
+    """A term of the loss, by a layer that takes what was gathered."""
+    output: Tensor = network.get_submodule("after")(rows)
+    return (output - 0.5).square().mean()
 
 
 def rate(steps: int) -> Any:
@@ -66,7 +77,12 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         one, other, scale = network(batch)
         gathered = session.gather(numbers)
         assert gathered.tolist() == session.batch_indices
-        session.backward(loss_of(session.gather(one), session.gather(other), scale))
+        rows, others = session.gather(one), session.gather(other)
+        loss = loss_of(rows, others, scale)
+        if told.get("uneven") and session.rank == 0:
+            share = session.micro_batch.weight / len(session.batch_indices)
+            loss = loss + term_of(network, rows) / share
+        session.backward(loss)
         if session.step():
             schedule.step()
         if session.step_count == told["steps"]:
