@@ -65,6 +65,28 @@ def test_each_rank_ends_with_the_whole_best_model(strategy: str, tmp_path: Path)
     assert len(told["each"]) == 5 and told["right"] == pytest.approx(max(told["each"]))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_generated_sequences_of_other_lengths_hold_no_rank_up(tmp_path: Path) -> None:
+    """With zero3 a rank whose sequences have ended runs the model for the others."""
+    made = []
+    for strategy in ("ddp", "zero3"):
+        arguments = ["--nproc-per-node=2", "--strategy", strategy, "--http-port=0"]
+        arguments += ["--preemption=none", "--log-dir", str(tmp_path / strategy)]
+        arguments += [str(SCRIPTS / "generating_trainer.py"), str(tmp_path / "out")]
+        done = subprocess.run(
+            elasticzero("run", *arguments), capture_output=True, text=True, timeout=70, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        (log,) = (tmp_path / strategy).glob("*/*/0.log")
+        lines = [ln for ln in log.read_text().splitlines() if ln.startswith(("[[", '{"after'))]
+        made.append([json.loads(line) for line in lines])
+    assert made[0] == made[1]
+    series, after = made[1]
+    assert len(series) == 3 and all(different > 1 for _, different in series)
+    assert after["after"] == series[-1][0]
+
+
 def check_saved(folder: Path, weights: dict[str, Tensor]) -> None:
     """The folders load by transformers: the last one, and the newest of those along the way."""
     names = sorted(path.name for path in folder.glob("checkpoint-*"))
