@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -12,22 +13,36 @@ from torch import Tensor
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.errors import is_peer_error
 from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.state.joined import cut, join
 
 ALIGNED_BYTES = 16
-"""Bytes of which each tensor of a message begins at a multiple."""
+"""Bytes of which the tensors of each dtype in a message begin at a multiple."""
+_Place = tuple[str, torch.dtype, tuple[int, ...]]
+"""The name, dtype and shape of a tensor of a message."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Describes a tensor of a message."""
+class _Run:
+    """Describes the tensors of one dtype, which lie end to end in a message: thousands of small
+    ones are then put together, and taken apart, by one call each."""
 
-    name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+
+    @classmethod
+    def all_of(cls, layout: Iterable[_Place]) -> list[_Run]:
+        """Returns the runs of a layout."""
+        runs: dict[torch.dtype, _Run] = {}
+        for name, dtype, shape in layout:
+            run = runs.setdefault(dtype, cls(dtype, [], []))
+            run.names.append(name)
+            run.shapes.append(shape)
+        return list(runs.values())
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
 
 
 class RankZeroTensors:
@@ -35,14 +50,16 @@ class RankZeroTensors:
 
     Rules:
      RZ1  All ranks know the names, dtypes and shapes of the last message: its layout. A message is
-         the size of a new layout's text, 0 if it is the same, and tensors of the last layout.
+         the size of a new layout's text, 0 if it is the same, and tensors of the last layout, those
+         of one dtype after the other.
      RZ2  Where the size is not 0, the layout and the tensors follow in two messages of their own.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         """Begins with an empty layout, which all ranks know."""
         self._groups = groups
-        self._layout: tuple[_Place, ...] = ()
+        self._layout: list[_Place] = []
+        self._runs: list[_Run] = []
 
     def share(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns rank 0's tensors; all ranks call this together.
@@ -50,11 +67,10 @@ class RankZeroTensors:
         tensors: those of this rank, which are not changed. Raises torch's error if a peer is lost.
         """
         groups, is_first = self._groups, self._groups.rank_info.rank == 0
-        layout = tuple(_Place(n, t.dtype, tuple(t.shape)) for n, t in tensors.items())
+        layout = [(n, t.dtype, t.shape) for n, t in tensors.items()] if is_first else self._layout
         text = b"" if layout == self._layout else _encoded(layout)
         size = torch.tensor([len(text)], device=groups.device)
-        knows = is_first and not text
-        values = _packed(tensors.values(), groups.device) if knows else self._room()
+        values = self._packed(tensors) if is_first and not text else self._room()
         received = groups.broadcast_bytes(torch.cat([_padded(size), values]))
         size_of_text = int(received[: size.nbytes].view(size.dtype).item())
         if not size_of_text:
@@ -63,46 +79,52 @@ class RankZeroTensors:
         if is_first:
             told = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(groups.device)
         self._layout = _decoded(bytes(groups.broadcast_bytes(told).cpu().numpy()))
-        values = _packed(tensors.values(), groups.device) if is_first else self._room()
-        received = groups.broadcast_bytes(values)
+        self._runs = _Run.all_of(self._layout)
+        received = groups.broadcast_bytes(self._packed(tensors) if is_first else self._room())
         return tensors if is_first else self._parts(received)
 
     def _room(self) -> Tensor:
         """Returns memory for tensors of the last layout."""
-        count = sum(_rounded(place.bytes) for place in self._layout)
+        count = sum(_rounded(run.bytes) for run in self._runs)
         return torch.zeros(count, dtype=torch.uint8, device=self._groups.device)
+
+    def _packed(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Returns the bytes of tensors of the last layout."""
+        device, parts = self._groups.device, []
+        for run in self._runs:
+            of_run = [tensors[name] for name in run.names]
+            if any(tensor.device != device for tensor in of_run):
+                of_run = [tensor.to(device) for tensor in of_run]
+            parts.append(_padded(join(of_run)))
+        return torch.cat(parts) if parts else self._room()
 
     def _parts(self, packed: Tensor) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         start = 0
-        for place in self._layout:
-            part = packed[start : start + place.bytes].view(place.dtype)
-            tensors[place.name] = part.view(place.shape)
-            start += _rounded(place.bytes)
-        return tensors
+        for run in self._runs:
+            flat = packed[start : start + run.bytes].view(run.dtype)
+            tensors.update(zip(run.names, cut(flat, run.shapes), strict=True))
+            start += _rounded(run.bytes)
+        return {name: tensors[name] for name, _, _ in self._layout}
 
 
 def _rounded(count: int) -> int:
     return -(-count // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
-def _padded(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, _rounded(flat.numel()) - flat.numel()))
+def _padded(flat: Tensor) -> Tensor:
+    """Returns the bytes of a 1-D tensor, of a number to which others may be added."""
+    values = flat.view(torch.uint8)
+    return torch.nn.functional.pad(values, (0, _rounded(values.numel()) - values.numel()))
 
 
-def _packed(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    parts = [_padded(tensor.to(device)) for tensor in tensors]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8, device=device)
-
-
-def _encoded(layout: tuple[_Place, ...]) -> bytes:
-    table = [[p.name, str(p.dtype).removeprefix("torch."), list(p.shape)] for p in layout]
+def _encoded(layout: Iterable[_Place]) -> bytes:
+    table = [[name, str(dtype).removeprefix("torch."), list(s)] for name, dtype, s in layout]
     return json.dumps(table).encode()
 
 
-def _decoded(text: bytes) -> tuple[_Place, ...]:
-    return tuple(_Place(n, getattr(torch, dtype), tuple(s)) for n, dtype, s in json.loads(text))
+def _decoded(text: bytes) -> list[_Place]:
+    return [(n, getattr(torch, dtype), tuple(s)) for n, dtype, s in json.loads(text)]
 
 
 def broadcast_from_rank_zero(

@@ -140,12 +140,13 @@ class NamedModel:
             device: Where a buffer is put that is None now; None: the CPU.
 
         Raises:
-            UserError: The `state_dict` holds what could not be restored.
+            UserError: The `state_dict` holds what could not be stored or restored.
         """
         self.parameters: dict[str, nn.Parameter] = {}
         self.aliases: dict[str, str] = {}
         """Further names, each with the first one of the same tensor."""
         self.buffers = ModelBuffers(model, device)
+        self.buffers.check()
         self.extra_states = ExtraStates(model)
         tensors: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
         tensors += model.named_buffers(remove_duplicate=False)

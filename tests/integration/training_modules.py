@@ -36,6 +36,7 @@ class Kept(nn.Module):
     expanded: Tensor
     first: Tensor
     tied: Tensor
+    turned: Tensor
     dropped: Tensor | None
     counter: Tensor
     swapped: Tensor
@@ -50,6 +51,7 @@ class Kept(nn.Module):
         self.register_buffer("expanded", torch.zeros(1, dtype=torch.float64).expand(3))
         self.register_buffer("first", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("tied", self.first)
+        self.register_buffer("turned", torch.ones(2, dtype=torch.complex64))
         self.register_buffer("dropped", torch.ones(1, dtype=torch.float64))
         self.register_buffer("counter", torch.zeros(2, dtype=torch.int64), persistent=False)
         self.register_buffer("swapped", torch.zeros(1, dtype=torch.float64), persistent=False)
@@ -71,6 +73,7 @@ class Kept(nn.Module):
         self.widened = self.widened.to(torch.float64 if self.replaced > 3 else torch.int32) + 1
         self.expanded = (self.expanded[:1] + 1).expand(3)
         self.first += 1
+        self.turned = (self.turned * 2j).conj() if self.replaced < 9 else self.turned / 2
         if self.replaced > 2:
             self.dropped = None
         self.counter += 1
@@ -83,6 +86,7 @@ class Kept(nn.Module):
             self.count()
         late = torch.zeros(()) if self.late is None else self.late.sum()
         numbers = self.replaced + late + self.growing.sum() + self.widened.sum()
+        numbers = numbers + self.turned.sum().imag / 64
         numbers = numbers + self.expanded.sum() + self.tied.sum() + self.counter.sum()
         numbers = numbers + self.swapped.sum() + self.constant.sum() + self.tensor.sum()
         if self.dropped is not None:
@@ -138,6 +142,8 @@ def state_of(model: Model, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_complex():
+        return [str(value.dtype), _plain(torch.view_as_real(value.resolve_conj()))]
     if isinstance(value, Tensor):
         return [str(value.dtype), list(value.shape), value.double().flatten().tolist()]
     if isinstance(value, dict):

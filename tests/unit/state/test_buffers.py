@@ -41,10 +41,12 @@ CHANGES: dict[str, Any] = {
     "through data": lambda m: add_one(m.saved.data),
     "replaced": lambda m: setattr(m, "saved", m.saved + 1),
     "longer": lambda m: setattr(m, "saved", torch.cat([m.saved, torch.ones(1)])),
-    "wider": lambda m: setattr(m, "saved", m.saved.double() + 1),
+    "wider": lambda m: setattr(m, "saved", m.saved.real.double() + 1),
     "expanded": lambda m: setattr(m, "saved", torch.ones(1).expand(3)),
     "a view": lambda m: setattr(m, "saved", torch.arange(6.0)[::2]),
     "with a graph": lambda m: setattr(m, "saved", nn.Parameter(torch.ones(3)) * 2),
+    "complex": lambda m: setattr(m, "saved", (m.saved.to(torch.complex64) * 1j).conj()),
+    "negated": lambda m: setattr(m, "saved", (m.saved.to(torch.complex64) * 1j).conj().imag),
     "set": lambda m: setattr(m, "late", torch.ones(2)),
     "unset": lambda m: setattr(m, "late", None),
     "tied": lambda m: setattr(m, "late", m.saved),
@@ -158,3 +160,22 @@ def test_sparse_buffers_are_left_alone_or_refused() -> None:
     module.register_buffer("saved", torch.eye(2).to_sparse())
     with pytest.raises(UserError, match=r"buffer 'saved' is sparse"):
         ModelBuffers(module).begin()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_buffers_of_a_format_that_no_checkpoint_has_are_refused(dtype: torch.dtype) -> None:
+    """One that the model does not save is left alone until it changes."""
+    module = nn.Linear(1, 1)
+    module.register_buffer("angles", torch.ones(2).to(dtype), persistent=False)
+    buffers = NamedModel(module).buffers
+    buffers.begin()
+    buffers.copy()
+    module.angles = torch.zeros(2).to(dtype)
+    with pytest.raises(UserError, match=r"buffer 'angles' is of torch.complex.* complex64 alone"):
+        buffers.copy()
+    module.register_buffer("turns", torch.ones(2).to(dtype))
+    with pytest.raises(UserError, match=r"buffer 'turns' is of torch.complex"):
+        NamedModel(module)
+    module.turns = torch.ones(2).to(torch.complex64)
+    NamedModel(module)
