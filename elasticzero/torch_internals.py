@@ -49,6 +49,7 @@ from torch.utils.data._utils import worker as data_worker
 
 __all__ = [
     "OWN_GROUP",
+    "GradientHooks",
     "GradientReady",
     "HashStore",
     "PrefixStore",
@@ -62,6 +63,7 @@ __all__ = [
     "children_of",
     "collectives_begun",
     "count_of_changes",
+    "counts_of_changes",
     "drop_step_hooks",
     "has_hook_of_several",
     "has_state_dict_hooks",
@@ -290,6 +292,36 @@ def with_gradient_hooks(tensors: Mapping[str, torch.Tensor]) -> list[str]:
             and any(type(hook) is not GradientReady for hook in hooks.values())
         )
     ]
+
+
+class GradientHooks:
+    """Finds leaves with hooks of the script on their gradients, again and again.
+
+    As long as the number of all hooks is that of the newest look that has found none, no hook is
+    looked at: of 2,000 leaves that takes a third of the time.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            tensors: The leaves by name.
+        """
+        self._tensors = tensors
+        self._count = -1
+        """The number of hooks on all, of which none was the script's; -1: no such number."""
+
+    def names(self) -> list[str]:
+        """Returns what `with_gradient_hooks` does."""
+        tensors = self._tensors.values()
+        once_added: list[Any] = [tensor._post_accumulate_grad_hooks for tensor in tensors]
+        passed: list[Any] = [tensor._backward_hooks for tensor in tensors]
+        count = sum(map(len, filter(None, once_added)))
+        if count == self._count and not any(passed):
+            return []
+        names = with_gradient_hooks(self._tensors)
+        self._count = -1 if names else count
+        return names
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -120,6 +120,10 @@ class Strategy(Protocol):
     def changed_in_step(self) -> bool:
         """Returns whether the script may have changed parameters since the step under way began,
         before the optimizer did: the state is not that of the last boundary then."""
+
+    def changed_names(self) -> Collection[str]:
+        """Returns the names of the parameters whose values the script has changed since the global
+        batch began, or in the last one, if these steps compare values; else none."""
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from json import dumps
 from typing import Any
@@ -30,7 +30,12 @@ from elasticzero.parallel.finite import (
     squares_of,
 )
 from elasticzero.parallel.fixed_order.gradients import FixedOrderReducer
-from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks_of_several
+from elasticzero.parallel.gradients import (
+    GradientHook,
+    LateGradients,
+    check_frozen,
+    check_hooks_of_several,
+)
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
 from elasticzero.parallel.parameter_changes import ParameterMemory
@@ -45,8 +50,8 @@ from elasticzero.state.model import (
     Spec,
 )
 from elasticzero.torch_internals import (
+    GradientHooks,
     call_gradient_hooks,
-    with_gradient_hooks,
     without_gradient_hooks,
 )
 
@@ -64,6 +69,7 @@ class Replicated:
         self._device = setting.device
         self._alone = setting.alone
         self._part: MicroBatch | None = None
+        self._hooks = GradientHooks(self._parameters)
         self._hooked: dict[str, nn.Parameter] = {}
         """The parameters on which the script has registered hooks, at the newest backward. They are
         called with the whole gradient, by `finish`."""
@@ -83,6 +89,7 @@ class Replicated:
                 self._parameters, self.optimizers.name_of, setting.bucket_plan, self._losses
             )
             self._gradients = BucketQueue(self._sums)
+        self._late = LateGradients(self._parameters)
         self._norm: Tensor | None = None
         """Norm of the last gradient."""
         self._factor = 1.0
@@ -97,12 +104,15 @@ class Replicated:
     def changed_in_step(self) -> bool:
         return self._changes.present(lambda: self._memory.has_moved)
 
+    def changed_names(self) -> Collection[str]:
+        return self._changes.names
+
     def expect(self, part: MicroBatch) -> None:
         self._changes.begin()
         self._part = part
 
     def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
-        self._hooked = {n: self._parameters[n] for n in with_gradient_hooks(self._parameters)}
+        self._hooked = {name: self._parameters[name] for name in self._hooks.names()}
         if not self._alone:
             check_hooks_of_several(self._hooked)
         with without_gradient_hooks(self._hooked.values()):
@@ -118,13 +128,18 @@ class Replicated:
             if part.last:
                 check_frozen(self._frozen)
                 self._sums.finish()
-        elif fraction != 0:  # another one uses nothing, and no other rank waits for it
+            return
+        self._late.stop()
+        if fraction != 0:  # another one uses nothing, and no other rank waits for it
             (loss * fraction).backward(inputs=inputs)
+        if part is None or part.last:
+            self._late.begin()
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None
     ) -> Tensor:
         self._require_same_changes()
+        self._late.end()
         optimized = self.optimizers.parameters()
         if not self._alone:
             _make_dense(optimized.values())

@@ -12,8 +12,9 @@ parameter that was frozen at first, and hooks on parameters where no rank has wh
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from elasticzero.errors import UserError
 from elasticzero.torch_internals import (
+    GradientReady,
     has_hook_of_several,
     with_gradient_hooks,
     without_torch_functions,
@@ -174,6 +176,50 @@ class HiddenGradients:
                     raise UserError(text + OWN_BACKWARD)
 
 
+WATCHED_EVERY = 100
+"""Steps from one in which late gradients are looked for to the next."""
+
+
+class LateGradients:
+    """Refuses what a backward of the script's own adds once the last of the session's is over.
+
+    Where gradients are summed over ranks, their buckets refuse it in every step. A single process
+    has none, and calls to Python for each parameter would cost more than the sums: so it looks in
+    the first step, and in one of WATCHED_EVERY.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Takes the parameters by name; looks for nothing yet."""
+        self._parameters = parameters
+        self._steps = 0
+        """The steps that have ended."""
+        self._handles: list[Any] = []
+
+    def begin(self) -> None:
+        """Looks for gradients that come from here on, if it is the step to do so."""
+        if self._steps % WATCHED_EVERY:
+            return
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                hook = GradientReady(partial(_refuse, name))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def end(self) -> None:
+        """Looks no more, since the step of these gradients begins."""
+        self.stop()
+        self._steps += 1
+
+    def stop(self) -> None:
+        """Looks no more, since a backward of the session's own begins."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _refuse(name: str, parameter: Tensor) -> None:
+    raise UserError(f"parameter {name!r} has got a gradient after session.backward: {OWN_BACKWARD}")
+
+
 def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
     """Raises `UserError` where one of these, which needed no gradient at first, has one."""
     for name, parameter in frozen.items():
@@ -188,7 +234,12 @@ def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
 def check_hooks(parameters: Mapping[str, Tensor], strategy: str) -> None:
     """Raises `UserError` where the script has registered a hook on one of these parameters, which
     autograd would call with one rank's part of the gradient, or never."""
-    for name in with_gradient_hooks(parameters):
+    refuse_hooks(with_gradient_hooks(parameters), strategy)
+
+
+def refuse_hooks(names: Iterable[str], strategy: str) -> None:
+    """Raises `UserError` for the first of these parameters, which have hooks of the script."""
+    for name in names:
         raise UserError(
             f"parameter {name!r} has a hook on its gradient (register_hook or "
             f"register_post_accumulate_grad_hook), and no rank has whole gradients under "

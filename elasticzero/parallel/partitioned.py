@@ -515,6 +515,15 @@ class ForwardChanges:
             return True
         return self._before is not None and digests(self._parameters) != self._before
 
+    @property
+    def names(self) -> Collection[str]:
+        """Returns what has changed since `begin`, or before the newest `end`; none where the step
+        is not looked at."""
+        if self._before is None:
+            return self._names
+        table = digests(self._parameters)
+        return [name for name, digest in table.items() if digest != self._before[name]]
+
     def sentence(self) -> str:
         """Returns what to do where the ranks have changed different things."""
         what = f"parameter {self._names[0]!r}" if self._names else "a parameter"
@@ -548,6 +557,9 @@ class PiecedStrategy:
     @property
     def changed_in_step(self) -> bool:
         return self._changes.present()
+
+    def changed_names(self) -> Collection[str]:
+        return self._changes.names
 
     def pieces(self) -> dict[str, LocalTensor]:
         pieces = self._pieced.pieces.values()

@@ -26,7 +26,7 @@ from elasticzero.parallel.buckets.gather import ParameterGather
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
-from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks
+from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.pieces import MasteredValues
@@ -45,6 +45,7 @@ from elasticzero.parallel.partitioned import (
 )
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
+from elasticzero.torch_internals import GradientHooks
 
 
 class FlatBuckets(PiecedStrategy):
@@ -102,6 +103,7 @@ class FlatBuckets(PiecedStrategy):
         ]
         self._mirrors = Mirrors(setting, mirrors)
         self._changes = ForwardChanges(self._parameters, mesh.world_size)
+        self._hooks = GradientHooks(self._parameters)
         self._part: MicroBatch | None = None
         self._rest_memory = ParameterMemory(self._rest)
         for bucket in self._buckets:
@@ -123,7 +125,7 @@ class FlatBuckets(PiecedStrategy):
     def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
         assert self._part is not None
         self._gather.finish()  # of what no module has needed
-        check_hooks(self._parameters, self._name)
+        refuse_hooks(self._hooks.names(), self._name)
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
         inputs = self.optimizers.begin_turn(only, self._parameters)

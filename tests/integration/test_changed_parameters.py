@@ -60,6 +60,17 @@ def test_a_micro_batch_without_weight_may_have_any_loss(
     check(pool, tmp_path, told, {2: 3, 1: 6})
 
 
+def test_a_late_backward_is_refused_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    """Its gradient would be averaged over nothing there, and be refused in a larger world."""
+    told = {"strategy": "ddp", "dtype": "float64", "steps": 4, "own": "after"}
+    running = pool.start(SCRIPT, [json.dumps(told)], 1, checkpoint_dir=str(tmp_path))
+    running.until(running.ended)
+    (worker,) = running.workers
+    failed = worker.last(Failed)
+    assert failed.final and "has got a gradient after session.backward" in failed.message
+    assert not worker.all(Stepped)
+
+
 @pytest.mark.parametrize(
     ("strategy", "wrong", "complaint"),
     [

@@ -19,7 +19,7 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters
-from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks
+from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
@@ -39,6 +39,7 @@ from elasticzero.state.model import (
     Spec,
     spec_of,
 )
+from elasticzero.torch_internals import GradientHooks
 
 
 class WholeParameters(PiecedStrategy):
@@ -73,6 +74,7 @@ class WholeParameters(PiecedStrategy):
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._changes = ForwardChanges(self._parameters, mesh.world_size)
+        self._hooks = GradientHooks(self._parameters)
         self._part: MicroBatch | None = None
         self._memory = ParameterMemory(trained, may_overlap=False)
         self._lost: RuntimeError | None = None
@@ -85,7 +87,7 @@ class WholeParameters(PiecedStrategy):
 
     def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
         assert self._part is not None
-        check_hooks(self._parameters, "zero1 and zero2")
+        refuse_hooks(self._hooks.names(), "zero1 and zero2")
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
         inputs = self.optimizers.begin_turn(only, self._parameters)

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
-from elasticzero.parallel.gradients import INCOMPLETE, OWN_BACKWARD, REFUSED, HiddenGradients
+from elasticzero.parallel.gradients import (
+    INCOMPLETE,
+    OWN_BACKWARD,
+    REFUSED,
+    WATCHED_EVERY,
+    HiddenGradients,
+    LateGradients,
+)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
@@ -93,3 +100,26 @@ def test_a_gradient_before_the_first_backward_is_refused() -> None:
         gradients.require_none()
     model.zero_grad()
     gradients.require_none()
+
+
+def test_a_late_gradient_is_refused_in_the_first_step_and_in_some_after_it() -> None:
+    model = nn.Linear(1, 2)
+    model.bias.requires_grad_(False)
+    late = LateGradients(dict(model.named_parameters()))
+
+    def step() -> None:
+        late.stop()
+        model(torch.ones(1, 1)).sum().backward()
+        late.begin()
+        model(torch.ones(1, 1)).sum().backward()
+        late.end()
+
+    with pytest.raises(UserError, match=r"'weight' has got a gradient after session.backward"):
+        step()
+    late.end()
+    for _ in range(WATCHED_EVERY - 1):
+        step()
+    with pytest.raises(UserError, match="a backward of the script's own adds to gradients"):
+        step()
+    late.stop()
+    assert not model.weight._post_accumulate_grad_hooks

@@ -14,6 +14,7 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.gradients import check_hooks, check_hooks_of_several
 from elasticzero.parallel.partitioned import ForwardChanges
 from elasticzero.torch_internals import (
+    GradientHooks,
     GradientReady,
     call_gradient_hooks,
     has_step_hooks,
@@ -45,6 +46,23 @@ def test_a_hook_is_called_with_the_whole_gradient_alone() -> None:
     parameter.grad = None
     (parameter * 7).sum().backward()
     assert calls == ["", "ours", "ours", "ours", "[7.0, 7.0]"]
+
+
+def test_hooks_that_are_added_and_removed_are_seen_at_each_look() -> None:
+    """Where no number of hooks has changed, none is looked at."""
+    leaves = {name: nn.Parameter(torch.ones(1)) for name in ("a", "b", "c")}
+    leaves["a"].register_post_accumulate_grad_hook(GradientReady(lambda _: None))
+    hooks = GradientHooks(leaves)
+    for _ in range(2):
+        assert hooks.names() == []
+    for name, leaf in leaves.items():
+        registers: list[Any] = [leaf.register_hook, leaf.register_post_accumulate_grad_hook]
+        for register in registers:
+            handle = register(lambda gradient: None)
+            for _ in range(2):
+                assert hooks.names() == [name]
+            handle.remove()
+            assert hooks.names() == []
 
 
 def test_hooks_of_a_frozen_parameter_and_an_error_in_a_backward_change_nothing() -> None:
