@@ -32,7 +32,7 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fsdp_uses import Uses
-from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks
+from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
@@ -61,7 +61,7 @@ from elasticzero.state.model import (
     called_parts,
     spec_of,
 )
-from elasticzero.torch_internals import HashStore
+from elasticzero.torch_internals import GradientHooks, HashStore, counts_of_changes
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +118,13 @@ class FullyPartitioned(PiecedStrategy):
         mirrors = [self._mirror(rank, optimizers) for rank, optimizers in copies.items()]
         self._mirrors = Mirrors(setting, mirrors)
         self._memory = FixedMemory(self._parameters)
-        self._changes = ForwardChanges({n: _local(p) for n, p in self._parameters.items()}, 1)
+        self._changes = ForwardChanges(self._parameters, 1)
+        self._hooks = GradientHooks(self._parameters)
         self._stepped: Mapping[str, int] | None = None
         """Digests of this rank's rows as the newest step has left them; None: mirrors have what the
         script has changed since."""
+        self._counts: list[int] | None = None
+        """torch's counts of changes at that time; None: they have grown until a boundary since."""
 
     def _piece(self, name: str, parameter: nn.Parameter) -> ParameterPiece:
         shape = self._specs[name].shape
@@ -177,7 +180,7 @@ class FullyPartitioned(PiecedStrategy):
             self._root.set_requires_all_reduce(part.last)
 
     def backward(self, loss: Tensor, fraction: float, only: tuple[str, ...] | None = None) -> None:
-        check_hooks(self._parameters, "zero3")
+        refuse_hooks(self._hooks.names(), "zero3")
         check_hooks(self._uses.named_leaves(), "zero3")
         names = None
         if self.optimizers.begin_turn(only, self._parameters) is not None:
@@ -210,7 +213,7 @@ class FullyPartitioned(PiecedStrategy):
             exchange=lambda: self._mirrors.exchange(self._messages),
         )
         self._mirrors.take(self._pieced.used, norm, max_norm)
-        self._stepped = None
+        self._stepped = self._counts = None
         return norm
 
     def _takes_part(self, name: str) -> bool:
@@ -266,11 +269,13 @@ class FullyPartitioned(PiecedStrategy):
         self._pieced.step([list(self._pieced.pieces)])
         self._mirrors.step(self.optimizers)
         if self._mirrors.kept:
-            self._stepped = self._row_digests()
+            self._stepped, self._counts = self._row_digests(), self._counts_now()
         self._drop_whole()
 
     def take_changes(self) -> UserError | None:
         self._reshard()  # so that the modules have the parameters of between two steps
+        if self._stepped is not None and self._counts != self._counts_now():
+            self._counts = None
         return self._memory.difference() or (
             self._old.difference() if self._uses.compares else None
         )
@@ -288,7 +293,9 @@ class FullyPartitioned(PiecedStrategy):
 
     def mirrored_states(self) -> dict[int, RankState]:
         states: dict[int, RankState] = {}
-        if self._stepped is not None and self._stepped != self._row_digests():
+        # A change of rows that other ranks have is counted here too, where it changes no value.
+        is_changed = self._counts is None or self._stepped != self._row_digests()
+        if self._stepped is not None and is_changed:
             log.warning(CHANGED_ROWS)
             return states
         for mirror in self._mirrors.kept:
@@ -297,6 +304,9 @@ class FullyPartitioned(PiecedStrategy):
                 held = {n: LocalTensor(t, spans[n].start) for n, t in mirror.rows.items()}
                 states[mirror.rank] = self._state(held, mirror.pieced)
         return states
+
+    def _counts_now(self) -> list[int]:
+        return counts_of_changes(self._parameters.values())
 
     def _row_digests(self) -> Mapping[str, int]:
         return digests({name: _local(parameter) for name, parameter in self._parameters.items()})

@@ -13,7 +13,9 @@ Rules:
      where each rank has them (zero1, zero2), else from the owner, which sends them with the
      gradient (zero3). So what a script changes in parameters counts for the mirror too, and
      rounding that differs between two kinds of processors does not add up. A mirror of zero3 is not
-     handed over where the script has changed parameters since the last step.
+     handed over where the script has changed parameters between the last step and the boundary
+     after it, on whatever rank: each rank runs the same call, which torch counts there, whether it
+     changes the rows of this rank or not.
 Shapes: C elements of one message, of one chunk.
 """
 

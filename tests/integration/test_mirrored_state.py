@@ -85,6 +85,17 @@ def test_a_mirror_without_the_scripts_newest_change_is_not_handed_over(
         assert parameters and all(t.abs().max() <= 0.01 for t in parameters.values())
 
 
+def test_a_change_of_the_lost_ranks_rows_alone_leaves_no_mirror(pool: Pool, tmp_path: Path) -> None:
+    """A clamp may change rows that only the lost rank had. Those that are left ran it too."""
+    told: dict[str, Any] = {"directory": str(tmp_path), "world_size": 2, "changed": "elsewhere"}
+    told |= {"strategy": "zero3", "dtype": "float64", "optimizer": "SGD"}
+    lines = [json.dumps(told | {"rank": rank}) for rank in range(2)]
+    for running in [pool.start(HERE / "training_mirrors.py", [line], 1) for line in lines]:
+        running.until(running.ended, 60)
+        assert running.workers[0].exit_code == 0, running.logs()
+    assert not list(tmp_path.glob("mirror*"))
+
+
 @pytest.mark.parametrize("place", [rare("mirroring"), "gathering"])
 def test_a_node_lost_inside_a_step_costs_that_step_at_most(
     place: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
