@@ -273,9 +273,13 @@ class BatchWork:
             return False
         self._link.check()
         training.gradients.show(before_step=True)
+        if not training.at.counted:  # else optimizers have stepped since the boundary
+            training.values.learn()
         training.take_changes()
         factor = self._weight_factor(batch, part) / training.guard.scale
-        applied = training.apply(self._finish(training, factor, max_norm))
+        norm = self._finish(training, factor, max_norm)
+        training.values.learn_compared(training.strategy.changed_names())
+        applied = training.apply(norm)
         self._record_step(training, batch)
         return applied
 

@@ -34,6 +34,7 @@ from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.restore import open_source
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.buffers import unfold_buffers
 from elasticzero.state.model import NamedModel
 from elasticzero.torch_internals import order_hooks
@@ -181,7 +182,8 @@ def prepare_training(
         guard=guard if guard.keeps_state else None,
         buckets=buckets,
     )
-    hidden = HiddenGradients(dict(laid.model.named_parameters()), partitioned=strategy != "ddp")
+    parameters = dict(laid.model.named_parameters())
+    hidden = HiddenGradients(parameters, partitioned=strategy != "ddp")
     training = TrainingState(
         place.link,
         groups,
@@ -193,6 +195,7 @@ def prepare_training(
             gradients=hidden,
             objects=ParameterObjects(model),
             probe=_open_probe(place, model, laid, auxiliary, guard, compute),
+            values=BoundaryValues(parameters),
         ),
         Captures(
             stager=stager,

@@ -36,6 +36,7 @@ from elasticzero.snapshots.requests import CheckpointRequests, RankPlace, save_a
 from elasticzero.snapshots.restore import open_source, restore_state
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
+from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.schedules import warn_of_changed_rates
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.rows import Rows
@@ -64,6 +65,8 @@ class LaidModel:
     """The parameters that the model's modules have."""
     probe: Probe | None = None
     """Records what each boundary has, for a rehearsal; None: this is none."""
+    values: BoundaryValues = field(default_factory=lambda: BoundaryValues({}))
+    """What parameters were at the last boundary, where the script has changed them since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,7 @@ class TrainingState:
         self.gradients = model.gradients
         self.probe = model.probe
         self._objects = model.objects
+        self.values = model.values
         self.stager = captures.stager
         self.requests = captures.requests
         self._source = captures.source
@@ -292,6 +296,7 @@ class TrainingState:
             self.agree_to_stop(Call.EPOCH_END)
 
     def _copy_now(self) -> BoundaryCopy:
+        self.values.mark()
         return self.requests.stamped(self.auxiliary.capture(self.step, self.position))
 
     def boundary_copy(self) -> BoundaryCopy:
@@ -331,8 +336,7 @@ class TrainingState:
         return True
 
     def take_changes(self) -> None:
-        """Takes in the parameters that the script has moved since the boundary, before the
-        gradients of a step are complete; raises `UserError` for one of another kind."""
+        """Takes in parameters that were moved; raises `UserError` for one of another kind."""
         if (refused := self.strategy.take_changes()) is not None:
             raise refused
 
@@ -429,7 +433,7 @@ class TrainingState:
                 self._tracker.record(StepEvent.TEAR)
             text = findings.sentence()
         copy = self.boundary_copy() if self.at.clean else None
-        with self._link.busy(f"saving the state of step {self.step}"):
+        with self._link.busy(f"saving the state of step {self.step}"), self.values.in_place():
             saved = save_at_the_end(self._link, self._groups, self.stager, copy)
         return NotFinite(f"{text}; {saved}")
 
@@ -481,6 +485,7 @@ class TrainingState:
         if applied and self.probe is not None:
             self.probe.record(self.step)
         self._capture_due(applied=applied, last=last, tell=ends is not None)
+        self.values.copy()
         if applied and self.probe is not None:
             self.probe.hold(self.step, self.stager.is_idle)
 
@@ -540,7 +545,8 @@ class TrainingState:
     def _save_if_words_ask(self) -> None:
         """Saves the last boundary's state if the words of this step ask for it."""
         if not self.at.counted and self._exchange.asks():
-            self.copy = self.requests.exchange_and_save(self.boundary_copy(), self._verify)
+            with self.values.in_place():
+                self.copy = self.requests.exchange_and_save(self.boundary_copy(), self._verify)
             self._mirrored.release()
 
     def finish(self) -> None:
@@ -583,6 +589,7 @@ class TrainingState:
 
     def snapshot(self) -> Captured:
         """Captures the state of the last boundary for the stop protocol, and that of mirrors."""
+        self.values.put_back()
         captured = self.stager.capture_at_stop(self.boundary_copy())
         if self._mirrors:
             self._mirrored.capture(self.boundary_copy())

@@ -160,7 +160,8 @@ class Generation:
             return StopState(bad_step=bad_step, shut=shut)
         at = self.tracker.now
         clean = at.clean and training.can_stop_with_state()
-        clean = clean and not training.strategy.changed_in_step
+        if clean and training.strategy.changed_in_step:
+            clean = training.values.are_there(training.strategy.changed_names())
         return StopState(
             step=training.step,
             clean=clean,

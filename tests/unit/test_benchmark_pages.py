@@ -9,7 +9,7 @@ import pytest
 
 PARTS = (
     *("recovery", "recovery gpu", "rendezvous", "checkpoint warm", "checkpoint cold"),
-    *("training", "training memory", "training 4 ranks"),
+    *("training", "training memory", "training 4 ranks", "training checks"),
 )
 
 

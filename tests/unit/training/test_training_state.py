@@ -72,7 +72,11 @@ def made(
     tracker: StepTracker | None = None,
 ) -> TrainingState:
     auxiliary = AuxiliaryState(torch.device("cpu"))
-    strategy: Any = SimpleNamespace(shards=shards, apply=lambda: None, take_changes=lambda: None)
+    strategy: Any = SimpleNamespace(
+        shards=shards,
+        apply=lambda: None,
+        take_changes=lambda: None,
+    )
     model = LaidModel(strategy=strategy, auxiliary=auxiliary, rows=Rows(Mesh.of_world(0, 1)))
     captures = Captures(
         stager=stager,
