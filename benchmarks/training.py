@@ -2,11 +2,13 @@
 
     python benchmarks/training.py [--sizes 17M,105M] [--ranks 2] [--pairs 15] [--record]
     python benchmarks/training.py --memory [--sizes 105M] [--ranks 2] [--record]
+    python benchmarks/training.py --checks [--sizes 2000,105M] [--strategies ddp,zero1] [--record]
 
 Contenders take their steps by turns in the same processes, one thread a rank, fused AdamW, gloo;
 each turn gives one ratio against the contender's reference. Memory is the growth of a process that
 runs one contender alone, beside what `elasticzero plan` computes. DeepSpeed takes part where it is
-installed (DS_BUILD_OPS=0 python -m pip install deepspeed).
+installed (DS_BUILD_OPS=0 python -m pip install deepspeed). With --checks whole sessions train, and
+their checks of what a script changes are timed from outside (`training_checks.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from check_costs import SIZES, checks_table, measure_checks
 from performance_page import about_in_words, machine, present_commit, publish, record
 from ratio import Ratio
 
@@ -161,30 +165,40 @@ def table(result: dict[str, Any]) -> str:
     return lines_of(result, "| | step, ms | against | ratio | 95 % range | wanted | |", rows)
 
 
+def tables_of(options: argparse.Namespace, sizes: Sequence[str]) -> tuple[str, str, list[Any]]:
+    """Returns the part of the page that the options ask for, its tables, and the figures."""
+    if options.checks:
+        costs = measure_checks(sizes, options.strategies.split(","))
+        tables = "\n\n".join(checks_table(costs, size) for size in sizes)
+        return "training checks", tables, [asdict(cost) for cost in costs]
+    if options.memory:
+        results = [measure_memory(size, options.ranks) for size in sizes]
+        return "training memory", "\n\n".join(memory_table(result) for result in results), results
+    results = [measure(size, options.ranks, options.pairs) for size in sizes]
+    return "training", "\n\n".join(table(result) for result in results), results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--sizes", default="17M,105M", help=f"of {', '.join(WIDTHS)}")
+    parser.add_argument("--sizes", help="by commas; 17M and 105M, or 2000 and 105M with --checks")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
     parser.add_argument("--pairs", type=int, default=15, help="turns of each contender")
     parser.add_argument("--memory", action="store_true", help="measure memory in place of time")
+    parser.add_argument("--checks", action="store_true", help="measure checks at boundaries")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of --checks, by commas")
     parser.add_argument("--record", action="store_true", help="write the tables and the figures")
     options = parser.parse_args()
-    sizes = options.sizes.split(",")
-    if unknown := [size for size in sizes if size not in WIDTHS]:
-        parser.error(f"--sizes: {unknown[0]!r} is not one of {', '.join(WIDTHS)}")
-    if options.memory:
-        results = [measure_memory(size, options.ranks) for size in sizes]
-        tables = "\n\n".join(memory_table(result) for result in results)
-    else:
-        results = [measure(size, options.ranks, options.pairs) for size in sizes]
-        tables = "\n\n".join(table(result) for result in results)
+    choices = SIZES if options.checks else WIDTHS
+    sizes = (options.sizes or ",".join(choices)).split(",")
+    if unknown := [size for size in sizes if size not in choices]:
+        parser.error(f"--sizes: {unknown[0]!r} is not one of {', '.join(choices)}")
+    name, tables, results = tables_of(options, sizes)
     print(tables)
     if options.record:
         about = machine("torch")
         command = f"python benchmarks/training.py {' '.join(sys.argv[1:])}"
         text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-        parts = ["training", *["memory"] * options.memory]
-        part = " ".join(parts if options.ranks == 2 else [*parts, f"{options.ranks} ranks"])
+        part = name if options.ranks == JUDGED_RANKS else f"{name} {options.ranks} ranks"
         publish(part, f"```\n{command}\n```\n\n{text}\n\n{tables}")
         name = f"{part.replace(' ', '-')}-{date.today()}"
         print(record(name, {"machine": about, "command": command, "sizes": results}))
