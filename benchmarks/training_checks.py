@@ -38,8 +38,8 @@ from elasticzero.training import training_state
 from elasticzero.training.training_state import TrainingState
 
 SAMPLES = 512
-LAYERS = 500
-"""Layers of the model with 2,000 parameters, of four each, and three buffers."""
+BLOCKS_OF_MANY, LAYERS = 50, 10
+"""Blocks of the model with 2,000 parameters, and layers of each, of four and of three buffers."""
 LAYER_WIDTH = 32
 WIDE = 2560
 """Width of the blocks with 105 million elements."""
@@ -134,13 +134,18 @@ class Meter:
                 setattr(owner, name, timed)
 
 
+def small_layers() -> nn.Module:
+    """Returns a block of linear layers, each with a BatchNorm."""
+    w = LAYER_WIDTH
+    pairs = [(nn.Linear(w, w), nn.BatchNorm1d(w)) for _ in range(LAYERS)]
+    return nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+
 def network(size: str) -> nn.Module:
     """Returns a model with 2,000 parameters, or one with 105 million elements in few."""
     torch.manual_seed(0)
     if size == "2000":
-        w = LAYER_WIDTH
-        pairs = [(nn.Linear(w, w), nn.BatchNorm1d(w)) for _ in range(LAYERS)]
-        return nn.Sequential(*(layer for pair in pairs for layer in pair))
+        return nn.Sequential(*[small_layers() for _ in range(BLOCKS_OF_MANY)])
     return nn.Sequential(*[Block(WIDE) for _ in range(BLOCKS)])
 
 
