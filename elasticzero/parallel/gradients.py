@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -160,10 +161,13 @@ class HiddenGradients:
             return
         parameters = self._parameters.values()
         hidden, self._hidden = self._hidden, None
-        for parameter, refusing, gradient in zip(parameters, self._refusing, hidden, strict=True):
-            taken_away = parameter.grad is None and not before_step
-            if parameter.grad is not refusing and not taken_away:
-                raise UserError(refusing.sentence)
+        present = [parameter.grad for parameter in parameters]
+        if not all(map(is_, present, self._refusing)):
+            for gradient, refusing in zip(present, self._refusing, strict=True):
+                taken_away = gradient is None and not before_step
+                if gradient is not refusing and not taken_away:
+                    raise UserError(refusing.sentence)
+        for parameter, gradient in zip(parameters, hidden, strict=True):
             parameter.grad = gradient
 
     def require_none(self) -> None:

@@ -29,7 +29,7 @@ from elasticzero.memory_estimate import FLAT_BUCKET_BYTES
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
-from elasticzero.parallel.parameter_changes import memory_of, moved
+from elasticzero.parallel.parameter_changes import lie_at, memory_of, moved
 from elasticzero.spans import Span, intersect
 from elasticzero.torch_internals import sharing_tensors
 
@@ -119,6 +119,8 @@ class FlatBucket:
 
     def moved(self) -> list[int]:
         """Returns the parameters that do not lie in their places, by their index."""
+        if lie_at(self.parameters, self.places):
+            return []
         pairs = zip(self.parameters, self.places, strict=True)
         return [index for index, is_moved in enumerate(moved(pairs)) if is_moved]
 
