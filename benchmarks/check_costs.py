@@ -19,9 +19,9 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 
 SIZES = {"2000": "2,000 parameters and 1,500 buffers", "105M": "105 million elements"}
 """What the models are, by size."""
-STEPS = {"2000": (10, 60), "105M": (3, 6)}
+STEPS = {"2000": (10, 60), "105M": (2, 4)}
 """Steps that are not timed, and steps that are, by size."""
-FIRST_STEPS = 3
+FIRST_STEPS = 2
 """Steps of the first job."""
 LIMIT_S = 600.0
 ROUND_TRIP = "round trip"
