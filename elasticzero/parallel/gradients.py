@@ -139,7 +139,15 @@ class HiddenGradients:
         self._partitioned = partitioned
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         sentence = REFUSED if partitioned else INCOMPLETE
-        self._refusing = [Refusing(p, sentence) for p in self._parameters.values()]
+        made: dict[object, Refusing] = {}
+        self._refusing = []
+        """What stands in the place of each gradient; one for all of a kind, which stays in the
+        processor's cache."""
+        for parameter in self._parameters.values():
+            kind = (parameter.shape, parameter.dtype, parameter.device)
+            if kind not in made:
+                made[kind] = Refusing(parameter, sentence)
+            self._refusing.append(made[kind])
         self._hidden: list[Tensor | None] | None = None
 
     def hide(self, *, complete: bool) -> None:
