@@ -83,7 +83,7 @@ def test_generated_sequences_of_other_lengths_hold_no_rank_up(tmp_path: Path) ->
         made.append([json.loads(line) for line in lines])
     assert made[0] == made[1]
     series, after = made[1]
-    assert len(series) == 3 and all(different > 1 for _, different in series)
+    assert len(series) == 3 and all(different > 3 for _, different in series)
     assert after["after"] == series[-1][0]
 
 

@@ -24,8 +24,11 @@ def lengths(prediction: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    model = llama()
+    torch.manual_seed(1)
+    model = llama().float()
+    with torch.no_grad():  # so that sequences end after 1 to 20 words, each after others
+        for parameter in model.parameters():
+            parameter.mul_(10)
     options = {"eos_token_id": ENDS, "pad_token_id": 0, "max_new_tokens": 20, "do_sample": False}
     model.generation_config = GenerationConfig(**options)
     model.config.pad_token_id = 0
@@ -33,6 +36,7 @@ def main() -> None:
         output_dir=sys.argv[1],
         use_cpu=True,
         max_steps=3,
+        learning_rate=1e-6,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=1,
         eval_strategy="steps",
@@ -43,7 +47,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     trainer = Seq2SeqTrainer(
-        model.float(),
+        model,
         args,
         train_dataset=Texts(),
         eval_dataset=torch.utils.data.Subset(Texts(), range(8)),
