@@ -32,6 +32,7 @@ CHANGES = Paragraph(TRAINING, "Parameters that the script changes")
 WORLDS = Paragraph(TRAINING, "What differs by world size")
 SLICES = Paragraph(TRAINING, "The same numbers at every world size")
 WORDS = Paragraph(REHEARSE, "How to read the words")
+NOT_KEPT = Paragraph(REHEARSE, "Where all came back, and numbers differ")
 UNEQUAL = Paragraph(REHEARSE, "Where two undisturbed runs differ")
 COMPARED = Paragraph(REHEARSE, "What is compared")
 SAMPLES = Paragraph("docs/data.md", "What a resume reads again")
@@ -49,15 +50,15 @@ class ValueKind:
 
 
 VALUE_KINDS = {
-    "tracked": ValueKind("tracked value", MODULES, WORLDS),
-    "buffer": ValueKind("buffer", MODULES, WORLDS),
-    "extra state": ValueKind("extra state", MODULES, WORLDS),
+    "tracked": ValueKind("tracked value", MODULES, NOT_KEPT),
+    "buffer": ValueKind("buffer", MODULES, NOT_KEPT),
+    "extra state": ValueKind("extra state", MODULES, NOT_KEPT),
     "generator": ValueKind("generator", MODULES, SLICES),
-    "loss": ValueKind("loss", WORLDS, WORLDS),
-    "gradient norm": ValueKind("gradient norm", WORLDS, WORLDS),
-    "optimizer attribute": ValueKind("optimizer attribute", OPTIMIZERS, OPTIMIZERS),
-    "optimizer": ValueKind("optimizer", OPTIMIZERS, OPTIMIZERS),
-    "parameter": ValueKind("parameter", CHANGES, WORLDS),
+    "loss": ValueKind("loss", WORLDS, NOT_KEPT),
+    "gradient norm": ValueKind("gradient norm", WORLDS, NOT_KEPT),
+    "optimizer attribute": ValueKind("optimizer attribute", OPTIMIZERS, NOT_KEPT),
+    "optimizer": ValueKind("optimizer", OPTIMIZERS, NOT_KEPT),
+    "parameter": ValueKind("parameter", CHANGES, NOT_KEPT),
 }
 """Kinds of values. Of those that differ in the same step, the one that stands first here is named:
 causes stand before what follows from them."""
