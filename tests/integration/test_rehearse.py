@@ -94,14 +94,15 @@ def test_what_was_started_ends_with_the_command(number: signal.Signals, tmp_path
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline_s = time.monotonic() + 60
-    while not list(logs.rglob("*.jsonl")) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    started = descendants(command.pid)
-    assert len(started) > 4
-    command.send_signal(number)
-    _, err = command.communicate(timeout=60)
+    with command:
+        deadline_s = time.monotonic() + 60
+        while not list(logs.rglob("records/*.jsonl")) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        started = descendants(command.pid)
+        command.send_signal(number)
+        _, err = command.communicate(timeout=60)
     assert command.returncode == ExitCode.INTERRUPTED, err
+    assert len(started) >= 3  # etcd and two agents, at least
     deadline_s = time.monotonic() + 10
     while any(map(is_alive, started)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
