@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from tests.integration.generator.elements import Element
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tests.integration.generator.elements import Element, Gap
 
 _STALE = "docs/training.md: with zero3 a rank has only its rows of such a tensor"
 
 
-def _after(name: str, text: str, *, odds: int = 4, since: int = 0) -> Element:
+_EMPTIED = dict.fromkeys(
+    ("zero1", "zero2", "zero3"),
+    Gap("wrong", "an emptied state is stored as zeros, which SGD with dampening takes otherwise"),
+)
+
+
+def _after(
+    name: str,
+    text: str,
+    *,
+    odds: int = 4,
+    since: int = 0,
+    gaps: Mapping[str, Gap] = MappingProxyType({}),
+) -> Element:
     """Returns a change of parameters after steps."""
-    return Element(name=name, stepped=text, odds=odds, since=since)
+    return Element(name=name, stepped=text, odds=odds, since=since, gaps=gaps)
 
 
 PARAMETERS = [
@@ -268,6 +284,7 @@ if n == SINCE + 2:
 """,
         odds=3,
         since=1,
+        gaps=_EMPTIED,
     ),
     _after(
         "a parameter that is taken out of its group",
@@ -288,6 +305,7 @@ if n == SINCE + 2:
 """,
         since=1,
         odds=2,
+        gaps=_EMPTIED,
     ),
     _after(
         "a group that is added late",
