@@ -81,6 +81,7 @@ class Uses:
         for index, module in enumerate(modules, 1):
             # FSDP2's own hook, which gathers, comes after it
             module.register_forward_pre_hook(partial(self._enter, index), prepend=True)
+            module.register_forward_hook(self._leave)
 
     def clear(self) -> None:
         """Begins a new global batch."""
@@ -238,6 +239,21 @@ class Uses:
         self._root._get_fsdp_state()._lazy_init()  # else the first module that runs is the root
         if torch.is_grad_enabled():
             self.blocks = (self.blocks * 8191 + index) % same_number.MODULUS
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Frees what a forward without gradients has gathered. FSDP2 keeps the parameters of the
+        outermost module for a backward, and what a script changed in these would be lost.
+
+        Args:
+            module: The module.
+            inputs: The inputs of its forward, which do not matter here.
+            output: Its output, likewise.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        for group in _groups_of(module):
+            if group.is_unsharded:
+                group.reshard()
 
     def _check_gathered(self, group: Any, module: nn.Module, inputs: Any) -> None:
         """Checks that the parameters of a module that is called are gathered.

@@ -89,6 +89,15 @@ if n % 3 == 1:
 """,
     ),
     Element(
+        name="weights shrunk after an evaluation",
+        stepped="""
+if session is not None:
+    session.evaluate(DATA, lambda batch: losses_of(model, batch).mean(), batch_size=7)
+model.enter.weight.mul_(0.9)
+""",
+        odds=3,
+    ),
+    Element(
         name="state_dict in the middle",
         stepped="""
 if session is not None and n % 3 == 0:
@@ -122,6 +131,9 @@ model.train()
     Element(
         name="an average that is tracked",
         excludes=(
+            "a parameter that is removed",
+            "a pruned layer",
+            "spectral_norm by hooks",
             "buffers of narrow dtypes",
             "buffer that grows",
             "buffer resized in place",
@@ -213,6 +225,7 @@ for group in listed(optimizer)[0].param_groups:
     ),
     Element(
         name="an average and an evaluation at the end of an epoch",
+        excludes=("a parameter that is removed", "a pruned layer", "spectral_norm by hooks"),
         prepared="""
 KEPT["mean"] = torch.optim.swa_utils.AveragedModel(model)
 if session is not None:

@@ -96,6 +96,23 @@ def test_what_draws_have_brought_to_light_stays_right(
     assert verdict.kind == kind, verdict.text
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "model(PROBE, PROBE_I)",
+        "session and session.evaluate(DATA, lambda batch: losses_of(model, batch).mean())",
+    ],
+)
+def test_a_change_after_a_forward_between_steps_counts(
+    pool: Pool, tmp_path: Path, strategy: str, forward: str
+) -> None:
+    """FSDP2 leaves the outermost module's parameters gathered, in copies that are freed later."""
+    changed = Element(name="a change", stepped=f"{forward}\nmodel.enter.weight.mul_(0.9)")
+    verdict = play(pool, replace(SMALL, strategy=strategy, elements=(changed,)), tmp_path)
+    assert verdict.kind == "exact", verdict.text
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "reason"),
     [
