@@ -11,6 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from elasticzero.session import Session
 
+OF_FSDP = "_is_fsdp_managed_module"
+"""The mark that FSDP2 leaves in a model. transformers generates together with the other ranks by
+it, of which there are none after training."""
+
 
 class WholeModel:
     """Keeps the form of a model, without its values, from before it is divided.
@@ -58,6 +62,6 @@ class WholeModel:
         for name, value in list(model.__dict__.items()):
             if name in nn.Module().__dict__ and isinstance(value, dict):
                 model.__dict__[name] = form.__dict__[name]  # parameters, modules, hooks
-            elif name not in form.__dict__ and hasattr(type(form), name):
-                del model.__dict__[name]  # a method that gathers the parameters around it
+            elif name == OF_FSDP or (name not in form.__dict__ and hasattr(type(form), name)):
+                del model.__dict__[name]  # a mark, or a method that gathers the parameters
         self._form = None

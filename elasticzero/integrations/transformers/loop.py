@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput, speed_metrics
@@ -23,8 +22,6 @@ from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
 
-OF_FSDP = "_is_fsdp_managed_module"
-"""The attribute by which transformers knows modules whose parameters FSDP gathers."""
 LOSSES_KEPT = 1024
 """Number of steps after which the ranks share their losses, though nothing is logged."""
 
@@ -74,7 +71,7 @@ class TrainingLoop:
             trainer.model = trainer.call_model_init()
         _checkpoint_activations(trainer)
         factory = OptimizerFactory(trainer)
-        self.whole_model = WholeModel(session, trainer.model)
+        self.whole_model = whole_model = WholeModel(session, trainer.model)
         trainer.lr_scheduler = None
         model, trainer.optimizer = session.prepare(
             trainer.model,
@@ -83,17 +80,6 @@ class TrainingLoop:
             compile=(args.torch_compile_mode or True) if args.torch_compile else False,
         )
         trainer.model_wrapped = model
-        with _running_alike(trainer.model):
-            return self._train(model, factory)
-
-    def _train(self, model: nn.Module, factory: OptimizerFactory) -> TrainOutput:
-        """Trains once the model is laid over the ranks.
-
-        Args:
-            model: what the session has made of the model.
-            factory: what has made the trainer's optimizer.
-        """
-        trainer, session = self._trainer, self.session
         session.track("trainer", self._progress)
         session.restore()
         batches, steps = self._batches()
@@ -105,8 +91,7 @@ class TrainingLoop:
         if self._in_epoch:
             self._end_epoch()
         output = self._finish()
-        assert self.whole_model is not None
-        self.whole_model.gather(session)
+        whole_model.gather(session)
         return output
 
     def _batches(self) -> tuple[Any, int]:
@@ -361,25 +346,6 @@ class TrainingLoop:
         metrics["total_flos"], metrics["train_loss"] = trainer.state.total_flos, mean
         trainer.log(metrics)
         return TrainOutput(steps, mean, metrics)
-
-
-@contextmanager
-def _running_alike(model: nn.Module) -> Iterator[None]:
-    """Has transformers run the forwards of a divided model equally often on all ranks.
-
-    zero3 gathers parameters on all ranks where a forward runs. So a rank whose sequences have ended
-    goes on in `generate` until those of all have, as transformers does it for what it takes for a
-    model of FSDP.
-    """
-    is_divided = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    modules = list(model.modules()) if is_divided else []
-    for module in modules:
-        module.__dict__[OF_FSDP] = True
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.__dict__.pop(OF_FSDP, None)
 
 
 @contextmanager

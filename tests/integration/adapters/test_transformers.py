@@ -68,7 +68,8 @@ def test_each_rank_ends_with_the_whole_best_model(strategy: str, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_generated_sequences_of_other_lengths_hold_no_rank_up(tmp_path: Path) -> None:
-    """With zero3 a rank whose sequences have ended runs the model for the others."""
+    """With zero3 a rank whose sequences have ended runs the model for the others, as long as there
+    are others: after training each rank generates alone."""
     made = []
     for strategy in ("ddp", "zero3"):
         arguments = ["--nproc-per-node=2", "--strategy", strategy, "--http-port=0"]
