@@ -46,7 +46,8 @@ class ValueKind:
     lost: Paragraph
     """Explains a value that did not come back after a fault."""
     moved: Paragraph
-    """Explains a value that came back, and differs from the undisturbed run's later."""
+    """Explains a value that came back, and differs from the undisturbed run's later: most often
+    something else was kept nowhere."""
 
 
 VALUE_KINDS = {
