@@ -41,6 +41,7 @@ from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import (
     FixedMemory,
     OldMemory,
+    buffer_overlap,
     overlap,
     replaced_sentence,
 )
@@ -86,7 +87,8 @@ class FullyPartitioned(PiecedStrategy):
         self._mesh, self._device = setting.place, setting.state_device
         self.shards = self._mesh.shards
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
-        if (error := overlap(setting.named.parameters)) is not None:
+        error = overlap(setting.named.parameters) or buffer_overlap(setting.model)
+        if error is not None:
             raise error
         made = setting.factory(list(setting.named.parameters.values()))
         self.optimizers = open_optimizers(made, setting.named, "rows", self._device)

@@ -161,6 +161,20 @@ class FixedMemory:
         return None
 
 
+def buffer_overlap(model: nn.Module) -> UserError | None:
+    """Returns the error for a buffer in the memory of a parameter, which each rank is to have rows
+    of; None: there is none."""
+    owners = {memory_of(p): name for name, p in model.named_parameters() if not p.is_meta}
+    for name, buffer in model.named_buffers():
+        if buffer.numel() and not buffer.is_meta and memory_of(buffer) in owners:
+            return UserError(
+                f"buffer {name!r} shares memory with parameter {owners[memory_of(buffer)]!r}, of "
+                "which zero3 gives each rank its rows in other memory: compute it in the forward, "
+                "or use ddp, zero1 or zero2"
+            )
+    return None
+
+
 class OldMemory:
     """Finds changes of the memory that parameters had before each rank took its rows (PC4)."""
 

@@ -116,6 +116,7 @@ REFUSED = [
     ("masked", "zero3", LOST),
     ("momentum", "zero3", "the script has changed parameter 'key.weight' in or after a forward"),
     ("touched", "zero3", "the script has changed parameter 'last.weight' in or after a forward"),
+    ("viewed", "zero3", "buffer 'row' shares memory with parameter 'first.weight'"),
     ("differentiated", "zero3", "torch refuses what the script does with them"),
     ("penalty", "zero3", "the script differentiates gradients (create_graph=True"),
     *(("max_norm", strategy, "module 'words' is an embedding with") for strategy in STRATEGIES),

@@ -185,6 +185,19 @@ class Stacked(Layers):
         self.first = nn.Sequential(nn.Linear(6, 6))  # type: ignore[assignment]
 
 
+class Viewed(Layers):
+    """Has a buffer that is a row of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row", self.first.weight.data[0])
+
+    def double(self) -> Viewed:
+        super().double()
+        self.row = self.first.weight.data[0]
+        return self
+
+
 def clamp(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         tensor.clamp_(-0.2, 0.2)
@@ -249,6 +262,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "empty": Empty,
     "loaded": Layers,
     "aliased": Layers,
+    "viewed": Viewed,
     "differentiated": Stacked,
     "set": Layers,
     "assigned": Layers,
