@@ -116,11 +116,6 @@ class Strategy(Protocol):
         """Takes in parameters to which the script has given other memory, at a boundary and before
         a step; returns the error for one whose shape, dtype or device has changed."""
 
-    @property
-    def changed_in_step(self) -> bool:
-        """Returns whether the script may have changed parameters since the step under way began,
-        before the optimizer did: the state is not that of the last boundary then."""
-
     def changed_names(self) -> Collection[str]:
         """Returns the names of the parameters whose values the script has changed since the global
         batch began, or in the last one, if these steps compare values; else none."""

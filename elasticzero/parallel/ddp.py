@@ -100,10 +100,6 @@ class Replicated:
     def take_changes(self) -> UserError | None:
         return self._memory.difference()
 
-    @property
-    def changed_in_step(self) -> bool:
-        return self._changes.present(lambda: self._memory.has_moved)
-
     def changed_names(self) -> Collection[str]:
         return self._changes.names
 
@@ -209,7 +205,6 @@ class Replicated:
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        self._changes.over()
         for parameter in self._parameters.values():
             parameter.grad = None
         self._losses.clear()

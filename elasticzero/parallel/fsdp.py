@@ -45,11 +45,7 @@ from elasticzero.parallel.parameter_changes import (
     overlap,
     replaced_sentence,
 )
-from elasticzero.parallel.partitioned import (
-    ForwardChanges,
-    PartitionedOptimizer,
-    PiecedStrategy,
-)
+from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
 from elasticzero.state.model import (
@@ -120,7 +116,6 @@ class FullyPartitioned(PiecedStrategy):
         mirrors = [self._mirror(rank, optimizers) for rank, optimizers in copies.items()]
         self._mirrors = Mirrors(setting, mirrors)
         self._memory = FixedMemory(self._parameters)
-        self._changes = ForwardChanges(self._parameters, 1)
         self._hooks = GradientHooks(self._parameters)
         self._stepped: Mapping[str, int] | None = None
         """Digests of this rank's rows as the newest step has left them; None: mirrors have what the
@@ -177,7 +172,6 @@ class FullyPartitioned(PiecedStrategy):
     def expect(self, part: MicroBatch) -> None:
         """Lets each micro-batch be summed within a row, for else a rank would hold whole gradients,
         and only the last one over the rows."""
-        self._changes.begin()
         if self._mesh.replicas > 1:
             self._root.set_requires_all_reduce(part.last)
 
@@ -263,7 +257,6 @@ class FullyPartitioned(PiecedStrategy):
                 piece.parameter.data.copy_(piece.values)
 
     def apply(self) -> None:
-        self._changes.over()
         self._reshard()
         self._uses.compares = False
         self._mark_changed()
@@ -273,6 +266,9 @@ class FullyPartitioned(PiecedStrategy):
         if self._mirrors.kept:
             self._stepped, self._counts = self._row_digests(), self._counts_now()
         self._drop_whole()
+
+    def changed_names(self) -> Collection[str]:
+        return ()  # such a change is refused
 
     def take_changes(self) -> UserError | None:
         self._reshard()  # so that the modules have the parameters of between two steps

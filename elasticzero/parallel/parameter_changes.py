@@ -123,14 +123,9 @@ class ParameterMemory:
         self._parameters = {n: p for n, p in parameters.items() if type(p) is nn.Parameter}
         self._places = {name: p.detach() for name, p in self._parameters.items()}
 
-    @property
-    def has_moved(self) -> bool:
-        """Tells whether a parameter lies elsewhere than at the last call of `difference`."""
-        return not lie_at(self._parameters.values(), self._places.values())
-
     def difference(self) -> UserError | None:
         """Returns the error for a parameter of another kind; takes note of where the others lie."""
-        if not self.has_moved:
+        if lie_at(self._parameters.values(), self._places.values()):
             return None
         for name, parameter in self._parameters.items():
             error = kind_difference(name, parameter, self._places[name])

@@ -45,7 +45,7 @@ from elasticzero.parallel.optimizers.state import (
 from elasticzero.spans import Span
 from elasticzero.state.digests import combined, digests
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
-from elasticzero.torch_internals import counts_of_changes, has_step_hooks
+from elasticzero.torch_internals import has_step_hooks
 
 
 class PartitionedOptimizer:
@@ -447,8 +447,7 @@ class ForwardChanges:
     """Finds what a script changes in whole parameters while a step is computed, which must be the
     same on all ranks, for each of them steps its own part.
 
-    It reads the parameters in the first step, and in the one after each verification. In the others
-    it compares torch's counts of changes, which lack those through `.data`.
+    It reads the parameters in the first step, and in the one after each verification.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], ranks: int) -> None:
@@ -465,10 +464,6 @@ class ForwardChanges:
         self._before: dict[str, int] | None = None
         """Digests from the beginning of the step; None: it is not looked at."""
         self._names: list[str] = []
-        self._counts: list[int] | None = None
-        """Counts of changes from the beginning of the step; None: no step is under way."""
-        self._is_usual = False
-        """A step that was looked at has changed parameters before its optimizer did."""
 
     def request(self) -> None:
         """Has the next step looked at; all ranks call this after the same step."""
@@ -476,8 +471,6 @@ class ForwardChanges:
 
     def begin(self) -> None:
         """Begins a step, or another micro-batch of it; the parameters are up to date."""
-        if self._counts is None:
-            self._counts = counts_of_changes(self._parameters.values())
         if self._due:
             self._due = False
             self._before = digests(self._parameters)
@@ -491,29 +484,7 @@ class ForwardChanges:
         table = digests(self._parameters)
         changed = {name: digest for name, digest in table.items() if digest != before[name]}
         self._names = list(changed)
-        self._is_usual = self._is_usual or bool(changed)
         return combined(changed) % same_number.MODULUS if changed else 0
-
-    def over(self) -> None:
-        """Ends a step: its optimizer has taken it, or it is skipped."""
-        self._counts = None
-
-    def present(self, has_moved: Callable[[], bool] = lambda: False) -> bool:
-        """Returns whether the script may have changed parameters in the step under way, so that
-        they are not those of the boundary before it.
-
-        Args:
-            has_moved: Tells whether one lies elsewhere since then; by default none does.
-        """
-        if self._counts is None:
-            return False
-        if (
-            self._is_usual
-            or has_moved()
-            or self._counts != counts_of_changes(self._parameters.values())
-        ):
-            return True
-        return self._before is not None and digests(self._parameters) != self._before
 
     @property
     def names(self) -> Collection[str]:
@@ -554,10 +525,6 @@ class PiecedStrategy:
         """Returns a sentence on what was not the same on all ranks in the global batch."""
         raise NotImplementedError
 
-    @property
-    def changed_in_step(self) -> bool:
-        return self._changes.present()
-
     def changed_names(self) -> Collection[str]:
         return self._changes.names
 
@@ -566,7 +533,6 @@ class PiecedStrategy:
         return {piece.name: LocalTensor(piece.parameter, piece.start) for piece in pieces}
 
     def discard(self) -> None:
-        self._changes.over()
         self._drop_whole()
         self._pieced.discard()
 

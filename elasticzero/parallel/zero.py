@@ -109,15 +109,6 @@ class FlatBuckets(PiecedStrategy):
         for bucket in self._buckets:
             bucket.count_sharing()
 
-    @property
-    def changed_in_step(self) -> bool:
-        return self._changes.present(self._has_moved)
-
-    def _has_moved(self) -> bool:
-        """Tells whether a parameter lies elsewhere than at the last boundary."""
-        in_buckets = any(set(bucket.moved()) - set(bucket.outside) for bucket in self._buckets)
-        return in_buckets or self._rest_memory.has_moved
-
     def expect(self, part: MicroBatch) -> None:
         self._changes.begin()
         self._part = part
@@ -189,7 +180,6 @@ class FlatBuckets(PiecedStrategy):
             parameter.grad = None
 
     def apply(self) -> None:
-        self._changes.over()
         self._drop_whole()
         self._mark_changed()
         has_gradients = self.optimizers.has_gradients

@@ -159,9 +159,11 @@ class Generation:
             bad_step = resume.step if resume.tier == "storage" else None
             return StopState(bad_step=bad_step, shut=shut)
         at = self.tracker.now
-        clean = at.clean and training.can_stop_with_state()
-        if clean and training.strategy.changed_in_step:
-            clean = training.values.are_there(training.strategy.changed_names())
+        clean = (
+            at.clean
+            and training.can_stop_with_state()
+            and training.values.are_there(training.strategy.changed_names())
+        )
         return StopState(
             step=training.step,
             clean=clean,

@@ -113,7 +113,6 @@ class WholeParameters(PiecedStrategy):
             parameter.grad = None
 
     def apply(self) -> None:
-        self._changes.over()
         self._drop_whole()
         self._mark_changed()
         self._pieced.step([message.names for message in self._owned] or [[]])

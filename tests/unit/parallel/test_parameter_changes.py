@@ -19,6 +19,7 @@ from elasticzero.parallel.buckets.gather import PendingParameter
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.spans import Span
+from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.model import MODEL, NamedModel
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero1 in a fixed order"]
@@ -349,6 +350,19 @@ def other_memory(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data * 0.5
 
 
+def there(values: BoundaryValues, strategy: Strategy) -> bool:
+    """Whether this rank could hand over the state of the last boundary."""
+    return values.are_there(strategy.changed_names())
+
+
+def at_boundary(strategy: Strategy) -> BoundaryValues:
+    """What is known of parameters from this boundary on."""
+    values = BoundaryValues(dict(strategy.model.named_parameters()))
+    values.mark()
+    values.copy()
+    return values
+
+
 @pytest.mark.parametrize("change", [in_place, past_the_count, other_memory])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_change_within_a_step_is_no_state_of_the_boundary(
@@ -359,33 +373,42 @@ def test_a_change_within_a_step_is_no_state_of_the_boundary(
     strategy = laid(model, name)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
     monkeypatch.setattr(strategy._changes, "_due", True)  # type: ignore[attr-defined] # as of several ranks
-    assert not strategy.changed_in_step
+    values = at_boundary(strategy)
     strategy.expect(PART)
-    assert not strategy.changed_in_step
+    assert there(values, strategy)
     change(model.get_parameter("0.weight"))
-    assert strategy.changed_in_step
+    assert not there(values, strategy)
     strategy.backward(loss_of(model, 0, torch.float64), 1.0)
+    values.learn()
     assert strategy.take_changes() is None
     strategy.finish(1.0, None)
+    values.learn_compared(strategy.changed_names())
     strategy.apply()
-    assert not strategy.changed_in_step
+    values.mark()
+    values.copy()
+    before = model.get_parameter("0.weight").detach().clone()
     strategy.expect(PART)
-    assert strategy.changed_in_step, "the first step has changed parameters, so this one may have"
-    strategy.discard()
-    assert not strategy.changed_in_step
+    change(model.get_parameter("0.weight"))
+    assert there(values, strategy), "what has changed in a step is copied from then on"
+    values.put_back()
+    assert torch.equal(model.get_parameter("0.weight"), before)
 
 
 @pytest.mark.parametrize("name", [*STRATEGIES, "zero3"])
 def test_a_step_by_itself_leaves_the_state_of_the_boundary(name: str) -> None:
     model = network(torch.float64)
     strategy = laid(model, name)
+    values = at_boundary(strategy)
     for number in range(2):
         strategy.expect(PART)
         strategy.backward(loss_of(strategy.model, number, torch.float64), 1.0)
-        assert not strategy.changed_in_step
+        assert there(values, strategy)
+        values.learn()
         strategy.finish(1.0, None)
-        assert not strategy.changed_in_step
+        assert there(values, strategy)
         strategy.apply()
+        values.mark()
+        values.copy()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -398,7 +421,7 @@ def test_other_memory_between_steps_is_state_of_the_boundary(name: str) -> None:
         step(strategy, number, torch.float64)
         set_data(model, number, {})
         assert strategy.take_changes() is None
-        assert not strategy.changed_in_step
+        values = at_boundary(strategy)
         strategy.expect(PART)
-        assert not strategy.changed_in_step
+        assert there(values, strategy)
     assert aliases
