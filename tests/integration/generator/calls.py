@@ -6,6 +6,14 @@ from tests.integration.generator.elements import ALL, Element
 
 MEAN = Element(name="the mean of squares", odds=14)
 
+NOT_AVERAGED = (
+    "a parameter that is removed",
+    "a parameter that is tied late",
+    "a pruned layer",
+    "spectral_norm by hooks",
+)
+"""Elements whose models torch's AveragedModel cannot follow."""
+
 LOSSES = [
     MEAN,
     Element(
@@ -131,9 +139,7 @@ model.train()
     Element(
         name="an average that is tracked",
         excludes=(
-            "a parameter that is removed",
-            "a pruned layer",
-            "spectral_norm by hooks",
+            *NOT_AVERAGED,
             "buffers of narrow dtypes",
             "buffer that grows",
             "buffer resized in place",
@@ -225,7 +231,7 @@ for group in listed(optimizer)[0].param_groups:
     ),
     Element(
         name="an average and an evaluation at the end of an epoch",
-        excludes=("a parameter that is removed", "a pruned layer", "spectral_norm by hooks"),
+        excludes=NOT_AVERAGED,
         prepared="""
 KEPT["mean"] = torch.optim.swa_utils.AveragedModel(model)
 if session is not None:
