@@ -1,4 +1,4 @@
-"""What the checks at each boundary and the round trip after a restore take of a training step.
+"""Measures what the checks at boundaries and the round trip after a restore take of a step.
 
 `training.py --checks` calls this. For each strategy and size one job trains a few steps and leaves
 a checkpoint, and a second one goes on from it, on two nodes of one worker each.
@@ -18,7 +18,7 @@ from recovery_trial import trial, wait_for
 from elasticzero.launcher.store.etcd.server import EtcdServer
 
 SIZES = {"2000": "2,000 parameters and 1,500 buffers", "105M": "105 million elements"}
-"""What the models are, by size."""
+"""Descriptions of the models, by size."""
 STEPS = {"2000": (10, 60), "105M": (2, 4)}
 """Steps that are not timed, and steps that are, by size."""
 FIRST_STEPS = 2

@@ -81,7 +81,7 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (RESTORE, training_state, ("restore_state",)),
     (REST, TrainingState, ("at_boundary",)),
 )
-"""What is timed: its kind, the class or module, and the names of its functions."""
+"""The timed functions: their kind, the class or module, and their names."""
 
 
 class Meter:

@@ -170,7 +170,7 @@ CAUSES = {
         COMPARED,
     ),
 }
-"""What each reason makes of a run."""
+"""The cause by reason: it says what the reason makes of a run."""
 
 
 def verdict(reason: Reason, **values: object) -> Verdict:

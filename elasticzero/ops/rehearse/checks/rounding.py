@@ -37,10 +37,10 @@ FLOORS = {
     "float16": 2 * 2.0**-10,
     "bfloat16": 2 * 2.0**-7,
 }
-"""What a value may differ in any case, as a share of its norm: some units in the last place of its
-dtype. Whole numbers, and dtypes that are not here, may not."""
+"""Shares of its norm by which a value may differ in any case: some units in the last place of its
+dtype. Whole numbers, and dtypes that are not here, may not differ."""
 NUMBER_FLOOR = FLOORS["float32"]
-"""The same for a plain number with a fraction, which may come from a 32-bit loss."""
+"""The share for a plain number with a fraction, which may come from a 32-bit loss."""
 _TENSOR = re.compile(r"(\w+)\[[\d, ]*\]")
 
 Distances = Mapping[Key, float]
