@@ -202,8 +202,10 @@ class FlatBuckets(PiecedStrategy):
             return error
         if moved:
             parameters = [b.parameters[i] for b, indices in moved.items() for i in indices]
-            flats = {memory_of(bucket.flat_E) for bucket in self._buckets}
-            shared = shared_outside(parameters) - flats
+            flats = {memory_of(bucket.flat_E): bucket for bucket in self._buckets}
+            if (error := _read_exchange(moved, flats)) is not None:
+                return error
+            shared = shared_outside(parameters) - flats.keys()
             # Copies first: two parameters may have each other's places.
             values = {b: {i: _outside(b.parameters[i], flats) for i in moved[b]} for b in moved}
             for bucket in moved:
@@ -277,6 +279,28 @@ class FlatBuckets(PiecedStrategy):
             yield [*slots, *piece_targets, *copies]
         for bucket in self._buckets:
             bucket.give_out()
+
+
+def _read_exchange(
+    moved: Mapping[FlatBucket, Sequence[int]], flats: Mapping[int, FlatBucket]
+) -> UserError | None:
+    """Returns the error for a parameter that was moved into a bucket of which the script has other
+    tensors: they would have to follow it to its own place.
+
+    Args:
+        moved: The parameters that were moved, by their index, of each bucket.
+        flats: The buckets by the address of their memory.
+    """
+    for bucket, indices in moved.items():
+        for index in indices:
+            into = flats.get(memory_of(bucket.parameters[index]))
+            if into is not None and into.has_readers():
+                return UserError(
+                    f"parameter {bucket.names[index]!r} was given memory of another parameter, and "
+                    "the script has other tensors of it (`parameter.data` that it took before): "
+                    "exchange the values by copy_, or use ddp"
+                )
+    return None
 
 
 def _outside(parameter: Tensor, flats: Collection[int]) -> Tensor:

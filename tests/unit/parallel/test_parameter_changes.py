@@ -336,6 +336,19 @@ def test_a_step_waits_for_what_the_script_has_aliases_of(
     assert pending() == every
 
 
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_parameters_that_are_exchanged_while_others_read_them_are_refused(name: str) -> None:
+    """The alias would be of the other parameter from then on, which has a place of its own."""
+    model = network(torch.float64)
+    strategy = laid(model, name)
+    swapped(model, 1, {})
+    assert strategy.take_changes() is None
+    aliases = [parameter.data for parameter in model.parameters()]
+    swapped(model, 1, {})
+    assert "other tensors of it" in str(strategy.take_changes())
+    assert aliases
+
+
 def in_place(parameter: nn.Parameter) -> None:
     with torch.no_grad():
         parameter.mul_(0.5)
