@@ -11,6 +11,16 @@ NOT_AVERAGED = (
     "a parameter that is tied late",
     "a pruned layer",
     "spectral_norm by hooks",
+    "buffers of narrow dtypes",
+    "buffer that grows",
+    "buffer resized in place",
+    "buffer of changing dtype",
+    "buffer that is None until the first batch",
+    "buffer that is None until the fourth batch",
+    "buffer that becomes None",
+    "buffer that a forward registers",
+    "buffer made by expand",
+    "buffer made by expand that only stays",
 )
 """Elements whose models torch's AveragedModel cannot follow."""
 
@@ -138,19 +148,7 @@ model.train()
     ),
     Element(
         name="an average that is tracked",
-        excludes=(
-            *NOT_AVERAGED,
-            "buffers of narrow dtypes",
-            "buffer that grows",
-            "buffer resized in place",
-            "buffer of changing dtype",
-            "buffer that is None until the first batch",
-            "buffer that is None until the fourth batch",
-            "buffer that becomes None",
-            "buffer that a forward registers",
-            "buffer made by expand",
-            "buffer made by expand that only stays",
-        ),
+        excludes=NOT_AVERAGED,
         prepared="""
 KEPT["average"] = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
 if session is not None:
