@@ -87,6 +87,13 @@ class Session:
         return None if (training := self._generation.training) is None else training.gradient_norm
 
     @property
+    def loss(self) -> float | None:
+        """Returns the newest step's loss: the mean over the global batch, the same on all ranks;
+        None: no step."""
+        training = self._generation.training
+        return None if training is None else training.loss
+
+    @property
     def batch_indices(self) -> list[int]:
         """Returns the dataset indices of the whole current global batch, on all ranks together."""
         return self._work.indices()

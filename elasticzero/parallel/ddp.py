@@ -92,8 +92,8 @@ class Replicated:
         self._late = LateGradients(self._parameters)
         self._norm: Tensor | None = None
         """Norm of the last gradient."""
-        self._factor = 1.0
-        """Holds the factor of the last call of `finish`."""
+        self._loss: Tensor | float = 0.0
+        """Mean loss of the newest complete global batch."""
         self.model: nn.Module = setting.model
         self._memory = ParameterMemory(self._parameters)
 
@@ -158,7 +158,11 @@ class Replicated:
             norm = squared_norm(gradients, self._device).sqrt()
         if max_norm is not None and gradients:
             torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
-        self._norm, self._factor = norm, factor
+        self._norm = norm
+        if self._sums is not None:
+            self._loss = self._sums.loss * factor
+        elif self._losses.mean is not None:
+            self._loss = self._losses.mean * factor
         bad = self._losses.bad if self._sums is None else not math.isfinite(self._sums.loss)
         return norm * math.nan if bad else norm
 
@@ -187,9 +191,7 @@ class Replicated:
 
     @property
     def loss(self) -> float:
-        if self._sums is not None:
-            return self._sums.loss * self._factor
-        return 0.0 if self._losses.mean is None else float(self._losses.mean) * self._factor
+        return float(self._loss)
 
     def suspects(self) -> Suspects:
         optimized = self.optimizers.parameters()

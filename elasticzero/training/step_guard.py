@@ -85,14 +85,9 @@ class StepGuard:
         self._losses: deque[float] = deque(maxlen=on_spike.steps if on_spike else 0)
 
     @property
-    def watches_loss(self) -> bool:
-        """Returns whether `judge` needs the loss."""
-        return self._on_spike is not None
-
-    @property
     def keeps_state(self) -> bool:
         """Returns whether something of this is part of the training state."""
-        return self._scales or self.watches_loss or self._on_nonfinite != "stop"
+        return self._scales or self._on_spike is not None or self._on_nonfinite != "stop"
 
     def judge(self, norm: float, loss: float) -> StepVerdict:
         """Returns what becomes of a global batch; changes the scale and what is recorded.

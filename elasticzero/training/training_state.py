@@ -83,10 +83,9 @@ class Captures:
 class StepTracker:
     """Holds the present `StepState`, and moves it.
 
-    The thread of the script makes each move but two: a loop that the script has left without
-    closing it is closed by Python's garbage collector, in whatever thread and at whatever moment
-    that runs, which may be amid another move of the same thread. So a move that another has come
-    between is made anew, from the state that the other has left. Any thread may read the state.
+    A loop that the script left open is closed by Python's garbage collector, in any thread and
+    perhaps amid another move of that thread: a move that another came between is made anew, from
+    the state that the other left. Any thread may read the state.
     """
 
     def __init__(self) -> None:
@@ -157,7 +156,8 @@ class TrainingState:
         self._stop_reason: str | None = None
         """Reason for which this rank's script ends training for all; None: it does not."""
         self.gradient_norm: float | None = None
-        """Norm of the gradient of the newest step that this generation has applied."""
+        self.loss: float | None = None
+        """Those of the newest step that this generation has applied, over all ranks."""
         self._epoch_end: EpochEnd | None = None
         """The end of an epoch after the current global batch; None: no epoch ends there."""
         self._tracker = tracker
@@ -318,8 +318,8 @@ class TrainingState:
         """
         self._save_if_words_ask()
         self.rows.verify_gradients(self._verify_collectives)
-        value = float(norm)
-        verdict = self.guard.judge(value, self.strategy.loss if self.guard.watches_loss else 0.0)
+        value, loss = float(norm), self.strategy.loss
+        verdict = self.guard.judge(value, loss)
         if verdict.action == "stop":
             raise self._stopped_by(verdict.reason)
         if verdict.action != "apply":
@@ -328,7 +328,7 @@ class TrainingState:
                 raise self._rolled_back(verdict.reason, finding)
             self._skip(verdict.reason, finding)
             return False
-        self.gradient_norm = value
+        self.gradient_norm, self.loss = value, loss
         self._record_unless_shutting_down(StepEvent.CHANGE)
         self.strategy.apply()
         self._share_buffers_of_step()

@@ -23,13 +23,15 @@ from elasticzero.step_clock import wait_for
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 """The first is small, so that its sum begins early in the backward."""
+LOSS_BYTES = 4
+"""Bytes of a format that holds a loss; one of 16 bits rounds it to two or three digits."""
 
 
 class SummedBucket(GradientBucket):
     """Holds gradients whose sum every rank has."""
 
     flat: Tensor
-    """E gradients, N uses, the loss."""
+    """E gradients, N uses, the loss if the format holds it, else 0."""
 
     @property
     def tail(self) -> Tensor:
@@ -65,9 +67,12 @@ class AllReduce:
         ]
         self._losses = losses
         self._under_way: list[tuple[SummedBucket, Any]] = []
+        self._losses_apart = all(p.dtype.itemsize < LOSS_BYTES for p in trained.values())
+        """No bucket has a format that holds losses: they are summed in a message of their own."""
+        self._summed_losses: tuple[Tensor, Any] | None = None
+        """This message, once the first bucket is under way."""
         self.loss = 0.0
-        """Mean loss of the global batch, as far as its format holds it; NaN where a loss of any
-        rank is not finite."""
+        """Mean loss of the global batch; NaN where a loss of any rank is not finite."""
 
     def lend(self, bucket: SummedBucket) -> None:
         numels = [parameter.numel() for parameter in bucket.parameters]
@@ -85,11 +90,15 @@ class AllReduce:
             tail.fill_(1)
         else:
             tail[:-1].copy_(torch.tensor(bucket.used_N))
-        if loss is None:
+        if loss is None or tail.dtype.itemsize < LOSS_BYTES:
             tail[-1].zero_()
         else:
-            most = torch.finfo(tail.dtype).max / 2**16  # a sum over ranks does not overflow
-            tail[-1].copy_(loss.clamp(-most, most) if tail.dtype == torch.float16 else loss)
+            tail[-1].copy_(loss)
+        if self._losses_apart and self._summed_losses is None:
+            summed = bucket.flat.new_zeros(1, dtype=torch.float32)
+            if loss is not None:
+                summed.copy_(loss)
+            self._summed_losses = summed, dist.all_reduce(summed, async_op=True)
         self._under_way.append((bucket, dist.all_reduce(bucket.flat, async_op=True)))
 
     def finish(self) -> None:
@@ -97,11 +106,16 @@ class AllReduce:
         under_way, self._under_way = self._under_way, []
         if not under_way:
             return
-        wait_for(work for _, work in under_way)
+        summed, self._summed_losses = self._summed_losses, None
+        wait_for([work for _, work in under_way] + ([summed[1]] if summed is not None else []))
         tails = torch.cat([bucket.tail.to(torch.float32) for bucket, _ in under_way]).tolist()
+        if summed is not None:
+            self.loss = summed[0].item()
         for bucket, _ in under_way:
             count = len(bucket.names)
-            uses_N, self.loss, tails = tails[:count], tails[count], tails[count + 1 :]
+            uses_N, loss, tails = tails[:count], tails[count], tails[count + 1 :]
+            if bucket.flat.dtype.itemsize >= LOSS_BYTES:
+                self.loss = loss
             if not all(bucket.used_N):
                 for parameter, view, uses in zip(
                     bucket.parameters, bucket.views_N, uses_N, strict=True

@@ -76,6 +76,7 @@ def made(
         shards=shards,
         apply=lambda: None,
         take_changes=lambda: None,
+        loss=0.0,
     )
     model = LaidModel(strategy=strategy, auxiliary=auxiliary, rows=Rows(Mesh.of_world(0, 1)))
     captures = Captures(

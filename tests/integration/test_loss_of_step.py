@@ -1,0 +1,64 @@
+"""`session.loss` is the mean over a global batch on every rank, in every format of parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticzero.spans import STRATEGIES
+from tests.integration.training_harness import Pool
+
+SCRIPT = """
+import sys
+import torch
+import elasticzero as ez
+
+SAMPLES = torch.arange(1, 22, dtype=torch.float64).div(7).sqrt()  # no format of 16 bits holds them
+
+def train(session):
+    strategy, dtype, precision = sys.argv[1:4]
+    model = torch.nn.Linear(3, 2).to(getattr(torch, dtype))
+    model, _ = session.prepare(
+        model, lambda p: torch.optim.SGD(p, lr=1e-3), strategy=strategy, precision=precision
+    )
+    session.restore()
+    assert session.loss is None
+    given = {"weighted": True} if precision == "fp32" else {}
+    for x in session.batches(SAMPLES, global_batch=7, micro_batch=2, steps=5, shuffle=False):
+        ones = torch.ones(len(x), 3, dtype=getattr(torch, dtype))
+        value = x.square().mean() + 0 * model(ones).double().sum()
+        weight = x.sum() if given else None  # stands for a number of tokens
+        session.backward(value, weight=weight)
+        if session.step():
+            batch = SAMPLES[session.batch_indices]
+            parts = micro_batches(batch, session.world_size)
+            weights = [part.sum() if given else len(part) for part in parts]
+            losses = [part.square().mean() for part in parts]
+            expected = sum(w * v for w, v in zip(weights, losses)) / sum(weights)
+            assert abs(session.loss - expected) < 1e-6 * expected, (session.loss, expected)
+    assert session.step_count == 5
+
+def micro_batches(batch, world):
+    shares = [len(batch) * rank // world for rank in range(world + 1)]
+    shares = [batch[a:b] for a, b in zip(shares, shares[1:])]
+    return [micro for share in shares for micro in share.split(2) if len(micro)]
+
+ez.run(train)
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("float32", "fp32"), ("bfloat16", "fp32"), ("float16", "fp32"), ("float32", "fp16")],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_loss_is_the_mean_over_the_global_batch(
+    pool: Pool, tmp_path: Path, strategy: str, dtype: str, precision: str, world: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    running = pool.start(script, [strategy, dtype, precision], world)
+    running.until(running.ended)
+    assert [worker.exit_code for worker in running.workers] == [0] * world, running.logs()
