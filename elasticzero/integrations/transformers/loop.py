@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers import Trainer
@@ -21,9 +20,6 @@ from elasticzero.integrations.transformers.optimizer import OptimizerFactory
 from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.whole_model import WholeModel
 from elasticzero.session import Session
-
-LOSSES_KEPT = 1024
-"""Number of steps after which the ranks share their losses, though nothing is logged."""
 
 
 class TrainingLoop:
@@ -53,14 +49,7 @@ class TrainingLoop:
         self._steps_in_epoch: int | None = None
         """Steps of an epoch; None: the dataset has no length."""
         self._in_epoch = self._in_step = False
-        self._of_step: Tensor | None = None
-        """Sums over this rank's micro-batches of a step: of losses, each times its weight, and of
-        weights; shape (2,). None: the step has not begun."""
-        self._losses: list[Tensor] = []
-        """Such sums of each step of which no mean is taken yet."""
-        self._loss_sum, self._loss_steps = 0.0, 0
-        """Sum of the mean losses of the steps since the last log, and their number."""
-        self._logged = self._began = 0
+        self._began = 0
         self._began_s = time.time()
         self.whole_model: WholeModel | None = None
 
@@ -146,7 +135,7 @@ class TrainingLoop:
         state = trainer.state
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
-        state.global_step = self._began = self._logged = self.session.step_count
+        state.global_step = self._began = self.session.step_count
         state.max_steps, state.train_batch_size = steps, args.per_device_train_batch_size
         state.num_train_epochs = math.ceil(steps / (self._steps_in_epoch or steps))
         state.compute_steps(args, steps)
@@ -175,7 +164,7 @@ class TrainingLoop:
         elif not last:
             trainer.control = handler.on_substep_end(args, trainer.state, trainer.control)
         if last:
-            self._in_step, self._of_step = False, None
+            self._in_step = False
 
     def _compute(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """Computes a micro-batch's loss and gradient as transformers' `training_step` does."""
@@ -186,7 +175,7 @@ class TrainingLoop:
         with trainer.compute_loss_context_manager(), _session_averages(self._args):
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        self._backward(loss, items)
+        self.session.backward(loss, weight=items)
 
     def _compute_by_override(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """Computes a micro-batch's loss and gradient by a subclass's own `training_step`, which
@@ -196,7 +185,7 @@ class TrainingLoop:
 
         def backward(loss: Tensor, **_: Any) -> None:
             backward_calls.append(1)
-            self._backward(loss, items)
+            self.session.backward(loss, weight=items)
 
         trainer.current_gradient_accumulation_steps = 1  # the session takes the mean
         trainer.accelerator.backward = backward
@@ -210,16 +199,6 @@ class TrainingLoop:
                 "super().training_step"
             )
 
-    def _backward(self, loss: Tensor, items: Tensor | None) -> None:
-        """Adds a micro-batch's loss and gradient to those of its step.
-
-        Args:
-            loss: its mean loss.
-            items: the number of labels, over which it is a mean; None: it is one over samples.
-        """
-        self._add_loss(loss.detach(), items)
-        self.session.backward(loss, weight=items)
-
     def _items(self, inputs: dict[str, Any]) -> Tensor | None:
         """Returns the number of labels in a micro-batch, over which its loss is a mean; None: it is
         a mean over samples."""
@@ -227,15 +206,6 @@ class TrainingLoop:
         with _session_averages(self._args):
             items = count([inputs], self.session.device)
         return items if items is None or isinstance(items, Tensor) else torch.tensor(items)
-
-    def _add_loss(self, loss: Tensor, items: Tensor | None) -> None:
-        """Adds a micro-batch's loss to those of its step."""
-        samples = self.session.micro_batch.weight
-        weight = samples if items is None else items * bool(samples)
-        pair = torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)]) * weight
-        if self._args.logging_nan_inf_filter:
-            pair = torch.where(pair.isfinite().all(), pair, 0.0)
-        self._of_step = pair if self._of_step is None else self._of_step + pair
 
     def _end_step(self, rate: float) -> None:
         """Does what follows a step of the optimizer."""
@@ -245,10 +215,7 @@ class TrainingLoop:
             scheduler.step()
         trainer.state.global_step = self.session.step_count
         self._set_epoch()
-        assert self._of_step is not None
-        self._losses.append(self._of_step)
-        if len(self._losses) == LOSSES_KEPT:
-            self._take_losses()
+        self._progress.add_step(self.session)
         if (
             args.torch_empty_cache_steps
             and trainer.state.global_step % args.torch_empty_cache_steps == 0
@@ -271,8 +238,8 @@ class TrainingLoop:
         """Logs, evaluates, saves and ends, as the callbacks have decided on all ranks alike."""
         trainer, control = self._trainer, self._trainer.control
         asked = control.should_log or control.should_evaluate or control.should_save
-        if control.should_log and trainer.state.global_step > self._logged:
-            self._log(rate)
+        if control.should_log and (loss := self._progress.take_unlogged()) is not None:
+            self._log(loss, rate)
         if control.should_evaluate:
             metrics = trainer._evaluate(None, self._ignore_keys)  # noqa: SLF001 - steps the rate
             best = trainer._determine_best_metric(metrics, None)  # noqa: SLF001 - no public name
@@ -294,39 +261,20 @@ class TrainingLoop:
         if control.should_training_stop and not last:
             self.session.stop("a callback of the Trainer has set should_training_stop")
 
-    def _log(self, rate: float) -> None:
-        """Logs the mean loss of the steps since the last log, over all ranks."""
+    def _log(self, loss: float, rate: float) -> None:
+        """Logs the steps since the last log.
+
+        Args:
+            loss: Their mean loss, over all ranks.
+            rate: The learning rate of the newest.
+        """
         trainer = self._trainer
-        logs: dict[str, float] = {}
-        self._take_losses()
-        if self._loss_steps:
-            logs["loss"] = self._loss_sum / self._loss_steps
-        if self.session.gradient_norm is not None:
-            logs["grad_norm"] = self.session.gradient_norm
+        logs = {"loss": loss}
+        if self._progress.gradient_norm is not None:
+            logs["grad_norm"] = self._progress.gradient_norm
         logs["learning_rate"] = rate
-        self._count_losses()
-        self._logged = trainer.state.global_step
         trainer.store_flos()
         trainer.log(logs, self._began_s)
-
-    def _take_losses(self) -> None:
-        """Adds the mean loss over all ranks of each step since the last call; all call this
-        together."""
-        if not self._losses:
-            return
-        pairs = torch.stack(self._losses)
-        self._losses.clear()
-        if dist.is_initialized():
-            dist.all_reduce(pairs)
-        totals, weights = pairs.unbind(1)
-        self._loss_sum += (totals / weights)[weights > 0].sum().item()
-        self._loss_steps += len(pairs)
-
-    def _count_losses(self) -> None:
-        """Adds the losses since the last log to those of the whole training."""
-        self._progress.loss_sum += self._loss_sum
-        self._progress.loss_steps += self._loss_steps
-        self._loss_sum, self._loss_steps = 0.0, 0
 
     def _set_epoch(self) -> None:
         state = self._trainer.state
@@ -336,13 +284,11 @@ class TrainingLoop:
         """Logs the whole training's figures."""
         trainer, progress = self._trainer, self._progress
         steps = trainer.state.global_step
-        self._take_losses()
-        self._count_losses()
-        mean = progress.loss_sum / max(progress.loss_steps, 1)
         done = steps - self._began
         samples = done * (progress.global_batch or 0)
         metrics = speed_metrics("train", self._began_s, num_samples=samples, num_steps=done)
         trainer.store_flos()
+        mean = progress.mean_loss()
         metrics["total_flos"], metrics["train_loss"] = trainer.state.total_flos, mean
         trainer.log(metrics)
         return TrainOutput(steps, mean, metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import transformers
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_callback import TrainerState
 
+from elasticzero.session import Session
 from elasticzero.state.schedules import warn_of_changed_rates
 
 OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero")
@@ -20,6 +22,23 @@ class Exported(Protocol):
     """Describes callbacks that keep state, such as that which stops early."""
 
     def state(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeanLoss:
+    """Holds what a mean over steps is made of."""
+
+    total: float = 0.0
+    steps: int = 0
+
+    def with_step(self, loss: float) -> MeanLoss:
+        """Returns the mean that counts one more step, of this loss."""
+        return MeanLoss(self.total + loss, self.steps + 1)
+
+    @property
+    def mean(self) -> float:
+        """Returns the mean; 0: there is no step."""
+        return self.total / max(self.steps, 1)
 
 
 class TrainerProgress:
@@ -32,9 +51,10 @@ class TrainerProgress:
     def __init__(self) -> None:
         self.global_batch: int | None = None
         """Samples in a step over all ranks; None: no generation has trained yet."""
-        self.loss_sum = 0.0
-        """Sum of the mean losses of `loss_steps` steps."""
-        self.loss_steps = 0
+        self._losses, self._unlogged = MeanLoss(), MeanLoss()
+        """Over the whole training, and over the steps since the last log."""
+        self.gradient_norm: float | None = None
+        """That of the newest step, before clipping; None: there was no step."""
         self.scheduler: LRScheduler | None = None
         self._shared = ""
         self._loaded_scheduler: dict[str, Any] | None = None
@@ -42,16 +62,35 @@ class TrainerProgress:
     def state_dict(self) -> dict[str, Any]:
         return {
             "global_batch": self.global_batch,
-            "loss": [self.loss_sum, self.loss_steps],
+            "loss": list(dataclasses.astuple(self._losses)),
+            "unlogged": list(dataclasses.astuple(self._unlogged)),
+            "gradient_norm": self.gradient_norm,
             "trainer": self._shared,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.global_batch = state["global_batch"]
-        self.loss_sum, self.loss_steps = state["loss"]
+        self._losses = MeanLoss(*state["loss"])
+        self._unlogged = MeanLoss(*state.get("unlogged", ()))  # older states have neither
+        self.gradient_norm = state.get("gradient_norm")
         self._shared = state["trainer"]
         self._loaded_scheduler = state["scheduler"]
+
+    def add_step(self, session: Session) -> None:
+        """Takes what the session's newest step has given."""
+        loss, self.gradient_norm = session.loss, session.gradient_norm
+        assert loss is not None
+        self._losses, self._unlogged = self._losses.with_step(loss), self._unlogged.with_step(loss)
+
+    def mean_loss(self) -> float:
+        """Returns the mean over all steps; 0 if there is none."""
+        return self._losses.mean
+
+    def take_unlogged(self) -> float | None:
+        """Returns the mean over the steps since the last call; None: there is none."""
+        unlogged, self._unlogged = self._unlogged, MeanLoss()
+        return unlogged.mean if unlogged.steps else None
 
     def adopt_scheduler(self, scheduler: LRScheduler) -> None:
         """Lets a scheduler that was just built go on where the loaded one stood."""

@@ -323,8 +323,14 @@ def test_a_derived_trainer_trains_as_that_of_transformers(tmp_path: Path) -> Non
 def test_the_stored_progress_has_its_keys() -> None:
     """Checkpoints of other releases hold it."""
     progress = TrainerProgress()
-    stored = '{"global_batch": null, "loss": [0.0, 0], "trainer": "", "scheduler": null}'
+    stored = (
+        '{"global_batch": null, "loss": [0.0, 0], "unlogged": [0.0, 0], "gradient_norm": null, '
+        '"trainer": "", "scheduler": null}'
+    )
     assert json.dumps(progress.state_dict()) == stored
-    progress.load_state_dict(json.loads(stored) | {"global_batch": 8, "loss": [1.5, 3]})
-    changed = '{"global_batch": 8, "loss": [1.5, 3], "trainer": "", "scheduler": null}'
-    assert json.dumps(progress.state_dict()) == changed
+    changed = json.loads(stored) | {"global_batch": 8, "loss": [1.5, 3], "unlogged": [0.5, 1]}
+    progress.load_state_dict(changed)
+    assert progress.state_dict() == changed
+    older = '{"global_batch": 8, "loss": [1.5, 3], "trainer": "", "scheduler": null}'
+    progress.load_state_dict(json.loads(older))
+    assert progress.state_dict() == changed | {"unlogged": [0.0, 0]}

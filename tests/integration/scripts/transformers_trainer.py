@@ -141,7 +141,9 @@ def main() -> None:
     metrics = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        history = [entry.get("step") for entry in trainer.state.log_history if "loss" in entry]
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        history = {entry["step"]: [entry["loss"], entry["grad_norm"]] for entry in logged}
+        assert len(history) == len(logged), "a step is logged twice"
         told = {"steps": output.global_step, "loss": output.training_loss, "logged": history}
         told |= {"eval": metrics["eval_loss"], "right": metrics["eval_right"]}
         told["each"] = [
