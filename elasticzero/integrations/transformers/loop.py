@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers import Trainer
@@ -46,6 +47,9 @@ class TrainingLoop:
         self._global_batch = global_batch
         self._ignore_keys = ignore_keys
         self._progress = TrainerProgress()
+        self._operations = 0.0
+        """Floating-point operations of this rank in the step under way, as transformers counts
+        them."""
         self._steps_in_epoch: int | None = None
         """Steps of an epoch; None: the dataset has no length."""
         self._in_epoch = self._in_step = False
@@ -159,7 +163,10 @@ class TrainingLoop:
             self._compute_by_override(model, inputs)
         rate = trainer._get_learning_rate()  # noqa: SLF001 - that of this step
         last = self.session.micro_batch.last
+        if last:
+            operations, self._operations = self._sum_over_ranks(self._operations), 0.0
         if self.session.step(max_grad_norm=args.max_grad_norm or None):
+            self._progress.add_step(self.session, operations.item())
             self._end_step(rate)
         elif not last:
             trainer.control = handler.on_substep_end(args, trainer.state, trainer.control)
@@ -174,7 +181,7 @@ class TrainingLoop:
         items = self._items(inputs)
         with trainer.compute_loss_context_manager(), _session_averages(self._args):
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        self._count_operations(inputs)
         self.session.backward(loss, weight=items)
 
     def _compute_by_override(self, model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -191,13 +198,25 @@ class TrainingLoop:
         trainer.accelerator.backward = backward
         with _session_averages(self._args):
             trainer.training_step(model, inputs, items)
-        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        self._count_operations(inputs)
         if len(backward_calls) != 1:
             raise UserError(
                 f"{type(trainer).__name__}.training_step has called self.accelerator.backward "
                 f"{len(backward_calls)} times for a micro-batch: call it once, or call "
                 "super().training_step"
             )
+
+    def _count_operations(self, inputs: dict[str, Any]) -> None:
+        """Counts what a micro-batch takes of this rank, unless it is only there to fill a share."""
+        if self.session.micro_batch.weight:
+            self._operations += float(self._trainer.floating_point_ops(inputs))
+
+    def _sum_over_ranks(self, value: float) -> Tensor:
+        """Returns a sum that is there once the session's step is: nothing waits for it here."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.session.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
 
     def _items(self, inputs: dict[str, Any]) -> Tensor | None:
         """Returns the number of labels in a micro-batch, over which its loss is a mean; None: it is
@@ -215,7 +234,6 @@ class TrainingLoop:
             scheduler.step()
         trainer.state.global_step = self.session.step_count
         self._set_epoch()
-        self._progress.add_step(self.session)
         if (
             args.torch_empty_cache_steps
             and trainer.state.global_step % args.torch_empty_cache_steps == 0
@@ -273,7 +291,7 @@ class TrainingLoop:
         if self._progress.gradient_norm is not None:
             logs["grad_norm"] = self._progress.gradient_norm
         logs["learning_rate"] = rate
-        trainer.store_flos()
+        trainer.state.total_flos = self._progress.operations
         trainer.log(logs, self._began_s)
 
     def _set_epoch(self) -> None:
@@ -287,7 +305,7 @@ class TrainingLoop:
         done = steps - self._began
         samples = done * (progress.global_batch or 0)
         metrics = speed_metrics("train", self._began_s, num_samples=samples, num_steps=done)
-        trainer.store_flos()
+        trainer.state.total_flos = self._progress.operations
         mean = progress.mean_loss()
         metrics["total_flos"], metrics["train_loss"] = trainer.state.total_flos, mean
         trainer.log(metrics)

@@ -55,6 +55,8 @@ class TrainerProgress:
         """Over the whole training, and over the steps since the last log."""
         self.gradient_norm: float | None = None
         """That of the newest step, before clipping; None: there was no step."""
+        self.operations = 0.0
+        """Floating-point operations of the whole training, of all ranks."""
         self.scheduler: LRScheduler | None = None
         self._shared = ""
         self._loaded_scheduler: dict[str, Any] | None = None
@@ -65,6 +67,7 @@ class TrainerProgress:
             "loss": list(dataclasses.astuple(self._losses)),
             "unlogged": list(dataclasses.astuple(self._unlogged)),
             "gradient_norm": self.gradient_norm,
+            "operations": self.operations,
             "trainer": self._shared,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
@@ -72,13 +75,20 @@ class TrainerProgress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.global_batch = state["global_batch"]
         self._losses = MeanLoss(*state["loss"])
-        self._unlogged = MeanLoss(*state.get("unlogged", ()))  # older states have neither
+        self._unlogged = MeanLoss(*state.get("unlogged", ()))  # older states have none of these
         self.gradient_norm = state.get("gradient_norm")
+        self.operations = state.get("operations", 0.0)
         self._shared = state["trainer"]
         self._loaded_scheduler = state["scheduler"]
 
-    def add_step(self, session: Session) -> None:
-        """Takes what the session's newest step has given."""
+    def add_step(self, session: Session, operations: float) -> None:
+        """Takes what the session's newest step has given.
+
+        Args:
+            session: The session.
+            operations: The floating-point operations of the step, of all ranks.
+        """
+        self.operations += operations
         loss, self.gradient_norm = session.loss, session.gradient_norm
         assert loss is not None
         self._losses, self._unlogged = self._losses.with_step(loss), self._unlogged.with_step(loss)

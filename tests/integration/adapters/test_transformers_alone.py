@@ -83,6 +83,8 @@ def check_equal(ours: Any, theirs: Any) -> None:
         assert (parameter - other).abs().max() < 1e-10, name
     for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "epoch"):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-4), name
+    assert ours.state.total_flos == pytest.approx(theirs.state.total_flos, rel=1e-9)
+    assert ours.state.total_flos > 0
 
 
 @pytest.mark.parametrize(
@@ -325,12 +327,13 @@ def test_the_stored_progress_has_its_keys() -> None:
     progress = TrainerProgress()
     stored = (
         '{"global_batch": null, "loss": [0.0, 0], "unlogged": [0.0, 0], "gradient_norm": null, '
-        '"trainer": "", "scheduler": null}'
+        '"operations": 0.0, "trainer": "", "scheduler": null}'
     )
     assert json.dumps(progress.state_dict()) == stored
     changed = json.loads(stored) | {"global_batch": 8, "loss": [1.5, 3], "unlogged": [0.5, 1]}
+    changed |= {"operations": 6e9}
     progress.load_state_dict(changed)
     assert progress.state_dict() == changed
     older = '{"global_batch": 8, "loss": [1.5, 3], "trainer": "", "scheduler": null}'
     progress.load_state_dict(json.loads(older))
-    assert progress.state_dict() == changed | {"unlogged": [0.0, 0]}
+    assert progress.state_dict() == changed | {"unlogged": [0.0, 0], "operations": 0.0}

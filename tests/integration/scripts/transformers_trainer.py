@@ -145,6 +145,7 @@ def main() -> None:
         history = {entry["step"]: [entry["loss"], entry["grad_norm"]] for entry in logged}
         assert len(history) == len(logged), "a step is logged twice"
         told = {"steps": output.global_step, "loss": output.training_loss, "logged": history}
+        told["flos"] = trainer.state.total_flos
         told |= {"eval": metrics["eval_loss"], "right": metrics["eval_right"]}
         told["each"] = [
             entry["eval_right"] for entry in trainer.state.log_history[:-1] if "eval_right" in entry
