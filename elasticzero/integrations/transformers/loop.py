@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from elasticzero.errors import UserError
 from elasticzero.integrations.global_batch import agreed_global_batch
+from elasticzero.integrations.transformers.evaluation import averages_of_one_rank
 from elasticzero.integrations.transformers.optimizer import OptimizerFactory
 from elasticzero.integrations.transformers.progress import TrainerProgress
 from elasticzero.integrations.whole_model import WholeModel
@@ -179,7 +178,7 @@ class TrainingLoop:
         model.train()
         inputs = trainer._prepare_inputs(inputs)  # noqa: SLF001 - a hook of subclasses
         items = self._items(inputs)
-        with trainer.compute_loss_context_manager(), _session_averages(self._args):
+        with trainer.compute_loss_context_manager(), averages_of_one_rank(self._args):
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
         self._count_operations(inputs)
         self.session.backward(loss, weight=items)
@@ -196,7 +195,7 @@ class TrainingLoop:
 
         trainer.current_gradient_accumulation_steps = 1  # the session takes the mean
         trainer.accelerator.backward = backward
-        with _session_averages(self._args):
+        with averages_of_one_rank(self._args):
             trainer.training_step(model, inputs, items)
         self._count_operations(inputs)
         if len(backward_calls) != 1:
@@ -222,7 +221,7 @@ class TrainingLoop:
         """Returns the number of labels in a micro-batch, over which its loss is a mean; None: it is
         a mean over samples."""
         count = self._trainer._get_num_items_in_batch  # noqa: SLF001 - as its own loop
-        with _session_averages(self._args):
+        with averages_of_one_rank(self._args):
             items = count([inputs], self.session.device)
         return items if items is None or isinstance(items, Tensor) else torch.tensor(items)
 
@@ -310,16 +309,6 @@ class TrainingLoop:
         metrics["total_flos"], metrics["train_loss"] = trainer.state.total_flos, mean
         trainer.log(metrics)
         return TrainOutput(steps, mean, metrics)
-
-
-@contextmanager
-def _session_averages(args: Any) -> Iterator[None]:
-    """Lets the trainer's loss be a mean over this rank's labels: the session weighs the ranks."""
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = True
 
 
 def _checkpoint_activations(trainer: Trainer) -> None:

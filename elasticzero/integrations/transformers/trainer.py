@@ -16,6 +16,11 @@ from elasticzero.integrations.launch_environment import hide
 from elasticzero.integrations.resume_argument import resume_note
 from elasticzero.integrations.session_log import log_numbers
 from elasticzero.integrations.transformers import accelerator, refusals, saving
+from elasticzero.integrations.transformers.evaluation import (
+    averages_of_one_rank,
+    with_fillers,
+    without_fillers,
+)
 from elasticzero.integrations.transformers.loop import TrainingLoop
 from elasticzero.session import Session
 from elasticzero.state.rng import preserve_rng
@@ -122,6 +127,17 @@ class Trainer(transformers.Trainer):
             return super().evaluate(*args, **others)
         with self.session.busy("evaluating"), preserve_rng(self.session.device):
             return super().evaluate(*args, **others)
+
+    def evaluation_loop(self, *args: Any, **others: Any) -> Any:
+        """Evaluates or predicts as transformers does, each batch by itself on one rank."""
+        with averages_of_one_rank(self.args):
+            return super().evaluation_loop(*args, **others)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **others: Any) -> Any:
+        """Computes what transformers does of a batch, without the samples that only fill it."""
+        kept, fillers = without_fillers(self, inputs)
+        loss, logits, labels = super().prediction_step(model, kept, *args, **others)
+        return loss, with_fillers(logits, fillers), with_fillers(labels, fillers)
 
     def log(self, logs: dict[str, float], *args: Any, **others: Any) -> None:
         """Logs as transformers does, and gives rank 0's numbers to `session.log` while `train`

@@ -147,9 +147,8 @@ def main() -> None:
         told = {"steps": output.global_step, "loss": output.training_loss, "logged": history}
         told["flos"] = trainer.state.total_flos
         told |= {"eval": metrics["eval_loss"], "right": metrics["eval_right"]}
-        told["each"] = [
-            entry["eval_right"] for entry in trainer.state.log_history[:-1] if "eval_right" in entry
-        ]
+        evaluated = [e for e in trainer.state.log_history[:-1] if "eval_right" in e]
+        told["each"] = [[entry["eval_right"], entry["eval_loss"]] for entry in evaluated]
         print(json.dumps({"ended": told}), flush=True)
 
 
