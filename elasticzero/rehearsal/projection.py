@@ -8,6 +8,7 @@ name fix. The mean square of the differences of such sums is an estimate of the 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import zlib
 from collections import deque
@@ -127,7 +128,8 @@ def _patterns(first: int, count: int) -> np.ndarray[Any, Any]:
 def leaves(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yields the tensors and plain values in a value, with their names.
 
-    A long container of plain values is one leaf, and so is an object of any other class.
+    A long container of plain values is one leaf, and so is an object of any other class. A text
+    that is JSON stands for the container that it describes.
 
     Args:
         name: The name of the value itself.
@@ -138,6 +140,8 @@ def leaves(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield name, torch.from_numpy(np.ascontiguousarray(value))
     elif isinstance(value, np.generic):
         yield name, value.item()
+    elif isinstance(value, str) and (described := _described(value)) is not None:
+        yield from leaves(name, described, depth + 1)
     elif isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         for inner in value.__tensor_flatten__()[0]:
             yield from leaves(f"{name}.{inner}", getattr(value, inner), depth + 1)
@@ -151,6 +155,16 @@ def leaves(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             yield from leaves(f"{name}[{key!r}]", item, depth + 1)
+
+
+def _described(text: str) -> Any:
+    """Returns the container that a text describes as JSON; None: it describes none."""
+    if text[:1] not in ("{", "["):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _is_long(value: Any) -> bool:

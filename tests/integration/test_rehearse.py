@@ -138,14 +138,53 @@ def test_draws_are_not_compared_without_slices(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", PARTS)
-def test_what_is_forgotten_is_named(name: str, tmp_path: Path) -> None:
-    optimizer = "remembering" if name.startswith(("state", "[")) else "adamw"
-    fault = "kill-worker" if name == "generator" else "kill-node"
-    arguments = ["--optimizer", optimizer, "--forget", name, "--dropout", "0.1"]
-    options = ("--strategies", "ddp", "--faults", fault)
+@pytest.mark.parametrize(
+    ("name", "strategy"), [(name, s) for name, part in PARTS.items() for s in part.strategies]
+)
+def test_what_is_forgotten_is_named(name: str, strategy: str, tmp_path: Path) -> None:
+    part = PARTS[name]
+    arguments = ["--optimizer", part.optimizer, "--forget", name, "--dropout", "0.1"]
+    options = ("--strategies", strategy, "--faults", part.fault)
     code, runs = outcomes(tmp_path, *options, arguments=arguments)
     assert code == 1, runs
-    assert runs["ddp", fault]["outcome"] == "DIFFERS", runs
-    assert name in runs["ddp", fault]["note"], runs
-    assert "before step 4" in runs["ddp", fault]["note"]
+    assert runs[strategy, part.fault]["outcome"] == "DIFFERS", runs
+    assert part.named in runs[strategy, part.fault]["note"], runs
+    assert "before step 4" in runs[strategy, part.fault]["note"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_tensors_under_any_key_are_kept(strategy: str, tmp_path: Path) -> None:
+    """As those above, with nothing forgotten."""
+    options = ("--strategies", strategy, "--faults", "kill-worker,kill-node")
+    code, runs = outcomes(tmp_path, *options, arguments=["--optimizer", "averaging"])
+    assert code == ExitCode.DONE, runs
+    assert runs[strategy, "kill-worker"]["outcome"] == "equal", runs
+    assert runs[strategy, "kill-node"]["outcome"] == "within rounding", runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["transformers_trainer", "lightning_trainer", "accelerate_loop"])
+def test_scripts_of_frameworks_are_green(name: str, tmp_path: Path) -> None:
+    """As they are; of the faults two, and of the strategies one that deals the state."""
+    arguments = [str(tmp_path / "output"), "--global-batch", "8"]
+    options = ("--strategies", "zero2", "--faults", "kill-worker,join")
+    script = SCRIPTS / f"{name}.py"
+    code, runs = outcomes(tmp_path, *options, script=script, arguments=arguments)
+    assert code == ExitCode.DONE, runs
+    assert runs["zero2", "kill-worker"]["outcome"] == "equal", runs
+    assert runs["zero2", "join"]["outcome"] in ("equal", "within rounding"), runs
+
+
+def test_a_script_that_ends_badly_is_quoted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nimport elasticzero\nprint('step 0')\nsys.exit('no data in /d')\n"
+    )
+    options = ("--strategies", "ddp", "--faults", "kill-worker")
+    code, out, err = rehearsal(tmp_path, *options, script=script)
+    assert code == 1
+    said = "exited with status 1; the last line that it printed is: no data in /d"
+    assert said in err and said in " ".join(out.split())

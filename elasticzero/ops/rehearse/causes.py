@@ -82,6 +82,7 @@ class Reason(enum.Enum):
     HALF_PARAMETERS = "no undisturbed run with masters"
     NO_REPETITION = "no second undisturbed run"
     UNEQUAL_REPETITION = "two undisturbed runs differ"
+    UNSTEADY_VALUES = "tracked values differ between two undisturbed runs"
     BEFORE_FAULT = "differs before the fault"
     DRAWS = "draws at random"
     RESEEDED = "draws from generators that begin anew"
@@ -143,6 +144,11 @@ CAUSES = {
     ),
     Reason.UNEQUAL_REPETITION: Cause(
         Outcome.NOT_COMPARABLE, "two undisturbed runs differ: {text}", UNEQUAL
+    ),
+    Reason.UNSTEADY_VALUES: Cause(
+        Outcome.EQUAL,
+        "two undisturbed runs are equal but for {things}, of which no other comparison is made",
+        UNEQUAL,
     ),
     Reason.BEFORE_FAULT: Cause(
         Outcome.NOT_COMPARABLE, "the run differs before the fault: {text}", UNEQUAL

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "CLEARML_OFFLINE_MODE": "1",
 }
 """Variables of every worker: one thread, whose sums have one order, and nothing sent to others."""
+LINE_CHARACTERS = 200
+"""Most characters of a worker's line in a message."""
 NEVER_RUN = (
     "the script trains without calling elasticzero.run, so that none of its steps is seen, and it "
     "resumes by itself, if at all: docs/quickstart.md has the lines that it needs"
@@ -300,8 +303,26 @@ class FaultedJob:
             return "", ""
         errors = [*self._account.refusals, *self._account.errors.values()]
         text = errors[0] if errors else f"the job ended with exit code {code}"
+        if "exited with status" in text and (line := last_line(self._directory / "logs")):
+            text = f"{text}; the last line that it printed is: {line}"
         is_early = all(record.generation == 1 and record.step <= 1 for record in records)
         return (text, "") if code == ExitCode.USAGE and is_early else ("", text)
+
+
+def last_line(logs: Path) -> str:
+    """Returns the last line that the newest worker with output has printed, shortened; empty: none
+    has printed any.
+
+    Args:
+        logs: The directory of the logs of a job's nodes.
+    """
+    files = [path for path in logs.glob("*/*/*.log") if path.stem.isdigit()]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        lines = path.read_text(errors="replace").splitlines()
+        printed = [line for line in lines if line.strip()]
+        if printed:
+            return textwrap.shorten(printed[-1], LINE_CHARACTERS, placeholder=" …")
+    return ""
 
 
 def worker_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:

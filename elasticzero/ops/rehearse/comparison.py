@@ -13,18 +13,24 @@ Rules:
  RC6  From the first step in another world, or by another strategy, values may differ by rounding.
       Where the world is another, a run that draws at random or has BatchNorm is not comparable
       without `virtual_batch=`.
+ RC7  Tracked values that differ between two undisturbed runs in which all else is equal, as
+      measured times do, are compared with no undisturbed run. Nor are times that a Trainer of
+      transformers logs, which may be equal by chance.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticzero.ops.rehearse.causes import Reason, value_verdict, verdict
 from elasticzero.ops.rehearse.checks import boundary, samples
-from elasticzero.ops.rehearse.checks.exact import Difference, first_difference
+from elasticzero.ops.rehearse.checks.changes import Change
+from elasticzero.ops.rehearse.checks.exact import Difference, changes_at, first_difference
 from elasticzero.ops.rehearse.checks.rounding import Comparison, Noise, noise_of
-from elasticzero.ops.rehearse.checks.series import Series, first_whole, series_of
+from elasticzero.ops.rehearse.checks.series import Key as SeriesKey
+from elasticzero.ops.rehearse.checks.series import Series, first_whole, series_of, without
 from elasticzero.ops.rehearse.results import (
     CONTROLS,
     NUDGED,
@@ -37,6 +43,10 @@ from elasticzero.ops.rehearse.results import (
 from elasticzero.rehearsal.records import RunResult
 from elasticzero.text import count_text
 
+TRACKED = "tracked"
+"""The kind of value of which RC7 speaks."""
+LOGGED_TIME = re.compile(r".*\['log_history'\].*(_runtime|_per_second|_time)'\]")
+"""The names of times that a Trainer logs."""
 LEFT = frozenset({0, 75, 130})
 """Exit codes of a run that was done, drained, or ended by its operator."""
 
@@ -73,9 +83,14 @@ def compare(results: Sequence[RunResult]) -> Mapping[Key, Verdict]:
     on the undisturbed run where there are two to compare.
     """
     runs = [Run(result, series_of(result.records)) for result in results]
+    unsteady = _unsteady(runs)
+    steady = [replace(run, series=without(run.series, unsteady)) for run in runs]
     verdicts: dict[Key, Verdict] = {}
-    for run in runs:
-        judged = _control_verdict(run, runs) if _is_control(run) else _verdict(run, runs)
+    for run, comparable in zip(runs, steady, strict=True):
+        if _is_control(run):
+            judged = _control_verdict(comparable, steady, unsteady)
+        else:
+            judged = _end(run) or boundary.check(run.series) or _verdict(comparable, steady)
         if judged is not None:
             verdicts[run.result.strategy, run.result.fault, run.result.world] = judged
     return verdicts
@@ -101,11 +116,26 @@ def _is_control(run: Run) -> bool:
     return run.result.fault in CONTROLS
 
 
+def _unsteady(runs: Sequence[Run]) -> Mapping[SeriesKey, str]:
+    """Returns the values that RC7 leaves out, each with the noun and the name for a sentence."""
+    repeated = [pair for run in runs if (pair := _pair(REPEATED, run, runs)) and pair[0] is run]
+    found: dict[SeriesKey, str] = {}
+    for first, second in repeated:
+        both = second.series, first.series
+        common = sorted(both[0].steps.keys() & both[1].steps.keys())
+        changes = [change for step in common for change in changes_at(step, *both)]
+        if all(change.kind == TRACKED for change in changes):
+            found |= {(change.kind, change.name): change.thing for change in changes}
+    for run in runs:
+        records = (record for ranks in run.series.steps.values() for record in ranks.values())
+        for kind, name in {(v.kind, v.name) for record in records for v in record.live}:
+            if kind == TRACKED and LOGGED_TIME.fullmatch(name):
+                found.setdefault((kind, name), Change(kind, name, None, None).thing)
+    return found
+
+
 def _verdict(run: Run, runs: Sequence[Run]) -> Verdict:
-    """Returns the verdict on a run with a fault."""
-    problem = _end(run) or boundary.check(run.series)
-    if problem is not None:
-        return problem
+    """Returns the verdict on a run that came back with all that is kept after its fault."""
     undisturbed = _undisturbed(run, runs)
     if undisturbed is None:
         mixed = run.result.half_parameters and any(map(_is_undisturbed, runs))
@@ -118,14 +148,28 @@ def _verdict(run: Run, runs: Sequence[Run]) -> Verdict:
     return _steps(run, controls) or _samples(run, controls) or _values(run, controls)
 
 
-def _control_verdict(run: Run, runs: Sequence[Run]) -> Verdict | None:
-    """Returns the verdict on a run without a fault; None: there is nothing to say of it."""
+def _control_verdict(
+    run: Run, runs: Sequence[Run], unsteady: Mapping[SeriesKey, str]
+) -> Verdict | None:
+    """Returns the verdict on a run without a fault; None: there is nothing to say of it.
+
+    Args:
+        run: The run.
+        runs: All runs.
+        unsteady: What no series has of those that are compared, as `_unsteady` returns it.
+    """
     if run.ended_badly:
         return _end(run)
     pair = _pair(REPEATED, run, runs) if run.result.fault == UNDISTURBED else None
     if pair is None or pair[0] is not run:
         return None
-    return _repetition(pair) or Verdict(Outcome.EQUAL)
+    if (unequal := _repetition(pair)) is not None:
+        return unequal
+    if not unsteady:
+        return Verdict(Outcome.EQUAL)
+    first, others = next(iter(unsteady.values())), len(unsteady) - 1
+    things = f"{first} and {count_text(others, 'other')}" if others else first
+    return verdict(Reason.UNSTEADY_VALUES, things=things)
 
 
 def _end(run: Run) -> Verdict | None:

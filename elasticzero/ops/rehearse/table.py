@@ -82,7 +82,8 @@ def render(verdicts: Verdicts, results: Sequence[RunResult], facts: Facts) -> st
         cells.append([name, *_cell_texts(judged, notes)])
     lines = _aligned(cells) if steps else []
     lines += _control_lines(verdicts, notes)
-    return "\n".join([*lines, *notes.lines(), *_footer(verdicts, results, facts)]) + "\n"
+    footer = _footer(verdicts, results, facts, notes)
+    return "\n".join([*lines, *notes.lines(), *footer]) + "\n"
 
 
 def _rows(verdicts: Verdicts, results: Sequence[RunResult]) -> list[tuple[str, int]]:
@@ -139,17 +140,23 @@ def _control_lines(verdicts: Verdicts, notes: Notes) -> list[str]:
     return lines
 
 
-def _footer(verdicts: Verdicts, results: Sequence[RunResult], facts: Facts) -> list[str]:
+def _footer(
+    verdicts: Verdicts, results: Sequence[RunResult], facts: Facts, notes: Notes
+) -> list[str]:
     """Returns the lines below the notes.
 
     Args:
         verdicts: The verdict on each run.
         results: The runs.
         facts: What is told besides.
+        notes: Takes the note on two undisturbed runs that are equal in most.
     """
+    undisturbed = undisturbed_text(verdicts, results)
+    if noted := [v for v in verdicts.values() if v.outcome is Outcome.EQUAL and v.note]:
+        undisturbed += f" ({notes.number(noted[0])})"
     sentences = (
         f"samples: {samples_text(results)}",
-        f"Two undisturbed runs: {undisturbed_text(verdicts, results)}",
+        f"Two undisturbed runs: {undisturbed}",
         f"{count_text(len(results), 'run')}, {span_text(facts.wall_s)}",
     )
     return [" ".join(f"{sentence}." for sentence in sentences), *map(shown, facts.remarks)]

@@ -21,7 +21,6 @@ from elasticzero.ops.rehearse.checks.changes import (
     moved_text,
 )
 from elasticzero.ops.rehearse.checks.series import (
-    ByRank,
     Series,
     Values,
     whole_values,
@@ -69,18 +68,20 @@ def first_difference(
     """
     common = series.steps.keys() & expected.steps.keys()
     for step in sorted(common if steps is None else common & set(steps)):
-        changes = in_order(_changes(series.steps[step], expected.steps[step]))
+        changes = in_order(changes_at(step, series, expected))
         if changes:
             generation = series.generation_of(step)
             return Difference(generation, step, changes[0].kind, moved_text(changes, other))
     return None
 
 
-def _changes(records: ByRank, expected: ByRank) -> list[Change]:
+def changes_at(step: int, series: Series, expected: Series) -> list[Change]:
+    """Returns all values that differ between two series at a boundary that both have."""
+    records, expected_records = series.steps[step], expected.steps[step]
     changes: list[Change] = []
     seen: set[tuple[str, str]] = set()
-    for rank in sorted(records.keys() & expected.keys()):
-        actual, other = records[rank], expected[rank]
+    for rank in sorted(records.keys() & expected_records.keys()):
+        actual, other = records[rank], expected_records[rank]
         changes += changed(_numbers(other), _numbers(actual), rank)
         whole, other_whole = whole_values(actual), whole_values(other)
         if whole and other_whole:

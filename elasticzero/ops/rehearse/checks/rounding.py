@@ -12,7 +12,8 @@ Rules:
       too, they depend on rounding, and may differ as far, or altogether.
  RR5  Values that are not finite must not be so in one run alone.
  RR6  Between strategies only names that both have are compared.
- RR7  Generators, losses and the gradient's norm are left out: they belong to ranks, or follow.
+ RR7  Generators, losses and the gradient's norm are left out: they belong to ranks, or follow. So
+      are the operations that a Trainer of transformers counts, because each rank pads its samples.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ FLOORS = {
 dtype. Whole numbers, and dtypes that are not here, may not differ."""
 NUMBER_FLOOR = FLOORS["float32"]
 """The share for a plain number with a fraction, which may come from a 32-bit loss."""
+COUNTED_WITH_PADDING = ("['operations']", "['total_flos']")
+"""How names end whose values RR7 leaves out."""
 _TENSOR = re.compile(r"(\w+)\[[\d, ]*\]")
 
 Distances = Mapping[Key, float]
@@ -129,6 +132,8 @@ def _differing(before: Values, after: Values, *, same_strategy: bool) -> list[Ch
         return []
     changes = []
     for key in dict.fromkeys((*before, *after)):
+        if key[1].endswith(COUNTED_WITH_PADDING):
+            continue
         old, new = before.get(key), after.get(key)
         if old is None or new is None:
             if same_strategy:

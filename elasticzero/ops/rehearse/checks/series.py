@@ -7,8 +7,8 @@ and those that the older one had made beyond that boundary are undone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from elasticzero.rehearsal.records import LiveValue, Moment, StepRecord
 
@@ -83,6 +83,21 @@ def series_of(records: Iterable[StepRecord]) -> Series:
         for number in sorted({*starts, *boundaries})
     )
     return Series(generations, _counted(generations))
+
+
+def without(series: Series, keys: Collection[Key]) -> Series:
+    """Returns a series that has no values of these keys in the boundaries that count."""
+    if not keys:
+        return series
+    steps = {
+        step: {rank: _record_without(record, keys) for rank, record in by_rank.items()}
+        for step, by_rank in series.steps.items()
+    }
+    return replace(series, steps=steps)
+
+
+def _record_without(record: StepRecord, keys: Collection[Key]) -> StepRecord:
+    return replace(record, live=tuple(v for v in record.live if (v.kind, v.name) not in keys))
 
 
 def _sorted(records: Mapping[int, StepRecord]) -> ByRank:

@@ -413,8 +413,12 @@ def test_two_undisturbed_runs_that_differ_make_nothing_comparable(
     record = again.records[place]
     other = replace(record, loss="nan" if record.loss else "")
     if record.rank == 0:
-        key: Key = data.draw(st.sampled_from(sorted(job.states[0])))
-        other = with_value(record, key, other_value(job.states[record.step][key]), job.dtype)
+        keys = sorted(key for key in job.states[0] if key[0] != "tracked")
+        if not (record.loss or keys):
+            return
+        if keys:
+            key: Key = data.draw(st.sampled_from(keys))
+            other = with_value(record, key, other_value(job.states[record.step][key]), job.dtype)
     records = (*again.records[:place], other, *again.records[place + 1 :])
     middle = job.steps // 2
     faulted = job.generation(1, 2, 0, middle) + job.generation(2, 2, middle, job.steps)
@@ -424,6 +428,44 @@ def test_two_undisturbed_runs_that_differ_make_nothing_comparable(
     where = f"step {record.step}" if record.step else "before step 1"
     assert verdict.note.startswith(f"two undisturbed runs differ: {where}: ")
     assert compare(runs)["ddp", "none", 2] == verdict
+
+
+@pytest.mark.parametrize("wrong", ["", "time", "buffer"])
+@pytest.mark.parametrize("name", ["log.time", "log['log_history'][0]['eval_runtime']"])
+def test_a_tracked_time_is_left_out_and_nothing_else(wrong: str, name: str) -> None:
+    """It must come back after a fault all the same."""
+    plain, time = plain_job(), ("tracked", name)
+    states = list(enumerate(plain.states))
+    jobs = [
+        replace(plain, states=[{**state, time: s * 10 + number} for s, state in states])
+        for number in range(4)
+    ]
+    if name != "log.time":
+        jobs[1] = jobs[0]  # by chance
+    faulted = jobs[3].generation(1, 2, 0, 6) + jobs[3].generation(2, 2, 6, 12)
+    if wrong:
+        other = time if wrong == "time" else ("buffer", "head.calls")
+        moment = Moment.START if wrong == "time" else Moment.BOUNDARY
+        faulted = [
+            with_value(record, other, 99, plain.dtype)
+            if (record.generation, record.moment, record.rank) == (2, moment, 0)
+            else record
+            for record in faulted
+        ]
+    names = ("none", "none again", "nudged", "kill-worker")
+    records = [*(job.undisturbed(2) for job in jobs[:3]), faulted]
+    runs = [run(name, made) for name, made in zip(names, records, strict=True)]
+    verdicts = compare(runs)
+    said = verdicts["ddp", "none", 2]
+    assert said.outcome is Outcome.EQUAL
+    assert said.note.startswith("two undisturbed runs are equal but for tracked value ")
+    assert name in said.note
+    found = verdicts["ddp", "kill-worker", 2]
+    if not wrong:
+        assert found.outcome is Outcome.EQUAL, found
+    else:
+        assert found.outcome is Outcome.DIFFERS
+        assert (name if wrong == "time" else "head.calls") in found.note
 
 
 def test_samples_that_the_script_draws_anew_are_not_held_against_a_fault() -> None:
