@@ -36,11 +36,11 @@ def without_fillers(
     state, size = trainer.accelerator.gradient_state, trainer.args.eval_batch_size
     if not state.end_of_dataloader or state.remainder <= 0 or find_batch_size(inputs) != size:
         return inputs, 0
-    own = state.remainder - trainer.accelerator.process_index * size
-    if not 0 < own < size:
+    of_rank = state.remainder - trainer.accelerator.process_index * size
+    if not 0 < of_rank < size:
         return inputs, 0
-    kept = recursively_apply(lambda rows: rows[:own] if _has_rows(rows, size) else rows, inputs)
-    return kept, size - own
+    kept = recursively_apply(lambda rows: rows[:of_rank] if _has_rows(rows, size) else rows, inputs)
+    return kept, size - of_rank
 
 
 def with_fillers(outputs: Any, number: int) -> Any:

@@ -23,13 +23,14 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.options.parser import Parser, add_command
 from elasticzero.launcher.options.validation import check_script
 from elasticzero.launcher.store.etcd.server import EtcdServer
-from elasticzero.ops.rehearse.cluster_run import FaultedJob, NeverAttached, Stage
+from elasticzero.ops.rehearse.cluster_run import FaultedJob, NeverAttached, Stage, visible_gpus
 from elasticzero.ops.rehearse.comparison import compare
 from elasticzero.ops.rehearse.document import document
 from elasticzero.ops.rehearse.left_files import FileTimes, changed_files, file_times
-from elasticzero.ops.rehearse.results import TROUBLE, Facts, Outcome
+from elasticzero.ops.rehearse.results import Facts, Outcome, is_passed, is_refused
 from elasticzero.ops.rehearse.runs import (
     FAULTS,
+    JOIN,
     MIN_STEPS,
     Run,
     can_happen,
@@ -49,6 +50,7 @@ END_OF_OWN = "--"
 """Word behind which all words are the script's."""
 FILES_SHOWN = 3
 NAMES_SHOWN = 4
+NOTHING_REHEARSED = "Every strategy refuses the script, so that no fault was rehearsed."
 _STEPS = Number(unit="steps", least=MIN_STEPS, expected=f"{MIN_STEPS} steps or more are expected")
 _RANKS = Number(unit="ranks", least=1, expected="numbers of ranks from 1 on are expected")
 _SECONDS = Number(
@@ -254,7 +256,8 @@ def _why(result: RunResult) -> str:
 
 
 def rehearse(args: argparse.Namespace) -> int:
-    """Runs the command; returns 0 where no run differs or fails, else 1."""
+    """Runs the command; returns 0 where a strategy trains the script and no run differs or fails,
+    else 1."""
     choice = chosen(args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     progress = Progress(most_runs(choice.strategies, choice.worlds, choice.faults))
@@ -271,14 +274,18 @@ def rehearse(args: argparse.Namespace) -> int:
         script=args.script,
         steps=choice.steps,
         wall_s=time.monotonic() - began_s,
-        remarks=(*_unkept_remark(unkept), *_remarks(before, args.log_dir)),
+        remarks=(
+            *([NOTHING_REHEARSED] if is_refused(verdicts) else []),
+            *_unkept_remark(unkept),
+            *cpu_remark(choice, visible_gpus()),
+            *_remarks(before, args.log_dir),
+        ),
     )
     if args.json:
         print_result(json.dumps(document(verdicts, results, facts), indent=2))
     else:
         print_result(render(verdicts, results, facts), end="")
-    failed = any(verdict.outcome in TROUBLE for verdict in verdicts.values())
-    return 1 if failed else int(ExitCode.DONE)
+    return int(ExitCode.DONE) if is_passed(verdicts) else 1
 
 
 @contextmanager
@@ -350,6 +357,21 @@ def _unkept_remark(names: Sequence[str]) -> Iterator[str]:
         yield (
             f"{list_text(names, NAMES_SHOWN)} {verb} from step to step, and nothing keeps that: "
             "give session.track what has it, if training depends on it."
+        )
+
+
+def cpu_remark(choice: Choice, gpus: int) -> Iterator[str]:
+    """Yields a sentence on runs that have more ranks than this machine has GPUs, if any have.
+
+    Args:
+        choice: What the user has chosen.
+        gpus: The GPUs of this machine; without any it is no surprise that runs use the CPU.
+    """
+    joined = int(JOIN in choice.faults)
+    if 0 < gpus < max(choice.worlds) + joined:
+        yield (
+            f"Runs of more than {count_text(gpus, 'rank')} were on the CPU, since this machine has "
+            f"{count_text(gpus, 'GPU')}: give smaller --worlds to rehearse on GPUs."
         )
 
 

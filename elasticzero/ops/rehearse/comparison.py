@@ -119,19 +119,19 @@ def _is_control(run: Run) -> bool:
 def _unsteady(runs: Sequence[Run]) -> Mapping[SeriesKey, str]:
     """Returns the values that RC7 leaves out, each with the noun and the name for a sentence."""
     repeated = [pair for run in runs if (pair := _pair(REPEATED, run, runs)) and pair[0] is run]
-    found: dict[SeriesKey, str] = {}
+    things: dict[SeriesKey, str] = {}
     for first, second in repeated:
         both = second.series, first.series
         common = sorted(both[0].steps.keys() & both[1].steps.keys())
         changes = [change for step in common for change in changes_at(step, *both)]
         if all(change.kind == TRACKED for change in changes):
-            found |= {(change.kind, change.name): change.thing for change in changes}
+            things |= {(change.kind, change.name): change.thing for change in changes}
     for run in runs:
         records = (record for ranks in run.series.steps.values() for record in ranks.values())
         for kind, name in {(v.kind, v.name) for record in records for v in record.live}:
             if kind == TRACKED and LOGGED_TIME.fullmatch(name):
-                found.setdefault((kind, name), Change(kind, name, None, None).thing)
-    return found
+                things.setdefault((kind, name), Change(kind, name, None, None).thing)
+    return things
 
 
 def _verdict(run: Run, runs: Sequence[Run]) -> Verdict:

@@ -61,5 +61,12 @@ class Facts:
 
 
 def is_passed(verdicts: Verdicts) -> bool:
-    """Tells whether no run differs or failed. A strategy that refuses the script does neither."""
-    return not any(verdict.outcome in TROUBLE for verdict in verdicts.values())
+    """Tells whether no run differs or failed. A strategy that refuses the script does neither; but
+    one at least must train it."""
+    outcomes = {verdict.outcome for verdict in verdicts.values()}
+    return not outcomes & TROUBLE and not is_refused(verdicts)
+
+
+def is_refused(verdicts: Verdicts) -> bool:
+    """Tells whether every strategy refuses the script, so that no fault was rehearsed."""
+    return {verdict.outcome for verdict in verdicts.values()} == {Outcome.REFUSED}

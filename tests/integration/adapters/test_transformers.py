@@ -46,7 +46,7 @@ def test_faults_change_neither_samples_nor_weights(
     assert faulted["right"] == pytest.approx(there["right"])
     assert faulted["loss"] == pytest.approx(there["loss"], rel=1e-6)
     assert faulted["flos"] == pytest.approx(there["flos"], rel=0.1)  # but for what pads a batch
-    assert faulted["each"] == [pytest.approx(each, rel=1e-6) for each in there["each"]]
+    assert faulted["each"] == [pytest.approx(figures, rel=1e-6) for figures in there["each"]]
     assert list(faulted["logged"]) == list(there["logged"])
     for step, figures in there["logged"].items():
         assert faulted["logged"][step] == pytest.approx(figures, rel=1e-5), step

@@ -10,7 +10,7 @@ import pytest
 from elasticzero.cli.main import main, parse
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.ops.rehearse.cluster_run import worker_environment
-from elasticzero.ops.rehearse.command import Choice, chosen
+from elasticzero.ops.rehearse.command import Choice, chosen, cpu_remark
 from elasticzero.ops.rehearse.left_files import MOST_FILES, changed_files, file_times
 from elasticzero.ops.rehearse.script_imports import imports_elasticzero
 
@@ -48,6 +48,14 @@ def test_behind_two_dashes_all_words_are_the_scripts(script: Path) -> None:
     choice = choice_of("train.py --steps 6 -- --steps 500 --json")
     assert choice.steps == 6
     assert choice.arguments == ("--steps", "500", "--json")
+
+
+@pytest.mark.parametrize(("gpus", "on_cpu"), [(0, False), (1, True), (2, True), (3, False)])
+def test_runs_without_enough_gpus_are_told(gpus: int, on_cpu: bool, script: Path) -> None:
+    """The runs with another node have three ranks."""
+    remarks = list(cpu_remark(choice_of("train.py"), gpus))
+    assert bool(remarks) == on_cpu
+    assert not list(cpu_remark(choice_of("train.py --faults kill-worker --worlds 1"), 1))
 
 
 def test_defaults(script: Path) -> None:

@@ -456,16 +456,16 @@ def test_a_tracked_time_is_left_out_and_nothing_else(wrong: str, name: str) -> N
     records = [*(job.undisturbed(2) for job in jobs[:3]), faulted]
     runs = [run(name, made) for name, made in zip(names, records, strict=True)]
     verdicts = compare(runs)
-    said = verdicts["ddp", "none", 2]
-    assert said.outcome is Outcome.EQUAL
-    assert said.note.startswith("two undisturbed runs are equal but for tracked value ")
-    assert name in said.note
-    found = verdicts["ddp", "kill-worker", 2]
+    undisturbed = verdicts["ddp", "none", 2]
+    assert undisturbed.outcome is Outcome.EQUAL
+    assert undisturbed.note.startswith("two undisturbed runs are equal but for tracked value ")
+    assert name in undisturbed.note
+    faulty = verdicts["ddp", "kill-worker", 2]
     if not wrong:
-        assert found.outcome is Outcome.EQUAL, found
+        assert faulty.outcome is Outcome.EQUAL, faulty
     else:
-        assert found.outcome is Outcome.DIFFERS
-        assert (name if wrong == "time" else "head.calls") in found.note
+        assert faulty.outcome is Outcome.DIFFERS
+        assert (name if wrong == "time" else "head.calls") in faulty.note
 
 
 def test_samples_that_the_script_draws_anew_are_not_held_against_a_fault() -> None:
@@ -510,6 +510,7 @@ def test_a_rehearsal_is_passed_where_no_run_differs_or_failed() -> None:
     unknown, refused = Verdict(Outcome.NOT_COMPARABLE, "x."), Verdict(Outcome.REFUSED, "x.")
     failed = Verdict(Outcome.FAILED, "x.")
     assert is_passed({("ddp", "drain", 2): equal, ("zero3", "none", 2): refused})
+    assert not is_passed({("ddp", "none", 2): refused, ("zero3", "none", 2): refused})
     assert is_passed({("ddp", "drain", 2): unknown, ("ddp", "none", 2): unknown})
     assert not is_passed({("ddp", "drain", 2): equal, ("ddp", "join", 2): lost})
     assert not is_passed({("ddp", "drain", 2): equal, ("ddp", "nudged", 2): failed})
