@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from elasticzero.errors import UserError
 from elasticzero.parallel import same_number
 from elasticzero.spans import fsdp_rows
+from elasticzero.state.digests import same_bits
 from elasticzero.torch_internals import without_torch_functions
 
 
@@ -314,6 +315,4 @@ def _is_changed(of: Any) -> bool:
     mesh = of.mesh_info
     span = fsdp_rows(of.sharded_param.shape, mesh.shard_mesh_size, mesh.shard_mesh_rank)
     gathered = leaf.detach().reshape(-1)[span.start : span.stop]
-    rows = local.reshape(-1).to(gathered)
-    # bytes, for a NaN equals nothing
-    return not torch.equal(gathered.view(torch.uint8), rows.view(torch.uint8))
+    return not same_bits(gathered, local.reshape(-1).to(gathered))

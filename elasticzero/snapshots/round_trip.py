@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.parallel.optimizers.whole_state import TREES
 from elasticzero.state.auxiliary import BoundaryCopy
+from elasticzero.state.digests import same_bits
 from elasticzero.state.model import EXTRA, LoadTarget, RankState
 
 _WHAT = {"entries": "entries of no parameter", "state_dicts": "its state_dict"}
@@ -102,7 +102,7 @@ def check_tensor(name: str, read: Tensor, present: Tensor, where: str) -> None:
             f"{where} has {name!r} as {read.dtype} of shape {list(read.shape)}, and it is "
             f"{present.dtype} of shape {list(present.shape)} once it is restored"
         )
-    if read.data_ptr() == present.data_ptr() or _same_bits(read, present):
+    if read.data_ptr() == present.data_ptr() or same_bits(read, present.to(read.device)):
         return
     raise CheckpointMismatch(
         f"{where} has other values of {name!r} than there are once it is restored: what loads it "
@@ -139,12 +139,3 @@ def check_modules(
     for name in tensors:
         if name.startswith(EXTRA):
             check_tensor(name, tensors[name], present.tensors[name], where)
-
-
-def _same_bits(read: Tensor, present: Tensor) -> bool:
-    return torch.equal(_bytes(read), _bytes(present.to(read.device)))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.reshape(-1).contiguous().view(torch.uint8)

@@ -71,6 +71,17 @@ def combined(table: Mapping[str, int]) -> int:
     return of_value([[name, table[name]] for name in sorted(table)]) >> (64 - _BITS)
 
 
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Tells whether two tensors on one device have the same bytes, in the order of their elements.
+
+    They are compared as large words where they lie so, which takes an eighth of the time.
+    """
+    flats = [_flat(tensor.contiguous()) for tensor in (first, second)]
+    if not any(n % 8 for flat in flats for n in (flat.nbytes, flat.storage_offset())):
+        flats = [flat.view(torch.int64) for flat in flats]
+    return torch.equal(*flats)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor, in the order of its elements."""
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

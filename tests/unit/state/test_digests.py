@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from elasticzero.state.digests import COLUMNS, change_marks, combined, digests, of_value, sums_of
+from elasticzero.state.digests import (
+    COLUMNS,
+    change_marks,
+    combined,
+    digests,
+    of_value,
+    same_bits,
+    sums_of,
+)
 
 LENGTHS = [0, 1, 3, 4, 5, 4 * COLUMNS - 1, 4 * COLUMNS, 4 * COLUMNS + 3, 40 * COLUMNS + 5]
 
@@ -97,3 +105,28 @@ def test_a_mark_shows_what_torch_counts_and_what_is_long_enough(
         assert changed(tensor, lambda t: t.data[first : first + many].logical_not_())  # noqa: B023
     with torch.no_grad():
         assert changed(tensor, lambda t: setattr(t, "data", t.clone()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize("start", [0, 1, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 64])
+def test_bits_are_compared_and_not_values(dtype: torch.dtype, start: int, count: int) -> None:
+    """Whatever the first byte's place in memory, and the number of bytes."""
+    whole = (torch.arange(80) % 2).to(dtype)
+    first, second = whole[start : start + count], whole.clone()[start : start + count]
+    assert same_bits(first, second)
+    if count:
+        second[-1] = ~second[-1] if dtype is torch.bool else second[-1] + 1
+        assert not same_bits(first, second)
+
+
+def test_bits_of_unusual_tensors() -> None:
+    numbers = torch.tensor([float("nan"), 0.0])
+    assert same_bits(numbers, numbers.clone())
+    assert not same_bits(numbers, torch.tensor([float("nan"), -0.0]))
+    square = torch.arange(16.0).reshape(4, 4)
+    assert same_bits(square.t(), square.t().contiguous())
+    assert same_bits(torch.tensor(1.0), torch.tensor(1.0))
+    waves = torch.tensor([1 + 2j, 3 - 1j])
+    assert same_bits(waves.conj(), torch.tensor([1 - 2j, 3 + 1j]))
+    assert not same_bits(waves.conj(), waves)
