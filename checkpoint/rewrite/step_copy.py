@@ -144,7 +144,8 @@ def new_directory(url: str) -> Iterator[Storage]:
     parent, _, name = storage.where.rpartition("/")
     directory = open_directory(parent or "/")
     is_new = name not in directory.names()
-    directory.make(name)
+    if is_new:
+        directory.make(name)
     try:
         yield storage
     except BaseException:

@@ -57,10 +57,16 @@ class Storage(Readable, Protocol):
         """
         ...
 
-    def create_exclusive(self, name: str, data: bytes) -> bool:
+    def create_exclusive(self, name: str, data: bytes, *, instead_of: bytes | None = None) -> bool:
         """Creates the file whole and durable; False if a file of that name with other bytes exists.
 
         A file of that name with the same bytes is a success: the answer to an earlier try was lost.
+
+        Args:
+            name: The file's name.
+            data: Its bytes.
+            instead_of: Bytes of the file that this one replaces; if the file has other bytes, or is
+                gone, nothing changes and the result is False. None: there is no such file.
         """
         ...
 
@@ -68,8 +74,8 @@ class Storage(Readable, Protocol):
         """Returns the names of all files, sorted; none if the step does not exist."""
         ...
 
-    def remove(self, name: str) -> None:
-        """Removes the file if it exists."""
+    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+        """Removes the file if it exists and, where `holding` is given, has exactly these bytes."""
         ...
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from elasticzero.checkpoint.storage.base import (
 )
 from elasticzero.checkpoint.storage.linux import (
     UNSUPPORTED,
+    exchange,
     rename_new,
     reserve,
     set_direct,
@@ -40,6 +43,10 @@ leaves a disk idle."""
 _WRITEBACK_BYTES = 8 << 20
 """Number of bytes after which the disk begins to write, before the fsync: of 512 MiB on one NVMe
 disk that took 0.15 s instead of 0.26 s."""
+_EXCHANGES, _PAUSE_S = 100, 0.001
+"""Maximum number of times that two files exchange their names in one replacement, and the longest
+pause between them. More than two are needed only where several writers replace the same file within
+microseconds."""
 
 
 _KINDS = (
@@ -59,10 +66,20 @@ class DiskStorage:
     replaced meanwhile is noticed.
     """
 
-    def __init__(self, path: Path, *, durable: bool = True) -> None:
-        """Takes the directory; `durable=False`, for shared memory, omits every fsync."""
+    def __init__(
+        self, path: Path, *, durable: bool = True, writes_through_link: bool = True
+    ) -> None:
+        """Takes the directory.
+
+        Args:
+            path: The directory.
+            durable: False, for shared memory, omits every fsync.
+            writes_through_link: False: if the directory is a link to another one, files are only
+                read; nothing is written or removed there.
+        """
         self.path = path
         self._durable = durable
+        self._writes_through_link = writes_through_link
 
     @property
     def where(self) -> str:
@@ -96,16 +113,30 @@ class DiskStorage:
             os.replace(staged, self.path / name)
             self._sync_directory()
 
-    def create_exclusive(self, name: str, data: bytes) -> bool:
+    def create_exclusive(self, name: str, data: bytes, *, instead_of: bytes | None = None) -> bool:
         """Creates the file as the protocol says, by a hard link, or by Linux's exclusive rename.
 
         A file system that has neither gets an existence check and a rename under a lock file. A
         process that is killed while it holds that lock leaves it behind, and the error then names
-        it.
+        it. A file is replaced by Linux's exchange of two names, so that it is never missing. Where
+        a file system has no exchange (NFS), it is missing for a moment.
+
+        Args:
+            name: The file's name.
+            data: Its bytes.
+            instead_of: Bytes of the file that this one replaces; None: there is no such file.
         """
-        with self._as_storage_error("create", name), self._staged(name) as staged:
+        if instead_of is not None and not holds(self, name, instead_of):
+            return holds(self, name, data)
+        with (
+            self._as_storage_error("create", name, or_missing=True),
+            self._staged(name) as staged,
+        ):
             self._write_file(staged, [data], len(data))
-            created = _name_new(staged, self.path / name)
+            if instead_of is None:
+                created = _name_new(staged, self.path / name)
+            else:
+                created = _replace(staged, self.path / name, instead_of, data)
             self._sync_directory()
         return created or holds(self, name, data)
 
@@ -116,13 +147,44 @@ class DiskStorage:
             except FileNotFoundError:
                 return []
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+        """Removes the file as the protocol says.
+
+        One that must have certain bytes is renamed first and looked at under the new name: no other
+        writer can change it then.
+        """
+        if holding is not None and not holds(self, name, holding):
+            return
         with self._as_storage_error("remove", name), suppress(FileNotFoundError):
+            self._check_no_link()
+            if holding is None:
+                self._unlink(name)
+                return
+            aside = self.path / partial_name(name)
+            if _take_away(self.path / name, aside, holding):
+                self._unlink(aside.name)
+
+    def _unlink(self, name: str) -> None:
+        """Removes a file; never through a link that has just taken the directory's place."""
+        if self._writes_through_link:
             os.unlink(self.path / name)
+            return
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        folder = os.open(self.path, flags)
+        try:
+            os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
+
+    def _check_no_link(self) -> None:
+        """Raises `StorageError` if the directory is a link, and may only be read then."""
+        if not self._writes_through_link:
+            _check_no_link(self.path)
 
     @contextmanager
     def _staged(self, name: str) -> Iterator[Path]:
         """Yields a name that no other writer uses; the file is removed afterwards."""
+        self._check_no_link()
         staged = self.path / partial_name(name)
         try:
             yield staged
@@ -159,8 +221,10 @@ class DiskStorage:
             sync_directory(self.path)
 
     @contextmanager
-    def _as_storage_error(self, verb: str, name: str) -> Iterator[None]:
-        with as_storage_error(f"cannot {verb} {name} in {self.where}"):
+    def _as_storage_error(
+        self, verb: str, name: str, *, or_missing: bool = False
+    ) -> Iterator[None]:
+        with as_storage_error(f"cannot {verb} {name} in {self.where}", or_missing=or_missing):
             yield
 
 
@@ -184,13 +248,14 @@ class DiskDirectory:
         return {name: times for name, times in times_of_step.items() if times is not None}
 
     def step(self, name: str) -> DiskStorage:
-        return DiskStorage(self.path / name)
+        return DiskStorage(self.path / name, writes_through_link=False)
 
     def make(self, name: str) -> DiskStorage:
         path = self.path / name
         with as_storage_error(f"cannot make the directory {path}", or_missing=True):
+            _check_no_link(path)
             _make_directories(path)
-        return DiskStorage(path)
+        return self.step(name)
 
     def remove(self, name: str) -> None:
         with suppress(OSError):
@@ -354,11 +419,108 @@ def _rename_locked(staged: Path, target: Path) -> bool:
         os.unlink(lock)
 
 
+def _replace(staged: Path, target: Path, expected: bytes, data: bytes) -> bool:
+    """Gives a file its name in the place of one with the expected bytes; False if it has others.
+
+    What comes out of the exchange goes back if it is not what was expected. Another writer may have
+    taken this file out of its place meanwhile; then it is exchanged until it comes out itself.
+
+    Args:
+        staged: The new file.
+        target: Its name.
+        expected: Bytes of the file that has this name now.
+        data: Bytes of the new file.
+
+    Raises:
+        OSError: The file system refuses it.
+        StorageError: Other writers replace the file all the time.
+    """
+    try:
+        exchange(staged, target)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return _replace_taken_away(staged, target, expected)
+    taken = False
+    try:
+        taken = read_regular(staged) == expected
+    finally:
+        if not taken:
+            exchange(staged, target)
+    for _ in range(_EXCHANGES):
+        if taken or read_regular(staged) == data:
+            return taken
+        time.sleep(random.uniform(0.0, _PAUSE_S))
+        exchange(staged, target)
+    raise StorageError(f"{target} is being replaced by several other writers")
+
+
+def _replace_taken_away(staged: Path, target: Path, expected: bytes) -> bool:
+    """Does as `_replace` does on a file system that cannot exchange two names.
+
+    The old file loses its name before the new one gets it, and nothing is ever overwritten.
+
+    Args:
+        staged: The new file.
+        target: Its name.
+        expected: Bytes of the file that has this name now.
+    """
+    aside = target.with_name(partial_name(target.name))
+    if not _take_away(target, aside, expected):
+        return False
+    try:
+        created = _name_new(staged, target)
+    except OSError:
+        with suppress(OSError, StorageError):
+            _name_new(aside, target)
+        raise
+    finally:
+        with suppress(OSError):
+            os.unlink(aside)
+    return created
+
+
+def _take_away(target: Path, aside: Path, expected: bytes) -> bool:
+    """Renames a file that has the expected bytes; one with others has its name again, and the
+    result is False.
+
+    Args:
+        target: The file.
+        aside: Its new name, which no other writer uses.
+        expected: Bytes that it must have.
+    """
+    try:
+        os.rename(target, aside)
+    except FileNotFoundError:
+        return False
+    taken = False
+    try:
+        taken = read_regular(aside) == expected
+    finally:
+        if not taken:
+            _name_new(aside, target)  # False: a still newer file has the name by now
+            with suppress(FileNotFoundError):
+                os.unlink(aside)
+    return taken
+
+
+def _check_no_link(path: Path) -> None:
+    if os.path.islink(path):
+        raise StorageError(
+            f"{path} is a link to another directory: files are read there, and none is written or "
+            "removed; put a directory in its place"
+        )
+
+
 def _times(path: Path) -> dict[str, float] | None:
-    """Returns the time of the last write of each file in a directory; None if it is no
-    directory."""
+    """Returns the time of the last write of each file in a directory; None if it is no directory,
+    but a link to one, say."""
     times = {}
     with as_storage_error(f"cannot list {path}"), suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):
+            return None
         for name in os.listdir(path):
             with suppress(FileNotFoundError):
                 status = os.lstat(path / name)

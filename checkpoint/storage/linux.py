@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _FALLOC_KEEP_SIZE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _TMPFS_MAGIC = 0x01021994
@@ -29,13 +29,23 @@ def _libc() -> Any:
 
 def rename_new(source: Path, target: Path) -> None:
     """Renames a file atomically; raises `FileExistsError` if `target` exists."""
+    _rename(source, target, _RENAME_NOREPLACE)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Gives each of two files the other's name, atomically; raises `FileNotFoundError` if one is
+    gone."""
+    _rename(one, other, _RENAME_EXCHANGE)
+
+
+def _rename(source: Path, target: Path, flag: int) -> None:
     _call(
         "renameat2",
         ctypes.c_int(_AT_FDCWD),
         ctypes.c_char_p(os.fsencode(source)),
         ctypes.c_int(_AT_FDCWD),
         ctypes.c_char_p(os.fsencode(target)),
-        ctypes.c_uint(_RENAME_NOREPLACE),
+        ctypes.c_uint(flag),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
@@ -62,6 +62,76 @@ def upload(fs: Any, path: str, chunks: Iterable[Bytes], size: int | None, retry:
             few = retry.copy(stop=stop_after_attempt(3))
             few(fs.call_s3, "abort_multipart_upload", timeout=_ABORT_S, **target)
         raise
+
+
+def put_matching(fs: Any, path: str, data: bytes, tag: str, retry: Retrying) -> None:
+    """Puts a small object in the place of one; does nothing if that has another tag by now.
+
+    Args:
+        fs: The file system.
+        path: The bucket and the key, as `bucket/key`.
+        data: The bytes.
+        tag: S3's tag (ETag) of the object that is replaced.
+        retry: How requests are retried.
+    """
+    _call_matching(fs, "put_object", path, tag, retry, lambda: {"Body": io.BytesIO(data)})
+
+
+def remove_matching(fs: Any, path: str, tag: str, retry: Retrying) -> None:
+    """Removes an object; does nothing if it has another tag by now.
+
+    Args:
+        fs: The file system.
+        path: The bucket and the key, as `bucket/key`.
+        tag: S3's tag (ETag) of the object.
+        retry: How requests are retried.
+    """
+    _call_matching(fs, "delete_object", path, tag, retry, dict)
+
+
+def _call_matching(
+    fs: Any,
+    method: str,
+    path: str,
+    tag: str,
+    retry: Retrying,
+    body: Callable[[], dict[str, Any]],
+) -> None:
+    """Sends a request with `If-Match`; a server that has no such condition gets it without.
+
+    Args:
+        fs: The file system.
+        method: The request's name.
+        path: The bucket and the key, as `bucket/key`.
+        tag: Tag that the object must have.
+        retry: How requests are retried.
+        body: Returns the request's further arguments, anew for each try.
+    """
+    bucket, key, _ = fs.split_path(path)
+    target: dict[str, Any] = {"Bucket": bucket, "Key": key, "timeout": PART_S}
+    try:
+        retry(lambda: fs.call_s3(method, IfMatch=tag, **body(), **target))
+    except FileNotFoundError:
+        return
+    except Exception as error:
+        if http_status(error) == 412:
+            return
+        if http_status(error) != 501 and type(error).__name__ != "ParamValidationError":
+            raise
+        retry(lambda: fs.call_s3(method, **body(), **target))
+
+
+def http_status(error: BaseException) -> int | None:
+    """Returns the HTTP status of an error, or None; packages store it in several attributes."""
+    for link in (error, error.__cause__):
+        response = getattr(link, "response", None)
+        if isinstance(response, Mapping):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status if isinstance(status, int) else None
+        for name in ("status", "status_code", "code"):
+            if isinstance(value := getattr(link, name, None), int):
+                return value
+    return None
 
 
 def _send(

@@ -7,6 +7,7 @@ Each package behind fsspec finds its credentials and its server as usual: for S3
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,9 +33,11 @@ from elasticzero.checkpoint.storage.base import (
     holds,
     partial_name,
 )
+from elasticzero.checkpoint.storage.multipart import http_status
 from elasticzero.errors import StorageError, UserError
 
 _READ_BYTES = 16 << 20
+_S3 = frozenset({"s3", "s3a"})
 _FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
 """Protocols in which directories are only parts of names."""
 _WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
@@ -45,6 +48,8 @@ _TRANSIENT_NAMES = frozenset(
 """Names of exceptions of botocore, aiohttp and http.client that are transient and no `OSError`."""
 _UNANSWERED_NAMES = frozenset({"ReadTimeoutError", "ConnectTimeoutError"})
 """Names of botocore's exceptions for a request without an answer."""
+_memory_lock = threading.Lock()
+"""Held while a file of `memory://` is compared and then replaced or removed."""
 _ANSWER_S = 10.0
 """Time limit in seconds for connecting to S3, and for each wait for its answer."""
 _REQUEST_S = 30.0
@@ -57,7 +62,7 @@ def is_transient(error: BaseException) -> bool:
     off."""
     if isinstance(error, (TimeoutError, ConnectionError)):
         return True
-    status = _status(error)
+    status = http_status(error)
     if status is not None:
         return status in (408, 409, 429) or status >= 500
     return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)
@@ -102,7 +107,7 @@ class Remote:
         Data sent to a server that reads nothing has no other limit. Data that is received has its
         own.
         """
-        limited = method != "cat_file" and self.speaks(frozenset({"s3", "s3a"}))
+        limited = method != "cat_file" and self.speaks(_S3)
         return {"timeout": _REQUEST_S} if limited else {}
 
     def speaks(self, protocols: frozenset[str]) -> bool:
@@ -151,7 +156,7 @@ class ObjectStorage:
     ) -> None:
         remote, path = self._remote, self._path(name)
         with self._as_storage_error("write", name, or_missing=True):
-            if remote.speaks(frozenset({"s3", "s3a"})):
+            if remote.speaks(_S3):
                 multipart.upload(remote.fs, path, chunks, size, remote.retry)
             elif remote.speaks(_WHOLE_AT_CLOSE):
                 self._stream(path, chunks)
@@ -164,13 +169,22 @@ class ObjectStorage:
                     with suppress(FileNotFoundError):
                         remote.fs.rm_file(staged)
 
-    def create_exclusive(self, name: str, data: bytes) -> bool:
+    def create_exclusive(self, name: str, data: bytes, *, instead_of: bytes | None = None) -> bool:
         """Creates the file as the protocol says if the store has a conditional put.
 
         S3 has one by `If-None-Match`, Google by generation, and `memory://` within its one process.
         Elsewhere this is an existence check and then a write: of two writers that create the same
-        file within that moment the later wins, and both get True.
+        file within that moment the later wins, and both get True. A file is replaced by `If-Match`
+        on S3, and in `memory://` under a lock. Elsewhere, on Google's and Azure's stores too, this
+        is a comparison and then a write.
+
+        Args:
+            name: The file's name.
+            data: Its bytes.
+            instead_of: Bytes of the file that this one replaces; None: there is no such file.
         """
+        if instead_of is not None:
+            return self._replace(name, data, instead_of)
         path = self._path(name)
 
         def create() -> None:
@@ -186,17 +200,67 @@ class ObjectStorage:
             except FileExistsError:
                 pass
             except Exception as error:
-                if _status(error) != 412:
+                if http_status(error) != 412:
                     raise
         return holds(self, name, data)
+
+    def _replace(self, name: str, data: bytes, expected: bytes) -> bool:
+        """Replaces a file that has the expected bytes; False if it has others.
+
+        Args:
+            name: The file's name.
+            data: Its new bytes.
+            expected: The bytes that it must have.
+        """
+        remote, path = self._remote, self._path(name)
+        with self._as_storage_error("replace", name, or_missing=True), self._compared(name) as tag:
+            if not holds(self, name, expected):
+                pass
+            elif tag:
+                multipart.put_matching(remote.fs, path, data, tag, remote.retry)
+            else:
+                self.write(name, [data], size=len(data))
+        return holds(self, name, data)
+
+    @contextmanager
+    def _compared(self, name: str) -> Iterator[str]:
+        """Yields the S3 tag of a file, by which a request holds only for the bytes that it has now;
+        "" in other stores, or if the file is gone.
+
+        Nothing else compares and changes a file in `memory://` meanwhile.
+        """
+        if self._remote.speaks(frozenset({"memory"})):
+            with _memory_lock:
+                yield ""
+            return
+        tag = ""
+        if self._remote.speaks(_S3):
+            with suppress(FileNotFoundError):
+                tag = str(self._remote.call("info", self._path(name), refresh=True)["ETag"])
+        yield tag
 
     def names(self) -> list[str]:
         with self._as_storage_error("list", "its files"):
             return _listed(self._remote, self._root, ("file",))
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+        """Removes the file as the protocol says.
+
+        One that must have certain bytes is compared first. S3 then removes it by `If-Match`;
+        elsewhere another writer may replace it between the comparison and the removal.
+        """
+        remote, path = self._remote, self._path(name)
         with self._as_storage_error("remove", name), suppress(FileNotFoundError):
-            self._remote.call("rm_file", self._path(name))
+            if holding is None:
+                remote.call("rm_file", path)
+                return
+            with self._compared(name) as tag:
+                if not holds(self, name, holding):
+                    return
+                if tag:
+                    multipart.remove_matching(remote.fs, path, tag, remote.retry)
+                else:
+                    remote.call("rm_file", path)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -206,7 +270,7 @@ class ObjectStorage:
             try:
                 data: bytes = self._remote.call("cat_file", self._path(name), start=start, end=stop)
             except Exception as error:
-                if _status(error) != 416:  # the file ends before `start`
+                if http_status(error) != 416:  # the file ends before `start`
                     raise
                 return b""
         return data
@@ -325,7 +389,7 @@ def refuses_second_put(url: str, name: str) -> bool:
         except FileExistsError:
             return True
         except Exception as error:
-            if _status(error) != 412:
+            if http_status(error) != 412:
                 raise
             return True
     return False
@@ -365,16 +429,3 @@ def _written_s(entry: Mapping[str, Any]) -> float:
         if isinstance(value, (int, float)):
             return float(value)
     return 0.0
-
-
-def _status(error: BaseException) -> int | None:
-    """Returns the HTTP status of an error, or None; packages store it in several attributes."""
-    for link in (error, error.__cause__):
-        response = getattr(link, "response", None)
-        if isinstance(response, Mapping):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return status if isinstance(status, int) else None
-        for name in ("status", "status_code", "code"):
-            if isinstance(value := getattr(link, name, None), int):
-                return value
-    return None

@@ -147,6 +147,46 @@ def test_of_many_that_create_at_once_one_does(
     assert read_small(directory.step("step"), "file", 9) == data[created.index(True)]
 
 
+def test_a_file_is_replaced_and_removed_only_as_it_was_read(storage: Storage) -> None:
+    assert not storage.create_exclusive("file", b"new", instead_of=b"old")
+    storage.remove("file", holding=b"old")
+    assert storage.names() == []
+    storage.write("file", [b"old"])
+    assert not storage.create_exclusive("file", b"new", instead_of=b"older")
+    storage.remove("file", holding=b"ol")
+    assert read_small(storage, "file", 99) == b"old"
+    assert storage.create_exclusive("file", b"new", instead_of=b"old")
+    assert storage.create_exclusive("file", b"new", instead_of=b"old"), "an answer that was lost"
+    assert not storage.create_exclusive("file", b"late", instead_of=b"old")
+    storage.remove("file", holding=b"old")
+    assert read_small(storage, "file", 99) == b"new"
+    assert storage.names() == ["file"]
+    storage.remove("file", holding=b"new")
+    assert storage.names() == []
+
+
+def test_of_many_that_replace_at_once_one_does(
+    directory: Directory, request: pytest.FixtureRequest
+) -> None:
+    if request.node.callspec.params["directory"] == "folders":
+        pytest.skip("this file system has no conditional put: it looks and then writes")
+    directory.make("step").write("file", [b"old"])
+    with ThreadPoolExecutor(8) as pool:
+        data = [f"new {number}".encode() for number in range(8)]
+        replaced = list(
+            pool.map(
+                lambda text: directory.step("step").create_exclusive(
+                    "file", text, instead_of=b"old"
+                ),
+                data,
+            )
+        )
+    assert sum(replaced) == 1
+    storage = directory.step("step")
+    assert read_small(storage, "file", 9) == data[replaced.index(True)]
+    assert storage.names() == ["file"]
+
+
 def test_of_many_that_write_at_once_one_whole_file_stays(storage: Storage) -> None:
     with ThreadPoolExecutor(4) as pool:
         contents = [bytes([number]) * (1 << 18) for number in range(4)]

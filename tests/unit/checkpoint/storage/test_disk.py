@@ -56,6 +56,35 @@ def test_only_the_first_creates(disk: DiskStorage) -> None:
     assert disk.names() == ["file"]
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_file_is_replaced_only_as_it_was_read(
+    disk: DiskStorage, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(disk_module, "exchange", failing(errno.EINVAL))
+    disk.write("file", [b"old"])
+    assert not disk.create_exclusive("file", b"new", instead_of=b"other")
+    assert disk.create_exclusive("file", b"new", instead_of=b"old")
+    disk.remove("file", holding=b"old")
+    assert read_small(disk, "file", 99) == b"new"
+    assert disk.names() == ["file"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_file_that_changes_after_the_look_stays(
+    disk: DiskStorage, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    """Another writer comes between the look at the file and its replacement or removal."""
+    if not exchanges:
+        monkeypatch.setattr(disk_module, "exchange", failing(errno.EINVAL))
+    monkeypatch.setattr(disk_module, "holds", lambda _, name, data: data in (b"old", b"newer"))
+    disk.write("file", [b"newer"])
+    assert not disk.create_exclusive("file", b"new", instead_of=b"old")
+    disk.remove("file", holding=b"old")
+    assert read_small(disk, "file", 99) == b"newer"
+    assert disk.names() == ["file"]
+
+
 def test_a_lock_that_a_killed_process_left_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
