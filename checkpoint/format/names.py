@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import SupportsIndex
 
 from elasticzero.errors import UserError
@@ -26,6 +26,7 @@ _RANK = r"rank-(\d{5,9})-of-(\d{5,9})"
 _SNAPSHOT_MANIFEST = re.compile(rf"manifest-{_RANK}\.json")
 _SNAPSHOT_DRAFT = re.compile(rf"draft-{_RANK}\.json")
 _SNAPSHOT_SHARD = re.compile(rf"{_RANK}-[A-Za-z0-9_-]{{1,64}}\.safetensors(\.sums)?")
+_SUMS_OF_SAVE = re.compile(rf"{_RANK}-({_TOKEN})\.safetensors\.sums")
 _FILE_OF_SAVE = re.compile(
     rf"\.?rank-\d{{5,9}}-of-\d{{5,9}}-({_TOKEN})\.safetensors(\.sums)?"
     r"(\.[0-9a-f-]+\.partial)?"
@@ -148,6 +149,19 @@ def token_of_file(name: str) -> str | None:
     names."""
     match = _FILE_OF_SAVE.fullmatch(name)
     return match[1] if match else None
+
+
+def is_whole_save(names: Iterable[str], token: str) -> bool:
+    """Returns whether these files have the checksum file of every rank of a save: then only its
+    manifest is missing.
+
+    Args:
+        names: Names of the files of one step.
+        token: Token of the save.
+    """
+    sums = (_SUMS_OF_SAVE.fullmatch(name) for name in names)
+    parts = {(int(match[1]), int(match[2])) for match in sums if match and match[3] == token}
+    return bool(parts) and all(len(parts) == world_size for _, world_size in parts)
 
 
 def is_partial(name: str) -> bool:

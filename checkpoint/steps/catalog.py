@@ -67,11 +67,36 @@ def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
     Raises:
         CheckpointDamaged: The manifest is missing or wrong.
     """
-    where = f"{storage.where}/{name}"
+    data = manifest_bytes(storage, name)
+    if data is None:
+        raise CheckpointDamaged(f"{storage.where}/{name} is missing: this step was never committed")
+    return parse_manifest(storage, data, name)
+
+
+def manifest_bytes(storage: Readable, name: str = MANIFEST_NAME) -> bytes | None:
+    """Returns the contents of a step's manifest, whatever they are; None: it does not exist.
+
+    What replaces or removes the manifest says by these which one it means.
+    """
     try:
-        manifest = from_json(read_small(storage, name, MANIFEST_LIMIT_BYTES), where)
+        return read_small(storage, name, MANIFEST_LIMIT_BYTES)
     except FileNotFoundError:
-        raise CheckpointDamaged(f"{where} is missing: this step was never committed") from None
+        return None
+
+
+def parse_manifest(storage: Readable, data: bytes, name: str = MANIFEST_NAME) -> Manifest:
+    """Returns the manifest with these contents.
+
+    Args:
+        storage: The step's files.
+        data: Contents of the manifest.
+        name: Name of its file.
+
+    Raises:
+        CheckpointDamaged: The manifest is wrong, or of another step.
+    """
+    where = f"{storage.where}/{name}"
+    manifest = from_json(data, where)
     if step_of(storage.where.rstrip("/").rpartition("/")[2]) not in (None, manifest.step):
         raise CheckpointDamaged(
             f"{where} is of step {manifest.step}: a step's directory must keep its name"

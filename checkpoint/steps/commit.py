@@ -3,13 +3,14 @@
 A step exists exactly when its manifest does, and the manifest is created last. Every rank writes
 its shard file and then its checksum file; each gets its name only when it is whole and durable. The
 manifest's writer waits for the checksum files of all ranks. Files of different saves have different
-tokens, so the leftovers of a failed save can never become part of another.
+tokens, so the leftovers of a failed save can never become part of another. A committer may stop
+anywhere and go on when other generations have gone on without it: rules FC in `loose_files`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,16 +21,21 @@ from elasticzero.checkpoint.format.strict_json import check_memory
 from elasticzero.checkpoint.steps.catalog import (
     FILES_AT_ONCE,
     MANIFEST_LIMIT_BYTES,
-    read_manifest,
+    manifest_bytes,
+    parse_manifest,
+    step_error,
     step_error_text,
 )
-from elasticzero.checkpoint.storage.base import Directory, Storage
+from elasticzero.checkpoint.steps.loose_files import remove_loose
+from elasticzero.checkpoint.storage.base import Directory, Storage, out_of_reach
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, ElasticZeroError, StorageError
 from elasticzero.serialization import RecordError
 from elasticzero.text import list_text
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
+_TRIES = 8
+"""Maximum number of times that one save tries to place its manifest, against other writers."""
 
 
 def prepare(directory: Directory, step: int) -> Storage:
@@ -55,8 +61,12 @@ def commit(
     wait_s: float,
     replacing: bool = False,
     give_up: Callable[[], str | None] = _never,
+    may_not: Callable[[], str | None] = _never,
 ) -> bool:
     """Waits until every rank's shard is whole, then creates the manifest.
+
+    It replaces the manifest that was known to be damaged when this began, or one of a step that is
+    not good, and only one that still has the bytes that were read.
 
     Args:
         storage: The step's files.
@@ -64,6 +74,7 @@ def commit(
         wait_s: Time limit in seconds.
         replacing: The committed step is known to be damaged; it stays until this one replaces it.
         give_up: Is called repeatedly while this waits; a reason that it returns ends the wait.
+        may_not: Is called last before the manifest is created; a reason that it returns forbids it.
 
     Returns:
         Whether the step is now committed with these files; False if another save was committed
@@ -71,9 +82,10 @@ def commit(
 
     Raises:
         StorageError: The shards of some ranks, which it names, did not appear within `wait_s`, or
-            `give_up` returned a reason.
+            `give_up` or `may_not` returned a reason; or shards were removed meanwhile.
         CheckpointMismatch: A rank's layout is not the draft's.
     """
+    known_bad = _manifest_or_other(storage)[0] if replacing else None
     if not _await_shards(storage, draft, wait_s, replacing, give_up):
         return False
     layout = draft.layout.digest()
@@ -84,12 +96,14 @@ def commit(
     )
     data = to_json(replace(draft, files=tuple(files)))
     _check_readable(storage, data)
-    if not replacing:
-        if storage.create_exclusive(MANIFEST_NAME, data):
-            return True
-        if step_error_text(storage) is None:
-            return False
-    _replace(storage, data, {file.name for file in files})
+    if reason := may_not():
+        raise StorageError(f"{storage.where}: {reason}: this step is not saved")
+    placed, replaced = _place(storage, data, known_bad)
+    if not placed:
+        return False
+    _check_listed(storage, files, data, replaced)
+    if replaced is not None:
+        _remove_replaced(storage, replaced, draft.token)
     return True
 
 
@@ -150,23 +164,89 @@ def _check_readable(storage: Storage, data: bytes) -> None:
         ) from None
 
 
-def _replace(storage: Storage, data: bytes, names: Collection[str]) -> None:
-    """Replaces a damaged manifest by this one, then removes the files that the old one named.
+def _place(storage: Storage, data: bytes, known_bad: bytes | None) -> tuple[bool, bytes | None]:
+    """Gives the manifest its name, unless the step is good by another save (FC3).
 
     Args:
         storage: The step's files.
-        data: Contents of the new manifest.
-        names: Names of the rank files that the new manifest names.
+        data: Contents of the manifest.
+        known_bad: Contents of the manifest that is known to be of a damaged step; None: there is
+            none.
+
+    Returns:
+        Whether the manifest has its name, and the contents of the one that it has replaced.
+
+    Raises:
+        StorageError: Whether the step is good cannot be read, or other saves write it all the time.
     """
-    old: tuple[ShardFile, ...] = ()
-    with suppress(ElasticZeroError, FileNotFoundError):
-        old = read_manifest(storage).files
-    storage.write(MANIFEST_NAME, [data])
-    for file in old:
-        if file.name not in names:
-            for left in (file.name, file.name + SUMS_SUFFIX):
-                with suppress(ElasticZeroError):  # the step is committed; this only cleans up
-                    storage.remove(left)
+    replaced = known_bad
+    for _ in range(_TRIES):
+        if storage.create_exclusive(MANIFEST_NAME, data, instead_of=replaced):
+            return True, replaced
+        replaced, other = _manifest_or_other(storage)
+        if other:
+            storage.write(MANIFEST_NAME, [data], size=len(data))
+            return True, None
+        error = step_error(storage)
+        if replaced is not None and error is None and replaced != known_bad:
+            return False, None
+        if error is not None and out_of_reach(error):
+            raise error
+    raise StorageError(f"{storage.where} is not saved: other saves write it all the time")
+
+
+def _manifest_or_other(storage: Storage) -> tuple[bytes | None, bool]:
+    """Returns (the contents of the manifest if it exists, whether something has its name that no
+    save has written: a pipe, say)."""
+    try:
+        return manifest_bytes(storage), False
+    except StorageError as error:
+        if out_of_reach(error):
+            raise
+        return None, True
+
+
+def _check_listed(
+    storage: Storage, files: list[ShardFile], data: bytes, replaced: bytes | None
+) -> None:
+    """Withdraws the manifest if files that it names are gone (FC1).
+
+    Args:
+        storage: The step's files.
+        files: The files that the manifest names.
+        data: Contents of the manifest.
+        replaced: Contents of the manifest that it has replaced; None: there was none.
+
+    Raises:
+        StorageError: Files are gone.
+    """
+    names = set(storage.names())
+    gone = [r for r, f in enumerate(files) if not {f.name, f.name + SUMS_SUFFIX} <= names]
+    if not gone:
+        return
+    if replaced is None:
+        storage.remove(MANIFEST_NAME, holding=data)
+    else:
+        storage.create_exclusive(MANIFEST_NAME, replaced, instead_of=data)
+    raise StorageError(
+        f"{storage.where}: the shards of {_ranks(gone)} of {len(files)} were removed before the "
+        "step was committed, as those of a save that had failed: this step is not saved"
+    )
+
+
+def _remove_replaced(storage: Storage, replaced: bytes, token: str) -> None:
+    """Removes the files that the replaced manifest named, as far as possible.
+
+    Args:
+        storage: The step's files.
+        replaced: Contents of the manifest that was replaced.
+        token: Token of the files that stay.
+    """
+    with suppress(ElasticZeroError):  # the step is committed; this only cleans up
+        old = parse_manifest(storage, replaced)
+        if old.token != token:
+            names = [name for file in old.files for name in (file.name, file.name + SUMS_SUFFIX)]
+            remove_loose(storage, old.token, names)
 
 
 def discard(directory: Directory, draft: Manifest, rank: int) -> bool:
@@ -182,11 +262,8 @@ def discard(directory: Directory, draft: Manifest, rank: int) -> bool:
         Whether that was possible.
     """
     step, name = step_directory(draft.step), draft.file_name(rank)
-    storage = directory.step(step)
     with suppress(ElasticZeroError, OSError):
-        if MANIFEST_NAME not in storage.names() or read_manifest(storage).token != draft.token:
-            storage.remove(name + SUMS_SUFFIX)
-            storage.remove(name)
+        remove_loose(directory.step(step), draft.token, (name, name + SUMS_SUFFIX))
         directory.remove(step)
         return True
     return False
@@ -199,7 +276,14 @@ def _written_file(storage: Storage, name: str, layout_digest: str) -> ShardFile:
             f"{storage.where}/{name} was written with other tensors, or with another distribution "
             "of them, than on the rank that commits: the ranks must save the same tensors"
         )
-    if (size := storage.size(name)) != sums.size:
+    try:
+        size = storage.size(name)
+    except FileNotFoundError:
+        raise StorageError(
+            f"{storage.where}/{name} was removed before the step was committed: this step is not "
+            "saved"
+        ) from None
+    if size != sums.size:
         raise CheckpointDamaged(f"{storage.where}/{name} has {size} bytes, not {sums.size}")
     return ShardFile(name, sums.size, sums.digest)
 

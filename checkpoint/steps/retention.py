@@ -1,9 +1,10 @@
 """Removes old checkpoints and the leftovers of failed saves.
 
-The process that commits a step applies retention after it. Files that another save may still write
+The process that commits a step applies retention after it. Files that another save may still need
 stay: files of a newer generation, of this generation's next steps, and recently written files. An
 age is the difference between two files of the same storage, by its clock alone. Steps that tags
-name stay (rule Y3 in `tags`).
+name stay (rule Y3 in `tags`). A save that goes on nevertheless finds out (rules FC in
+`loose_files`). Nothing is removed through a link: a step's directory that is one is not listed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from elasticzero.checkpoint.format.names import (
     TAGS_DIRECTORY,
     is_own_partial,
     is_partial,
+    is_whole_save,
     step_directory,
     step_of,
     token_generation,
     token_of_file,
 )
-from elasticzero.checkpoint.steps.catalog import read_manifest, step_error_text
+from elasticzero.checkpoint.steps.catalog import (
+    manifest_bytes,
+    parse_manifest,
+    read_manifest,
+    step_error_text,
+)
+from elasticzero.checkpoint.steps.loose_files import remove_loose
 from elasticzero.checkpoint.steps.tag_files import read_tags
 from elasticzero.checkpoint.steps.tags import keep_for_tags
 from elasticzero.checkpoint.storage.base import Directory, Storage, explain
@@ -32,6 +40,9 @@ from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
+COMMIT_S = 60.0
+"""Seconds after its last file for which a save that lacks only its manifest may be committed still:
+a committer looks four times a second, and refuses if it stood still for longer than its lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +133,7 @@ def apply_retention(
                 cleaner.remove_step(name, step, times)
             elif step is not None:
                 cleaner.remove_leftovers(name, step, times)
+                cleaner.remove_empty(name, step, times)
     return result
 
 
@@ -205,20 +217,52 @@ class _Cleaner:
         """
         storage = self._directory.step(name)
         with _collecting_problems(self._directory, self._result):
-            manifest = _manifest_of_step(storage)
+            data = manifest_bytes(storage)
+            if data is None:
+                return
+            manifest = _parsed(storage, data)
             named = manifest.token if manifest is not None else None
             if self._is_newer(named, times[MANIFEST_NAME]):
                 return
             if manifest is not None and keep_for_tags(self._directory, manifest, self._tags):
                 return
-            storage.remove(MANIFEST_NAME)
+            storage.remove(MANIFEST_NAME, holding=data)
+            if manifest_bytes(storage) is not None:
+                return  # another save has written the step meanwhile
             self._result.steps.append(step)
             rest = times.keys() - {MANIFEST_NAME}
-            for file in sorted(rest) if named is not None else ():
-                if token_of_file(file) == named:
-                    storage.remove(file)
-                    rest.remove(file)
+            if named is not None:
+                files = [file for file in rest if token_of_file(file) == named]
+                remove_loose(storage, named, files)
+                rest -= set(files)
             self.remove_leftovers(name, step, {file: times[file] for file in rest})
+
+    def remove_empty(self, name: str, step: int, times: Mapping[str, float]) -> None:
+        """Removes the manifest of a save of an earlier generation that has no file any more.
+
+        Its writer stopped before it created the manifest, for so long that its files were removed
+        as leftovers, and was killed before it looked again (FC1).
+
+        Args:
+            name: Name of the step's directory.
+            step: Number of the step.
+            times: Time at which each file in it was last written, by the storage's clock.
+        """
+        if MANIFEST_NAME not in times or any(map(token_of_file, times)):
+            return
+        storage = self._directory.step(name)
+        with _collecting_problems(self._directory, self._result):
+            data = manifest_bytes(storage)
+            manifest = _parsed(storage, data) if data is not None else None
+            generation = token_generation(manifest.token) if manifest is not None else None
+            if generation is None or generation >= self._committed.generation:
+                return
+            if any(map(token_of_file, storage.names())):
+                return
+            storage.remove(MANIFEST_NAME, holding=data)
+            self._result.files.append(f"{name}/{MANIFEST_NAME}")
+            if times.keys() == {MANIFEST_NAME}:
+                self._directory.remove(name)
 
     def remove_unfinished_tags(self, times: Mapping[str, float]) -> None:
         """Removes what processes that were killed while they wrote a tag have left."""
@@ -249,18 +293,58 @@ class _Cleaner:
                 named = manifest.token
             elif MANIFEST_NAME in times:
                 return
+            alive = self._may_be_committed(tokens, times) if named is None else ()
             loose = [file for file in tokens if tokens[file] != named or is_partial(file)]
-            dead = [file for file in loose if self._is_leftover(step, tokens[file], times[file])]
+            dead = [
+                file
+                for file in loose
+                if tokens[file] not in alive and self._is_leftover(step, tokens[file], times[file])
+            ]
             # A manifest is staged after its shards: while those exist it may be about to appear.
             alone = len(dead) == len(loose)
             dead += [file for file in times if is_partial(file) and file not in tokens and alone]
-            for file in dead:
-                storage.remove(file)
-                self._result.files.append(f"{name}/{file}")
+            self._remove(name, dead)
             # Saves by hand may begin several steps at once: an empty directory may be one of them.
             begun_before = self._committed.generation > 0 and step < self._committed.step
             if len(dead) == len(times) and (dead or begun_before):
                 self._directory.remove(name)
+
+    def _remove(self, name: str, files: Collection[str]) -> None:
+        """Removes files of a step, those of each save together.
+
+        Args:
+            name: Name of the step's directory.
+            files: Names of the files, which no manifest names.
+        """
+        storage = self._directory.step(name)
+        of_save: dict[str, list[str]] = {}
+        for file in files:
+            token = None if is_partial(file) else token_of_file(file)
+            if token is not None:
+                of_save.setdefault(token, []).append(file)
+                continue
+            storage.remove(file)
+            self._result.files.append(f"{name}/{file}")
+        for token, parts in of_save.items():
+            self._result.files += (f"{name}/{file}" for file in remove_loose(storage, token, parts))
+
+    def _may_be_committed(self, tokens: Mapping[str, str], times: Mapping[str, float]) -> set[str]:
+        """Returns the tokens of saves of other generations whose committers may be alive.
+
+        All files of such a save are there, and one of them is new: its manifest may be about to
+        appear.
+
+        Args:
+            tokens: Token in the name of each file of a step without a manifest.
+            times: Time at which each file was last written, by the storage's clock.
+        """
+        alive = set()
+        for token in set(tokens.values()) - {self._committed.token}:
+            files = [file for file in tokens if tokens[file] == token]
+            new = self._now_s - max(times[file] for file in files) <= COMMIT_S
+            if new and is_whole_save(files, token):
+                alive.add(token)
+        return alive
 
     def _is_leftover(self, step: int, token: str, written_s: float) -> bool:
         """Returns whether a file of this token belongs to a save that has ended.
@@ -329,7 +413,12 @@ def _retained_steps(
 
 def _manifest_of_step(storage: Storage) -> Manifest | None:
     """Returns a step's manifest, or None if it cannot be read."""
+    data = manifest_bytes(storage)
+    return _parsed(storage, data) if data is not None else None
+
+
+def _parsed(storage: Storage, data: bytes) -> Manifest | None:
     try:
-        return read_manifest(storage)
+        return parse_manifest(storage, data)
     except CheckpointDamaged:
         return None

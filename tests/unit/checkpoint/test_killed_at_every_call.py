@@ -34,7 +34,7 @@ from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import HELD, HeldSnapshot, Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import catalog, commit, verify
-from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
+from elasticzero.checkpoint.steps.retention import COMMIT_S, RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError, StorageError
@@ -256,7 +256,10 @@ def assert_holds(storage: Readable, generation: int) -> None:
 
 
 def assert_next_save_works(node: Node) -> None:
-    """And leaves nothing of the harmed one."""
+    """And leaves nothing of the harmed one, once nothing can commit that any more."""
+    for path in node.path.glob("*/*"):
+        then_s = path.stat().st_mtime - COMMIT_S - 1
+        os.utime(path, (then_s, then_s))
     assert node.save(draft(3, 9))
     assert_holds(catalog.resolve(node.path), 9)
     assert node.newest_whole() == ({(9, 3)} if node.way == "by memory" else set())

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory, token_generation
-from elasticzero.checkpoint.steps import catalog
+from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.retention import (
+    COMMIT_S,
     DAY_S,
     HOUR_S,
     CleanupResult,
     RetentionPolicy,
     apply_retention,
     clean_up_after_manual_save,
+    make_room,
 )
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import StorageError, UserError
@@ -70,9 +73,13 @@ def names(directory: Path, step: int) -> list[str]:
 
 
 def run(
-    directory: Path, committed: Manifest, keep: RetentionPolicy = ALL, **rest: set[int]
+    directory: Path,
+    committed: Manifest,
+    keep: RetentionPolicy = ALL,
+    *,
+    bad_steps: Collection[int] = (),
 ) -> CleanupResult:
-    tidied = apply_retention(DiskDirectory(directory), committed, keep, **rest)
+    tidied = apply_retention(DiskDirectory(directory), committed, keep, bad_steps=bad_steps)
     assert not tidied.problems
     return tidied
 
@@ -163,6 +170,7 @@ def test_leftovers_of_older_generations_and_steps_go(tmp_path: Path) -> None:
         (tmp_path / step_directory(step) / staged).write_bytes(b"x")
         left.append(f"{step_directory(step)}/{staged}")
     (tmp_path / step_directory(3)).mkdir()
+    age(tmp_path, 9, COMMIT_S + 1)
     tidied = run(tmp_path, draft(7))
     assert sorted(tidied.files) == sorted(left)
     assert sorted(os.listdir(tmp_path)) == [step_directory(1), step_directory(7)]
@@ -246,10 +254,10 @@ def test_a_manifest_that_does_not_parse_is_left_for_a_person(tmp_path: Path) -> 
 class Stuck(DiskStorage):
     """A file system that does not remove one file."""
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, holding: bytes | None = None) -> None:
         if (self.path.name, name) == (step_directory(2), draft(2).file_name(0)):
             raise StorageError(f"cannot remove {name}: Read-only file system")
-        super().remove(name)
+        super().remove(name, holding=holding)
 
 
 class StuckDirectory(DiskDirectory):
@@ -265,3 +273,85 @@ def test_what_cannot_be_removed_is_said_and_the_rest_goes(tmp_path: Path) -> Non
     assert tidied.steps == [1, 2, 3]
     assert run(tmp_path, draft(7)).files
     assert os.listdir(tmp_path) == [step_directory(7)]
+
+
+def tree(place: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """A run, and another one's directory, to which links in the first one lead."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    write(other, 1, 2, 3, generation=2)
+    write(run, 7)
+    return run, other
+
+
+@pytest.mark.parametrize("step", [2, 6, 9])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_step_that_is_a_link_is_left_alone(
+    runs: tuple[Path, Path], step: int, broken: bool
+) -> None:
+    """With `--keep 1` the checkpoint of the other run was removed."""
+    directory, other = runs
+    if broken:
+        (other / step_directory(2) / MANIFEST_NAME).unlink()
+    (directory / step_directory(step)).symlink_to(other / step_directory(2))
+    before = tree(other)
+    for _ in range(2):
+        run(directory, draft(7), RetentionPolicy(last=1))
+        clean_up_after_manual_save(DiskDirectory(directory), draft(7))
+        make_room(DiskDirectory(directory), draft(10, 9))
+    assert tree(other) == before
+    assert (directory / step_directory(step)).is_symlink()
+
+
+def test_links_within_a_step_lose_their_names_at_most(runs: tuple[Path, Path]) -> None:
+    directory, other = runs
+    write(directory, 2, 3)
+    for step in (2, 3):
+        source, place = other / step_directory(step), directory / step_directory(step)
+        for path in source.iterdir():
+            (place / path.name).unlink(missing_ok=True)
+            (place / path.name).symlink_to(path)
+    (directory / step_directory(3) / MANIFEST_NAME).unlink()
+    (directory / "notes").symlink_to(other)
+    (directory / "tags").symlink_to(other / step_directory(1))
+    (other / step_directory(1) / ".best.json.12-aabbccdd.partial").write_bytes(b"x")
+    age(other, 1, 2 * DAY_S)
+    before = tree(other)
+    apply_retention(DiskDirectory(directory), draft(7), RetentionPolicy(last=1))
+    make_room(DiskDirectory(directory), draft(10, 9))
+    assert tree(other) == before
+
+
+def test_the_directory_itself_may_be_a_link(tmp_path: Path) -> None:
+    write(tmp_path / "disk", 1, 2, 7)
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    run(tmp_path / "run", draft(7), RetentionPolicy(last=1))
+    assert steps(tmp_path / "disk") == [7]
+
+
+def test_nothing_is_written_into_a_step_that_is_a_link(runs: tuple[Path, Path]) -> None:
+    directory, other = runs
+    (directory / step_directory(2)).symlink_to(other / step_directory(2))
+    before = tree(other)
+    place = DiskDirectory(directory)
+    assert commit.is_good(place.step(step_directory(2)))
+    with pytest.raises(StorageError, match="is a link to another directory"):
+        commit.prepare(place, 2)
+    storage = place.step(step_directory(2))
+    name = draft(2, 2).file_name(0)
+    uses: list[Callable[[], object]] = [
+        lambda: storage.write("new", [b"x"]),
+        lambda: storage.create_exclusive("new", b"x"),
+        lambda: storage.remove(name),
+        lambda: storage.remove(MANIFEST_NAME, holding=before["step-000000000002/manifest.json"]),
+    ]
+    for use in uses:
+        with pytest.raises(StorageError, match="is a link to another directory"):
+            use()
+    for rank in (0, 1):
+        commit.discard(place, draft(2, 9), rank)
+    assert tree(other) == before
