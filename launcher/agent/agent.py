@@ -151,7 +151,11 @@ class Agent:
         )
         self._core = AgentCore(options.policy, self, self, side, self.reporter, time.monotonic)
         self.saver = CheckpointSaver(
-            self.snapshots, options.training.checkpoint_dir, options.keep, self.wake
+            self.snapshots,
+            options.training.checkpoint_dir,
+            options.keep,
+            self.wake,
+            lease_s=options.policy.lease_ttl_s,
         )
         self.view: View | None = None
 

@@ -4,9 +4,10 @@ A worker waits only until its state is in shared memory. All that follows happen
 the agent's loop never waits for. Those of `SnapshotReplicator` seal and replicate every capture;
 the thread `saving` copies the sealed shards of a checkpoint to storage, one save at a time. The
 node of rank 0 commits, and has the manifest's tags name the step before anything is removed. The
-others wait until the step is committed; then `SaveFinished` is reported. A save from memory for a
-job that ends is tried again, less and less often, until the step is committed or the save is
-abandoned; each try that fails is reported as `SaveFailed`.
+others wait until the step is committed; then `SaveFinished` is reported. A node that stood still
+for longer than its lease lasts commits nothing and removes nothing, for others may have gone on
+without it. A save from memory for a job that ends is tried again, less and less often, until the
+step is committed or the save is abandoned; each try that fails is reported as `SaveFailed`.
 
 If space is short, leftovers of failed saves are removed first. A save may be requested twice, stop
 anywhere, and be begun again: the files show what is done.
@@ -14,6 +15,7 @@ anywhere, and be begun again: the files show what is done.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -78,6 +80,8 @@ class _Job:
     """Notes on what this node has removed from storage for it."""
     tags: tuple[str, ...] = ()
     """Tags that are to name the step; empty: this is a save."""
+    standstills: int = 0
+    """How often this node had stood still when the save was requested."""
     abandoned: threading.Event = field(default_factory=threading.Event)
     """Set once the save is abandoned."""
 
@@ -85,6 +89,56 @@ class _Job:
     def commits(self) -> bool:
         """Returns whether this node creates the manifest, because it has rank 0's part."""
         return 0 in self.manifests or any(shard.rank == 0 for shard in self.shards)
+
+
+def _boot_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class StandstillCounter:
+    """Counts how often this process stood still for longer than its lease lasts.
+
+    A thread notes that the process runs. The clock goes on while the machine is suspended.
+    """
+
+    def __init__(self, lease_s: float, clock: Callable[[], float] = _boot_s) -> None:
+        """Counts from now on.
+
+        Args:
+            lease_s: Seconds for which the node's lease lasts without being renewed; infinite: there
+                is none.
+            clock: Returns the seconds since the machine was started.
+        """
+        self._lease_s = lease_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last_s = clock()
+        self._count = 0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if lease_s < math.inf:
+            self._thread = threading.Thread(
+                target=self._run, name="elasticzero-standstill", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stops the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._lease_s / 4):
+            self.tick()
+
+    def tick(self) -> int:
+        """Notes that the process runs; returns how often it has stood still so far."""
+        with self._lock:
+            now_s = self._clock()
+            self._count += now_s - self._last_s > self._lease_s
+            self._last_s = now_s
+            return self._count
 
 
 class CheckpointSaver:
@@ -96,6 +150,7 @@ class CheckpointSaver:
         checkpoint_dir: str | None,
         keep: RetentionPolicy,
         wake: Callable[[], None],
+        lease_s: float = math.inf,
     ) -> None:
         """Starts the thread `saving`.
 
@@ -104,7 +159,9 @@ class CheckpointSaver:
             checkpoint_dir: Path or URL of the checkpoints; None: nothing is saved.
             keep: Which checkpoints stay after a commit.
             wake: Called when there is an event.
+            lease_s: Seconds for which the node's lease lasts without being renewed.
         """
+        self._standstills = StandstillCounter(lease_s)
         self._snapshots = snapshots
         self._checkpoint_dir = checkpoint_dir
         self._retention = keep
@@ -173,8 +230,16 @@ class CheckpointSaver:
         *,
         retry: bool = False,
     ) -> None:
-        job = _Job(role=role, step=step, shards=shards, manifests=manifests, retry=retry)
-        self._add(job)
+        self._add(
+            _Job(
+                role=role,
+                step=step,
+                shards=shards,
+                manifests=manifests,
+                retry=retry,
+                standstills=self._standstills.tick(),
+            )
+        )
 
     def _add(self, job: _Job) -> None:
         self._open.append(job)
@@ -224,6 +289,7 @@ class CheckpointSaver:
         self._jobs.put(None)
         self._replicator.close()
         self._thread.join(1.0)
+        self._standstills.close()
 
     def _add_event(self, event: SaveEvent) -> None:
         self._events.put(event)
@@ -253,7 +319,7 @@ class CheckpointSaver:
             self._add_event(self._failed(job, finished.error, pause_s))
             self._pause(job, pause_s)
             pause_s = min(2 * pause_s, MOST_TRY_AGAIN_S)
-            finished = self._try(job)
+            finished = self._try(replace(job, standstills=self._standstills.tick()))
         seconds, notes = time.monotonic() - began_s, (*job.notes, *finished.notes)
         return replace(finished, seconds=seconds, notes=notes)
 
@@ -304,7 +370,8 @@ class CheckpointSaver:
         assert self._checkpoint_dir is not None
         directory = open_directory(self._checkpoint_dir)
         storage = directory.step(step_directory(job.step))
-        replacing = job.step in job.role.bad_steps
+        replacing = job.step in job.role.bad_steps and not self._is_superseded(job)
+        known_bad = catalog.manifest_bytes(storage) if replacing else None
         written: dict[int, tuple[Manifest, int]] = {}
 
         def write(shard: ShardName) -> None:
@@ -330,7 +397,12 @@ class CheckpointSaver:
         if job.commits:
             draft = replace(written[0][0], files=())
             committed = commit.commit(
-                storage, draft, wait_s=COMMIT_WAIT_S, replacing=replacing, give_up=give_up
+                storage,
+                draft,
+                wait_s=COMMIT_WAIT_S,
+                replacing=replacing and catalog.manifest_bytes(storage) == known_bad,
+                give_up=give_up,
+                may_not=lambda: self._reason_not_to_commit(job),
             )
             tags, notes = _set_own_tags(directory, draft)
             if committed:
@@ -354,6 +426,8 @@ class CheckpointSaver:
             committed: Manifest of the checkpoint that was just committed.
             job: The save that committed it.
         """
+        if reason := self._reason_not_to_commit(job):
+            return [f"old checkpoints and leftovers stay this time: {reason}"]
         done = apply_retention(directory, committed, self._retention, bad_steps=job.role.bad_steps)
         notes = [f"not removed: {problem}" for problem in done.problems[:3]]
         if done.files:
@@ -368,6 +442,18 @@ class CheckpointSaver:
                 raise StorageError(f"step {shard.step} is not saved: {reason}")
             time.sleep(SEAL_POLL_S)
         return seal
+
+    def _reason_not_to_commit(self, job: _Job) -> str | None:
+        if self._standstills.tick() == job.standstills:
+            return None
+        return (
+            "this node stood still for longer than its lease lasts, and others may have gone on "
+            "without it"
+        )
+
+    def _is_superseded(self, job: _Job) -> bool:
+        with self._lock:
+            return self._role is not None and self._role.generation != job.role.generation
 
     def _reason_to_abandon(self, job: _Job) -> str | None:
         with self._lock:

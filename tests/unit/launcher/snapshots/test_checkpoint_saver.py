@@ -1,0 +1,123 @@
+"""A node that stood still while it saved commits nothing, and tries again where that is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.steps import catalog, commit, tags
+from elasticzero.checkpoint.steps.retention import RetentionPolicy
+from elasticzero.checkpoint.storage.base import Storage
+from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.launcher.snapshots import checkpoint_saver
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, StandstillCounter
+from elasticzero.launcher.snapshots.roles import SnapshotRole
+from elasticzero.launcher.snapshots.save_events import SaveEvent, SaveFailed, SaveFinished
+from tests.unit.checkpoint.cases import draft_of, write_snapshot
+
+TOKEN = "g000002-0123456789abcdef"
+LAYOUT = Layout(
+    world_size=1, tensors={"a": TensorSpec("F32", (8,))}, groups=(Group("even", ("a",)),)
+)
+LEASE_S = 5.0
+
+
+def draft(step: int) -> Manifest:
+    return draft_of(LAYOUT, generation=2, token=TOKEN, step=step)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds since the machine was started, as a test sets them."""
+    now_s = [100.0]
+    monkeypatch.setattr(checkpoint_saver, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(time, "clock_gettime", lambda _: now_s[0])
+    return now_s
+
+
+def saver_of(tmp_path: Path) -> CheckpointSaver:
+    memory = tmp_path / "memory"
+    for step in (9, 10):
+        piece = TensorPiece("a", torch.arange(8, dtype=torch.float32))
+        write_snapshot(memory, draft(step), 0, [piece])
+    saver = CheckpointSaver(
+        SnapshotStore(memory),
+        str(tmp_path / "run"),
+        RetentionPolicy(last=1),
+        lambda: None,
+        lease_s=LEASE_S,
+    )
+    saver.begin(SnapshotRole(generation=2, token=TOKEN, world_size=1, ranks=(0,)))
+    return saver
+
+
+@pytest.fixture
+def saver(tmp_path: Path, clock: list[float]) -> Iterator[CheckpointSaver]:
+    made = saver_of(tmp_path)
+    yield made
+    made.close()
+
+
+def save(saver: CheckpointSaver, step: int) -> list[SaveEvent]:
+    saver.save_held([ShardName(2, step, 0, 1)])
+    deadline_s = time.monotonic() + 60.0
+    while saver.saving and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    return saver.events()
+
+
+def test_standstills_are_counted_whoever_notices_them() -> None:
+    now_s = [0.0]
+    counter = StandstillCounter(float("inf"), lambda: now_s[0])
+    now_s[0] = 1e9
+    assert counter.tick() == 0
+    counter = StandstillCounter(1000.0, lambda: now_s[0])
+    for passed_s, count in ((999.0, 0), (1000.0, 0), (1001.0, 1), (1.0, 1), (5000.0, 2)):
+        now_s[0] += passed_s
+        assert counter.tick() == count
+    counter.close()
+
+
+def test_a_node_that_stood_still_commits_at_its_next_try(
+    saver: CheckpointSaver, tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = commit._check_readable
+
+    def freeze(storage: Storage, data: bytes) -> None:
+        check(storage, data)
+        monkeypatch.setattr(commit, "_check_readable", check)
+        clock[0] += LEASE_S + 1
+        assert catalog.steps(DiskDirectory(tmp_path / "run")) == []
+
+    monkeypatch.setattr(commit, "_check_readable", freeze)
+    failed, finished = save(saver, 9)
+    assert (
+        isinstance(failed, SaveFailed) and "stood still for longer than its lease" in failed.error
+    )
+    assert isinstance(finished, SaveFinished) and finished.committed, finished
+    assert [info.step for info in catalog.steps(DiskDirectory(tmp_path / "run"))] == [9]
+
+
+def test_a_node_that_stood_still_after_its_commit_removes_nothing(
+    saver: CheckpointSaver, tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(saver, 9)
+    really_set = tags.set_tags
+
+    def freeze(*arguments: object) -> None:
+        clock[0] += LEASE_S + 1
+        really_set(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint_saver, "set_tags", freeze)
+    (finished,) = save(saver, 10)
+    assert isinstance(finished, SaveFinished) and finished.committed
+    assert "leftovers stay this time: this node stood still" in finished.notes[0]
+    assert [info.step for info in catalog.steps(DiskDirectory(tmp_path / "run"))] == [10, 9]
