@@ -2,7 +2,8 @@
 
 A lock claims a directory and ends with its owner, however that ends. An agent that is killed leaves
 its directory behind without the lock; so the next agent that starts on this machine, of whatever
-job, can tell that its owner is dead, and removes it.
+job, can tell that its owner is dead, and removes it. Every user of the machine can make names in
+shared memory, so a link is never followed: nothing is made or removed where it leads to.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import shutil
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elasticzero.errors import OperatorError, UserError
@@ -51,17 +53,19 @@ class OwnedDirectory:
         self.root = root
         deadline_s = time.monotonic() + SWEEP_S
         while True:
-            try:
+            with suppress(FileExistsError):
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
                 status = root.lstat()
                 if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                     raise OperatorError(
                         f"{root} is not a directory of this user: remove it, or give this node "
                         "another --node-name"
                     )
-                fd = _locked(root)
-            except FileNotFoundError:  # another agent has just removed it as an orphan
-                continue
+                with _opened(root) as folder:
+                    fd = _locked(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # another agent has just removed it as an orphan
             if fd is None and time.monotonic() < deadline_s:
                 time.sleep(POLL_S)
                 continue
@@ -71,7 +75,7 @@ class OwnedDirectory:
                     f"(it has {root}): give this node another name"
                 )
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), (root / _LOCK).stat()):
+                if os.path.samestat(os.fstat(fd), (root / _LOCK).lstat()):
                     self._fd = fd
                     return
             os.close(fd)  # it was removed as an orphan between the two steps: try again
@@ -79,7 +83,8 @@ class OwnedDirectory:
     def release(self) -> None:
         """Removes the directory; a second call does nothing."""
         if self._fd >= 0:
-            _remove(self.root)
+            with suppress(OSError), _opened(self.root) as folder:
+                _remove(self.root, folder)
             os.close(self._fd)
             self._fd = -1
 
@@ -88,29 +93,54 @@ def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
     """Removes the directories of agents that have died; returns those directories."""
     removed = []
     for root in folder.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            if root.is_dir() and root.stat().st_uid == os.geteuid():
-                fd = _locked(root)
-                if fd is not None:
-                    _remove(root)
-                    os.close(fd)
-                    removed.append(root)
+        with suppress(OSError), _opened(root) as opened:
+            if os.fstat(opened).st_uid != os.geteuid():
+                continue
+            fd = _locked(opened)
+            if fd is not None:
+                removed += [root] if _remove(root, opened) else []
+                os.close(fd)
     return removed
 
 
-def _remove(root: Path) -> None:
-    """Removes a directory whose lock this process has; its name can be used again at once."""
+def _remove(root: Path, folder: int) -> bool:
+    """Removes a directory whose lock this process has; its name can be used again at once.
+
+    Args:
+        root: The directory.
+        folder: Descriptor of the directory.
+
+    Returns:
+        False if something else had its name by now, which stays.
+    """
     gone = root.with_name(f"{PREFIX}removed-{os.urandom(6).hex()}")
     try:
         root.rename(gone)
     except OSError:
         gone = root
+    if not os.path.samestat(gone.lstat(), os.fstat(folder)):
+        if gone != root:
+            gone.rename(root)
+        return False
     shutil.rmtree(gone, ignore_errors=True)
+    return True
 
 
-def _locked(root: Path) -> int | None:
-    """Returns a descriptor that holds the directory's lock; None if another process has it."""
-    fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+@contextmanager
+def _opened(root: Path) -> Iterator[int]:
+    """Yields a descriptor of a directory; raises `NotADirectoryError` for a link to one."""
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _locked(folder: int) -> int | None:
+    """Returns a descriptor that holds the lock of a directory, which is given by its descriptor;
+    None if another process has it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(_LOCK, flags, 0o600, dir_fd=folder)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

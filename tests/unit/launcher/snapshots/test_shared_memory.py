@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.errors import UserError
+from elasticzero.errors import OperatorError, UserError
 from elasticzero.launcher.snapshots.shared_memory import PREFIX, OwnedDirectory, remove_orphans
 
 OWNER = """
@@ -72,3 +72,50 @@ def test_agents_that_start_at_once_sweep_and_claim(tmp_path: Path) -> None:
                 claim.release()
         finally:
             sweeper.kill()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A directory of somebody's, which names in shared memory lead to."""
+    place = tmp_path / "other"
+    (place / "below").mkdir(parents=True)
+    (place / "below" / "thesis").write_bytes(b"x")
+    return place
+
+
+def test_links_in_shared_memory_are_not_followed(tmp_path: Path, other: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    (memory / f"{PREFIX}link").symlink_to(other)
+    (memory / f"{PREFIX}nowhere").symlink_to(tmp_path / "nowhere")
+    (memory / f"{PREFIX}file").write_bytes(b"x")
+    dead = memory / f"{PREFIX}dead"
+    dead.mkdir()
+    (dead / "slots").symlink_to(other)
+    lock = memory / f"{PREFIX}lock"
+    lock.mkdir()
+    (lock / "owner").symlink_to(other / "made")
+    before = contents(other)
+    assert remove_orphans(memory) == [dead]
+    assert contents(other) == before
+    names = {f"{PREFIX}{name}" for name in ("link", "nowhere", "file", "lock")}
+    assert set(os.listdir(memory)) == names
+    for name in names - {f"{PREFIX}lock"}:
+        with pytest.raises(OperatorError, match="is not a directory of this user: remove it"):
+            OwnedDirectory(memory / name)
+    assert contents(other) == before
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_directory_that_a_link_has_replaced_stays(tmp_path: Path, other: Path) -> None:
+    claim = OwnedDirectory(tmp_path / f"{PREFIX}mine")
+    claim.root.rename(tmp_path / "elsewhere")
+    claim.root.symlink_to(other)
+    before = contents(other)
+    claim.release()
+    assert contents(other) == before
+    assert (tmp_path / "elsewhere" / "owner").exists()
