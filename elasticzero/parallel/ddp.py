@@ -36,7 +36,7 @@ from elasticzero.parallel.gradients import (
     check_frozen,
     check_hooks_of_several,
 )
-from elasticzero.parallel.optimizers.groups import open_optimizers
+from elasticzero.parallel.optimizers.groups import check_takes_dense, open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
 from elasticzero.parallel.parameter_changes import ParameterMemory
 from elasticzero.parallel.partitioned import ForwardChanges
@@ -65,6 +65,8 @@ class Replicated:
         self._parameters = setting.named.parameters
         made = setting.factory(list(self._parameters.values()))
         self.optimizers = open_optimizers(made, setting.named, "nothing")
+        if not setting.alone:
+            check_takes_dense(self.optimizers.by_name.values())
         self._ranks = setting.world_size
         self._device = setting.device
         self._alone = setting.alone

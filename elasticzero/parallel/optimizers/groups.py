@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -394,7 +394,19 @@ def _name(parameter: nn.Parameter, name_of: Mapping[int, str]) -> str:
     return name_of[id(parameter)]
 
 
+def check_takes_dense(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises `UserError` for an optimizer that takes sparse gradients only."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UserError(
+                "SparseAdam takes sparse gradients only, and the sum over the ranks is dense: "
+                "build the embedding without sparse=True, and use Adam or AdamW for it"
+            )
+
+
 def _check_package(optimizer: torch.optim.Optimizer, divided: Dealt) -> None:
+    if divided != "nothing":
+        check_takes_dense([optimizer])
     if divided != "nothing" and UNDEALT in packages_of(optimizer):
         raise UserError(
             f"{type(optimizer).__name__} of {UNDEALT} keeps packed state, with a scale for each "
