@@ -23,6 +23,9 @@ class ExitCode(IntEnum):
     """The job failed and must not be retried."""
     LEFT = 75
     """This node left (drained, evicted); it may come back."""
+    SUPERSEDED = 76
+    """The job was begun again (`--restart`) while this process of an earlier run was away. It has
+    written nothing since; do not start it again with its old options."""
     INTERRUPTED = 130
     """The user pressed Ctrl-C."""
 
@@ -58,6 +61,36 @@ class StoreUnavailable(OperatorError):
 
 class AccessRefused(StoreUnavailable):
     """The coordination store denies access: certificate, user, password or permission."""
+
+
+class RunEnded(ElasticZeroError):
+    """A later run of the job has taken the place of this process's run; nothing was written."""
+
+    exit_code = ExitCode.SUPERSEDED
+
+    def __init__(self, run: int, later: int) -> None:
+        """Makes the error of a process of an earlier run.
+
+        Args:
+            run: Number of the process's run.
+            later: Number of the run that has taken its place.
+        """
+        super().__init__(later_run_text(run, later))
+        self.later = later
+        """Number of the run that has taken the place of the process's run."""
+
+
+def later_run_text(run: int, later: int) -> str:
+    """Returns the sentence with which a process of an earlier run ends.
+
+    Args:
+        run: Number of the process's run.
+        later: Number of the run that has taken its place.
+    """
+    return (
+        f"run {later} of the job has taken the place of run {run}, to which this node belongs: it "
+        "writes nothing and exits"
+    )
 
 
 class CheckpointDamaged(OperatorError):

@@ -218,6 +218,8 @@ FORMAT_FIELDS: dict[str, dict[str, str]] = {
         "layout": "Which rank holds which part of which tensor.",
         "files": "The files of the ranks, by rank.",
         "state": "What is not a tensor; see below.",
+        "run": "Number of the job's run that saved it; left out where it is 1. Each `--restart` "
+        "begins another.",
         "tags": "Tags under which the script has asked for the step; left out where there are "
         "none.",
     },

@@ -56,6 +56,8 @@ class Manifest:
     """JSON of all state that is not a tensor."""
     tags: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """The tags under which a script has asked for this step; `steps/tags.py` has what they mean."""
+    run: int = field(default=1, metadata=OMIT_DEFAULT)
+    """Number of the job's run that saved it."""
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.generation < 0:

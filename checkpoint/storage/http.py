@@ -16,6 +16,9 @@ from typing import Any
 from elasticzero.checkpoint.storage.base import Views, explain
 from elasticzero.errors import StorageError, UserError
 
+RUN_HEADER = "ElasticZero-Run"
+"""Header of a request: number of the requesting process's run of the job. An agent of another run
+refuses it."""
 _GIVEN_UP = "the server was abandoned"
 
 
@@ -25,13 +28,16 @@ class HttpStorage:
     Each thread that reads uses a connection of its own meanwhile.
     """
 
-    def __init__(self, base_url: str, token: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, base_url: str, token: str, *, timeout_s: float = 10.0, run: int | None = None
+    ) -> None:
         """Prepares to read; the first request connects.
 
         Args:
             base_url: URL of the step, `http://host:port/snapshots/<generation>/<step>`.
             token: The job's token.
             timeout_s: Seconds for which the server may be silent.
+            run: Number of the job's run that the server must be of; None: of any.
 
         Raises:
             UserError: The URL is not an http:// address.
@@ -42,6 +48,8 @@ class HttpStorage:
         self.where = base_url.rstrip("/")
         self._path = parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"}
+        if run is not None:
+            self._headers[RUN_HEADER] = str(run)
         self._server = (parts.hostname, parts.port or 80)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()

@@ -143,6 +143,8 @@ class Assignment(TrainingSettings):
     settings: WorkerSettings = field(default_factory=WorkerSettings)
     mirrors: tuple[int, ...] = ()
     """Ranks whose part of the state this worker keeps a live copy of."""
+    run: int = 1
+    """Number of the job's run; a later one begins by `--restart`."""
     mirrored_by: int | None = None
     """Rank that keeps a live copy of this worker's part; None: none does."""
 

@@ -26,6 +26,8 @@ class WriterInfo:
     generation: int
     token: str
     strategy: str
+    run: int = 1
+    """Number of the job's run."""
     replicas: int = 1
     """Number of rows of ranks that hold the whole state each, and divide the writing."""
 
@@ -48,6 +50,7 @@ class WriterInfo:
             generation=assignment.generation,
             token=assignment.token,
             strategy=strategy,
+            run=assignment.run,
             replicas=1 if complete or shards == 1 else world_size // shards,
         )
 
@@ -102,6 +105,7 @@ def draft(
         layout=layout,
         state={"step": copy.step, "position": encode(position), **copy.json, **optimizers},
         tags=tags_of(asked, copy.step),
+        run=writer.run,
     )
     return manifest, list(_pieces(layout.spans(rank), share))
 

@@ -53,7 +53,7 @@ def _place(source: Source, resume: Resume, assignment: Assignment) -> Readable:
         shard = ShardName(generation, step, source.rank, world_size)
         return DiskStorage(snapshots_of(assignment).path_of(shard), durable=False)
     url = f"http://{source.address}/snapshots/{generation}/{step}"
-    return HttpStorage(url, assignment.password)
+    return HttpStorage(url, assignment.password, run=assignment.run)
 
 
 def snapshots_of(assignment: Assignment) -> SnapshotStore:

@@ -101,7 +101,7 @@ class Agent:
         self._store = store
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._observer = WatchCache(store, self.wake)
+        self._observer = WatchCache(store, self.wake, run=membership.me.run)
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
         self._extensions = Extensions(
             extensions, AgentContext(options=options, status=self.status, note=self._note)
@@ -416,7 +416,7 @@ class Agent:
         self._server.close()
         done = self.view.done if self.view is not None else None
         self._extensions.close(done.outcome if done is not None else None)
-        self.saver.close()
+        self.saver.close(at_once=code is ExitCode.SUPERSEDED)
         self._membership.close()
         self.reporter.close(code)
         if self._spans is not None:

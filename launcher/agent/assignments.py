@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from elasticzero.ipc.assignment import Assignment, KnownError
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.documents import FIRST_RUN, World
 from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_sources
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
@@ -72,6 +72,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             settings=options.workers,
             mirrors=tuple(r for r, keeper in keepers.items() if keeper == first + local_rank),
             mirrored_by=keepers.get(first + local_rank),
+            run=max(world.run, FIRST_RUN),
             **field_values(options.training),
         )
         for local_rank in range(member.nproc)
@@ -107,4 +108,5 @@ def snapshot_role(world: World, index: int, token: Secret) -> SnapshotRole:
         if other is None
         else ReplicaSource(address=world.members[other].address, ranks=world.ranks(other)),
         bad_steps=frozenset(world.bad_steps),
+        run=max(world.run, FIRST_RUN),
     )

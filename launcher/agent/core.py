@@ -14,7 +14,9 @@ Rules of the loop:
     decides once more, and does it only if it is decided again.
  4. A write that fails ends the actions of this cycle, and no action is done for BACKOFF_S. Other
     agents could not write either, so their time to answer begins anew.
- 5. A start retires the workers of the older generation first, and all of their snapshots but the
+ 5. Once a later run of the job has begun (`RunEnded`, or a document that states one), the agent
+    maintains and writes nothing more; `decide` ends it (A13).
+ 6. A start retires the workers of the older generation first, and all of their snapshots but the
     one that the new generation resumes from.
 """
 
@@ -24,7 +26,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.errors import ElasticZeroError, ExitCode, RunEnded, StoreUnavailable
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter, needs_fresh_view
 from elasticzero.launcher.agent.subscriptions import Subscriptions
@@ -47,7 +49,7 @@ from elasticzero.launcher.protocol.actions import (
     WriteWorld,
 )
 from elasticzero.launcher.protocol.decide import decide
-from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.documents import UNSTATED, World
 from elasticzero.launcher.protocol.drain import merge_notices
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
@@ -193,6 +195,8 @@ class AgentCore:
         self._world_token = ""
         """Token of the world whose workers were started last."""
         self._backoff_until_s = 0.0
+        self._later_run = UNSTATED
+        """Number of a later run of the job that a write has met; UNSTATED: none."""
 
     def begin(self) -> None:
         """Notes that the node is registered: the time to wait for other nodes counts from now."""
@@ -232,7 +236,14 @@ class AgentCore:
                 self._listener.store_failed(error)
                 self._store.membership.note_outage(self._clock())
                 self._backoff_until_s = self._clock() + BACKOFF_S
+            except RunEnded as error:
+                self._end_run(error)
         return view, decision
+
+    def _end_run(self, error: RunEnded) -> None:
+        """Notes that a later run has begun; the next turn of the loop ends this agent."""
+        self._later_run = max(self._later_run, error.later)
+        self._node.wake()
 
     def _observe_and_decide(self, now_s: float) -> tuple[View, Decision]:
         saving = self._memory.saving()  # before the message of its end is taken in
@@ -243,9 +254,14 @@ class AgentCore:
 
     def _maintain(self, now_s: float) -> None:
         """Maintains what belongs in the store whatever is decided."""
-        if self._store.recovery is not None:
-            self._store.recovery.poll(now_s)
-        self._store.writer.keep_registered(now_s, leaving=bool(self._notices))
+        if self._later_run or self._store.cache.later_run:
+            return
+        try:
+            if self._store.recovery is not None:
+                self._store.recovery.poll(now_s)
+            self._store.writer.keep_registered(now_s, leaving=bool(self._notices))
+        except RunEnded as error:
+            self._end_run(error)
 
     def _observe(self, now_s: float, *, saving: bool) -> View:
         node, store = self._node, self._store
@@ -263,6 +279,8 @@ class AgentCore:
         view = store.observer.view(workers, notice is not None, now_s, self.policy)
         if notice is not None or saving:
             view = replace(view, notice=notice, saving=saving)
+        if later_run := max(self._later_run, store.cache.later_run):
+            view = replace(view, later_run=later_run)
         if (held := self._saved_held) is not None:
             state = (held.generation, held.step)
             view = replace(view, saved_held=state, saved_ranks=held.ranks)

@@ -46,6 +46,7 @@ from elasticzero.launcher.store.api import Condition, Store, job_prefix
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.store.job_run import RunStore, begin_next_run, stored_run
 from elasticzero.launcher.store.job_token import agree_on_token
 from elasticzero.launcher.store.membership import (
     Membership,
@@ -153,7 +154,8 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             if not _retry_store(partial(_has_begun, store), options):
                 raise error
             log_line(f"{error}; the job has begun, and saves are tried when due")
-        agreed = _retry_store(partial(agree_on_token, store, coordination.token), options)
+        run = RunStore(store, _retry_store(partial(stored_run, store), options))
+        agreed = _retry_store(partial(agree_on_token, run, coordination.token), options)
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)
             host = network.host or own_address(coordination.hosted)
@@ -173,9 +175,10 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             store_port=store_socket.getsockname()[1],
             nproc=options.nproc,
             zone=options.zone or "",
+            run=run.number,
         )
-        membership = Membership(store, me, int(options.policy.lease_ttl_s), store_socket)
-        agent = Agent(options, store, membership, metrics, agreed, launching.extensions)
+        membership = Membership(run, me, int(options.policy.lease_ttl_s), store_socket)
+        agent = Agent(options, run, membership, metrics, agreed, launching.extensions)
         stack.enter_context(
             AgentServer(
                 listening,
@@ -184,6 +187,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
                 events=agent.events.newest,
                 token=lambda: agent.token,
                 open_status=options.open_status,
+                run=run.number,
             )
         )
         agent.reporter.note("serving", port=me.http_port, host=host)
@@ -203,7 +207,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             agent.reporter.exits(f"{leaving.reason}: leaving before the job knew of this node")
             agent.close(ExitCode.LEFT)
             return ExitCode.LEFT
-        agent.reporter.registered(me.incarnation)
+        agent.reporter.registered(me.incarnation, me.run)
         muted = MUTED if options.console.silent else ""
         log_line(
             f"this node is registered for job {options.job}; its logs are in "
@@ -354,8 +358,7 @@ def _wait_for_store(
     same = Condition(key=DONE, mod_revision=done.mod_revision)
     if not _is_deserted(store, options, same):
         return _wait_for_store(store, options, endpoints, restart=restart)
-    over_and_gone = ["done", "world", "control", "alarm/", "reports/"]
-    store.write({}, deletes=over_and_gone, conditions=[same])  # unless another node was faster
+    _retry_store(partial(begin_next_run, store, same), options)
     text = f"job {options.job}: was done, runs again from the newest checkpoint"
     log.info("%s", text, extra={"bare": True})
     return None

@@ -111,9 +111,9 @@ class AgentReporter:
     def note(self, event: EventName, **fields: Any) -> None:
         self._events.write(event, **fields)
 
-    def registered(self, incarnation: str) -> None:
-        """Records that the node is registered: the job's time counts from now."""
-        self.note("registered", incarnation=incarnation)
+    def registered(self, incarnation: str, run: int) -> None:
+        """Records that the node is registered for a run: the job's time counts from now."""
+        self.note("registered", incarnation=incarnation, run=run)
         self._time = TimeAccount(time.monotonic())
 
     def decided(self, view: View, decision: Decision) -> None:

@@ -3,7 +3,8 @@
 Each write may be lost or done twice without harm: reports and alarms are overwritten by equal ones;
 a world, and the end, are written in one transaction that is conditioned on the revision of `world`
 that the decision was based on, on `done` not being there, and on this node's own registration.
-Every method raises `StoreUnavailable`.
+Each document states the node's run of the job. Every method raises `StoreUnavailable`, and
+`RunEnded` once a later run has begun.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ class StoreWriter:
         """Replaces the job's token by another one from now on."""
         self._token_digest = token_digest
 
+    @property
+    def _run(self) -> int:
+        """Returns the number of this node's run of the job."""
+        return self._membership.me.run
+
     def keep_registered(self, now_s: float, *, leaving: bool) -> None:
         """Renews the registration where it has lapsed; a node that leaves does not come back."""
         world, revision = self._observer.world()
@@ -100,13 +106,15 @@ class StoreWriter:
 
     def _raise_alarm(self, generation: int, alarm: Alarm) -> None:
         key = f"{ALARM}{generation}"
-        self._store.write({key: to_bytes(alarm)}, conditions=[Condition(key=key, mod_revision=0)])
+        put = {key: to_bytes(replace(alarm, run=self._run))}
+        self._store.write(put, conditions=[Condition(key=key, mod_revision=0)])
         if self._observer.alarm(generation) is None:  # mostly the watch has told it by now
             self._observer.put(ALARM, self._store.read(ALARM))
 
     def _put_report(self, generation: int, node: str, report: Report) -> None:
         world, _ = self._observer.world()
-        told = replace(report, world=world.token if world is not None else "")
+        token = world.token if world is not None else ""
+        told = replace(report, world=token, run=self._run)
         revision = self._store.write({f"{reports_of(generation)}{node}": to_bytes(told)})
         self._cluster.reported(generation, report, revision or 0)
 
@@ -134,8 +142,8 @@ class StoreWriter:
                 changed since.
         """
         if isinstance(action, WriteDone):
-            done = {DONE: to_bytes(replace(action.done, launch_id=self._launch_id))}
-            self._store.write(done, conditions=self._conditions(basis))
+            done = replace(action.done, launch_id=self._launch_id, run=self._run)
+            self._store.write({DONE: to_bytes(done)}, conditions=self._conditions(basis))
             self._observer.put(DONE, self._store.read(DONE))
             return
         world = view.world
@@ -143,7 +151,7 @@ class StoreWriter:
         check_invariants(world, action.world)
         old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
         conditions = self._conditions(basis)
-        following = replace(action.world, token_digest=self._token_digest)
+        following = replace(action.world, token_digest=self._token_digest, run=self._run)
         key_value = {WORLD: to_bytes(following)}
         deletes = [f"{MEMBERS}{node}" for node in action.gone]
         deletes += old if generation > 1 else []

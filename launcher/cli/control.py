@@ -33,6 +33,7 @@ from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES
 from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.launcher.store.job_run import stored_run
 from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
 from elasticzero.serialization import decode
 from elasticzero.text import count_text, list_text, print_result
@@ -101,6 +102,7 @@ def update_control(store: Store, name: str, change: Callable[[Job], Control]) ->
         OperatorError: Others changed the document at each try.
     """
     for _ in range(TRIES):
+        run = stored_run(store)  # first, so that what is read next is of this run or a later one
         job = read_job(store, name)
         control = change(job)
         if control == job.control:
@@ -108,8 +110,10 @@ def update_control(store: Store, name: str, change: Callable[[Job], Control]) ->
         conditions = [
             Condition(key=CONTROL, mod_revision=job.control_revision),
             Condition(key=DONE, mod_revision=0),
+            run.unchanged(),
         ]
-        if store.write({CONTROL: to_bytes(control)}, conditions=conditions) is not None:
+        put = {CONTROL: to_bytes(replace(control, run=run.number))}
+        if store.write(put, conditions=conditions) is not None:
             return job, True
     raise OperatorError(
         f"other operators changed job {name} {TRIES} times in the meantime: try again"

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elasticzero.launcher.protocol.documents import Member
+from elasticzero.checkpoint.storage.http import RUN_HEADER
+from elasticzero.launcher.protocol.documents import UNSTATED, Member
 from elasticzero.launcher.secrets import Secret
 
 QUERY_TIMEOUT_S = 2.0
@@ -74,7 +75,10 @@ def query_agent(
     """
     connection = http.client.HTTPConnection(member.host, member.http_port, timeout=timeout_s)
     try:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {token.reveal}"})
+        headers = {"Authorization": f"Bearer {token.reveal}"}
+        if member.run != UNSTATED:
+            headers[RUN_HEADER] = str(member.run)
+        connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         value = json.loads(response.read(MAX_BYTES)) if response.status == 200 else None
     except (OSError, ValueError, http.client.HTTPException):

@@ -24,10 +24,12 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, BinaryIO, Protocol
 
+from elasticzero.checkpoint.storage.http import RUN_HEADER
 from elasticzero.errors import OperatorError
 from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
 from elasticzero.launcher.http.routes import TEXT, Route
 from elasticzero.launcher.observability.event_log import LogPart
+from elasticzero.launcher.protocol.documents import UNSTATED, compare_runs
 from elasticzero.launcher.secrets import Secret
 
 log = logging.getLogger(__name__)
@@ -116,7 +118,7 @@ def listen(host: str, port: int) -> socket.socket:
 class AgentServer:
     """Serves HTTP from daemon threads until it is closed."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is served, and to whom
         self,
         listening: socket.socket,
         *,
@@ -125,6 +127,7 @@ class AgentServer:
         events: Callable[[int], LogPart],
         token: Callable[[], Secret],
         open_status: bool = False,
+        run: int = UNSTATED,
     ) -> None:
         """Begins to serve.
 
@@ -136,12 +139,14 @@ class AgentServer:
                 `FileNotFoundError` if there is no log.
             token: returns the job's token.
             open_status: True: the status needs no token.
+            run: number of the agent's run of the job; requests of another run are refused.
         """
         self.routes = routes
         self.snapshots = snapshots
         self.events = events
         self.token = token
         self.open_status = open_status
+        self.run = run
         self.refusals = RefusalLog()
         self._server = _Server(listening, self)
         self.port: int = self._server.server_address[1]
@@ -317,7 +322,16 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
             )
         self._shows_token = True
+        self._check_run()
         self.server.connections.mark_authenticated(self.connection)
+
+    def _check_run(self) -> None:
+        """Refuses a request that states another run of the job than the agent's."""
+        stated, run = self.headers.get(RUN_HEADER, ""), self.server.agent.run
+        if stated.isdecimal() and compare_runs(int(stated[:9]), run):
+            raise RequestRefused(
+                HTTPStatus.CONFLICT, f"this agent is of run {run} of the job, not of run {stated}"
+            )
 
     def _send_events(self, *, body: bool) -> None:
         """Sends the newest part of the event log: of at most so many bytes as `?most=` says."""

@@ -82,7 +82,10 @@ EVENTS: Mapping[EventName, EventSpec] = {
     ),
     "registered": EventSpec(
         "The node is registered in etcd.",
-        {"incarnation": "identifier of this start of the agent"},
+        {
+            "incarnation": "identifier of this start of the agent",
+            "run": "number of the job's run: 1, and one more with each `--restart`",
+        },
     ),
     "notice": EventSpec(
         "This node is to leave.",

@@ -37,6 +37,8 @@ Rules of every agent; the first that applies counts:
      before A2.
  A12 All workers have finished, and etcd has not answered for --join-timeout: exit, for the job is
      over and perhaps no agent can ever write so. This comes before A2.
+ A13 A later run of the job has taken the place of this node's: kill the workers, write nothing, and
+     exit with SUPERSEDED when they are gone. This comes before all others.
 The rules of the acting leader (L1 to L10) stand in `leader`.
 Invariant: an agent writes about no generation but the one that `world` names, and every write is
 conditioned on that document's revision.
@@ -46,7 +48,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from elasticzero.errors import ExitCode
+from elasticzero.errors import ExitCode, later_run_text
 from elasticzero.launcher.protocol.actions import (
     Decision,
     DumpStacks,
@@ -107,6 +109,8 @@ def decide(view: View, now_s: float, policy: JobPolicy) -> Decision:
     """
     policy = with_operator_overrides(policy, view.control)
     workers, world = view.workers, view.world
+    if view.later_run:
+        return _give_way(view)
     if view.done is not None:
         return _wind_up(view, view.done)
     if must_drain_without_store(view, now_s, policy):
@@ -124,6 +128,14 @@ def decide(view: View, now_s: float, policy: JobPolicy) -> Decision:
     if view.round_s is not None:
         return _round(view, world, now_s, policy)
     return _training(view, world, now_s, policy)
+
+
+def _give_way(view: View) -> Decision:
+    """Ends this node's part in a run that is over (A13)."""
+    workers, reason = view.workers, later_run_text(view.me.run, view.later_run)
+    if workers.running:
+        return Decision(() if workers.killed else (KillWorkers(reason),), reason)
+    return Decision((ExitAgent(ExitCode.SUPERSEDED),), reason)
 
 
 def _wind_up(view: View, done: Done) -> Decision:

@@ -18,6 +18,19 @@ from elasticzero.launcher.goodput import TimeSpent
 from elasticzero.serialization import OMIT_DEFAULT, decode, decode_rows, encode
 from elasticzero.spans import ShardOver
 
+UNSTATED = 0
+"""Run of a document that states none, for a release without runs wrote it. It counts for the
+present run."""
+FIRST_RUN = 1
+"""Run of a job that was never begun again: the store has no key `run` then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Numbers the present run of the job, which `--restart` begins."""
+
+    number: int
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -37,6 +50,8 @@ class Member:
     zone: str = field(default="", metadata=OMIT_DEFAULT)
     """Part of the cluster that may fail as a whole, such as a zone of a cloud or a rack; empty: not
     known."""
+    run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
+    """Number of the job's run. A world states it once, for all of its members."""
 
     @property
     def address(self) -> str:
@@ -116,6 +131,8 @@ class World:
     """Global batches after `resume` that are left out because training was rolled back."""
     time_spent: TimeSpent | None = field(default=None, metadata=OMIT_DEFAULT)
     """Time of the job by class until this world was written; None: not stated."""
+    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    """Number of the job's run: see `compare_runs`."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
@@ -159,6 +176,8 @@ class Alarm:
     """Rank that left its loop alone, and for which the others wait; None: this is no such hang."""
     final: bool = False
     """True if the same input would bring the failure about again."""
+    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    """Number of the job's run: see `compare_runs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +230,8 @@ class Report:
     ran: bool = False
     """True if the workers have run for a while and never called `elasticzero.run`; the steps of a
     plain script are not counted."""
+    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    """Number of the job's run: see `compare_runs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +252,8 @@ class Control:
     """Fewest and most nodes; None: the numbers that the agents were given."""
     stop: bool = False
     """True if the job shall end at the next boundary."""
+    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    """Number of the job's run: see `compare_runs`."""
 
     def drains(self, member: Member) -> bool:
         """Returns whether this very registration shall leave."""
@@ -253,6 +276,8 @@ class Done:
     version without this field wrote this document."""
     launch_id: str = field(default="", metadata=OMIT_DEFAULT)
     """--launch-id of the node that wrote it; empty: it had none."""
+    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    """Number of the job's run: see `compare_runs`."""
 
 
 def to_bytes(document: Any) -> bytes:
@@ -265,7 +290,8 @@ def to_bytes(document: Any) -> bytes:
         return _json(encode(document))
     resume = document.resume
     value = encode(replace(document, members=(), resume=replace(resume, sources=())))
-    members = [encode(member, complete=True, without=("zone",)) for member in document.members]
+    without = ("zone", "run")
+    members = [encode(member, complete=True, without=without) for member in document.members]
     value["members"] = [list(member.values()) for member in members]
     if all(member.zone for member in document.members):
         value["zones"] = [member.zone for member in document.members]
@@ -288,21 +314,38 @@ def world_from_bytes(data: bytes) -> World:
 
 
 def _with_zones(rows: Any, zones: tuple[str, ...]) -> Any:
-    """Returns rows of members that end with their zones, empty ones where there are none."""
+    """Returns rows of members that end with their zones, empty ones where there are none, and with
+    no run of their own."""
     if not isinstance(rows, list):
         return rows
     pairs = zip_longest(rows, zones[: len(rows)], fillvalue="")
-    return [[*row, zone] if isinstance(row, list) else row for row, zone in pairs]
+    return [[*row, zone, UNSTATED] if isinstance(row, list) else row for row, zone in pairs]
+
+
+def compare_runs(run: int, other: int) -> int:
+    """Returns 1 where a run is later than the other, -1 where it is earlier, and 0 where they are
+    the same or one of them is not stated.
+
+    Whoever reads a document compares its run before anything else in it. A document of an earlier
+    run counts as absent. A document of a later run ends the process that reads it.
+    """
+    if UNSTATED in (run, other):
+        return 0
+    return (run > other) - (run < other)
 
 
 def outranks(world: World, other: World | None) -> bool:
     """Returns whether the one of two worlds counts that were both written because the store lost
     its data in between.
 
-    The higher generation counts, then the higher resume step, then the smaller token.
+    The later run counts, then the higher generation, then the higher resume step, then the smaller
+    token.
     """
     if other is None or world.token == other.token:
         return other is None
+    runs = compare_runs(world.run, other.run)
+    if runs:
+        return runs > 0
     order, other_order = ((w.generation, w.resume.step) for w in (world, other))
     return order > other_order if order != other_order else world.token < other.token
 
@@ -318,4 +361,5 @@ def merged(before: Control, stored: Control) -> Control:
         drain=(*before.drain, *drains),
         nnodes=before.nnodes if before.nnodes is not None else stored.nnodes,
         stop=before.stop or stored.stop,
+        run=max(before.run, stored.run),
     )

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import Literal
 
 from elasticzero.launcher.protocol.documents import (
+    UNSTATED,
     Alarm,
     Control,
     Done,
@@ -210,6 +211,8 @@ class View:
     my_report: Report | None = None
     """Report that this agent has already put for this generation."""
     done: Done | None = None
+    later_run: int = UNSTATED
+    """Number of a later run that has taken the place of this node's; UNSTATED: none has."""
     control: Control = field(default_factory=Control)
     remnants: bool = False
     """True if the store was restored from a backup a moment ago: registrations may be remnants of

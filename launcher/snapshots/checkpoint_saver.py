@@ -281,9 +281,13 @@ class CheckpointSaver:
             events.append(self._events.get())
         return events
 
-    def close(self) -> None:
-        """Stops the threads; waits up to `CLOSE_WAIT_S` for the part of a save that is written."""
-        if self._writing.acquire(timeout=CLOSE_WAIT_S):
+    def close(self, *, at_once: bool = False) -> None:
+        """Stops the threads; waits up to `CLOSE_WAIT_S` for the part of a save that is written.
+
+        Args:
+            at_once: True: what is not written yet is abandoned, for the job's run is over.
+        """
+        if not at_once and self._writing.acquire(timeout=CLOSE_WAIT_S):
             self._writing.release()
         self._closed = True
         self._jobs.put(None)

@@ -211,7 +211,7 @@ class SnapshotReplicator:
                 self._replica_slots[slot] = Slots(root, f"replica-{slot}", overflow)
             slots = self._replica_slots[slot]
         url = f"http://{replica_source.address}/snapshots/{role.generation}/{step.number}"
-        source = HttpStorage(url, role.password, timeout_s=self._silence_s)
+        source = HttpStorage(url, role.password, timeout_s=self._silence_s, run=role.run)
         with self._lock:
             self._sources.add(source)
         try:

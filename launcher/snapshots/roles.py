@@ -33,6 +33,8 @@ class SnapshotRole:
     """The job's token, with which other nodes' snapshots are read."""
     bad_steps: frozenset[int] = frozenset()
     """Steps whose checkpoints were found damaged; a save of such a step replaces the checkpoint."""
+    run: int = 1
+    """Number of the job's run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

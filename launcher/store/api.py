@@ -62,6 +62,18 @@ class Condition:
             raise ValueError(f"condition on {self.key!r} names no revision")
 
 
+def unchanged(key: str, entry: Entry | None) -> Condition:
+    """Returns a condition that holds as long as a key is as it was read.
+
+    Args:
+        key: The key.
+        entry: What was read; None: the key did not exist.
+    """
+    if entry is None:
+        return Condition(key=key, mod_revision=0)
+    return Condition(key=key, mod_revision=entry.mod_revision, value=entry.value)
+
+
 class Watch(Protocol):
     """Watches a prefix until it is closed."""
 

@@ -14,7 +14,12 @@ Rules:
     or the world is gone, but no revision tells of a loss, that record shows whether there was one.
     So does a world, or an alarm of its generation, that is gone while this node is registered: no
     job is begun again (--restart) before its nodes are gone.
- 6. A registration in a restored backup may be that of a node that is gone since. For twice a TTL
+ 6. A world that is gone, or is another one, shows a loss only where this node's registration is
+    older than the last look at it: a job may have been begun again before the node came back.
+ 7. The key of the job's run is read before anything else. If it is of a later run, this agent
+    writes nothing and ends (`job_run`). If it is gone, or of an earlier run, the store has lost its
+    data, and the number of this agent's run is written with all else.
+ 8. A registration in a restored backup may be that of a node that is gone since. For twice a TTL
     and a second no registration brings a node into a world.
 """
 
@@ -24,8 +29,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.protocol.documents import to_bytes
-from elasticzero.launcher.store.api import Condition, Entry, Store
+from elasticzero.launcher.protocol.documents import Run, to_bytes
+from elasticzero.launcher.store.api import Entry, Store, unchanged
+from elasticzero.launcher.store.job_run import RUN, check_run, number_in
 from elasticzero.launcher.store.job_token import KEY, Agreed, record_in
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, WORLD, WatchCache
@@ -86,7 +92,10 @@ class StoreRecovery:
         self._agreed = agreed
 
     def poll(self, now_s: float) -> None:
-        """Checks whether the store has lost its data; where it has, writes what is missing."""
+        """Checks whether the store has lost its data; where it has, writes what is missing.
+
+        Raises `RunEnded` where a later run of the job has begun.
+        """
         if self._membership.lapses != self._lapses:
             self._lapses, self._loss_suspected = self._membership.lapses, True
         loss_suspected = self._loss_suspected or bool(self._observer.retained)
@@ -121,10 +130,12 @@ class StoreRecovery:
         self._check_record_after_s = now_s + AGAIN_S
         agreed = self._agreed
         try:
+            check_run(self._membership.me.run, number_in(self._read(RUN)))
             record = self._read(KEY) if agreed is not None else None
         except StoreUnavailable:
             return
         lapsed = self._loss_suspected or not self._membership.is_registered
+        lapsed |= not self._observer.is_retained_since(self._membership.revision)
         self._loss_suspected = False
         same = record is not None and agreed is not None and record.mod_revision == agreed.revision
         if agreed is not None and not same:
@@ -148,8 +159,8 @@ class StoreRecovery:
             self._listener.restored(record is not None and self._is_mine(record))
         puts, deletes = self._missing(stored)
         if puts or deletes:
-            keys = sorted({WORLD, CONTROL, DONE, KEY, *puts})
-            conditions = [_unchanged(key, stored.get(key)) for key in keys]
+            keys = sorted({WORLD, CONTROL, DONE, KEY, RUN, *puts})
+            conditions = [unchanged(key, stored.get(key)) for key in keys]
             if self._store.write(puts, deletes=deletes, conditions=conditions) is None:
                 return False
             self._log_line(
@@ -162,8 +173,12 @@ class StoreRecovery:
         return True
 
     def _reread(self) -> dict[str, Entry]:
-        """Returns what the store holds now, by key, with the record of the token."""
+        """Returns what the store holds now, by key, with the run and the record of the token."""
         stored: dict[str, Entry] = {}
+        run = self._read(RUN)
+        check_run(self._membership.me.run, number_in(run))
+        if run is not None:
+            stored[RUN] = run
         for prefix in (WORLD, CONTROL, DONE, ALARM):
             snapshot = self._store.read(prefix)
             self._observer.put(prefix, snapshot)
@@ -181,11 +196,16 @@ class StoreRecovery:
         world, _ = observer.world()
         wins = observer.lost_world() is not None
         puts: dict[str, bytes] = {WORLD: retained[WORLD].value} if wins else {}
-        deletes = [DONE] if wins and DONE in stored and DONE not in retained else []
+        run = self._membership.me.run
+        behind = run > number_in(stored.get(RUN))
+        if behind:
+            puts[RUN] = to_bytes(Run(number=run))
         alarm = f"{ALARM}{world.generation}" if world is not None else ALARM
         for key in (DONE, alarm):
-            if key in retained and key not in stored:
+            if key in retained and (behind or key not in stored):
                 puts[key] = retained[key].value
+        old = [key for key in stored if key == DONE or (behind and key.startswith(ALARM))]
+        deletes = [key for key in old if key not in retained] if wins or behind else []
         control = to_bytes(observer.control())
         if CONTROL in retained and (CONTROL not in stored or stored[CONTROL].value != control):
             puts[CONTROL] = control
@@ -196,13 +216,6 @@ class StoreRecovery:
         return puts, deletes
 
 
-def _unchanged(key: str, entry: Entry | None) -> Condition:
-    """Returns a condition that holds as long as a key is as it was read."""
-    if entry is None:
-        return Condition(key=key, mod_revision=0)
-    return Condition(key=key, mod_revision=entry.mod_revision, value=entry.value)
-
-
 def _described(puts: Mapping[str, bytes]) -> list[str]:
     """Returns what was written, in words."""
     descriptions = {
@@ -210,5 +223,6 @@ def _described(puts: Mapping[str, bytes]) -> list[str]:
         CONTROL: "what operators asked",
         DONE: "the end of the job",
         KEY: "the record of the job's token",
+        RUN: "the number of the job's run",
     }
     return [descriptions.get(key, "the alarm of the generation") for key in puts]

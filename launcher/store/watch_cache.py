@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from elasticzero.launcher.protocol.documents import (
+    UNSTATED,
     Alarm,
     Control,
     Done,
     Member,
     Report,
     World,
+    compare_runs,
     merged,
     outranks,
     world_from_bytes,
@@ -50,7 +52,7 @@ class WatchCache:
 
     If the store has lost its data, the documents that it held before stay valid until
     `drop_retained` is called: of two worlds the one that outranks the other, with its alarm and its
-    end.
+    end. A document of another run of the job than the agent's counts as absent.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class WatchCache:
         store: Store,
         changed: Callable[[], None],
         read_document: Callable[[type[Any], bytes], Any] = document,
+        *,
+        run: int = UNSTATED,
     ) -> None:
         """Creates a cache that follows no prefix yet.
 
@@ -65,10 +69,14 @@ class WatchCache:
             store: The job's part of etcd.
             changed: Called after each change, in a thread of the store.
             read_document: Returns a document of the class from its stored bytes.
+            run: Number of the agent's run of the job.
         """
         self._store = store
         self._read = read_document
         self._changed = changed
+        self._run = run
+        self.later_run = UNSTATED
+        """Highest number of a later run that a document has stated."""
         self._lock = threading.Lock()
         self._latest: dict[str, PrefixState] = {}
         self._subscriptions: dict[str, Watch] = {}
@@ -76,6 +84,9 @@ class WatchCache:
         """Entry of each key, with the document that it held."""
         self._retained: dict[str, Entry] = {}
         """Entry of each key in the store before it lost its data."""
+        self._retained_at: int | None = None
+        """Lowest revision of a state from which an entry was retained, though no other history has
+        begun; None: there is none."""
         self._suspected_history: int | None = None
         """History in which the world shrank: what the store said after that is of another one."""
         self._gathered: dict[str, tuple[PrefixState, dict[str, Any]]] = {}
@@ -129,6 +140,8 @@ class WatchCache:
                 self._retain(previous.entries)
         elif self._has_shrunk(previous, current):
             self._retain(previous.entries)
+            at = self._retained_at
+            self._retained_at = previous.revision if at is None else min(at, previous.revision)
             for other in (CONTROL, DONE, ALARM):
                 if other in self._latest:
                     self._retain(self._latest[other].entries)
@@ -164,11 +177,16 @@ class WatchCache:
         """Returns what the store held, by key, before it lost its data, or may have lost them."""
         return self._retained
 
+    def is_retained_since(self, revision: int) -> bool:
+        """Returns whether the store held what is retained at this revision or after it."""
+        return self._retained_at is None or self._retained_at >= revision
+
     def drop_retained(self) -> None:
         """Makes the store's documents alone valid from now on: it holds what was retained, or
         better."""
         with self._lock:
             self._retained = {}
+            self._retained_at = None
             self._suspected_history = None
 
     def get(self, prefix: str) -> PrefixState | None:
@@ -178,7 +196,7 @@ class WatchCache:
     def world(self) -> tuple[World | None, int]:
         """Returns the world, and the revision of the store's document (0: there is none)."""
         entry = self._entry(WORLD, WORLD)
-        stored = self._document(entry, World) if entry is not None else None
+        stored = self._of_run(self._document(entry, World)) if entry is not None else None
         revision = entry.mod_revision if entry is not None else 0
         return (self._retained_world(stored) or stored), revision
 
@@ -186,35 +204,40 @@ class WatchCache:
         """Returns the world that the store has lost, where it outranks the one that the store holds
         now."""
         entry = self._entry(WORLD, WORLD)
-        return self._retained_world(self._document(entry, World) if entry is not None else None)
+        stored = self._of_run(self._document(entry, World)) if entry is not None else None
+        return self._retained_world(stored)
 
     def _retained_world(self, stored: World | None) -> World | None:
         entry = self._retained.get(WORLD)
-        retained: World | None = self._document(entry, World, "kept") if entry is not None else None
+        if entry is None:
+            return None
+        retained = self._of_run(self._document(entry, World, "kept"))
         return retained if retained is not None and outranks(retained, stored) else None
 
     def done(self) -> Done | None:
         retained = self._retained.get(DONE)
         if retained is not None:
-            return self._document(retained, Done)
+            return self._of_run(self._document(retained, Done))
         entry, ended, world = self._entry(DONE, DONE), self.get(DONE), self.get(WORLD)
         if entry is None or ended is None:
             return None
         if world is not None and world.history < ended.history:
             return None  # which world has ended is about to be told
-        return self._document(entry, Done) if self.lost_world() is None else None
+        return self._of_run(self._document(entry, Done)) if self.lost_world() is None else None
 
     def control(self) -> Control:
         entry, retained = self._entry(CONTROL, CONTROL), self._retained.get(CONTROL)
-        stored = self._document(entry, Control) if entry is not None else NO_REQUESTS
-        if retained is None:
-            return stored
-        return merged(self._document(retained, Control, "kept"), stored)
+        stored = self._of_run(self._document(entry, Control)) if entry is not None else None
+        before = self._document(retained, Control, "kept") if retained is not None else None
+        before = self._of_run(before) if before is not None else None
+        if before is None:
+            return stored or NO_REQUESTS
+        return merged(before, stored or NO_REQUESTS)
 
     def alarm(self, generation: int) -> Alarm | None:
         key = f"{ALARM}{generation}"
         entry = self._entry(ALARM, key) or self._retained.get(key)
-        return self._document(entry, Alarm) if entry is not None else None
+        return self._of_run(self._document(entry, Alarm)) if entry is not None else None
 
     def reports(self, generation: int) -> Mapping[str, Report] | None:
         """Returns reports by node; None while they are not followed. The object is the same as long
@@ -236,13 +259,23 @@ class WatchCache:
             return cached[1]
         entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
         start = len(prefix)
-        documents = {entry.key[start:]: self._document(entry, kind) for entry in entries}
+        read = {entry.key[start:]: self._document(entry, kind) for entry in entries}
+        documents = {node: value for node, value in read.items() if self._of_run(value) is not None}
         self._gathered[prefix] = (snapshot, documents)
         return documents
 
     def _entry(self, prefix: str, key: str) -> Entry | None:
         snapshot = self.get(prefix)
         return snapshot.entries.get(key) if snapshot is not None else None
+
+    def _of_run(self, document: T) -> T | None:
+        """Returns a document of the agent's run; None for one of another run, and a later one is
+        noted."""
+        run: int = getattr(document, "run", UNSTATED)
+        order = compare_runs(run, self._run)
+        if order > 0:
+            self.later_run = max(self.later_run, run)
+        return document if order == 0 else None
 
     def _document(self, entry: Entry, kind: type[T], place: str = "") -> T:
         """Returns the document of an entry, decoded once as long as it does not change.

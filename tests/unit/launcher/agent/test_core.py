@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 
-from elasticzero.errors import ElasticZeroError, StoreUnavailable
+from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.core import BACKOFF_S, AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
-from elasticzero.launcher.protocol.documents import Member, World
+from elasticzero.launcher.protocol.documents import Member, Run, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import Condition, Lease
+from elasticzero.launcher.store.job_run import RUN, RunStore, stored_run
 from elasticzero.launcher.store.membership import Membership, bound_socket
 from elasticzero.launcher.store.watch_cache import WORLD, WatchCache
 from tests.support.memory_store import MemoryServer, MemoryStore
@@ -56,20 +58,21 @@ class NodeWithoutProcesses:
         self.now_s = time.monotonic()
         self.server = MemoryServer(time.monotonic)
         self.store = FailingStore(self.server)
-        cache = WatchCache(self.store, self.changed.set)
-        me = Member("a", "a-1", "127.0.0.1", 1, 2, 1)
-        self.membership = Membership(self.store, me, 60, bound_socket())
-        subscriptions = Subscriptions(self.store, cache, self.membership)
+        store = RunStore(self.store, stored_run(self.store))
+        cache = WatchCache(store, self.changed.set, run=store.number)
+        me = Member("a", "a-1", "127.0.0.1", 1, 2, 1, run=store.number)
+        self.membership = Membership(store, me, 60, bound_socket())
+        subscriptions = Subscriptions(store, cache, self.membership)
         look = CheckpointProbe(None, self.changed.set)
         cluster = ClusterObserver(
-            self.store, cache, self.membership, subscriptions, self, look, HostProbe(print)
+            store, cache, self.membership, subscriptions, self, look, HostProbe(print)
         )
         side = StoreSide(
             cache=cache,
             membership=self.membership,
             subscriptions=subscriptions,
             observer=cluster,
-            writer=StoreWriter(self.store, cache, self.membership, cluster),
+            writer=StoreWriter(store, cache, self.membership, cluster),
         )
         policy = JobPolicy(min_nodes=1, max_nodes=1)
         self.core = AgentCore(policy, self, self, side, self, lambda: self.now_s)
@@ -153,6 +156,33 @@ def test_a_failed_write_is_backed_off_from(node: NodeWithoutProcesses) -> None:
     node.store.refuses = False
     node.cycles_until("start")
     assert node.asked.count("trouble") == 1
+
+
+def test_a_node_of_an_earlier_run_gives_way(node: NodeWithoutProcesses) -> None:
+    """Its next write is refused: it starts nothing, and exits with a code of its own."""
+    node.server.write({RUN: to_bytes(Run(number=2))}, (), (), 0)
+    node.cycles_until("leave")
+    assert node.core.exit_code is ExitCode.SUPERSEDED
+    assert node.asked == ["leave"]
+    assert WORLD not in node.store.read(WORLD).entries
+
+
+def test_a_world_of_a_later_run_ends_a_node(node: NodeWithoutProcesses) -> None:
+    """It reads that world before it writes anything."""
+    following = World(
+        generation=1,
+        token="t",
+        members=(Member("a", "a-1", "127.0.0.1", 1, 2, 1),),
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="",
+        run=2,
+    )
+    put = {WORLD: to_bytes(following), RUN: to_bytes(Run(number=2))}
+    node.server.write(put, (), (), 0)
+    node.cycles_until("leave")
+    assert node.core.exit_code is ExitCode.SUPERSEDED
+    assert node.asked == ["leave"], "it starts no workers, though the world names it"
 
 
 def test_a_node_told_to_leave_exits_and_says_why(node: NodeWithoutProcesses) -> None:

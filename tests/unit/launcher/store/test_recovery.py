@@ -2,106 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
     Done,
     Drain,
-    Member,
     World,
     merged,
     outranks,
     to_bytes,
 )
-from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.job_token import KEY, agree_on_token
-from elasticzero.launcher.store.membership import Membership
-from elasticzero.launcher.store.recovery import AGAIN_S, LAST_TURN_S, StoreRecovery
-from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD, WatchCache
-from tests.support.memory_store import MemoryServer, MemoryStore
+from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD
+from tests.support.memory_store import MemoryServer
+from tests.unit.launcher.store.nodes import Node, stands, world
 from tests.watching import DEADLINE_S
-
-FOLLOWED = (WORLD, CONTROL, DONE, ALARM)
-
-
-class Node:
-    """What an agent has of the store, its loop taken by hand."""
-
-    def __init__(self, server: MemoryServer, name: str, secret: Secret | None = None) -> None:
-        self.name = name
-        self.store = MemoryStore(server)
-        self.agreed = agree_on_token(self.store, secret)
-        me = Member(name, name, "localhost", 1, 2, 1)
-        self.membership = Membership(self.store, me, 5, _Port())  # type: ignore[arg-type]
-        self.membership.join(lambda text: None)
-        self.observer = WatchCache(self.store, lambda: None)
-        self.messages: list[str] = []
-        self.recovery = StoreRecovery(
-            self.store, self.observer, self.membership, None, self.agreed, self.messages.append
-        )
-        self.now_s = 100.0
-        self.look()
-
-    def look(self) -> None:
-        """What the watches tell."""
-        for prefix in FOLLOWED:
-            self.observer.put(prefix, self.store.read(prefix))
-
-    def turns(self) -> None:
-        """So many turns of the loop that all that is due is done."""
-        self.look()
-        for _ in range(3):
-            self.recovery.poll(self.now_s)
-            self.membership.check(self.now_s, named=True, world_revision=0)
-            self.now_s += LAST_TURN_S + AGAIN_S
-
-
-class _Port:
-    def close(self) -> None:
-        return
-
-
-@pytest.fixture
-def server() -> MemoryServer:
-    return MemoryServer(lambda: 0.0)
-
-
-@pytest.fixture
-def node(server: MemoryServer) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def make(name: str, secret: Secret | None = None) -> Node:
-        nodes.append(Node(server, name, secret))
-        return nodes[-1]
-
-    yield make
-    for one in nodes:
-        one.store.close()
-
-
-def world(generation: int, *names: str, token: str = "", step: int = 0) -> World:
-    return World(
-        generation=generation,
-        token=token or f"g{generation}",
-        members=tuple(Member(name, name, "localhost", 1, 2, 1) for name in names),
-        strategy="ddp",
-        resume=Resume(tier="storage", step=step) if step else Resume(tier="fresh"),
-        reason="",
-    )
-
-
-def stands(server: MemoryServer) -> dict[str, Any]:
-    entries = MemoryStore(server).read("").entries
-    return {key: json.loads(entry.value) for key, entry in entries.items()}
 
 
 def test_a_wiped_store_is_written_anew(server: MemoryServer, node: Callable[..., Node]) -> None:
@@ -236,7 +157,7 @@ def test_a_job_begun_again_is_no_loss(server: MemoryServer, node: Callable[..., 
     a.look()
     server.write({}, [MEMBERS, WORLD], (), 0)
     server.revoke(1)
-    a.membership._lease.lose()  # type: ignore[union-attr] # as its keepalive would find
+    a.lose_lease()
     a.turns()
     assert a.store.history == 0
     assert a.observer.world() == (None, 0)
@@ -262,6 +183,7 @@ def test_two_that_write_at_once_agree(server: MemoryServer, node: Callable[..., 
 @pytest.mark.parametrize(
     ("higher", "lower"),
     [
+        (world(1, "a", run=2), world(9, "b", step=50, run=1)),
         (world(2, "a"), world(1, "a", step=50)),
         (world(2, "a", step=9, token="z"), world(2, "a", step=8, token="a")),
         (world(2, "a", step=9, token="a"), world(2, "a", step=9, token="b")),
