@@ -39,6 +39,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      that has MIN nodes without them, take no step from it, and count as no failure.
  R18 If a worker has died of itself, its own node reports that death, whichever node saw it first.
  R19 A job that ends as failed has saved the state in memory, unless its end says that it could not.
+ R20 Once a run of the job has begun, no agent of an earlier one writes anything. It exits with the
+     code for that, unless it has seen how its own run ended, or leaves.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import greenlet
 
-from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.errors import ElasticZeroError, ExitCode, RunEnded, StoreUnavailable
 from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
@@ -17,6 +17,7 @@ from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.job_run import RUN, RunStore, StoredRun, number_in
 from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
@@ -153,6 +154,13 @@ class Agent:
         host.agent = self
         self.store = SimulatedStore(cluster.etcd, host.clock, cluster.plan.trouble)
         self.store.cut = host.cut
+        entry = cluster.etcd.read(RUN).entries.get(RUN)
+        store = RunStore(self.store, StoredRun(number_in(entry), entry))
+        self.run = store.number
+        """The run of the job that it belongs to."""
+        self._store = store
+        self.storage = cluster.storage
+        """That of its run."""
         self.dead = False
         self.saves = 0
         """Saves of this node that are not over."""
@@ -173,20 +181,21 @@ class Agent:
             http_port=9400,
             store_port=cluster.port(),
             nproc=cluster.plan.nproc,
+            run=self.run,
         )
         self.membership = Membership(
-            self.store,
+            store,
             me,
             cluster.plan.ttl_s,
             Port(me.store_port),  # type: ignore[arg-type]
             bind=lambda: Port(cluster.port()),  # type: ignore[arg-type,return-value]
             draw_incarnation=cluster.draw,
         )
-        self.observer = WatchCache(self.store, self.wake, cluster.read_document)
+        self.observer = WatchCache(store, self.wake, cluster.read_document, run=self.run)
         self.look = SlowLook(cluster.storage, cluster.random, self.wake)
-        subscriptions = Subscriptions(self.store, self.observer, self.membership)
+        subscriptions = Subscriptions(store, self.observer, self.membership)
         self.cluster_observer = ClusterObserver(
-            self.store,
+            store,
             self.observer,
             self.membership,
             subscriptions,
@@ -201,7 +210,7 @@ class Agent:
             membership=self.membership,
             subscriptions=subscriptions,
             observer=self.cluster_observer,
-            writer=StoreWriter(self.store, self.observer, self.membership, self.cluster_observer),
+            writer=StoreWriter(store, self.observer, self.membership, self.cluster_observer),
             recovery=self._recovery,
         )
         self.core = AgentCore(cluster.plan.policy, self, self, side, self, host.clock)
@@ -255,7 +264,7 @@ class Agent:
         agreed = self._agree() if self.plan.loses_data else None
         self._join()
         self._recovery.actual = StoreRecovery(
-            self.store,
+            self._store,
             self.observer,
             self.membership,
             self.cluster_observer,
@@ -277,13 +286,13 @@ class Agent:
         while True:
             self._sit_out()
             with suppress(StoreUnavailable):
-                return agree_on_token(self.store, TOKEN)
+                return agree_on_token(self._store, TOKEN)
             self.cluster.timeline.sleep(JOIN_AGAIN_S)
 
     def _join(self) -> None:
         while self.exit_code is None:
             self._sit_out()
-            with suppress(StoreUnavailable):
+            try:
                 if self.store.read(DONE).entries:
                     self.exit_code = ExitCode.USAGE
                 elif self.leaving:
@@ -295,6 +304,10 @@ class Agent:
                         sleep=self.cluster.timeline.sleep,
                     )
                     return
+            except StoreUnavailable:
+                pass
+            except RunEnded:
+                self.exit_code = ExitCode.SUPERSEDED
             self.cluster.timeline.sleep(JOIN_AGAIN_S)
 
     def _sit_out(self) -> None:
@@ -357,7 +370,7 @@ class Agent:
         name = (held.generation, held.step, held.world_size)
 
         def write() -> None:
-            storage = self.cluster.storage
+            storage = self.storage
             if self.dead:
                 return
             world, _ = self.observer.world()
@@ -367,7 +380,7 @@ class Agent:
             wait()
 
         def wait() -> None:
-            storage = self.cluster.storage
+            storage = self.storage
             newer = (
                 self.worker_group is not None and self.worker_group.generation > held.generation + 1
             )

@@ -10,11 +10,20 @@ from typing import Any
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision
-from elasticzero.launcher.protocol.documents import Control, Done, World
+from elasticzero.launcher.protocol.documents import FIRST_RUN, Control, Done, Run, World, to_bytes
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Entry
-from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, document
+from elasticzero.launcher.store.job_run import RUN
+from elasticzero.launcher.store.watch_cache import (
+    ALARM,
+    CONTROL,
+    DONE,
+    MEMBERS,
+    WORLD,
+    document,
+    reports_of,
+)
 from tests.simulation.agents import Agent, BadInput, Host
 from tests.simulation.etcd import Costs, Etcd
 from tests.simulation.faults import Faults
@@ -28,6 +37,8 @@ LIVENESS_S = 150.0
 """Once nothing fails any more, a job that has enough nodes is over within this."""
 MOST_EVENTS = 2_000_000
 MEND_S = 2.0
+AGAIN_S = 0.5
+"""So often an operator looks whether the job can be begun again."""
 EVENTS_KEPT = 60
 
 
@@ -54,6 +65,10 @@ class Cluster:
         self._stands: World | None = None
         """The one that etcd holds."""
         self.done: Done | None = None
+        self.run_number = FIRST_RUN
+        """Of the job's present run."""
+        self.first_end: Done | None = None
+        """That of the run before."""
         self.history: deque[str] = deque(maxlen=EVENTS_KEPT)
         self.exits: list[tuple[str, ExitCode]] = []
         self._tell = tell
@@ -136,6 +151,7 @@ class Cluster:
         agent.host.memory.keep_only(())
 
     def _written(self, key: str, entry: Entry) -> None:
+        self.rules.wrote(self.etcd.writer, key)
         if key == WORLD:
             before, after = self._stands, document(World, entry.value)
             self.note(f"etcd: {_told(after)}")
@@ -147,6 +163,10 @@ class Cluster:
             self.done = document(Done, entry.value)
             self.note(f"etcd: done: {self.done.reason}")
             self.rules.done_written(self.done)
+            if self.run_number < self.plan.runs:
+                self.timeline.after(AGAIN_S, self._begin_again)
+        elif key == RUN:
+            self.note("etcd: the job is begun again")
         else:
             if key.startswith(MEMBERS):
                 self.note(f"etcd: {key.removeprefix(MEMBERS)} is registered")
@@ -157,7 +177,7 @@ class Cluster:
             self.note(f"etcd: the registration of {key.removeprefix(MEMBERS)} is gone")
         elif key == WORLD:
             self._stands = None
-        elif key == DONE and not self.etcd.losing:
+        elif key == DONE and not self.etcd.losing and self.done is not None:
             self.note("etcd: the end is gone: it was that of another history")
             self.done = None
             self.rules.goes_on()
@@ -190,10 +210,33 @@ class Cluster:
             self.rules.stuck()
         self.rules.at_the_end()
 
+    def _begin_again(self) -> None:
+        """An operator begins the job again, once no node of it is registered: `--restart`."""
+        if self.etcd.state != "up" or self.etcd.read(MEMBERS).entries:
+            self.timeline.after(AGAIN_S, self._begin_again)
+            return
+        documents = [DONE, WORLD, CONTROL, *(f"{ALARM}{number}" for number in self.rules.worlds)]
+        documents += [reports_of(number) for number in self.rules.worlds]
+        self.first_end, self.done, self.world, self._stands = self.done, None, None, None
+        self.run_number += 1
+        self.asked = Control()
+        self.storage = Storage(self.timeline, possible=self.plan.storage)
+        self.rules = Rules(self)
+        self.storage.committed = self.rules.committed
+        self.etcd.writer = None
+        following = to_bytes(Run(number=self.run_number))
+        self.etcd.write({RUN: following}, documents, (), 0)
+        for host in list(self.hosts.values()):
+            if not host.lost and (host.agent is None or host.agent.dead):
+                host.agent = Agent(self, host)
+        if self._calm:
+            self._mend()
+
     @property
     def over(self) -> bool:
         """Nothing more will happen."""
-        ended = self.done is not None or not self._mends
+        ended = self.done is not None and self.run_number == self.plan.runs
+        ended |= not self._mends
         return self._calm and ended and not self.running()
 
     def running(self) -> list[Agent]:

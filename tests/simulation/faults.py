@@ -215,6 +215,7 @@ class Faults:
             self._timeline.after(0.3, lambda: self._operate(**asked))
         elif cluster.done is None:
             cluster.asked = replace(cluster.asked, **asked)
+            cluster.etcd.writer = None
             cluster.etcd.write({CONTROL: to_bytes(cluster.asked)}, (), (), 0)
             cluster.rules.asked(cluster.asked)
 

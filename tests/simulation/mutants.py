@@ -326,6 +326,12 @@ MUTANTS = (
         wrong="                if True:\n",
     ),
     Mutant(
+        name="an earlier run writes on",
+        file="store/job_run.py",
+        right="fenced = [*conditions, self._stored.unchanged()]",
+        wrong="fenced = [*conditions]",
+    ),
+    Mutant(
         name="of two histories the lower generation goes on",
         file="protocol/documents.py",
         right="return order > other_order if order != other_order else",

@@ -22,6 +22,7 @@ from elasticzero.launcher.protocol.documents import (
     outranks,
 )
 from elasticzero.launcher.protocol.invariants import check_invariants
+from elasticzero.launcher.protocol.termination import exit_code_of
 from elasticzero.launcher.store.api import Entry
 from elasticzero.launcher.store.watch_cache import MEMBERS
 from tests.simulation.promises import Promises
@@ -110,6 +111,13 @@ class Rules:
         """An agent can be heard, and hears, again: it may count as well whom it heard before."""
         self._disturbed_s = self._cluster.etcd.served_s
         self.promises.disturbed()
+
+    def wrote(self, writer: object, key: str) -> None:
+        """R20: nothing is written by an agent of an earlier run."""
+        for agent in self._cluster.running():
+            if agent.store is writer:
+                text = f"{agent.host.name} of run {agent.run} writes {key}"
+                self.require(agent.run == self._cluster.run_number, "R20", text)
 
     def put(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
@@ -354,6 +362,8 @@ class Rules:
         self._trained.add(group.generation)
 
     def starts(self, agent: Agent, world: World, index: int) -> None:
+        if agent.run < self._cluster.run_number and world.run < self._cluster.run_number:
+            return  # it is about to learn that its run is over
         written = self.worlds.get(world.generation)
         text = f"{agent.host.name} starts generation {world.generation}"
         same = written is not None and written.token == world.token
@@ -438,6 +448,14 @@ class Rules:
 
     def exits(self, agent: Agent) -> None:
         done = self._cluster.done
+        text = f"{agent.host.name} of run {agent.run} exits with {agent.exit_code}"
+        gives_way = agent.exit_code is ExitCode.SUPERSEDED
+        if agent.run == self._cluster.run_number:
+            self.require(not gives_way, "R20", text)
+        elif self._cluster.first_end is not None:
+            done = self._cluster.first_end
+            as_usual = (ExitCode.LEFT, ExitCode.USAGE, exit_code_of(done))
+            self.require(gives_way or agent.exit_code in as_usual, "R20", text)
         if agent.exit_code is ExitCode.DONE:
             so = done is not None and done.outcome in ("finished", "stopped")
             self.require(so, "R8", f"{agent.host.name} exits with 0 before `done`")

@@ -55,6 +55,8 @@ HANG_TIMEOUT_S = 2.5
 LOSS_SHARE = 0.1
 """So many schedules are about an etcd that loses its data, besides all else that happens."""
 LOSSES = ("wipe-etcd", "restore-etcd")
+RUNS_SHARE = 0.1
+"""So many of the others are about a job that is over, and is begun again while a node is away."""
 BAD_JOIN_SHARE = 0.08
 """So many schedules have a node that comes, and whose workers always fail before they train."""
 BAD_INPUTS = ("import", "model", "script", "crash")
@@ -117,6 +119,8 @@ class Plan:
     first's."""
     apart_s: float = 0.5
     """The nodes come within so long."""
+    runs: int = 1
+    """So often the job is run: once it is over, it is begun again."""
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -132,9 +136,23 @@ class Plan:
 def draw(seed: int, nodes: int | None = None) -> Plan:
     """The schedule of a seed. nodes: how many the job begins with; None: 3 to 7."""
     plan, random = _draw(seed, nodes), Random(seed ^ 0x1055)
-    if random.random() >= LOSS_SHARE:
-        return plan
-    return replace(plan, faults=(*plan.faults, *_losses(random, plan)))
+    if random.random() < LOSS_SHARE:
+        return replace(plan, faults=(*plan.faults, *_losses(random, plan)))
+    if (drawn := Random(f"{seed} runs")).random() < RUNS_SHARE:
+        return replace(plan, runs=2, faults=(*plan.faults, *_absences(drawn, plan)))
+    return plan
+
+
+def _absences(random: Random, plan: Plan) -> list[Fault]:
+    """Some agents are away when the job ends, most of them until it has been begun again."""
+    ends_s = plan.total_steps * plan.step_s
+    faults = []
+    for _ in range(random.choice([1, 1, 2])):
+        at_s = random.uniform(0.3, 1.0) * ends_s
+        away_s = random.choice([ends_s, 10.0, 20.0, 40.0]) * random.uniform(0.8, 1.2)
+        kind = random.choice(["stop-agent", "stop-agent", "slow-agent", "cut-from-etcd", "cut-off"])
+        faults.append(Fault(at_s, kind, random.random(), away_s))
+    return faults
 
 
 def _losses(random: Random, plan: Plan) -> list[Fault]:

@@ -350,13 +350,13 @@ class Group:
     def _persist(self, index: int, worker_group: WorkerGroup, save: Save) -> None:
         if worker_group.agent.dead:
             return
-        if self.cluster.storage.away:
+        if worker_group.agent.storage.away:
             self._save_over(save, well=False)
             return
         save.parts.add(index)
         if len(save.parts) == len(self.world.members):
             replacing = save.step in self.world.bad_steps
-            self.cluster.storage.commit(self.generation, save.step, replacing=replacing)
+            worker_group.agent.storage.commit(self.generation, save.step, replacing=replacing)
             self._save_over(save, well=True)
 
     def _save_over(self, save: Save, *, well: bool) -> None:
