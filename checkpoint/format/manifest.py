@@ -62,6 +62,8 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.step < 0 or self.generation < 0:
             raise ValueError(f"step {self.step}, generation {self.generation}: one is negative")
+        if self.run < 1:
+            raise ValueError(f"run {self.run}: the first run of a job is 1")
         if not is_token(self.token):
             raise ValueError(f"token {self.token!r} is not 1 to 64 letters, digits, '-' or '_'")
         for tag in self.tags:

@@ -131,7 +131,7 @@ class World:
     """Global batches after `resume` that are left out because training was rolled back."""
     time_spent: TimeSpent | None = field(default=None, metadata=OMIT_DEFAULT)
     """Time of the job by class until this world was written; None: not stated."""
-    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
@@ -176,7 +176,7 @@ class Alarm:
     """Rank that left its loop alone, and for which the others wait; None: this is no such hang."""
     final: bool = False
     """True if the same input would bring the failure about again."""
-    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
 
 
@@ -230,7 +230,7 @@ class Report:
     ran: bool = False
     """True if the workers have run for a while and never called `elasticzero.run`; the steps of a
     plain script are not counted."""
-    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
 
 
@@ -252,7 +252,7 @@ class Control:
     """Fewest and most nodes; None: the numbers that the agents were given."""
     stop: bool = False
     """True if the job shall end at the next boundary."""
-    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
 
     def drains(self, member: Member) -> bool:
@@ -276,7 +276,7 @@ class Done:
     version without this field wrote this document."""
     launch_id: str = field(default="", metadata=OMIT_DEFAULT)
     """--launch-id of the node that wrote it; empty: it had none."""
-    run: int = field(default=UNSTATED, metadata=OMIT_DEFAULT)
+    run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
 
 

@@ -12,13 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from elasticzero.errors import OperatorError
+from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.errors import OperatorError, StorageError
 from elasticzero.launcher.agent.status import agent_routes
 from elasticzero.launcher.http import limits as http_guard
 from elasticzero.launcher.http import routes
@@ -61,6 +63,7 @@ class Agent:
         self.current_status: dict[str, object] = {"job": "j", "generation": 3}
         self.broken = False
         self.open_status = False
+        self.run = 0
         self.asked_bytes = 0
 
     def status(self) -> dict[str, object]:
@@ -91,6 +94,7 @@ class Agent:
             events=self.events,
             token=lambda: Secret(TOKEN),
             open_status=self.open_status,
+            run=self.run,
         )
 
     def health(self, query: str) -> routes.Answer:
@@ -169,6 +173,23 @@ def test_the_status_of_the_job(server: AgentServer) -> None:
         status, headers, body = ask(server, path, **BEARER)
         assert (status, headers["Content-Type"]) == (200, "application/json")
         assert json.loads(body) == {"job": "j", "passed_on": passed_on}
+
+
+def test_a_request_of_another_run_is_refused(agent: Agent) -> None:
+    """Operators and releases without runs state none."""
+    agent.run = 2
+    with agent.serve() as server:
+        assert ask(server, "/status", **BEARER)[0] == 200
+        assert ask(server, "/status", **BEARER, ElasticZero_Run="2")[0] == 200
+        status, _, body = ask(server, "/status", **BEARER, ElasticZero_Run="1")
+        assert (status, body) == (409, b"this agent is of run 2 of the job, not of run 1\n")
+        assert ask(server, "/status", ElasticZero_Run="2")[0] == 401
+        address = f"http://127.0.0.1:{server.port}/snapshots/3/120"
+        for run, refused in ((1, True), (2, False), (None, False)):
+            storage = HttpStorage(address, TOKEN, run=run)
+            with pytest.raises(StorageError, match="409") if refused else nullcontext():
+                assert storage.size("empty") == 0
+            storage.close()
 
 
 def test_an_open_status_needs_no_token_and_opens_nothing_else(agent: Agent) -> None:

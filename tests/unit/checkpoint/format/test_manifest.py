@@ -27,6 +27,15 @@ def whole(layout: Layout, **rest: Any) -> Manifest:
     return replace(draft, files=tuple(files))
 
 
+def test_only_a_later_run_is_stated() -> None:
+    """So a release without runs writes the same bytes in the first run."""
+    first = whole(simple_layout())
+    assert b'"run"' not in to_json(first)
+    assert from_json(to_json(first), "here").run == 1
+    second = replace(first, run=2)
+    assert from_json(to_json(second), "here") == second
+
+
 @given(layouts())
 def test_every_element_and_every_empty_tensor_lies_with_one_rank(
     layout: Layout,

@@ -12,8 +12,17 @@ from elasticzero.errors import ExitCode, OperatorError, UserError
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import drain, read_job, scale, stop, update_control
 from elasticzero.launcher.observability.job_status import Job
-from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World, to_bytes
+from elasticzero.launcher.protocol.documents import (
+    Control,
+    Done,
+    Drain,
+    Member,
+    Run,
+    World,
+    to_bytes,
+)
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
+from elasticzero.launcher.store.job_run import RUN
 from tests.support.memory_store import MemoryServer, MemoryStore
 
 JOB = "j"
@@ -63,12 +72,27 @@ def test_a_drain_names_the_registration(
 ) -> None:
     assert drain(store, JOB, "b", None) == ExitCode.DONE
     assert asked(store) == Control(drain=(Drain(node="b", incarnation="1"),))
+    assert asked(store).run == 1
     assert asked(store).drains(member("b"))
     assert not asked(store).drains(member("b", "2")), "the node may come back"
     assert capsys.readouterr().out == "b leaves at the next step\n"
     drain(store, JOB, "b", None)
     assert capsys.readouterr().out == "b was requested to leave before\n"
     assert len(asked(store).drain) == 1
+
+
+def test_a_command_for_the_run_before_changes_nothing_of_the_next(store: MemoryStore) -> None:
+    """The job is begun again between what the command reads and what it writes."""
+    runs: list[int] = []
+
+    def change(job: Job) -> Control:
+        runs.append(len(runs) + 1)
+        if len(runs) == 1:
+            store.write({RUN: to_bytes(Run(number=2))})
+        return Control(nnodes=(1, len(runs)))
+
+    update_control(store, JOB, change)
+    assert (asked(store).nnodes, asked(store).run) == ((1, 2), 2)
 
 
 def test_drains_of_nodes_that_have_left_are_forgotten(store: MemoryStore) -> None:
