@@ -108,8 +108,11 @@ def test_a_node_that_was_away_leaves_the_next_run_alone(
         told.pause(0.3)
         begin_again(told, tmp_path, "1:2")
         before = len(told.told)
-        steps = lambda: [e for _, e in told.told[before:] if e["event"] == "step"]  # noqa: E731
-        told.wait("steps of the second run", lambda: len(steps()) > 3)
+
+        def steps() -> int:
+            return sum(event["event"] == "step" for _, event in told.told[before:])
+
+        told.wait("steps of the second run", lambda: steps() > 3)
         old_files = files_in(tmp_path / "first")
         send(pids, signal.SIGCONT)
         check_gave_way(told, away)

@@ -89,7 +89,7 @@ def _report(folder: Path, of_node: Metrics) -> None:
     reporter = AgentReporter(agent_options(folder), EventLog(folder), of_node)
     worker = Worker(0, 0, 123, cast(Any, None), folder / "0.log", 0)
     group = WorkerGroup(cast(Any, None), 3, 0, workers=[worker])
-    reporter.registered("incarnation")
+    reporter.registered("incarnation", 1)
     waiting = replace(JOB_VIEW, world=None, workers=WorkerGroupState())
     reporter.decided(waiting, Decision((WriteWorld(JOB_WORLD),), "waiting for nodes"))
     plain = replace(JOB_VIEW.workers, stage=GroupStage.PLAIN)

@@ -61,9 +61,10 @@ class Node:
 
     def turn(self) -> None:
         """What a turn of the loop maintains in the store."""
-        self.recovery.poll(self.now_s)
-        self.membership.check(self.now_s, named=True, world_revision=0)
+        now_s = self.now_s
         self.now_s += LAST_TURN_S + AGAIN_S
+        self.recovery.poll(now_s)
+        self.membership.check(now_s, named=True, world_revision=0)
 
     def turns(self) -> None:
         """So many turns of the loop that all that is due is done."""
