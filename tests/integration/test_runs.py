@@ -73,9 +73,9 @@ def finish_without(told: Story, away: Node) -> None:
 
 def begin_again(told: Story, checkpoints: Path, nodes: str) -> Node:
     """Starts the node that has ended anew, as an operator would."""
-    common = told.cluster.command
-    own = common[: common.index("--nnodes")]
-    told.cluster.command = [*own, *job_arguments("second", checkpoints, nodes)]
+    first = list(told.cluster.command)
+    shared = first[: first.index("--nnodes")]
+    told.cluster.command = [*shared, *job_arguments("second", checkpoints, nodes)]
     (ended,) = (node.name for node in told.cluster.nodes.values() if not node.running)
     return told.cluster.start_node(ended)
 

@@ -35,10 +35,12 @@ from elasticzero.launcher.protocol.documents import (
     Failure,
     Member,
     Report,
+    Run,
     World,
     to_bytes,
 )
 from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.job_run import RUN
 from elasticzero.launcher.store.job_token import KEY as TOKEN
 from elasticzero.launcher.store.job_token import Record as TokenRecord
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD, reports_of
@@ -62,6 +64,7 @@ DOCUMENTS: Mapping[str, type[Any]] = {
     CONTROL: Control,
     DONE: Done,
     TOKEN: TokenRecord,
+    RUN: Run,
 }
 """Kinds of the documents in etcd, by key."""
 RECORDS: tuple[type[Any], ...] = (BucketPlan, DataPosition, Manifest, Range, TagFile)

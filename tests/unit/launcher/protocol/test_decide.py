@@ -181,12 +181,6 @@ TABLE = [
     ("done: exit 0", v(ENDED, done=Done(outcome="finished", step=9, reason="r")), [ExitAgent(ExitCode.DONE)]),
     ("failed: exit 70", v(ENDED, done=Done(outcome="failed", step=9, reason="r")), [ExitAgent(ExitCode.FAILED)]),
     ("done, killed already", v(AT_REST, done=Done(outcome="finished", step=9, reason="r"), workers=w(TRAINS, order=GroupOrder.KILL)), []),
-    # A13
-    ("a later run: kill workers", v(AT_REST, later_run=2), [KillWorkers]),
-    ("a later run, killed already", v(AT_REST, later_run=2, workers=w(TRAINS, order=GroupOrder.KILL)), []),
-    ("a later run: exit 76", v(ENDED, later_run=2), [ExitAgent(ExitCode.SUPERSEDED)]),
-    ("a later run, and done", v(ENDED, later_run=2, done=Done(outcome="finished", step=9, reason="r")), [ExitAgent(ExitCode.SUPERSEDED)]),
-    ("a later run, and no world", v(ALONE, later_run=2, members=named(A, B, C)), [ExitAgent(ExitCode.SUPERSEDED)]),
     # L1
     ("too few", ALONE, []),
     ("MAX are there", v(ALONE, members=named(A, B, C)), [WriteWorld]),
