@@ -227,6 +227,7 @@ class Cluster:
         following = to_bytes(Run(number=self.run_number))
         self.etcd.write({RUN: following}, documents, (), 0)
         for host in list(self.hosts.values()):
+            host.bad_input, host.faults_left = "", 0  # its machine was mended
             if not host.lost and (host.agent is None or host.agent.dead):
                 host.agent = Agent(self, host)
         if self._calm:

@@ -144,13 +144,17 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
 
 
 def _absences(random: Random, plan: Plan) -> list[Fault]:
-    """Some agents are away when the job ends, most of them until it has been begun again."""
+    """Some agents are away when the job ends, most of them until it has been begun again.
+
+    Their workers stay in reach of their peers: a round that waits for as long as this for a node is
+    of another kind.
+    """
     ends_s = plan.total_steps * plan.step_s
     faults = []
     for _ in range(random.choice([1, 1, 2])):
         at_s = random.uniform(0.3, 1.0) * ends_s
         away_s = random.choice([ends_s, 10.0, 20.0, 40.0]) * random.uniform(0.8, 1.2)
-        kind = random.choice(["stop-agent", "stop-agent", "slow-agent", "cut-from-etcd", "cut-off"])
+        kind = random.choice(["stop-agent", "stop-agent", "slow-agent", "cut-from-etcd"])
         faults.append(Fault(at_s, kind, random.random(), away_s))
     return faults
 
