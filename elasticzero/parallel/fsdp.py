@@ -274,9 +274,8 @@ class FullyPartitioned(PiecedStrategy):
         self._reshard()  # so that the modules have the parameters of between two steps
         if self._stepped is not None and self._counts != self._counts_now():
             self._counts = None
-        return self._memory.difference() or (
-            self._old.difference() if self._uses.compares else None
-        )
+        compared = self._old.difference() if self._uses.compares else None
+        return self._memory.difference() or compared or self._pieced.emptied()
 
     def settle(self) -> None:
         pass

@@ -82,6 +82,8 @@ class PartitionedOptimizer:
         self.has_state = any(g.nature.makes_state_at_once for g in optimizers.groups)
         self._unstepped = set(optimizers.group_of)
         """Parameters without a gradient in any global batch so far, on all ranks."""
+        self._entries: dict[str, int] = {}
+        """Number of entries that the optimizer has kept for each piece since its newest step."""
         self.used: set[str] = set()
         """The parameters that any rank has used in the global batch, once it is complete."""
         self.differ = False
@@ -313,6 +315,24 @@ class PartitionedOptimizer:
                 group.options["params"] = parameters
         for piece in self.pieces.values():
             piece.parameter.grad = None
+        self._entries = self._count_entries()
+
+    def _count_entries(self) -> dict[str, int]:
+        state_of = {name: group.optimizer.state for name, group in self.optimizers.group_of.items()}
+        pieces = self.pieces.items()
+        return {name: len(state_of[name].get(piece.parameter, ())) for name, piece in pieces}
+
+    def emptied(self) -> UserError | None:
+        """Returns the error for entries that the script has taken out of an optimizer's state since
+        the newest step: they would be stored as zeros, which is not the same to an optimizer."""
+        for name, count in self._count_entries().items():
+            if count < self._entries.get(name, 0):
+                return UserError(
+                    f"the script has taken entries out of the optimizer's state of parameter "
+                    f"{name!r}, which zero1, zero2 and zero3 would store as zeros: set its tensors "
+                    "to zero in place, or use ddp"
+                )
+        return None
 
     def _mastered(self) -> Iterable[MasteredValues]:
         """Returns the chunks that have masters, or else the pieces that have, each by itself."""

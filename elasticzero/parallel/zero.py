@@ -191,6 +191,8 @@ class FlatBuckets(PiecedStrategy):
             bucket.give_out()
 
     def take_changes(self) -> UserError | None:
+        if (error := self._pieced.emptied()) is not None:
+            return error
         # A parameter that was moved had been waited for.
         moved = {bucket: indices for bucket in self._buckets if (indices := bucket.moved())}
         for bucket, indices in moved.items():

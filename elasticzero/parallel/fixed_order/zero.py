@@ -134,7 +134,7 @@ class WholeParameters(PiecedStrategy):
                 torch._foreach_copy_(data, message.unpack(flat))
 
     def take_changes(self) -> UserError | None:
-        if (error := self._memory.difference()) is not None:
+        if (error := self._memory.difference() or self._pieced.emptied()) is not None:
             return error
         for message in self._owned:
             for name, parameter in zip(message.names, message.parameters, strict=True):

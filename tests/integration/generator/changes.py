@@ -10,12 +10,6 @@ from tests.integration.generator.elements import Element, Gap
 _STALE = "docs/training.md: with zero3 a rank has only its rows of such a tensor"
 
 
-_EMPTIED = dict.fromkeys(
-    ("zero1", "zero2", "zero3"),
-    Gap("wrong", "an emptied state is stored as zeros, which SGD with dampening takes otherwise"),
-)
-
-
 def _after(
     name: str,
     text: str,
@@ -284,7 +278,6 @@ if n == SINCE + 2:
 """,
         odds=3,
         since=1,
-        gaps=_EMPTIED,
     ),
     _after(
         "a parameter that is taken out of its group",
@@ -305,7 +298,6 @@ if n == SINCE + 2:
 """,
         since=1,
         odds=2,
-        gaps=_EMPTIED,
     ),
     _after(
         "a group that is added late",
