@@ -3,16 +3,20 @@
 Everything the project stores or sends is such a record: documents in etcd, messages between agent
 and worker, manifests. A field may be a str, int, float, bool, None, a JSON value (`Any`), another
 dataclass, a tuple or mapping of these, a `Literal`, or a union of them.
+
+What comes from outside is a record or a `RecordError`, whatever its bytes are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Collection, Mapping
 from functools import cache, partial
 from itertools import starmap
+from reprlib import repr as short_repr
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
@@ -23,6 +27,11 @@ OMIT_DEFAULT = {"omit_default": True}
 
 An earlier release does not have the field. So records that both releases can make have equal bytes:
 ranks of both compare digests of them."""
+OTHER = "other"
+"""The word of a `Literal` that stands for all that this release does not know: a later release may
+have another word there, and its record is read nevertheless."""
+MAX_INTEGER = 1 << 256
+"""Integers in a record are smaller, and larger than its negative, so that each has a float."""
 
 
 class RecordError(ValueError):
@@ -64,11 +73,27 @@ def field_values(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _names(kind)}
 
 
+def parse_json(data: bytes, where: str) -> Any:
+    """Returns the value of a JSON text in UTF-8.
+
+    Args:
+        data: The text, which may be anything.
+        where: What an error begins with.
+
+    Raises:
+        RecordError: The bytes are no such text.
+    """
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: no JSON: {error!s:.100}") from None
+
+
 def decode(kind: type[T], value: Any, where: str = "") -> T:
     """Returns the record of type `kind` that the JSON `value` describes.
 
     Unknown fields are ignored, so that documents of a newer version can be read; a missing field
-    takes its default.
+    takes its default. An unknown word is `OTHER` where the field may be that.
 
     Args:
         kind: The record's class, a dataclass.
@@ -115,7 +140,11 @@ def _are_plain(rows: list[Any], plain: tuple[type, ...]) -> bool:
     if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(plain)}:
         return False
     columns = zip(zip(*rows, strict=True), plain, strict=True)
-    return all(set(map(type, column)) == {hint} for column, hint in columns)
+    return all(
+        set(map(type, column)) == {hint}
+        and (hint is not int or (_fits(max(column)) and _fits(min(column))))
+        for column, hint in columns
+    )
 
 
 def _by_name(kind: type[T], names: tuple[str, ...], *row: Any) -> T:
@@ -160,13 +189,17 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    if kind is Any or (type(value) is kind and kind in PLAIN):
+    if kind is Any:
+        return value
+    if type(value) is kind and kind in PLAIN and (kind is not int or _fits(value)):
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, value, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         if value not in arguments:
+            if OTHER in arguments and isinstance(value, str):
+                return OTHER
             raise RecordError(f"{where}: {value!r} is not one of {', '.join(map(repr, arguments))}")
         return value
     if origin in (Union, types.UnionType):
@@ -177,15 +210,21 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise RecordError(f"{where}: an object was expected, not {_name(value)}")
         return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
     if kind is None or kind is type(None):
         if value is not None:
             raise RecordError(f"{where}: null was expected, not {_name(value)}")
         return None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    return _decode_plain(kind, value, where)
+
+
+def _decode_plain(kind: Any, value: Any, where: str) -> Any:
+    """Returns a str, int, float or bool; an integer will do for a float."""
+    chosen = (int, float) if kind is float else kind
+    if not isinstance(value, chosen) or (isinstance(value, bool) and kind is not bool):
         raise RecordError(f"{where}: {kind.__name__} was expected, not {_name(value)}")
-    return value
+    if type(value) is int and not _fits(value):
+        raise RecordError(f"{where}: a smaller integer was expected, not {_name(value)}")
+    return float(value) if kind is float else value
 
 
 def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
@@ -228,5 +267,12 @@ def _decode_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     )
 
 
+def _fits(value: int) -> bool:
+    return -MAX_INTEGER < value < MAX_INTEGER
+
+
 def _name(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} {value!r:.60}"
+    """Returns the type of a value, and its beginning."""
+    if value is None:
+        return "null"
+    return f"{type(value).__name__} {short_repr(value):.60}"

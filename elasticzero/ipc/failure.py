@@ -13,14 +13,24 @@ from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.serialization import OMIT_DEFAULT
 
 Blame = Literal[
-    "user", "checkpoint", "storage", "environment", "memory", "rollback", "hung", "killed", "peer"
+    "user",
+    "checkpoint",
+    "storage",
+    "environment",
+    "memory",
+    "rollback",
+    "hung",
+    "killed",
+    "other",
+    "peer",
 ]
 """Cause of a failure, those that explain others first.
 
 user: the script or its input; checkpoint: a damaged checkpoint; storage: the last checkpoint could
 not be written; environment: anything else outside; memory: it did not suffice for a micro-batch
 that can be halved; rollback: all ranks go back to a held state, and leave a global batch out; hung:
-its agent saw no step in time; killed: a signal; peer: another rank is lost."""
+its agent saw no step in time; killed: a signal; other: a word of a later release; peer: another
+rank is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

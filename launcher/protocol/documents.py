@@ -15,7 +15,14 @@ from typing import Any, Literal
 from elasticzero.ipc.assignment import KnownError, LeftOutBatch, Resume, Source
 from elasticzero.ipc.failure import Failed
 from elasticzero.launcher.goodput import TimeSpent
-from elasticzero.serialization import OMIT_DEFAULT, decode, decode_rows, encode
+from elasticzero.serialization import (
+    OMIT_DEFAULT,
+    RecordError,
+    decode,
+    decode_rows,
+    encode,
+    parse_json,
+)
 from elasticzero.spans import ShardOver
 
 UNSTATED = 0
@@ -170,7 +177,7 @@ class Alarm:
     """Says that this generation ends, and why."""
 
     node: str
-    kind: Literal["failure", "hang", "lapse", "leave", "grow", "stop", "silence"]
+    kind: Literal["other", "failure", "hang", "lapse", "leave", "grow", "stop", "silence"]
     reason: str
     left: int | None = None
     """Rank that left its loop alone, and for which the others wait; None: this is no such hang."""
@@ -204,8 +211,9 @@ class Failure(Failed):
     traceback: str = ""
 
 
-Phase = Literal["restored", "stalled", "alive", "stopped", "finished"]
-"""`stalled`: the workers make no step, and wait for others as far as their agent can see."""
+Phase = Literal["other", "restored", "stalled", "alive", "stopped", "finished"]
+"""`stalled`: the workers make no step, and wait for others as far as their agent can see.
+`other`: a word of a later release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +272,9 @@ class Control:
 class Done:
     """Says that the job is over, and how it ended."""
 
-    outcome: Literal["finished", "failed", "stopped"]
-    """`stopped`: an operator stopped it, and it can go on later."""
+    outcome: Literal["finished", "failed", "other", "stopped"]
+    """`stopped`: an operator stopped it, and it can go on later. `other`: a word of a later
+    release."""
     step: int
     reason: str
     failure: Failure | None = None
@@ -304,7 +313,10 @@ def _json(value: Any) -> bytes:
 
 
 def world_from_bytes(data: bytes) -> World:
-    value = json.loads(data)
+    """Returns the world that the store holds as `data`; raises `RecordError` if it is none."""
+    value = parse_json(data, "world")
+    if not isinstance(value, dict) or not isinstance(value.get("resume"), dict):
+        raise RecordError("world: an object with an object `resume` was expected")
     rows = value.pop("members", None)
     zones = decode(tuple[str, ...], value.pop("zones", []), "world.zones")
     members = decode_rows(Member, _with_zones(rows, zones), "world.members")
