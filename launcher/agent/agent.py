@@ -53,7 +53,7 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
-from elasticzero.launcher.store.api import Store
+from elasticzero.launcher.store.api import Store, job_prefix
 from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
@@ -101,7 +101,9 @@ class Agent:
         self._store = store
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._observer = WatchCache(store, self.wake, run=membership.me.run)
+        self._observer = WatchCache(
+            store, self.wake, run=membership.me.run, log_line=self._name_document
+        )
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
         self._extensions = Extensions(
             extensions, AgentContext(options=options, status=self.status, note=self._note)
@@ -389,6 +391,10 @@ class Agent:
         self.reporter.retired(group)
         self._group = None
         return group.take_waiting()
+
+    def _name_document(self, line: str) -> None:
+        """Logs which document in etcd cannot be read."""
+        log_for_node(self.options.node, f"etcd's {job_prefix(self.options.job)}{line}")
 
     def _note(self, event: EventName, **fields: Any) -> None:
         self.reporter.note(event, **fields)

@@ -268,6 +268,8 @@ class AgentCore:
         node.poll(now_s)
         if not self._notices and store.cache.control().drains(store.membership.me):
             self.leave("drained by an operator")
+        if not self._notices and store.cache.unreadable(World) is not None:
+            self.leave("the world in etcd cannot be read")
         workers = WorkerGroupState()
         if node.worker_group is not None:
             workers = node.worker_group.view(now_s)

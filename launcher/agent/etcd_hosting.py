@@ -15,7 +15,7 @@ from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.membership import reachable_address
-from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD
+from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, members_of
 
 EVERYWHERE = "0.0.0.0"
 LINGER_S = 30.0
@@ -106,7 +106,7 @@ def wait_for_others(store: Store) -> None:
     """
     deadline_s = time.monotonic() + LINGER_S
     with suppress(StoreUnavailable):
-        while store.read(MEMBERS).entries and time.monotonic() < deadline_s:
+        while members_of(store.read(MEMBERS)) and time.monotonic() < deadline_s:
             time.sleep(LOOK_EVERY_S)
 
 
@@ -127,7 +127,7 @@ def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         with suppress(StoreUnavailable):
-            count = len(store.read(MEMBERS).entries)
+            count = len(members_of(store.read(MEMBERS)))
             if count >= node_rank or WORLD in store.read(WORLD).entries:
                 return
         time.sleep(LOOK_EVERY_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +41,8 @@ from elasticzero.launcher.protocol.view import PreemptionNotice
 from elasticzero.launcher.retry import RetryPolicy, retry_call
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
-from elasticzero.launcher.store.api import Condition, Store, job_prefix
+from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
+from elasticzero.launcher.store.decoding import counts_as_node, document
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
@@ -56,8 +56,8 @@ from elasticzero.launcher.store.membership import (
 )
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from elasticzero.launcher.workers.gloo_interface import with_gloo_host
-from elasticzero.serialization import decode
-from elasticzero.text import list_text
+from elasticzero.serialization import RecordError
+from elasticzero.text import list_text, shown
 
 STORE_RETRY = RetryPolicy(first_pause_s=2.0, max_pause_s=8.0, growth=1.5)
 """Pauses between tries to reach the store; a thousand nodes may wait for the same store."""
@@ -259,7 +259,7 @@ def _is_deserted(store: Store, options: AgentOptions, over: Condition) -> bool:
         UserError: There still are nodes.
     """
     deadline_s = time.monotonic() + options.policy.lease_ttl_s + RESTART_REST_S
-    while nodes := store.read(MEMBERS).entries:
+    while nodes := [e.key for e in store.read(MEMBERS).entries.values() if counts_as_node(e)]:
         done = store.read(DONE).entries.get(DONE)
         if done is None or done.mod_revision != over.mod_revision:
             return False
@@ -307,6 +307,30 @@ def _terminate(agent: Agent, number: int, frame: object) -> None:
     agent.leave(f"{name} ({grace_s:g} s of grace)", time.monotonic() + grace_s)
 
 
+def _read_end(done: Entry, options: AgentOptions, *, restart: bool) -> Done | None:
+    """Returns how the job has ended; None: that cannot be read, and the job begins again.
+
+    Args:
+        done: What the store holds at `done`.
+        options: Options of the node.
+        restart: Whether --restart was given.
+
+    Raises:
+        UserError: It cannot be read, and --restart was not given.
+    """
+    try:
+        return document(Done, done.value)
+    except RecordError as error:
+        if restart:
+            return None
+        key = f"{job_prefix(options.job)}{DONE}"
+        raise UserError(
+            f"job {options.job!r} may be over: {key} in etcd cannot be read "
+            f"({shown(str(error)):.200}), and no agent starts. If the job is not over, delete the "
+            "key; --restart runs the job again, from its newest checkpoint"
+        ) from None
+
+
 def _wait_for_store(
     store: Store, options: AgentOptions, endpoints: Sequence[str], *, restart: bool
 ) -> ExitCode | None:
@@ -345,14 +369,15 @@ def _wait_for_store(
         ) from None
     if done is None:
         return None
-    over = decode(Done, json.loads(done.value), DONE)
-    if over.launch_id and over.launch_id == options.launch_id:
+    over = _read_end(done, options, restart=restart)
+    if over is not None and over.launch_id and over.launch_id == options.launch_id:
         log_for_node(options.node, f"this node came after the end of the job: {over.reason}")
         return exit_code_of(over)
-    if not restart:
+    if over is not None and not restart:
         how = {"stopped": "was stopped", "failed": "has failed", "finished": "is already done"}
+        ended = how.get(over.outcome, "is over")
         raise UserError(
-            f"job {options.job!r} {how[over.outcome]} ({over.reason}); add --restart to run it "
+            f"job {options.job!r} {ended} ({over.reason}); add --restart to run it "
             "again, from its newest checkpoint, or take another --job"
         )
     same = Condition(key=DONE, mod_revision=done.mod_revision)

@@ -2,15 +2,18 @@
 
 Each write may be lost or done twice without harm: reports and alarms are overwritten by equal ones;
 a world, and the end, are written in one transaction that is conditioned on the revision of `world`
-that the decision was based on, on `done` not being there, and on this node's own registration.
+that the decision was based on, on `done` not being there, and on this node's own registration. A
+`done` that cannot be read counts as not being there; a world that cannot be read is not replaced.
 Each document states the node's run of the job. Every method raises `StoreUnavailable`, and
 `RunEnded` once a later run has begun.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
+from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.protocol.actions import (
     Action,
@@ -19,10 +22,10 @@ from elasticzero.launcher.protocol.actions import (
     WriteDone,
     WriteWorld,
 )
-from elasticzero.launcher.protocol.documents import Alarm, Report, to_bytes
+from elasticzero.launcher.protocol.documents import Alarm, Done, Report, World, to_bytes
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.store.api import Condition, PrefixState, Store
+from elasticzero.launcher.store.api import Condition, PrefixState, Store, unchanged
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.watch_cache import (
     ALARM,
@@ -78,6 +81,8 @@ class StoreWriter:
         self._cluster = cluster
         self._launch_id = launch_id
         self._token_digest = token_digest
+        self._verified: PrefixState | None = None
+        """Registrations among which this node's own was last looked for."""
 
     def adopt(self, token_digest: str) -> None:
         """Replaces the job's token by another one from now on."""
@@ -92,8 +97,20 @@ class StoreWriter:
         """Renews the registration where it has lapsed; a node that leaves does not come back."""
         world, revision = self._observer.world()
         named = world is None or world.names(self._membership.me)
+        self._note_replaced_registration()
         if named or not leaving:
             self._membership.check(now_s, named=named, world_revision=revision)
+
+    def _note_replaced_registration(self) -> None:
+        """Has the registration put anew where something stands at its key that cannot be read."""
+        registrations, members = self._observer.get(MEMBERS), self._observer.members()
+        if registrations is None or members is None or registrations is self._verified:
+            return
+        self._verified = registrations
+        me = self._membership.me.node
+        if me not in members and f"{MEMBERS}{me}" in registrations.entries:
+            with suppress(StoreUnavailable):
+                self._membership.verify()
 
     def write(self, action: RaiseAlarm | PutReport, view: View) -> None:
         """Writes an alarm or a report that was decided from `view`."""
@@ -141,6 +158,8 @@ class StoreWriter:
             basis: State of `world` before that view was made; the write is refused if it has
                 changed since.
         """
+        if self._observer.unreadable(World) is not None:
+            return
         if isinstance(action, WriteDone):
             done = replace(action.done, launch_id=self._launch_id, run=self._run)
             self._store.write({DONE: to_bytes(done)}, conditions=self._conditions(basis))
@@ -163,9 +182,8 @@ class StoreWriter:
         """Returns the conditions of a write that ends a generation: it is still open, the job is
         too, and this node is registered."""
         entry = basis.entries.get(WORLD) if basis is not None else None
-        revision, value = (entry.mod_revision, entry.value) if entry is not None else (0, None)
         return [
-            Condition(key=WORLD, mod_revision=revision, value=value),
-            Condition(key=DONE, mod_revision=0),
+            unchanged(WORLD, entry),
+            unchanged(DONE, self._observer.unreadable(Done)),
             self._membership.still_registered(),
         ]

@@ -13,6 +13,7 @@ from elasticzero.launcher.protocol.leader import PROOF_STEPS, is_leader
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Entry, PrefixState, Store
+from elasticzero.launcher.store.decoding import is_member
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.watch_cache import (
     ALARM,
@@ -185,9 +186,21 @@ class Subscriptions:
         if now_s >= self._find_oldest_after_s:
             self._find_oldest_after_s = now_s + SEARCH_AGAIN_S
             with suppress(StoreUnavailable):
-                entries = self._store.read(MEMBERS, limit=1).entries
-                self._oldest = next(iter(entries.values()), None)
+                self._oldest = next(iter(self._read_oldest(1)), None)
         return self._prefix_of_oldest(node)
+
+    def _read_oldest(self, count: int) -> list[Entry]:
+        """Returns the oldest registrations, at most so many.
+
+        What stands among them and is none has no agent, and perhaps no lease: no node waits for it.
+        """
+        limit = count
+        while True:
+            entries = list(self._store.read(MEMBERS, limit=limit).entries.values())
+            nodes = [entry for entry in entries if is_member(entry)][:count]
+            if len(nodes) == count or len(entries) < limit:
+                return nodes
+            limit = 2 * limit + 1
 
     def _find_room(self, view: View, now_s: float, policy: JobPolicy) -> None:
         """Reads which nodes came first, to find whether this node is one too many.
@@ -209,8 +222,8 @@ class Subscriptions:
             useless = {drain.node for drain in view.control.drain}  # they take nobody's place
             useless |= {s.node for s in (view.world.strikes if view.world is not None else ())}
             with suppress(StoreUnavailable):
-                first = self._store.read(MEMBERS, limit=room + len(useless)).entries
-                before = [key.removeprefix(MEMBERS) for key in first]
+                first = self._read_oldest(room + len(useless))
+                before = [entry.key.removeprefix(MEMBERS) for entry in first]
                 ahead = sum(node not in useless for node in before)
                 self._surplus = (case, view.me.node not in before and ahead >= room)
 
@@ -236,7 +249,9 @@ class Subscriptions:
         if snapshot is None:
             return False
         registration = snapshot.entries.get(self._oldest.key)
-        return registration is None or registration.create_revision != self._oldest.create_revision
+        if registration is None or registration.create_revision != self._oldest.create_revision:
+            return True
+        return registration is not self._oldest and not is_member(registration)
 
 
 def leads(view: View) -> bool:

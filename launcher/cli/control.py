@@ -7,11 +7,11 @@ one of them tries again. A command that was given before changes nothing.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from elasticzero.errors import (
     AccessRefused,
@@ -26,22 +26,24 @@ from elasticzero.launcher.protocol.documents import (
     Done,
     Drain,
     Member,
+    World,
     to_bytes,
-    world_from_bytes,
 )
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES
 from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
+from elasticzero.launcher.store.decoding import document, unreadable_text
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.job_run import stored_run
 from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
-from elasticzero.serialization import decode
-from elasticzero.text import count_text, list_text, print_result
+from elasticzero.serialization import RecordError
+from elasticzero.text import count_text, list_text, print_error, print_result, shown
 
 TRIES = 20
 """Number of times that the document is read and written when others write it at the same time."""
 POLL_S = 0.2
 NAMES_SHOWN = 16
+T = TypeVar("T")
 
 
 @contextmanager
@@ -68,19 +70,58 @@ def open_job_store(job: str, endpoints: Sequence[str], access: Access) -> Iterat
 
 
 def read_job(store: Store, name: str) -> Job:
-    """Reads the job from the store; raises `UserError` if it knows no such job."""
-    members = members_of(store.read(MEMBERS))
+    """Reads the job from the store.
+
+    Args:
+        store: The job's store.
+        name: The job's name.
+
+    Raises:
+        UserError: The store has no such job.
+        OperatorError: Its world cannot be read.
+    """
+    lines: list[str] = []
+    members = members_of(store.read(MEMBERS), lines.append)
     world, done, control = (_entry(store, key) for key in (WORLD, DONE, CONTROL))
-    if not members and world is None and done is None:
+    if not members and world is None and done is None and not lines:
         raise UserError(f"etcd has no job {name!r}; check --job and --etcd")
+    end = _document(Done, done, lines)
     return Job(
         name=name,
         members=members,
-        world=world_from_bytes(world.value) if world is not None else None,
-        done=decode(Done, json.loads(done.value), DONE) if done is not None else None,
-        control=decode(Control, json.loads(control.value), CONTROL) if control else Control(),
+        world=_world(world, name),
+        done=end,
+        control=_document(Control, control, lines) or Control(),
         control_revision=control.mod_revision if control is not None else 0,
+        unreadable_done_revision=done.mod_revision if done is not None and end is None else 0,
+        unreadable=tuple(f"{job_prefix(name)}{line}" for line in lines),
     )
+
+
+def _world(entry: Entry | None, name: str) -> World | None:
+    try:
+        return document(World, entry.value) if entry is not None else None
+    except RecordError as error:
+        raise OperatorError(
+            f"{job_prefix(name)}{WORLD} in etcd cannot be read ({shown(str(error)):.200}), and the "
+            "job's agents leave with their state; a command of another release may read it"
+        ) from None
+
+
+def _document(kind: type[T], entry: Entry | None, lines: list[str]) -> T | None:
+    """Returns the document of an entry; None: there is none, or it cannot be read.
+
+    Args:
+        kind: The document's class.
+        entry: What the store holds.
+        lines: Gets a line on what cannot be read.
+    """
+    try:
+        return document(kind, entry.value) if entry is not None else None
+    except RecordError as error:
+        assert entry is not None
+        lines.append(unreadable_text(kind, entry.key, error))
+        return None
 
 
 def _entry(store: Store, key: str) -> Entry | None:
@@ -101,15 +142,18 @@ def update_control(store: Store, name: str, change: Callable[[Job], Control]) ->
     Raises:
         OperatorError: Others changed the document at each try.
     """
-    for _ in range(TRIES):
+    for tries in range(TRIES):
         run = stored_run(store)  # first, so that what is read next is of this run or a later one
         job = read_job(store, name)
+        if not tries:
+            for line in job.unreadable:
+                print_error(line)
         control = change(job)
         if control == job.control:
             return job, False
         conditions = [
             Condition(key=CONTROL, mod_revision=job.control_revision),
-            Condition(key=DONE, mod_revision=0),
+            Condition(key=DONE, mod_revision=job.unreadable_done_revision),
             run.unchanged(),
         ]
         put = {CONTROL: to_bytes(replace(control, run=run.number))}

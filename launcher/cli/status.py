@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.cli.control import open_job_store, read_job
 from elasticzero.launcher.http.agent_client import query_agents
 from elasticzero.launcher.observability.job_status import Job, collect_status, page_address
+from elasticzero.launcher.protocol.documents import Report
 from elasticzero.launcher.protocol.failure_policy import AGAIN
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import Store
+from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW, token_for_operator
 from elasticzero.launcher.store.watch_cache import reports_of
+from elasticzero.serialization import RecordError
 from elasticzero.text import count_text, duration_text, print_error, print_result, table_text
 
 UNKNOWN = "?"
@@ -43,6 +47,8 @@ def status(
     """
     with open_job_store(name, endpoints, access) as store:
         job, phases, token = read_stored_job(store, name, operator_token)
+    for line in job.unreadable:
+        print_error(line)
     if token is None and job.done is None:
         print_error(f"the status of the nodes needs the job's token: give {HOW}")
     statuses = (
@@ -72,7 +78,10 @@ def read_stored_job(
     job = read_job(store, name)
     token = token_for_operator(store, operator_token)
     reports = store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
-    phases = {key.rpartition("/")[2]: json.loads(e.value)["phase"] for key, e in reports.items()}
+    phases = {}
+    for key, entry in reports.items():
+        with suppress(RecordError):  # an odd report counts as none
+            phases[key.rpartition("/")[2]] = str(document(Report, entry.value).phase)
     return job, phases, token
 
 

@@ -81,7 +81,7 @@ def query_agent(
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         value = json.loads(response.read(MAX_BYTES)) if response.status == 200 else None
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, ValueError, RecursionError, http.client.HTTPException):
         return None
     finally:
         connection.close()

@@ -81,6 +81,6 @@ def _is_refused(address: str) -> bool:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # no answer, no route, no such name: nothing is known
+    except (OSError, ValueError, OverflowError):  # no answer, no such name or port: not known
         return False
     return False

@@ -31,6 +31,11 @@ class Job:
     done: Done | None
     control: Control
     control_revision: int
+    unreadable_done_revision: int = 0
+    """Revision of what the store holds at `done` if that cannot be read, so that the job counts as
+    going on; 0: no such thing is there."""
+    unreadable: tuple[str, ...] = ()
+    """A line on each document that cannot be read."""
 
     @property
     def placed(self) -> tuple[Member, ...]:

@@ -146,6 +146,7 @@ def _wind_up(view: View, done: Done) -> Decision:
         return wait("the job is over: the workers are being stopped")
     last = {
         "failed": "the job has failed",
+        "other": f"the job is over: {done.reason}",
         "stopped": f"the job is stopped: {done.reason}",
         "finished": f"the job is done: {done.reason}",
     }

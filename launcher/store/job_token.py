@@ -4,7 +4,7 @@ Rules:
 1. If a node was given a token, that one counts; the store then holds only its digest.
 2. Otherwise the first node makes one and puts it into the store, for the others and for commands.
 3. Nodes of one job use one token. A node that was given another one, or none where one is needed,
-   does not join.
+   does not join. Nor does any node where the record cannot be read.
 4. The record in the store is written once. It stays when the job ends and begins again.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +20,8 @@ from elasticzero.launcher.protocol.documents import to_bytes
 from elasticzero.launcher.secrets import TOKEN as VARIABLE
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import Condition, Entry, Store
-from elasticzero.serialization import decode
+from elasticzero.serialization import RecordError, decode, parse_json
+from elasticzero.text import shown
 
 KEY = "token"
 MIN_LENGTH = 16
@@ -62,13 +62,11 @@ class Agreed:
 def check_given(token: Secret | None) -> Secret | None:
     """Returns the token as it was given; raises `UserError`, without naming it, for one that cannot
     serve."""
-    if token is not None:
-        text = token.reveal
-        if len(text) < MIN_LENGTH or not text.isascii() or not text.isprintable() or " " in text:
-            raise UserError(
-                f"the job's token ({HOW}): at least {MIN_LENGTH} printable ASCII characters "
-                "without spaces are expected; `openssl rand -hex 32` makes one"
-            )
+    if token is not None and (len(token.reveal) < MIN_LENGTH or not _is_plain(token.reveal)):
+        raise UserError(
+            f"the job's token ({HOW}): at least {MIN_LENGTH} printable ASCII characters "
+            "without spaces are expected; `openssl rand -hex 32` makes one"
+        )
     return token
 
 
@@ -116,12 +114,35 @@ def token_for_operator(store: Store, operator_token: Secret | None) -> Secret | 
 
 
 def record_in(entry: Entry) -> Record:
-    """Returns the record that an entry holds."""
-    return decode(Record, json.loads(entry.value), KEY)
+    """Returns the record that an entry holds; raises `UserError`, which does not show what stands
+    there, if it is none."""
+    try:
+        record = decode(Record, parse_json(entry.value, KEY), KEY)
+        if not record.digest.isascii() or not _is_plain(record.token or ""):
+            raise RecordError(f"{KEY}: printable ASCII characters without spaces were expected")
+    except RecordError as error:
+        raise UserError(
+            f"the record of the job's token in etcd, the key `{KEY}` of the job, cannot be read "
+            f"({shown(str(error)):.100}); stop the job's nodes, delete the key, and start again"
+        ) from None
+    return record
+
+
+def is_record_of(entry: Entry, agreed: Agreed) -> bool:
+    """Returns whether an entry holds the record of this token; False if it cannot be read."""
+    try:
+        return record_in(entry).digest == agreed.record.digest
+    except UserError:
+        return False
 
 
 def _entry(store: Store) -> Entry | None:
     return store.read(KEY, limit=1).entries.get(KEY)
+
+
+def _is_plain(text: str) -> bool:
+    """Returns whether a header of HTTP can hold the text as it is."""
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def _digest(token: Secret) -> str:

@@ -1,12 +1,13 @@
 """Registers this node in the store under a lease, and keeps it registered.
 
 A lapsed lease (etcd was away for longer than its TTL) is replaced at once. The node keeps its
-incarnation, and so its place, if `world` still names it; otherwise it registers as a new one.
+incarnation, and so its place, if `world` still names it; otherwise it registers as a new one. What
+stands at the node's key and cannot be read is written over, unless it has a lease: then it is the
+registration of another release's agent.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import time
@@ -17,7 +18,9 @@ from zlib import crc32
 
 from elasticzero.errors import StoreUnavailable, UserError
 from elasticzero.launcher.protocol.documents import Member, to_bytes
-from elasticzero.launcher.store.api import Condition, Lease, LeaseLost, Store
+from elasticzero.launcher.store.api import Condition, Entry, Lease, LeaseLost, Store
+from elasticzero.launcher.store.decoding import counts_as_node, member_at
+from elasticzero.serialization import RecordError
 
 RETRY_S = 0.3
 PAUSE_SHARE_OF_TTL = 0.25
@@ -120,8 +123,9 @@ class Membership:
     def still_registered(self) -> Condition:
         """Returns a condition that holds only while this registration exists, so that a leader
         whose place was taken cannot write."""
-        entry = self._store.read(self.key).entries.get(self.key)
-        if entry is None or not self._is_mine(entry.value):
+        entry = self._read()
+        if entry is None or not self._is_mine(entry):
+            self._is_registered &= entry is None or counts_as_node(entry)
             raise StoreUnavailable(
                 f"the registration of {self.me.node} has lapsed; it is renewed first"
             )
@@ -206,7 +210,7 @@ class Membership:
         if lease.lost:
             self.note_outage(now_s)
         with suppress(StoreUnavailable, LeaseLost):
-            if left_out and self.key in self._store.read(self.key).entries:
+            if left_out and self._is_occupied():
                 self._seen_revision = world_revision
                 self._tries = 0
                 return
@@ -239,8 +243,8 @@ class Membership:
         name."""
         if not self._was_seen and self._put(0):
             return True
-        entry = self._store.read(self.key).entries.get(self.key)
-        self._name_taken = entry is not None and not self._is_mine(entry.value)
+        entry = self._read()
+        self._name_taken = entry is not None and not self._is_mine(entry) and counts_as_node(entry)
         return not self._name_taken and self._put(entry.mod_revision if entry is not None else 0)
 
     def _put(self, before: int) -> bool:
@@ -264,8 +268,27 @@ class Membership:
         self._is_registered = True
         return True
 
-    def _is_mine(self, value: bytes) -> bool:
-        incarnation = json.loads(value).get("incarnation")
+    def verify(self) -> None:
+        """Has the registration put anew if something else stands at its key, which no lease tells.
+
+        Raises `StoreUnavailable`.
+        """
+        if self._is_registered and not self._is_occupied():
+            self._is_registered = False
+
+    def _read(self) -> Entry | None:
+        return self._store.read(self.key).entries.get(self.key)
+
+    def _is_occupied(self) -> bool:
+        """Returns whether an agent is registered under this name, this one or another."""
+        entry = self._read()
+        return entry is not None and counts_as_node(entry)
+
+    def _is_mine(self, entry: Entry) -> bool:
+        try:
+            incarnation = member_at(entry).incarnation
+        except RecordError:
+            return False
         return incarnation == self.me.incarnation or incarnation in self._own_incarnations
 
     def take_store_socket(self) -> socket.socket:

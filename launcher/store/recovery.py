@@ -32,7 +32,7 @@ from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.protocol.documents import Run, to_bytes
 from elasticzero.launcher.store.api import Entry, Store, unchanged
 from elasticzero.launcher.store.job_run import RUN, check_run, number_in
-from elasticzero.launcher.store.job_token import KEY, Agreed, record_in
+from elasticzero.launcher.store.job_token import KEY, Agreed, is_record_of
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, WORLD, WatchCache
 
@@ -187,7 +187,7 @@ class StoreRecovery:
         return stored if record is None else {**stored, KEY: record}
 
     def _is_mine(self, record: Entry) -> bool:
-        return self._agreed is not None and record_in(record).digest == self._agreed.record.digest
+        return self._agreed is not None and is_record_of(record, self._agreed)
 
     def _missing(self, stored: Mapping[str, Entry]) -> tuple[dict[str, bytes], list[str]]:
         """Returns what is to be written, and deleted, so that the store holds what is known

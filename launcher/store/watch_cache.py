@@ -1,12 +1,12 @@
 """Caches what one agent has read from the store: the newest state of each prefix it follows.
 
 Store threads put states in; the agent's loop takes frozen values out. Times are this machine's
-monotonic clock, taken when a thing was first seen here.
+monotonic clock, taken when a thing was first seen here. A document that cannot be read is named
+once, and ends nothing: see `decoding`.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -22,10 +22,15 @@ from elasticzero.launcher.protocol.documents import (
     compare_runs,
     merged,
     outranks,
-    world_from_bytes,
 )
 from elasticzero.launcher.store.api import Entry, PrefixState, Store, Watch
-from elasticzero.serialization import decode
+from elasticzero.launcher.store.decoding import (
+    check_place,
+    document,
+    member_at,
+    unreadable_text,
+)
+from elasticzero.serialization import RecordError
 
 T = TypeVar("T")
 
@@ -38,13 +43,14 @@ WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS = (
     "reports/",
 )
 NO_REQUESTS = Control()
+MAX_NAMED = 32
+"""Maximum number of documents that are named because they cannot be read."""
 RETAINED = (WORLD, CONTROL, DONE, ALARM)
 """Prefixes whose documents stay valid although the store has lost them."""
 
 
-def document(kind: type[Any], data: bytes) -> Any:
-    """Returns the document of this kind that the store holds as `data`."""
-    return world_from_bytes(data) if kind is World else decode(kind, json.loads(data))
+def _ignore(line: str) -> None:
+    return
 
 
 class WatchCache:
@@ -62,17 +68,22 @@ class WatchCache:
         read_document: Callable[[type[Any], bytes], Any] = document,
         *,
         run: int = UNSTATED,
+        log_line: Callable[[str], None] = _ignore,
     ) -> None:
         """Creates a cache that follows no prefix yet.
 
         Args:
             store: The job's part of etcd.
             changed: Called after each change, in a thread of the store.
-            read_document: Returns a document of the class from its stored bytes.
+            read_document: Returns a document of the class from its stored bytes; raises
+                `RecordError` if they are none.
             run: Number of the agent's run of the job.
+            log_line: Receives a line that begins with the key, once for each key whose document
+                cannot be read.
         """
         self._store = store
         self._read = read_document
+        self._log_line = log_line
         self._changed = changed
         self._run = run
         self.later_run = UNSTATED
@@ -81,7 +92,13 @@ class WatchCache:
         self._latest: dict[str, PrefixState] = {}
         self._subscriptions: dict[str, Watch] = {}
         self._decoded: dict[str, tuple[Entry, Any]] = {}
-        """Entry of each key, with the document that it held."""
+        """Entry of each key, with the document that it held; None where it cannot be read."""
+        self._named: set[str] = set()
+        """Keys of documents that cannot be read, and were named."""
+        self._last_world: World | None = None
+        """Newest world that could be read."""
+        self._world_unread = False
+        """True if the store has held one since that cannot be read: this node leaves."""
         self._retained: dict[str, Entry] = {}
         """Entry of each key in the store before it lost its data."""
         self._retained_at: int | None = None
@@ -155,21 +172,35 @@ class WatchCache:
         gone = [k for k in previous.entries if k.startswith(ALARM) and k not in current.entries]
         world = self._latest[WORLD].entries.get(WORLD) if gone and WORLD in self._latest else None
         if world is not None:
-            return f"{ALARM}{self._read(World, world.value).generation}" in gone
+            present = self._world_in(world)
+            return present is not None and f"{ALARM}{present.generation}" in gone
         if before is None or before == after:
             return False
         if after is None:
-            return True
-        one, other = (self._read(World, entry.value) for entry in (before, after))
+            return self._world_in(before) is not None
+        one, other = self._world_in(before), self._world_in(after)
+        if one is None or other is None:
+            return False
         return one.token == other.token or outranks(one, other)
+
+    def _world_in(self, entry: Entry) -> World | None:
+        """Returns the world that an entry holds; None if it cannot be read. Any thread may ask."""
+        try:
+            world: World = self._read(World, entry.value)
+        except RecordError:
+            return None
+        return world
 
     def _retain(self, entries: Mapping[str, Entry]) -> None:
         before = self._retained.get(WORLD)
         retained = {**self._retained, **entries}
-        if before is not None and WORLD in entries:
-            worlds = [self._read(World, entry.value) for entry in (before, retained[WORLD])]
-            if outranks(*worlds):
+        if WORLD in entries:
+            kept = self._world_in(before) if before is not None else None
+            world = self._world_in(entries[WORLD])
+            if before is not None and kept is not None and (world is None or outranks(kept, world)):
                 retained[WORLD] = before
+            elif world is None:
+                del retained[WORLD]
         self._retained = retained
 
     @property
@@ -194,18 +225,34 @@ class WatchCache:
         return self._latest.get(prefix)
 
     def world(self) -> tuple[World | None, int]:
-        """Returns the world, and the revision of the store's document (0: there is none)."""
+        """Returns the world, and the revision of the store's document (0: there is none).
+
+        Where the store's cannot be read, the newest one that could be is the world.
+        """
         entry = self._entry(WORLD, WORLD)
-        stored = self._of_run(self._document(entry, World)) if entry is not None else None
+        read = self._document(entry, World) if entry is not None else None
+        stored = self._of_run(read)
         revision = entry.mod_revision if entry is not None else 0
+        if stored is not None:
+            self._last_world, self._world_unread = stored, False
+        elif read is None and (entry is not None or self._world_unread):
+            self._world_unread = True
+            return self._last_world, revision
         return (self._retained_world(stored) or stored), revision
+
+    def unreadable(self, kind: type[World] | type[Done]) -> Entry | None:
+        """Returns the world, or the end, that the store holds and that cannot be read; None: it can
+        be read, or there is none."""
+        key = WORLD if kind is World else DONE
+        entry = self._entry(key, key)
+        return entry if entry is not None and self._document(entry, kind) is None else None
 
     def lost_world(self) -> World | None:
         """Returns the world that the store has lost, where it outranks the one that the store holds
-        now."""
+        now; None also where that one cannot be read."""
         entry = self._entry(WORLD, WORLD)
-        stored = self._of_run(self._document(entry, World)) if entry is not None else None
-        return self._retained_world(stored)
+        read = self._document(entry, World) if entry is not None else None
+        return self._retained_world(self._of_run(read)) if read or entry is None else None
 
     def _retained_world(self, stored: World | None) -> World | None:
         entry = self._retained.get(WORLD)
@@ -229,15 +276,20 @@ class WatchCache:
         entry, retained = self._entry(CONTROL, CONTROL), self._retained.get(CONTROL)
         stored = self._of_run(self._document(entry, Control)) if entry is not None else None
         before = self._document(retained, Control, "kept") if retained is not None else None
-        before = self._of_run(before) if before is not None else None
+        before = self._of_run(before)
         if before is None:
             return stored or NO_REQUESTS
         return merged(before, stored or NO_REQUESTS)
 
     def alarm(self, generation: int) -> Alarm | None:
+        """Returns the alarm of a generation; one that cannot be read is an alarm too."""
         key = f"{ALARM}{generation}"
         entry = self._entry(ALARM, key) or self._retained.get(key)
-        return self._of_run(self._document(entry, Alarm)) if entry is not None else None
+        if entry is None:
+            return None
+        unknown = f"the alarm of generation {generation} in etcd cannot be read"
+        odd = Alarm(node="", kind="other", reason=unknown, run=self._run)
+        return self._of_run(self._document(entry, Alarm) or odd)
 
     def reports(self, generation: int) -> Mapping[str, Report] | None:
         """Returns reports by node; None while they are not followed. The object is the same as long
@@ -259,8 +311,8 @@ class WatchCache:
             return cached[1]
         entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
         start = len(prefix)
-        read = {entry.key[start:]: self._document(entry, kind) for entry in entries}
-        documents = {node: value for node, value in read.items() if self._of_run(value) is not None}
+        read = ((entry.key[start:], self._document(entry, kind)) for entry in entries)
+        documents = {name: value for name, value in read if self._of_run(value) is not None}
         self._gathered[prefix] = (snapshot, documents)
         return documents
 
@@ -268,17 +320,20 @@ class WatchCache:
         snapshot = self.get(prefix)
         return snapshot.entries.get(key) if snapshot is not None else None
 
-    def _of_run(self, document: T) -> T | None:
+    def _of_run(self, document: T | None) -> T | None:
         """Returns a document of the agent's run; None for one of another run, and a later one is
-        noted."""
+        noted; None also for none."""
+        if document is None:
+            return None
         run: int = getattr(document, "run", UNSTATED)
         order = compare_runs(run, self._run)
         if order > 0:
             self.later_run = max(self.later_run, run)
         return document if order == 0 else None
 
-    def _document(self, entry: Entry, kind: type[T], place: str = "") -> T:
-        """Returns the document of an entry, decoded once as long as it does not change.
+    def _document(self, entry: Entry, kind: type[T], place: str = "") -> T | None:
+        """Returns the document of an entry, decoded once as long as it does not change; None if it
+        cannot be read.
 
         Args:
             entry: The stored bytes.
@@ -288,9 +343,20 @@ class WatchCache:
         key = f"{entry.key} {place}" if place else entry.key
         cached = self._decoded.get(key)
         if cached is None or (cached[0] is not entry and cached[0] != entry):
-            cached = self._decoded[key] = (entry, self._read(kind, entry.value))
-        result: T = cached[1]
+            cached = self._decoded[key] = (entry, self._decode(entry, kind))
+        result: T | None = cached[1]
         return result
+
+    def _decode(self, entry: Entry, kind: type[T]) -> T | None:
+        try:
+            read: T = self._read(kind, entry.value)
+            check_place(entry, read)
+        except RecordError as error:
+            if entry.key not in self._named and len(self._named) < MAX_NAMED:
+                self._named.add(entry.key)
+                self._log_line(unreadable_text(kind, entry.key, error))
+            return None
+        return read
 
 
 def reports_of(generation: int) -> str:
@@ -298,11 +364,24 @@ def reports_of(generation: int) -> str:
     return f"{REPORTS}{generation}/"
 
 
-def members_of(snapshot: PrefixState) -> dict[str, Member]:
-    """Returns the registrations in a state of `members/`, oldest first."""
-    entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
-    members = [decode(Member, json.loads(entry.value), entry.key) for entry in entries]
-    return {member.node: member for member in members}
+def members_of(
+    snapshot: PrefixState, log_line: Callable[[str], None] = _ignore
+) -> dict[str, Member]:
+    """Returns the registrations in a state of `members/`, oldest first.
+
+    Args:
+        snapshot: The state.
+        log_line: Receives a line on each registration that cannot be read.
+    """
+    members = {}
+    for entry in sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision):
+        try:
+            member = member_at(entry)
+        except RecordError as error:
+            log_line(unreadable_text(Member, entry.key, error))
+        else:
+            members[member.node] = member
+    return members
 
 
 class FirstSeen:

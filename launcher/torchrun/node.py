@@ -39,6 +39,7 @@ from elasticzero.launcher.torchrun.rules import (
     lost,
     newcomers,
 )
+from elasticzero.serialization import RecordError
 
 log = logging.getLogger(__name__)
 
@@ -240,6 +241,9 @@ class RendezvousNode:
 
     def _turn(self, now_s: float) -> None:
         self._observer.follow({MEMBERS, WORLD, DONE})
+        broken = self._observer.unreadable(World) or self._observer.unreadable(Done)
+        if broken is not None:
+            raise RecordError(f"the key {broken.key} of the rendezvous cannot be read")
         with self._result_ready:
             if self._new_request:
                 self._new_request = self._registered = False

@@ -14,6 +14,7 @@ from elasticzero.launcher.protocol.documents import FIRST_RUN, Control, Done, Ru
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Entry
+from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.job_run import RUN
 from elasticzero.launcher.store.watch_cache import (
     ALARM,
@@ -21,7 +22,6 @@ from elasticzero.launcher.store.watch_cache import (
     DONE,
     MEMBERS,
     WORLD,
-    document,
     reports_of,
 )
 from tests.simulation.agents import Agent, BadInput, Host

@@ -42,6 +42,7 @@ from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.resume import choose_resume
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.job_token import KEY, Record, token_for_operator
 from elasticzero.launcher.store.watch_cache import (
     ALARM,
@@ -50,7 +51,6 @@ from elasticzero.launcher.store.watch_cache import (
     MEMBERS,
     WORLD,
     WatchCache,
-    document,
     reports_of,
 )
 from elasticzero.spans import STRATEGIES

@@ -34,7 +34,8 @@ class Keyspace:
         )
 
     def name(self, pair: Any) -> str:
-        name: str = pair.key[len(self._prefix) :].decode()
+        """Returns the name of a pair's key; bytes that are no text are escaped in it."""
+        name: str = pair.key[len(self._prefix) :].decode(errors="backslashreplace")
         return name
 
 

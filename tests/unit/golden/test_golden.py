@@ -21,7 +21,7 @@ from elasticzero.ipc import assignment, messages
 from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.protocol import documents
 from elasticzero.launcher.store import job_token
-from elasticzero.launcher.store.watch_cache import document
+from elasticzero.launcher.store.decoding import document
 from elasticzero.parallel.buckets import plan
 from elasticzero.serialization import decode
 from tests.conftest import ROOT

@@ -1,0 +1,168 @@
+"""Reads the documents of a job in the store, whatever bytes stand at their keys.
+
+Everybody who reaches etcd can write there, and an agent of a later release writes what this one
+does not know. So each document is read by itself: it is one of its kind, or a `RecordError` says
+what is wrong with it, and `MEANINGS` what follows from that. No other error leaves this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Control,
+    Done,
+    Member,
+    Report,
+    World,
+    world_from_bytes,
+)
+from elasticzero.launcher.store.api import Entry
+from elasticzero.serialization import RecordError, decode, parse_json
+from elasticzero.text import shown
+
+T = TypeVar("T")
+MAX_RANKS = 1 << 20
+"""Maximum number of ranks of a world, and of workers of a node."""
+MAX_PORT = 65535
+MAX_LABEL = 63
+"""Number of characters of a part of a host's name, between dots."""
+MAX_REASON_CHARACTERS = 200
+"""Number of characters of what is wrong with a document that a line repeats."""
+_ABSENT = "it counts as absent; delete the key unless an agent of another release wrote it"
+MEANINGS: Mapping[type[Any], str] = {
+    Member: _ABSENT,
+    Report: _ABSENT,
+    Control: _ABSENT,
+    Alarm: "it counts as an alarm, which ends its generation",
+    World: "this node leaves with its state",
+    Done: "the job goes on, and no new agent of it starts until the key is deleted",
+}
+"""What a document of each kind means that cannot be read."""
+
+
+def document(kind: type[T], data: bytes) -> T:
+    """Returns the document of this kind that the store holds as `data`; raises `RecordError` if it
+    is none."""
+    if kind is World:
+        read: Any = world_from_bytes(data)
+    else:
+        name = kind.__name__.lower()
+        read = decode(kind, parse_json(data, name), name)
+    _check(read)
+    result: T = read
+    return result
+
+
+def member_at(entry: Entry) -> Member:
+    """Returns the registration that an entry holds; raises `RecordError` if it is none, or that of
+    a node of another name."""
+    member = document(Member, entry.value)
+    check_place(entry, member)
+    return member
+
+
+def check_place(entry: Entry, read: Any) -> None:
+    """Raises `RecordError` for a registration at the key of another node."""
+    if isinstance(read, Member) and entry.key.rpartition("/")[2] != read.node:
+        raise RecordError(f"member.node: the key's name was expected, not {read.node!r:.60}")
+
+
+def is_member(entry: Entry) -> bool:
+    """Returns whether an entry holds a registration that can be read."""
+    try:
+        member_at(entry)
+    except RecordError:
+        return False
+    return True
+
+
+def counts_as_node(entry: Entry) -> bool:
+    """Returns whether an agent may live that has registered itself so.
+
+    What cannot be read is that of a living agent of another release as long as it has a lease.
+    """
+    return entry.leased or is_member(entry)
+
+
+def unreadable_text(kind: type[Any], key: str, error: RecordError) -> str:
+    """Returns one line that names a document which cannot be read, and says what follows.
+
+    Args:
+        kind: The document's class.
+        key: Its key.
+        error: What is wrong with it.
+    """
+    reason = shown(str(error))[:MAX_REASON_CHARACTERS]
+    return f"{shown(key)} cannot be read ({reason}): {MEANINGS[kind]}"
+
+
+def _check(read: Any) -> None:
+    """Raises `RecordError` for a document whose numbers and names no agent can have written."""
+    match read:
+        case Member():
+            _check_members((read,), "member")
+        case World():
+            _check_world(read)
+        case Report():
+            _check_port(read.store_port, "report.store_port")
+            for holding in read.holdings:
+                numbers = (holding.generation, holding.step, *holding.ranks)
+                if min(numbers) < 0 or not 0 < holding.world_size <= MAX_RANKS:
+                    raise RecordError("report.holdings: a snapshot was expected")
+        case Control(nnodes=(least, most)):
+            if not 1 <= least <= most <= MAX_RANKS:
+                raise RecordError(f"control.nnodes: MIN:MAX was expected, not {least}:{most}")
+        case _:
+            pass
+
+
+def _check_world(world: World) -> None:
+    names = {member.node for member in world.members}
+    if not names or len(names) < len(world.members):
+        raise RecordError("world.members: at least one was expected, each with a name of its own")
+    _check_members(world.members, "world.members")
+    resume = world.resume
+    if min(world.generation - 1, resume.step, resume.generation, world.trained) < 0:
+        raise RecordError("world: numbers of a generation, and of a step, were expected")
+    if world.micro_batch is not None and world.micro_batch < 1:
+        raise RecordError("world.micro_batch: a number of samples was expected")
+    if (spent := world.time_spent) is not None:
+        times = (spent.until, *spent.seconds.values(), *(s for _, s in spent.steps))
+        if not all(map(math.isfinite, times)):
+            raise RecordError("world.time_spent: finite times were expected")
+
+
+def _check_members(members: tuple[Member, ...], where: str) -> None:
+    ranks = 0
+    for member in members:
+        _check_port(member.http_port, f"{where}.http_port")
+        _check_port(member.store_port, f"{where}.store_port")
+        _check_host(member.host, f"{where}.host")
+        if member.nproc < 1:
+            raise RecordError(f"{where}.nproc: a number of workers was expected")
+        ranks += member.nproc
+    if ranks > MAX_RANKS:
+        raise RecordError(f"{where}: at most {MAX_RANKS} workers were expected, not {ranks}")
+
+
+def _check_port(port: int, where: str) -> None:
+    if not 0 <= port <= MAX_PORT:
+        raise RecordError(f"{where}: a port was expected, not {port}")
+
+
+def _check_host(host: str, where: str) -> None:
+    """Refuses an address for which Python's sockets raise another error than an `OSError`."""
+    valid = host.isprintable()
+    if not host.isascii():
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            valid = False
+    elif not all(0 < len(label) <= MAX_LABEL for label in host.removesuffix(".").split(".")):
+        valid = False
+    if not valid:
+        raise RecordError(f"{where}: an address was expected, not {host!r:.60}")
