@@ -1,22 +1,27 @@
 """Carries messages between an agent and a worker as lines of JSON over an inherited socket.
 
 The agent polls its sockets several times a second. A worker wakes it earlier, by a pipe, for
-messages that must not wait until then.
+messages that must not wait until then. What a script starts inherits a worker's socket, and may
+write anything into it: a line that is no message is left out and counted, and no line takes more
+memory than MAX_LINE_BYTES.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import socket
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from elasticzero.errors import ElasticZeroError
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Logged, Message, Stepped
-from elasticzero.serialization import decode, encode
+from elasticzero.serialization import RecordError, decode, encode, parse_json
 
 CHANNEL_FD_VARIABLE = "ELASTICZERO_CHANNEL_FD"
 """Environment variable with the descriptor of the worker's end."""
@@ -24,11 +29,61 @@ WAKEUP_FD_VARIABLE = "ELASTICZERO_BELL_FD"
 """Environment variable with the descriptor of a pipe that wakes the agent when it is written to."""
 LOW_PRIORITY = (Stepped, Logged)
 """Messages that come with every step; they wake the agent only when the socket is nearly full."""
+MAX_LINE_BYTES = 16 << 20
+"""Maximum length of a line; a longer one is left out."""
+MAX_VALUES = 1 << 17
+"""Maximum number of values in a line, by its punctuation: each takes up to 240 bytes of memory."""
+MAX_DRAIN_BYTES = 1 << 20
+"""Number of bytes after which a call of `drain` takes in no more. A socket holds less, and a
+process that writes without end does not keep the agent."""
+MAX_ERROR_CHARACTERS = 1 << 20
+"""Number of characters of an error, and of its traceback, that are sent if the line is too long."""
+READ_BYTES = 1 << 16
+"""Maximum number of bytes of one read."""
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"')
+"""A string in JSON."""
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
 
 class ChannelClosed(ElasticZeroError):
     """The other end of the channel is closed."""
+
+
+class MessageTooLong(ElasticZeroError):
+    """A message is longer than a line of the channel can be."""
+
+
+class _Lines:
+    """Cuts the bytes that arrive into lines of bounded length."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._searched_bytes = 0
+        """Number of bytes at the begin of the buffer in which there is no end of a line."""
+        self._skips = False
+        """True until the end of a line that is too long."""
+        self.left_out = 0
+        """Number of lines that were too long."""
+
+    def take(self, data: bytes) -> None:
+        self._buffer += data
+
+    def pop(self) -> bytes | None:
+        """Returns the next whole line; None: none has arrived."""
+        while (end := self._buffer.find(b"\n", self._searched_bytes)) >= 0:
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            self._searched_bytes = 0
+            if not self._skips:
+                return line
+            self._skips = False
+        self._searched_bytes = len(self._buffer)
+        if self._skips or len(self._buffer) > MAX_LINE_BYTES:
+            self.left_out += not self._skips
+            self._skips = True
+            self._buffer.clear()
+            self._searched_bytes = 0
+        return None
 
 
 class Channel:
@@ -43,14 +98,18 @@ class Channel:
         self._socket = sock
         self._wakeup_fd = wakeup_fd
         self._send_lock = threading.Lock()
-        self._buffer = bytearray()
+        self._lines = _Lines()
         self._fds: list[int] = []
+        self._refusal: str | None = None
+        self._refused = False
+        """True once a line was left out."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Sends a message; raises `ChannelClosed` if the other end is closed."""
+        """Sends a message; raises `ChannelClosed` if the other end is closed, and `MessageTooLong`
+        for what no line can hold."""
         try:
             line = _line(message)  # outside of the lock: a collection may send a message as well
             with self._send_lock:
@@ -96,50 +155,100 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """Returns the next message, or None after `timeout_s`; raises `ChannelClosed` at the
         end."""
-        while (end := self._buffer.find(b"\n")) < 0:
+        while (message := self._next()) is None:
             if not select.select([self._socket], [], [], timeout_s)[0]:
                 return None
-            self._fill()
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        return _parse(line)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, 1)
+            except OSError as error:
+                raise ChannelClosed(str(error)) from None
+            self._fds += fds
+            self._take(data)
+        return message
 
     def drain(self) -> list[Message]:
-        """Returns every message that has arrived whole, without waiting.
+        """Returns the messages that have arrived whole, without waiting; takes no descriptors.
 
         Raises `ChannelClosed` once the other end is closed and all its messages were returned.
         """
+        messages = list(iter(self._next, None))
+        taken_bytes = 0
         try:
-            while select.select([self._socket], [], [], 0)[0]:
-                self._fill()
+            while taken_bytes < MAX_DRAIN_BYTES and select.select([self._socket], [], [], 0)[0]:
+                try:
+                    data = self._socket.recv(READ_BYTES)  # descriptors that came with it are closed
+                except OSError as error:
+                    raise ChannelClosed(str(error)) from None
+                self._take(data)
+                taken_bytes += len(data)
+                messages += iter(self._next, None)
         except ChannelClosed:
-            if b"\n" not in self._buffer:
+            if not messages:
                 raise
-        *lines, rest = bytes(self._buffer).split(b"\n")
-        self._buffer = bytearray(rest)
-        return [_parse(line) for line in lines]
+        return messages
+
+    def take_refusal(self) -> str | None:
+        """Returns, once, what is wrong with the first line that was left out."""
+        refusal, self._refusal = self._refusal, None
+        return refusal
 
     def close(self) -> None:
         self._socket.close()
 
-    def _fill(self) -> None:
-        try:
-            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
-        except OSError as error:
-            raise ChannelClosed(str(error)) from None
+    def _take(self, data: bytes) -> None:
         if not data:
             raise ChannelClosed("the other end was closed")
-        self._fds += fds
-        self._buffer += data
+        self._lines.take(data)
+
+    def _next(self) -> Message | None:
+        """Returns the next message that has arrived whole; leaves out lines that are none."""
+        while (line := self._lines.pop()) is not None:
+            try:
+                return _parse(line)
+            except RecordError as error:
+                self._refuse(str(error))
+        if self._lines.left_out:
+            self._refuse(f"it has more than {MAX_LINE_BYTES} bytes")
+        return None
+
+    def _refuse(self, reason: str) -> None:
+        if not self._refused:
+            self._refused, self._refusal = True, reason
 
 
 def _line(message: Message) -> bytes:
+    line = _encoded(message)
+    if len(line) > MAX_LINE_BYTES and isinstance(message, Failed):
+        text, trace = message.message, message.traceback
+        short = text[:MAX_ERROR_CHARACTERS], trace[-MAX_ERROR_CHARACTERS:]
+        line = _encoded(replace(message, message=short[0], traceback=short[1]))
+    if len(line) > MAX_LINE_BYTES:
+        raise MessageTooLong(
+            f"a message {type(message).__name__} between worker and agent has {len(line)} bytes; "
+            f"it can have {MAX_LINE_BYTES}"
+        )
+    return line
+
+
+def _encoded(message: Message) -> bytes:
     text = json.dumps({"kind": type(message).__name__, **encode(message, complete=True)})
     return f"{text}\n".encode()
 
 
+def _values(line: bytes) -> int:
+    return line.count(b"{") + line.count(b"[") + line.count(b",")
+
+
 def _parse(line: bytes) -> Message:
-    value = json.loads(line)
-    kind = _KINDS[value.pop("kind")]
+    """Returns the message of a line; raises `RecordError` if it is none."""
+    if not line.startswith(b"{"):
+        raise RecordError("it is no object")
+    if _values(line) > MAX_VALUES and _values(_TEXT.sub(b"", line)) > MAX_VALUES:
+        raise RecordError(f"it has more than {MAX_VALUES} values")
+    value = parse_json(line, "message")
+    name = value.pop("kind", None) if isinstance(value, dict) else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise RecordError("it is of no kind that this release has")
     message: Message = decode(kind, value)
     return message

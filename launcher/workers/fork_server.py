@@ -6,7 +6,8 @@ descriptors. The server is single-threaded and the workers' parent: it reaps the
 exits to the agent at once. When a worker exits, the server kills its process group; when the last
 one has exited, it kills what has left those groups. When the agent exits the socket closes, and the
 server ends every process below it, then itself. The workers die with the server by a parent-death
-signal, whatever kills it.
+signal, whatever kills it. A request that the server cannot read it refuses, and goes on; to an
+answer that the agent cannot read the agent does as if the server had died.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Message, ScriptEnded
 from elasticzero.launcher.workers.script_exit import exit_process
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
-from elasticzero.serialization import decode, encode
+from elasticzero.serialization import RecordError, decode, encode, parse_json
 
 MAX_MESSAGE_BYTES = 1 << 20
 CLEAN_UP_S = 5.0
@@ -63,6 +64,24 @@ class Launch:
     exit_timeout_s: float = 30.0
     """Seconds within which the process must exit after its script and the exit functions; 0: no
     limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Says to the agent what has happened to the server, or to a worker."""
+
+    ready: int | None = None
+    """Process id of the server, once it has done the imports."""
+    started: int | None = None
+    """Process id of a worker that was forked."""
+    fds: tuple[int, ...] = ()
+    """Numbers of the worker's descriptors."""
+    ended: int | None = None
+    """Process id of a worker that has exited."""
+    status: int = 0
+    """Its exit code."""
+    refused: str = ""
+    """Reason for which no worker was forked."""
 
 
 def serve(sock: socket.socket, preload: list[str]) -> None:
@@ -104,12 +123,30 @@ def _serve_requests(sock: socket.socket, preload: list[str]) -> None:
             data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 8)
             if not data:
                 return
-            launch = decode(Launch, json.loads(data))
-            pid = _fork(sock, launch, fds, (wake_read, wake_write))
-            workers.add(pid)
+            answer = _launch(sock, data, fds, (wake_read, wake_write))
             for fd in fds:
                 os.close(fd)
-            sock.send(json.dumps({"started": pid, "fds": fds}).encode())
+            if "started" in answer:
+                workers.add(answer["started"])
+            sock.send(json.dumps(answer).encode())
+
+
+def _launch(
+    sock: socket.socket, data: bytes, fds: list[int], wake: tuple[int, int]
+) -> dict[str, Any]:
+    """Forks the worker of a request; returns the answer.
+
+    Args:
+        sock: The server's socket to the agent.
+        data: The request.
+        fds: The worker's descriptors.
+        wake: The server's own wake-up pipe.
+    """
+    try:
+        launch = decode(Launch, parse_json(data, "launch"), "launch")
+    except RecordError as error:
+        return {"refused": str(error)}
+    return {"started": _fork(sock, launch, fds, wake), "fds": fds}
 
 
 def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
@@ -299,7 +336,7 @@ class ForkServer:
         server_socket.close()
         self._socket = agent_socket
         self._ready = False
-        self._pending: list[dict[str, Any]] = []
+        self._pending: list[Answer] = []
 
     @property
     def pid(self) -> int:
@@ -309,34 +346,41 @@ class ForkServer:
         return self._socket.fileno()
 
     def start(self, launch: Launch, fds: list[int]) -> tuple[int, list[int]]:
-        """Forks a worker; returns its process id and the numbers that `fds` have there."""
+        """Forks a worker; returns its process id and the numbers that `fds` have there.
+
+        Raises `ChannelClosed` if the server has died, or refuses.
+        """
         data = json.dumps(encode(launch)).encode()
         socket.send_fds(self._socket, [data], fds)
         while True:
-            message = self._receive()
-            if "started" in message:
-                return int(message["started"]), list(message["fds"])
-            self._pending.append(message)
+            answer = self._receive()
+            if answer.started is not None:
+                return answer.started, list(answer.fds)
+            if answer.refused:
+                raise ChannelClosed(f"the fork server refuses a launch: {answer.refused}")
+            self._pending.append(answer)
 
     def wait_until_ready(self) -> None:
         """Returns when the imports are done; raises `ChannelClosed` if the server died before."""
-        self._pending = [message for message in [self._receive()] if "ready" not in message]
+        self._pending = [answer for answer in [self._receive()] if answer.ready is None]
         self._ready = True
 
     def ended(self) -> list[tuple[int, int]]:
         """Returns (process id, exit code) of every worker that exited since the last call; does
         not wait."""
-        messages, self._pending = self._pending, []
+        answers, self._pending = self._pending, []
         while select.select([self._socket], [], [], 0)[0]:
-            messages.append(self._receive())
-        return [(int(m["ended"]), int(m["status"])) for m in messages if "ended" in m]
+            answers.append(self._receive())
+        return [(answer.ended, answer.status) for answer in answers if answer.ended is not None]
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> Answer:
         data = self._socket.recv(MAX_MESSAGE_BYTES)
         if not data:
             raise ChannelClosed("the fork server ended")
-        message: dict[str, Any] = json.loads(data)
-        return message
+        try:
+            return decode(Answer, parse_json(data, "answer"), "answer")
+        except RecordError as error:
+            raise ChannelClosed(f"the fork server's answer cannot be read: {error}") from None
 
     def close(self) -> None:
         """Ends the server and every process below it."""

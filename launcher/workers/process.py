@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -17,7 +18,9 @@ from elasticzero.launcher import secrets as secret
 from elasticzero.launcher.workers.error_file import error_file
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.lifecycle import Event, WorkerState
+from elasticzero.text import shown
 
+log = logging.getLogger(__name__)
 STACK_BYTES = 1 << 16
 """Number of bytes at the end of a log that are searched for the stack of a crash."""
 FATAL = "Fatal Python error: "
@@ -88,6 +91,14 @@ class Worker:
         except ChannelClosed:
             self.channel_closed = True
             return []
+        finally:
+            if (refusal := self.channel.take_refusal()) is not None:
+                log.warning(
+                    "rank %d: what its processes write to the agent is no message, and is left "
+                    "out: %.200s",
+                    self.rank,
+                    shown(refusal),
+                )
 
     def send_signal(self, number: signal.Signals) -> None:
         """Sends a signal to its whole process group."""
