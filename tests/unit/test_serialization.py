@@ -18,6 +18,7 @@ from elasticzero.serialization import (
     decode_rows,
     encode,
     field_values,
+    parse_json,
 )
 
 
@@ -91,6 +92,63 @@ def test_a_record_survives_json(record: Outer) -> None:
 
 def test_fields_of_a_newer_writer_are_ignored() -> None:
     assert decode(Inner, {"name": "x", "colour": "red"}) == Inner("x", 0)
+
+
+@dataclass(frozen=True)
+class Worded:
+    kind: Literal["other", "a", "b"]
+    size: int | None = None
+    ratio: float = 0.0
+
+
+@pytest.mark.parametrize(("word", "read"), [("a", "a"), ("other", "other"), ("new", "other")])
+def test_an_unknown_word_is_other_where_it_may_be(word: str, read: str) -> None:
+    """A later release may have more words: a rolling upgrade ends nothing."""
+    assert decode(Worded, {"kind": word}).kind == read
+
+
+@pytest.mark.parametrize("word", [None, 1, ["a"], {"a": 1}])
+def test_what_is_no_word_is_not_other(word: Any) -> None:
+    with pytest.raises(RecordError, match="is not one of 'other', 'a', 'b'"):
+        decode(Worded, {"kind": word})
+
+
+@pytest.mark.parametrize("field", ["size", "ratio"])
+@pytest.mark.parametrize("number", [1 << 256, -(1 << 256), 10**4000])
+def test_an_integer_without_a_float_is_refused(field: str, number: int) -> None:
+    """It ended in an OverflowError wherever it was first divided."""
+    with pytest.raises(RecordError, match=f"Worded.{field}"):
+        decode(Worded, {"kind": "a", field: number})
+    with pytest.raises(RecordError, match="smaller integer"):
+        decode_rows(Row, [["a", 1, 0.5], ["a", number, 0.5]], "rows")
+    assert decode(Worded, {"kind": "a", field: number // 2 // abs(number) or 1})
+
+
+@pytest.mark.parametrize("deep", ["[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900])
+def test_a_deep_value_is_named_in_brief(deep: str) -> None:
+    with pytest.raises(RecordError, match=r"Worded\.size: int was expected, not") as caught:
+        decode(Worded, {"kind": "a", "size": json.loads(deep)})
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not json",
+        b"\xff",
+        b"{",
+        b"[" * 100_000,
+        b"1" * 5000,
+        b"\xef\xbb\xbf1",
+        "1".encode("utf-16"),
+    ],
+    ids=range(8),
+)
+def test_bytes_that_are_no_json_are_refused_by_name(data: bytes) -> None:
+    with pytest.raises(RecordError, match="here: no JSON: ") as caught:
+        parse_json(data, "here")
+    assert len(str(caught.value)) < 200
 
 
 def test_a_derived_field_is_neither_written_nor_read() -> None:

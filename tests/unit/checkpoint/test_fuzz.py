@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from elasticzero.checkpoint.format.checksums import BlockSums, parse_sums
 from elasticzero.checkpoint.format.manifest import ShardFile, from_json, to_json
 from elasticzero.checkpoint.format.shards import parse_header, shard_header
 from elasticzero.errors import CheckpointDamaged, UserError
+from tests.support.mutations import mutated
 from tests.unit.checkpoint.cases import draft_of, simple_layout
 from tests.unit.checkpoint.damage_cases import sign
 
@@ -43,36 +43,6 @@ def sums_file() -> bytes:
 
 SUMS = sums_file()
 TEXTS = (MANIFEST, HEADER, SUMS)
-TOKENS = (
-    *(b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"1e999", b"NaN", b"Infinity", b"\0"),
-    *(b"9" * 5000, b"null", b"true", b'"dtype"', b'"shape"', b"\\ud800", b"\xff", b"[" * 2000),
-)
-
-
-@st.composite
-def mutated(draw: st.DrawFn, whole: bytes) -> bytes:
-    """`whole` with a few bytes changed, cut out, put in, or taken from elsewhere."""
-    data = whole
-    for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, len(data)))
-        stop = draw(st.integers(start, min(len(data), start + 40)))
-        match draw(st.sampled_from(["flip", "cut", "end", "splice", "token", "bytes"])):
-            case "flip" if start < len(data):
-                bit = 1 << draw(st.integers(0, 7))
-                data = data[:start] + bytes([data[start] ^ bit]) + data[start + 1 :]
-            case "cut":
-                data = data[:start] + data[stop:]
-            case "end":
-                data = data[:start]
-            case "splice":
-                other = draw(st.sampled_from(TEXTS))
-                at = draw(st.integers(0, len(other)))
-                data = data[:start] + other[at : at + draw(st.integers(0, 200))] + data[stop:]
-            case "token":
-                data = data[:start] + draw(st.sampled_from(TOKENS)) + data[stop:]
-            case _:
-                data = data[:start] + draw(st.binary(max_size=12)) + data[stop:]
-    return data
 
 
 def outcome(parse: Callable[[], Any]) -> Any:
@@ -99,7 +69,7 @@ fuzz = settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 
 
 @fuzz
-@given(mutated(MANIFEST))
+@given(mutated(MANIFEST, TEXTS))
 @example(MANIFEST.replace(b"zero2", b"zero3"))
 def test_a_changed_manifest_is_never_taken_for_one(data: bytes) -> None:
     parsed = outcome(lambda: from_json(data, "/c/file"))
@@ -107,7 +77,7 @@ def test_a_changed_manifest_is_never_taken_for_one(data: bytes) -> None:
 
 
 @fuzz
-@given(mutated(MANIFEST[: MANIFEST.rindex(b',"digest"')] + b"}"))
+@given(mutated(MANIFEST[: MANIFEST.rindex(b',"digest"')] + b"}", TEXTS))
 def test_a_changed_manifest_whose_digest_is_right(data: bytes) -> None:
     """What is taken for a manifest can be written and read again, dealt out and looked through."""
     parsed = outcome(lambda: from_json(sign(data), "/c/file"))
@@ -119,7 +89,7 @@ def test_a_changed_manifest_whose_digest_is_right(data: bytes) -> None:
 
 
 @fuzz
-@given(mutated(HEADER))
+@given(mutated(HEADER, TEXTS))
 @example(HEADER.replace(b'"F64"', b'"G64"'))
 def test_a_changed_header(data: bytes) -> None:
     """A changed dtype may be one that safetensors could have, and that this format has not."""
@@ -141,7 +111,7 @@ def test_a_changed_header(data: bytes) -> None:
 
 
 @fuzz
-@given(mutated(SUMS))
+@given(mutated(SUMS, TEXTS))
 def test_changed_checksums(data: bytes) -> None:
     parsed = outcome(lambda: parse_sums(data, "/c/file"))
     if parsed is not None:

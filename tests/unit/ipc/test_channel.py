@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
+import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from elasticzero.ipc.assignment import Assignment, Resume, Source
-from elasticzero.ipc.channel import Channel, ChannelClosed
+from elasticzero.ipc.channel import MAX_LINE_BYTES, Channel, ChannelClosed, MessageTooLong
 from elasticzero.ipc.failure import Failed
-from elasticzero.ipc.messages import Logged, Message, SaveState, Stepped
+from elasticzero.ipc.messages import Busy, Logged, Message, SaveState, Stepped
 
 Ends = tuple[Channel, Channel]
 
@@ -98,3 +101,107 @@ def test_steps_ring_before_there_is_no_room_for_more(ends: Ends) -> None:
     assert len(b.drain()) == sent
     os.close(bell)
     os.close(rings)
+
+
+ODD_LINES = (
+    *(b"", b"not json", b"null", b"[]", b"{}", b"\xff", b'{"kind": 1}', b'{"kind": ["x"]}'),
+    *(b'{"kind": "Later"}', b'{"kind": "Stepped"}', b'{"kind": "SaveState", "write": "yes"}'),
+    *(b'{"kind": "SaveState", "write":' + b"[" * 60_000, b'{"a":' + b"9" * 5000 + b"}"),
+)
+
+
+@pytest.mark.parametrize("odd", ODD_LINES, ids=range(len(ODD_LINES)))
+def test_a_line_that_is_no_message_is_left_out(odd: bytes, ends: Ends) -> None:
+    """A process that the script starts can write it; it ended the agent."""
+    a, b = ends
+    for _ in range(2):
+        a._socket.sendall(odd + b"\n")
+        a.send(SaveState(write=True))
+    assert b.receive(30.0) == SaveState(write=True)
+    assert b.drain() == [SaveState(write=True)]
+    assert b.take_refusal()
+    assert b.take_refusal() is None
+
+
+def test_a_line_of_a_later_release_keeps_what_is_known(ends: Ends) -> None:
+    a, b = ends
+    a._socket.sendall(b'{"kind": "SaveState", "write": true, "run": 2}\n')
+    assert b.drain() == [SaveState(write=True)]
+
+
+def written_beside(a: Channel, data: bytes, times: int) -> threading.Thread:
+    """Has a thread write `data` so often."""
+
+    def write() -> None:
+        with suppress(OSError):
+            for _ in range(times):
+                a._socket.sendall(data)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    return thread
+
+
+def test_a_line_without_an_end_takes_bounded_memory(ends: Ends) -> None:
+    a, b = ends
+    thread = written_beside(a, b"x" * (1 << 20), MAX_LINE_BYTES // (1 << 20) * 3)
+    tracemalloc.start()
+    while thread.is_alive() or select.select([b], [], [], 0)[0]:
+        assert b.drain() == []
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    thread.join()
+    assert most < 3 * MAX_LINE_BYTES
+    a._socket.sendall(b" the end of it\n")
+    a.send(SaveState(write=False))
+    assert b.drain() == [SaveState(write=False)]
+    assert "bytes" in (b.take_refusal() or "")
+
+
+def test_a_line_of_too_many_values_is_left_out(ends: Ends) -> None:
+    a, b = ends
+    thread = written_beside(a, b'{"kind": "Busy", "doing": [' + b"[]," * (1 << 17) + b"1]}\n", 1)
+    while thread.is_alive() or select.select([b], [], [], 0)[0]:
+        assert b.drain() == []
+    thread.join()
+    assert "values" in (b.take_refusal() or "")
+    text = "[{,\\" * (1 << 17)
+    thread = threading.Thread(target=a.send, args=(Busy(doing=text),))
+    thread.start()
+    assert b.receive(30.0) == Busy(doing=text), "only what stands outside of texts counts"
+    thread.join()
+
+
+def test_a_writer_without_an_end_does_not_keep_the_reader(ends: Ends) -> None:
+    a, b = ends
+    thread = written_beside(a, b"not json\n" * 7000, 10_000)
+    for _ in range(3):
+        assert b.drain() == []
+    assert thread.is_alive()
+    b._socket.shutdown(socket.SHUT_RDWR)
+    thread.join(30.0)
+    assert not thread.is_alive()
+
+
+def test_descriptors_do_not_pile_up_in_an_agent(ends: Ends) -> None:
+    a, b = ends
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        a.send_with_fd(SaveState(write=True), 0, 30.0)
+        assert b.drain() == [SaveState(write=True)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert b.take_fd() is None
+
+
+def test_a_long_error_is_shortened_and_others_refused(ends: Ends) -> None:
+    a, b = ends
+    long = "x" * MAX_LINE_BYTES
+    failed = Failed(step=1, blame="user", message=f"begin{long}", traceback=f"{long}end")
+    thread = threading.Thread(target=a.send, args=(failed,))
+    thread.start()
+    received = b.receive(30.0)
+    thread.join()
+    assert isinstance(received, Failed)
+    assert received.message.startswith("begin") and received.traceback.endswith("end")
+    with pytest.raises(MessageTooLong, match="a message Busy between worker and agent has"):
+        a.send(Busy(doing=long))

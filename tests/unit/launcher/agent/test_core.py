@@ -191,3 +191,20 @@ def test_a_node_told_to_leave_exits_and_says_why(node: NodeWithoutProcesses) -> 
     node.cycles_until("leave")
     assert node.core.exit_code is not None
     assert node.asked.count("leave") == 1
+
+
+def test_a_node_leaves_where_the_world_is_odd(node: NodeWithoutProcesses) -> None:
+    """It wrote the first world over what a later release had written there."""
+    node.store.write({WORLD: b"not json"})
+    node.cycles_until("leave")
+    assert node.core.exit_code is ExitCode.LEFT
+    assert node.core.notice is not None
+    assert node.core.notice.reason == "the world in etcd cannot be read"
+    assert node.store.read(WORLD).entries[WORLD].value == b"not json"
+
+
+@pytest.mark.parametrize("key", ["done", "control", "alarm/0", "members/zz", "reports/0/zz"])
+def test_an_odd_document_keeps_no_job_from_its_world(key: str, node: NodeWithoutProcesses) -> None:
+    node.store.write({key: b"not json"})
+    node.cycles_until("start")
+    assert node.core.exit_code is None

@@ -188,3 +188,35 @@ def test_a_store_that_is_away_is_asked_again() -> None:
     node.store.mend()
     node.look_until(lambda v: v.oldest)
     node.close()
+
+
+def test_no_node_waits_for_an_odd_registration() -> None:
+    """It is older than all, has no lease, and no agent: no first world was ever written."""
+    server = MemoryServer(time.monotonic)
+    odd = {f"{MEMBERS}{name}": b"not json" for name in ("zz", "yy", "xx")}
+    other = MemoryStore(server)
+    for key, value in odd.items():
+        other.write({key: value})
+    first, second = Node("b", server), Node("a", server)
+    view = first.look_until(lambda v: v.oldest and v.members is not None)
+    assert list(view.members or ()) == ["b", "a"]
+    assert not second.look().oldest
+    other.write({f"{MEMBERS}b": b"not json"})
+    assert second.look_until(lambda v: v.oldest).oldest
+    for node in (first, second):
+        node.close()
+    other.close()
+
+
+def test_odd_registrations_take_no_place_of_a_spare() -> None:
+    server = MemoryServer(time.monotonic)
+    other = MemoryStore(server)
+    other.write({f"{MEMBERS}zz": b"not json"})
+    member, spare = Node("a", server), Node("b", server)
+    world_of([member])
+    policy = JobPolicy(min_nodes=1, max_nodes=1, spares=1)
+    for _ in range(20):
+        assert not spare.look(policy=policy).surplus
+    for node in (member, spare):
+        node.close()
+    other.close()

@@ -11,6 +11,7 @@ from elasticzero.cli.main import main
 from elasticzero.errors import ExitCode, OperatorError, UserError
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import drain, read_job, scale, stop, update_control
+from elasticzero.launcher.cli.status import read_stored_job
 from elasticzero.launcher.observability.job_status import Job
 from elasticzero.launcher.protocol.documents import (
     Control,
@@ -246,3 +247,49 @@ def test_limits_as_operators_changed_them() -> None:
     assert with_operator_overrides(policy, Control(nnodes=(1, 3))) == replace(
         policy, min_nodes=1, max_nodes=3
     )
+
+
+ODD = b"not json"
+
+
+def test_an_odd_member_is_named_and_left_out(
+    store: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended each command in a traceback."""
+    store.write({"members/zz": ODD})
+    assert set(read_job(store, JOB).members) == {"a", "b", "c"}
+    drain(store, JOB, "b", None)
+    shown = capsys.readouterr()
+    assert shown.out == "b leaves at the next step\n"
+    assert shown.err.startswith("/elasticzero/j/members/zz cannot be read (member: no JSON")
+    assert shown.err.count("\n") == 1
+
+
+def test_an_odd_request_is_replaced_by_the_next(
+    store: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.write({"control": ODD})
+    drain(store, JOB, "b", None)
+    assert asked(store).drain == (Drain(node="b", incarnation="1"),)
+    assert "/elasticzero/j/control cannot be read" in capsys.readouterr().err
+
+
+def test_a_job_whose_end_is_odd_takes_requests(store: MemoryStore) -> None:
+    store.write({"done": ODD})
+    scale(store, JOB, (1, 2), None)
+    assert asked(store).nnodes == (1, 2)
+    job = read_job(store, JOB)
+    assert job.done is None
+    assert job.unreadable_done_revision
+
+
+def test_an_odd_world_is_one_sentence(store: MemoryStore) -> None:
+    store.write({"world": ODD})
+    with pytest.raises(OperatorError, match="/elasticzero/j/world in etcd cannot be read"):
+        read_job(store, JOB)
+
+
+def test_an_odd_report_has_no_phase(store: MemoryStore) -> None:
+    store.write({"reports/1/a": ODD, "reports/1/b": b'{"incarnation": "1", "phase": "restored"}'})
+    _, phases, _ = read_stored_job(store, JOB, None)
+    assert phases == {"b": "restored"}

@@ -136,3 +136,26 @@ def test_nothing_that_is_started_inherits_secrets() -> None:
     assert worker_environment(environment) == rest, "what the user's script needs is left"
     forget_secrets(environment)
     assert environment == rest
+
+
+ODD = {
+    "no JSON": b"secret-of-the-job not json",
+    "no record": b"[]",
+    "no text": b'{"digest": "0", "token": 7}',
+    "no header": b'{"digest": "0", "token": "a\\nb"}',
+    "no ASCII": b'{"digest": "\\u00e9"}',
+}
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+def test_a_record_that_cannot_be_read_is_refused(value: bytes, server: MemoryServer) -> None:
+    """It ended agents and commands in tracebacks; what stands there may be a secret."""
+    store = MemoryStore(server)
+    store.write({"token": value})
+    for read in (job_token.agree_on_token, job_token.token_for_operator):
+        for token in (None, GIVEN):
+            with pytest.raises(UserError, match="the key `token` of the job, cannot be read") as no:
+                read(store, token)
+            assert "secret-of-the-job" not in str(no.value)
+    agreed = job_token.Agreed(GIVEN, job_token.Record(digest="0"), 1)
+    assert not job_token.is_record_of(store.read("token").entries["token"], agreed)

@@ -134,3 +134,52 @@ def test_leases_that_always_lapse_are_no_user_error(store: LossyStore, node_1: M
     with pytest.raises(StoreUnavailable, match="each lease of 5 s had lapsed"):
         node_1.join(lambda text: None, clock=clock, sleep=clock.sleep)
     assert store.to_lapse > 900
+
+
+@pytest.mark.parametrize("odd", [b"not json", b"[]", b'{"incarnation": 1}'])
+def test_what_is_no_registration_is_written_over(
+    odd: bytes, store: LossyStore, node_1: Membership
+) -> None:
+    """It has no lease, so it would stay for ever."""
+    store.write({"members/node-1": odd})
+    node_1.join(lambda text: None, sleep=lambda seconds: None)
+    assert store.read("members/node-1").entries["members/node-1"].value == to_bytes(node_1.me)
+
+
+def test_a_registration_of_another_release_has_the_name(
+    store: LossyStore, node_1: Membership
+) -> None:
+    """What cannot be read under a lease is that of a living agent."""
+    store.write({"members/node-1": b"{}"}, lease=store.lease(5))
+    clock = iter(range(100))
+    with pytest.raises(UserError, match="another agent is registered as node 'node-1'"):
+        node_1.join(lambda text: None, clock=lambda: next(clock), sleep=lambda seconds: None)
+
+
+def test_a_registration_that_was_overwritten_is_put_anew(
+    store: LossyStore, node_1: Membership
+) -> None:
+    assert node_1.register()
+    store.write({"members/node-1": b"not json"})
+    with pytest.raises(StoreUnavailable, match="it is renewed first"):
+        node_1.still_registered()
+    node_1.check(NOW_S, named=True, world_revision=0)
+    assert node_1.still_registered().value == to_bytes(node_1.me)
+    store.write({"members/node-1": b"not json"})
+    node_1.verify()
+    node_1.check(2 * NOW_S, named=True, world_revision=0)
+    assert node_1.still_registered().value == to_bytes(node_1.me)
+    lapses, reads = node_1.lapses, store.reads
+    node_1.verify()
+    node_1.check(3 * NOW_S, named=True, world_revision=0)
+    assert (node_1.lapses, store.reads) == (lapses, reads + 1)
+
+
+def test_a_node_left_out_takes_its_odd_registration_back(
+    store: LossyStore, node_1: Membership
+) -> None:
+    assert node_1.register()
+    store.write({"members/node-1": b"not json"})
+    node_1.check(NOW_S, named=False, world_revision=7)
+    assert node_1.still_registered().value == to_bytes(node_1.me)
+    assert node_1.me.incarnation == "second"

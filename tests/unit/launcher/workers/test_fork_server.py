@@ -1,0 +1,65 @@
+"""What the fork server and the agent make of messages that they cannot read."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from elasticzero.ipc.channel import ChannelClosed
+from elasticzero.launcher.workers import fork_server
+from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.serialization import encode
+
+LAUNCH = Launch(target="t", is_module=False, arguments=(), environment={}, directory="/")
+
+
+@pytest.mark.parametrize(
+    "data", [b"not json", b"[]", b"{}", json.dumps(encode(LAUNCH)).encode()[:-1]]
+)
+def test_a_request_that_cannot_be_read_is_refused(data: bytes) -> None:
+    """The server died of it, and its workers with it."""
+    ours, theirs = socket.socketpair()
+    answer = fork_server._launch(ours, data, [], (0, 0))
+    assert set(answer) == {"refused"} and answer["refused"].startswith("launch")
+    ours.close()
+    theirs.close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ForkServer, socket.socket]]:
+    """An agent's side whose server is the test."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = ForkServer.__new__(ForkServer)
+    made._socket, made._pending = ours, []
+    yield made, theirs
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("data", [b"not json", b"[]", b'{"ended": "x"}', b'{"ended": 1e3}'])
+def test_an_answer_that_cannot_be_read_is_a_dead_server(
+    data: bytes, server: tuple[ForkServer, socket.socket]
+) -> None:
+    """The agent starts another one then; it ended in a traceback."""
+    agent, theirs = server
+    theirs.send(data)
+    with pytest.raises(ChannelClosed, match="the fork server's answer cannot be read"):
+        agent.ended()
+
+
+def test_a_refused_launch_is_a_dead_server(server: tuple[ForkServer, socket.socket]) -> None:
+    agent, theirs = server
+    theirs.send(b'{"ended": 7, "status": -9}')
+    theirs.send(b'{"refused": "launch.target is missing"}')
+    with pytest.raises(ChannelClosed, match="refuses a launch: launch"):
+        agent.start(LAUNCH, [])
+    assert agent.ended() == [(7, -9)]
+
+
+def test_answers_have_what_an_agent_reads(server: tuple[ForkServer, socket.socket]) -> None:
+    agent, theirs = server
+    theirs.send(b'{"started": 5, "fds": [7, 8]}')
+    assert agent.start(LAUNCH, []) == (5, [7, 8])
