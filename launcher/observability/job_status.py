@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 from urllib.parse import quote
 
@@ -12,7 +13,30 @@ from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, quarantine_reason
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
-from elasticzero.serialization import encode
+from elasticzero.serialization import RecordError, decode, encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStatus:
+    """Lists what is read of an agent's status, as `agent_status` makes it."""
+
+    generation: int = 0
+    generation_age_s: float | None = None
+    nnodes: tuple[int, int] | None = None
+    total_steps: int | None = None
+    steps_per_s: float | None = None
+    goodput: float | None = None
+    seconds: Mapping[str, float] | None = None
+    compute_s: Mapping[str, float] | None = None
+    workers: Mapping[str, Any] | None = None
+    loss: float | None = None
+    leaving: bool = False
+    set_aside_s: Mapping[str, float] = field(default_factory=dict)
+    step: int | None = None
+    step_age_s: float | None = None
+    checkpoint_step: int | None = None
+    up_s: float | None = None
+
 
 AgentStatuses = Mapping[str, Mapping[str, Any]]
 """Status that each agent serves, by node; a silent agent is missing."""
@@ -122,8 +146,9 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
     Args:
         job: What the store has of the job.
         phases: The phase that each member has reported, by node.
-        statuses: The answers of the agents, by node.
+        statuses: The answers of the agents, by node. One of another form counts as silence.
     """
+    statuses = {node: status for node, status in statuses.items() if _is_status(status)}
     world, leader = job.world, job.leader
     leader_node = leader.node if leader is not None else None
     member_statuses = [statuses[node] for node in job.members if node in statuses]
@@ -153,6 +178,19 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
         "nodes": nodes,
         "done": encode(job.done, complete=True) if job.done is not None else None,
     }
+
+
+def _is_status(status: Mapping[str, Any]) -> bool:
+    """Returns whether an agent's answer has the form that is read here: another release, or none of
+    our agents, may have sent it."""
+    try:
+        read = decode(AgentStatus, status)
+    except RecordError:
+        return False
+    times_s = (read.steps_per_s, read.step_age_s, read.generation_age_s, read.up_s, read.goodput)
+    mappings = (read.seconds or {}, read.compute_s or {}, read.set_aside_s)
+    values = [*times_s, *(value for mapping in mappings for value in mapping.values())]
+    return all(value is None or isfinite(value) for value in values)
 
 
 def _nodes(

@@ -159,3 +159,20 @@ def test_no_secret_is_shown() -> None:
 )
 def test_spans(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+ODD: tuple[Any, ...] = (None, True, -1, 1.5, float("nan"), 1 << 300, "text", [], {}, {"d": None})
+
+
+@pytest.mark.parametrize("field", [*TRAINING, "seconds", "compute_s", "workers", "generation"])
+def test_an_odd_answer_of_an_agent_is_silence_at_worst(field: str) -> None:
+    """It ended the command in a traceback; another release, or another program, may answer."""
+    for odd in ODD:
+        assert lines(statuses=SAID | {"node-a": TRAINING | {field: odd}})
+
+
+def test_an_answer_of_another_form_is_silence() -> None:
+    status = collect_status(JOB, PHASES, SAID | {"node-a": TRAINING | {"step": "many"}})
+    by_name = {node["node"]: node for node in status["nodes"]}
+    assert by_name["node-a"]["silent"] and not by_name["c"]["silent"]
+    assert by_name["node-a"]["step"] is None
