@@ -54,7 +54,7 @@ class MetadataResponse:
         """Returns the object that the text encodes; raises `MetadataError` for anything else."""
         try:
             value = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise MetadataError(f"{self.url} answered with what is no JSON object: {self.text:.80}")

@@ -104,7 +104,7 @@ class TrackerProcess:
             try:
                 self._serve()
                 return
-            except (TrackerFailed, OSError, ValueError) as error:
+            except (TrackerFailed, OSError, ValueError, KeyError, TypeError) as error:
                 self._say_failure(str(error))
             finally:
                 self._end_process()
@@ -156,6 +156,8 @@ class TrackerProcess:
         if not line:
             raise TrackerFailed(f"its process ended with {self._process.wait()}; see {self._log}")
         answer: dict[str, Any] = json.loads(line)
+        if not isinstance(answer, dict):
+            raise TrackerFailed(f"its process answers {line:.80}; see {self._log}")
         if "error" in answer:
             raise TrackerFailed(f"{answer['error']}; it is tried again, see {self._log}")
         return answer

@@ -51,7 +51,7 @@ def read_version(endpoint: Endpoint, access: Access) -> EtcdVersion | None:
     finally:
         connection.close()
     version, ahead_s = "", None
-    with suppress(ValueError, AttributeError):
+    with suppress(ValueError, AttributeError, RecursionError):
         version = str(json.loads(text).get("etcdserver", ""))
     with suppress(ValueError, TypeError):
         shown_s = parsedate_to_datetime(response.getheader("Date", "")).timestamp()
