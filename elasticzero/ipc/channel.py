@@ -171,7 +171,7 @@ class Channel:
 
         Raises `ChannelClosed` once the other end is closed and all its messages were returned.
         """
-        messages = list(iter(self._next, None))
+        messages = self._whole()
         taken_bytes = 0
         try:
             while taken_bytes < MAX_DRAIN_BYTES and select.select([self._socket], [], [], 0)[0]:
@@ -181,7 +181,7 @@ class Channel:
                     raise ChannelClosed(str(error)) from None
                 self._take(data)
                 taken_bytes += len(data)
-                messages += iter(self._next, None)
+                messages += self._whole()
         except ChannelClosed:
             if not messages:
                 raise
@@ -199,6 +199,13 @@ class Channel:
         if not data:
             raise ChannelClosed("the other end was closed")
         self._lines.take(data)
+
+    def _whole(self) -> list[Message]:
+        """Returns the messages that have arrived whole."""
+        messages: list[Message] = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
 
     def _next(self) -> Message | None:
         """Returns the next message that has arrived whole; leaves out lines that are none."""

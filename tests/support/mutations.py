@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ def with_odd_values(draw: st.DrawFn, whole: bytes) -> bytes:
             break
         container, key = draw(st.sampled_from(places))
         if draw(st.integers(0, 4)):
-            container[key] = draw(st.sampled_from(ODD))
+            container[key] = copy.deepcopy(draw(st.sampled_from(ODD)))
         else:
             del container[key]
     return json.dumps(value).encode()

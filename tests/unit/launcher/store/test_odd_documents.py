@@ -77,7 +77,7 @@ def _job() -> dict[str, bytes]:
     asked to leave, has an alarm and an end."""
     job = JOBS["stopped"]
     start = len(job_prefix("stopped"))
-    first = {}
+    first: dict[str, bytes] = {}
     for key, value in job["written"]:
         first.setdefault(key[start:], value.encode())
     present = {key[start:]: value.encode() for key, value in job["present"].items()}
