@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 from elasticzero.errors import ExitCode, UserError
@@ -170,6 +171,8 @@ def _progress(job_status: Mapping[str, Any]) -> list[str]:
 def _time(seconds: Mapping[str, float]) -> list[str]:
     """Returns a line on where the job's time has gone, the largest part first."""
     whole_s = sum(seconds.values())
+    if not isfinite(whole_s):
+        return []
     parts = sorted(((s / whole_s, kind) for kind, s in seconds.items() if s > 0), reverse=True)
     shown = [f"{share:.1%} {kind.replace('_', ' ')}" for share, kind in parts if share >= 0.001]
     return [f"time {duration_text(whole_s)}: {', '.join(shown)}"] if shown else []

@@ -188,7 +188,7 @@ def _is_status(status: Mapping[str, Any]) -> bool:
     except RecordError:
         return False
     times_s = (read.steps_per_s, read.step_age_s, read.generation_age_s, read.up_s, read.goodput)
-    mappings = (read.seconds or {}, read.compute_s or {}, read.set_aside_s)
+    mappings = (read.compute_s or {}, read.set_aside_s)
     values = [*times_s, *(value for mapping in mappings for value in mapping.values())]
     return all(value is None or isfinite(value) for value in values)
 

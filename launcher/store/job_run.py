@@ -19,7 +19,6 @@ Rules:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ from elasticzero.launcher.store.api import (
     unchanged,
 )
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, REPORTS, WORLD
-from elasticzero.serialization import decode
+from elasticzero.serialization import decode, parse_json
 
 RUN = "run"
 TRIES = 8
@@ -73,7 +72,7 @@ def number_in(entry: Entry | None) -> int:
     if entry is None:
         return FIRST_RUN
     try:
-        return decode(Run, json.loads(entry.value), RUN).number
+        return decode(Run, parse_json(entry.value, RUN), RUN).number
     except ValueError as error:
         raise StoreUnavailable(
             f"the key `{RUN}` of the job in etcd is not readable ({error}); nothing is written "

@@ -311,8 +311,8 @@ class WatchCache:
             return cached[1]
         entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
         start = len(prefix)
-        read = ((entry.key[start:], self._document(entry, kind)) for entry in entries)
-        documents = {name: value for name, value in read if self._of_run(value) is not None}
+        read = ((e.key[start:], self._of_run(self._document(e, kind))) for e in entries)
+        documents = {name: value for name, value in read if value is not None}
         self._gathered[prefix] = (snapshot, documents)
         return documents
 

@@ -169,6 +169,7 @@ def test_an_odd_answer_of_an_agent_is_silence_at_worst(field: str) -> None:
     """It ended the command in a traceback; another release, or another program, may answer."""
     for odd in ODD:
         assert lines(statuses=SAID | {"node-a": TRAINING | {field: odd}})
+        assert lines(statuses=SAID | {"node-a": TRAINING | {field: {"productive": odd}}})
 
 
 def test_an_answer_of_another_form_is_silence() -> None:
