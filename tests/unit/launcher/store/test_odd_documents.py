@@ -31,6 +31,7 @@ from elasticzero.launcher.protocol.documents import (
     Done,
     Member,
     Report,
+    Run,
     World,
     to_bytes,
 )
@@ -40,6 +41,7 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.decoding import document
+from elasticzero.launcher.store.job_run import RUN, stored_run
 from elasticzero.launcher.store.job_token import KEY as TOKEN
 from elasticzero.launcher.store.job_token import agree_on_token
 from elasticzero.launcher.store.membership import Membership
@@ -242,6 +244,27 @@ def test_a_changed_record_of_the_token_is_refused_by_name(examples: int) -> None
                 agree_on_token(store, node_token)
             except UserError as error:
                 assert "`token`" in str(error) or "token" in str(error)
+        store.close()
+
+    check()
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_changed_number_of_the_run_is_refused_by_name(examples: int) -> None:
+    """Nothing is written before the store holds a number again."""
+    run = to_bytes(Run(number=3))
+
+    @fuzzed(examples)
+    @given(mutated(run, TEXTS) | with_odd_values(run))
+    @example(b"not json")
+    @example(b"[" * 100_000)
+    def check(data: bytes) -> None:
+        store = MemoryStore(MemoryServer(lambda: 0.0))
+        store.write({RUN: data})
+        try:
+            assert isinstance(stored_run(store).number, int)
+        except StoreUnavailable as error:
+            assert "the key `run` of the job in etcd is not readable" in str(error)
         store.close()
 
     check()
