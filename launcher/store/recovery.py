@@ -200,9 +200,11 @@ class StoreRecovery:
         behind = run > number_in(stored.get(RUN))
         if behind:
             puts[RUN] = to_bytes(Run(number=run))
-        alarm = f"{ALARM}{world.generation}" if world is not None else ALARM
-        for key in (DONE, alarm):
-            if key in retained and (behind or key not in stored):
+        of_run = {DONE: observer.done() is not None}
+        if world is not None:
+            of_run[f"{ALARM}{world.generation}"] = observer.alarm(world.generation) is not None
+        for key, counts in of_run.items():
+            if counts and key in retained and (behind or key not in stored):
                 puts[key] = retained[key].value
         old = [key for key in stored if key == DONE or (behind and key.startswith(ALARM))]
         deletes = [key for key in old if key not in retained] if wins or behind else []

@@ -106,6 +106,24 @@ def test_the_highest_run_is_written_anew_after_a_loss(
         newcomer.turns()
 
 
+def test_the_end_of_an_earlier_run_is_not_written_anew(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    """The store loses its data twice: the backup that it holds in between is of the run before."""
+    over, backup = end(server), server.backup()
+    begin_next_run(MemoryStore(server), over)
+    a = node("a")
+    a.store.write({WORLD: to_bytes(world(4, "a", run=2))})
+    a.look()
+    server.restore(backup, cluster=2)
+    a.look()
+    server.restore(None, cluster=3)
+    a.turns()
+    documents = stands(server)
+    assert documents[RUN] == {"number": 2} and documents[WORLD]["generation"] == 4
+    assert DONE not in documents
+
+
 def test_an_emptied_store_takes_the_run_anew(
     server: MemoryServer, node: Callable[..., Node]
 ) -> None:
