@@ -11,7 +11,7 @@ umask 077
 mkdir -p "$folder"
 
 # Every name is spelled out: gRPC takes no wildcard for names of two parts.
-names=DNS:localhost,IP:127.0.0.1
+names=DNS:localhost,IP:127.0.0.1,IP:::1
 for host in "$etcd" $(for n in $(seq 0 $((members - 1))); do echo "$etcd-$n.$etcd"; done); do
     names+=,DNS:$host,DNS:$host.$namespace.svc,DNS:$host.$namespace.svc.cluster.local
 done

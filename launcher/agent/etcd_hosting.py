@@ -10,6 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from elasticzero.addresses import (
+    EVERYWHERE,
+    OUTSIDE,
+    bound_socket,
+    is_local,
+    is_loopback,
+    loopback,
+    source_address,
+)
 from elasticzero.errors import OperatorError, StoreUnavailable
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.store.api import Store
@@ -17,13 +26,10 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.membership import reachable_address
 from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, members_of
 
-EVERYWHERE = "0.0.0.0"
 LINGER_S = 30.0
 """Maximum seconds for which the node that runs the etcd waits for the others to read that the job
 is over."""
 LOOK_EVERY_S = 0.1
-_OUTSIDE = ("192.0.2.1", 9)
-"""Address of no machine (RFC 5737): the route to it starts at this machine's own address."""
 
 
 @contextmanager
@@ -49,7 +55,7 @@ def hosted(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
         return
     with ExitStack() as stack:
         try:
-            stack.enter_context(EtcdServer(address=_bracketed(address), port=etcd.port))
+            stack.enter_context(EtcdServer(address=address, port=etcd.port))
         except OperatorError:
             if etcd.starts_here or not _port_in_use(address, etcd.port):
                 raise
@@ -75,28 +81,25 @@ def listening_address(host: str) -> str | None:
     unknown."""
     with suppress(ValueError):
         ipaddress.ip_address(host)
-        return host if _is_local_address(host) else None
+        return host if is_local(host) else None
     if host == "localhost":
-        return "127.0.0.1"
+        return loopback()
     if host in (socket.gethostname(), socket.getfqdn()):
         return EVERYWHERE  # its own name may lead to a loopback address on this machine alone
     with suppress(OSError):
-        for *_, address in socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM):
-            if _is_local_address(str(address[0])):
-                return EVERYWHERE if str(address[0]).startswith("127.") else str(address[0])
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        for address in sorted((str(place[4][0]) for place in places), key=lambda a: ":" in a):
+            if is_local(address):
+                return EVERYWHERE if is_loopback(address) else address
     return None
 
 
 def own_address(etcd: HostedEtcd) -> str:
     """Returns the address at which the other nodes reach this one, which starts the etcd."""
     near = reachable_address(etcd.endpoint)
-    named_near = etcd.host == "localhost" or etcd.host.startswith("127.") or etcd.host == "::1"
-    if named_near or not near.startswith("127."):
+    if etcd.host == "localhost" or is_loopback(etcd.host) or not is_loopback(near):
         return near
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(_OUTSIDE)
-        return str(probe.getsockname()[0])
-    return near
+    return next(filter(None, map(source_address, OUTSIDE)), near)
 
 
 def wait_for_others(store: Store) -> None:
@@ -137,21 +140,10 @@ def wait_for_lower_ranks(store: Store, node_rank: int, timeout_s: float) -> None
     )
 
 
-def _is_local_address(address: str) -> bool:
-    """Returns whether a socket of this machine can have the address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-            return True
-    except OSError:
-        return False
-
-
 def _port_in_use(address: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        socket.create_server((address, port), family=family).close()
+        with bound_socket(address, port) as probe:
+            probe.listen(1)
         return False
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -159,7 +151,3 @@ def _port_in_use(address: str, port: int) -> bool:
         raise OperatorError(
             f"no etcd can listen on port {port} of {address}: {error.strerror}; choose another"
         ) from None
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

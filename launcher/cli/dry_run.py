@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from elasticzero.addresses import loopback
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.ipc.assignment import Resume, torchrun_environment
@@ -61,7 +62,7 @@ def dry_run(args: argparse.Namespace) -> int:
 def dry_run_local(args: argparse.Namespace) -> int:
     """Checks and prints what `local` would do; raises the error with which it would end."""
     most = most_nodes(args.nodes, check_cluster(args))
-    node_options = ["--job", args.job or "local", "--node-name", "node-0", "--host", "127.0.0.1"]
+    node_options = ["--job", args.job or "local", "--node-name", "node-0", "--host", loopback()]
     node_options += [f"--log-dir={args.log_dir}"] if args.log_dir else []
     with _variables(cluster_environment(most)):
         agent = _parsed_run([*node_options, *agent_arguments(args, args.etcd or LOCAL_ETCD, most)])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticzero.addresses import loopback
 from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.snapshots.shared_memory import SHARED_MEMORY, snapshot_directory
 from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
@@ -44,7 +45,7 @@ class Placement:
 
     command_prefix: Sequence[str] = ()
     """Command that executes the words after it, such as `ip netns exec NAME`."""
-    address: str = "127.0.0.1"
+    address: str = field(default_factory=loopback)
     environment: Mapping[str, str] = field(default_factory=dict)
     command_line: str = "elasticzero.cli"
     """Module that has the command line; a release that `environment` names may have another."""

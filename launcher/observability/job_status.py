@@ -96,9 +96,8 @@ def page_address(member: Member, token: Secret | None = None) -> str:
         token: The job's token, which comes after the address as its fragment; browsers send none to
             servers.
     """
-    host = f"[{member.host}]" if ":" in member.host else member.host
     fragment = f"#token={quote(token.reveal, safe='')}" if token is not None else ""
-    return f"http://{host}:{member.http_port}/{fragment}"
+    return f"http://{member.address}/{fragment}"
 
 
 def pending_drains(job: Job) -> tuple[Drain, ...]:

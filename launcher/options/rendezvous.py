@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
+from elasticzero.addresses import host_and_port, without_brackets
 from elasticzero.errors import UserError
 from elasticzero.options.sources import Origin, ValueSource
 
@@ -56,7 +57,7 @@ class HostedEtcd:
 
     @property
     def endpoint(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,15 +168,18 @@ def _hosted(
         host, port = options["master_addr"] or "127.0.0.1", options["master_port"] or STATIC_PORT
     rank = options["node_rank"]
     is_first = is_host if is_host is not None or rank is None else rank == 0
-    return HostedEtcd(host=host.strip("[]"), port=port, starts_here=is_first)
+    return HostedEtcd(host=without_brackets(host), port=port, starts_here=is_first)
 
 
 def split_endpoint(text: str, default_port: int) -> tuple[str, int]:
     """Parses `HOST`, `HOST:PORT` or `[IPV6]:PORT`; raises `UserError` for other text."""
     match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?", text.strip())
     if not match or int(match[2] or default_port) > 65535:
-        raise UserError(f"--rdzv-endpoint {text}: HOST:PORT is expected")
-    return match[1].strip("[]"), int(match[2] or default_port)
+        raise UserError(
+            f"--rdzv-endpoint {text}: HOST:PORT is expected, and brackets around an address of "
+            "IPv6, as in [fd00::7]:29400"
+        )
+    return without_brackets(match[1]), int(match[2] or default_port)
 
 
 def parse_conf(text: str | None) -> dict[str, str]:

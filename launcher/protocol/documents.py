@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from elasticzero.addresses import host_and_port
 from elasticzero.ipc.assignment import KnownError, LeftOutBatch, Resume, Source
 from elasticzero.ipc.failure import Failed
 from elasticzero.launcher.goodput import TimeSpent
@@ -62,7 +63,7 @@ class Member:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.http_port}"
+        return host_and_port(self.host, self.http_port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

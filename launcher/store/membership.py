@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from zlib import crc32
 
+from elasticzero import addresses
 from elasticzero.errors import StoreUnavailable, UserError
 from elasticzero.launcher.protocol.documents import Member, to_bytes
 from elasticzero.launcher.store.api import Condition, Entry, Lease, LeaseLost, Store
@@ -36,10 +37,7 @@ def new_incarnation() -> str:
 def bound_socket() -> socket.socket:
     """Returns a TCP socket bound to a free port and not listening: the port stays reserved for rank
     0's store."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("", 0))
-    return sock
+    return addresses.bound_socket()
 
 
 class Membership:
@@ -314,10 +312,5 @@ def reachable_address(endpoint: str) -> str:
     Args:
         endpoint: HOST:PORT, with or without a scheme.
     """
-    host, _, port = endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host.strip("[]") or "127.0.0.1", int(port or 2379)))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+    host = endpoint.rpartition("://")[2].rstrip("/").rpartition(":")[0]
+    return addresses.source_address(host or addresses.loopback()) or socket.gethostname()

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import jsonschema
 import kubernetes_validate
@@ -321,6 +322,9 @@ def test_every_etcd_endpoint_is_a_member(
     ]
     assert flags["name"] == "pod-3"
     assert flags["listen-metrics-urls"].endswith(f":{ports['metrics']}")
+    for kind in ("client", "peer", "metrics"):
+        listening = urlsplit(flags[f"listen-{kind}-urls"])
+        assert (listening.hostname, listening.port) == ("::", ports[kind]), "also IPv6 alone"
     assert flags["advertise-client-urls"] == f"{scheme}://pod-3.{service}:{ports['client']}"
     assert not [n for n in environment(container) if n.startswith("ETCD_")], "options of etcd"
     for cron_job in (m for m in manifests if m["kind"] == "CronJob"):

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from elasticzero.addresses import bound_socket
 from elasticzero.checkpoint.steps.catalog import check_writable
 from elasticzero.checkpoint.storage.base import within
 from elasticzero.checkpoint.storage.trial import try_storage
@@ -97,9 +98,9 @@ def port_facts(host: str, port: int, *, is_given: bool) -> PortFacts:
         port: the port to try.
         is_given: whether the operator chose the port; else an agent takes the next free one.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        with bound_socket(host, port) as probe:
+            probe.listen(1)
     except (OSError, OverflowError) as error:
         return PortFacts(
             port=port, is_given=is_given, error=getattr(error, "strerror", "") or str(error)

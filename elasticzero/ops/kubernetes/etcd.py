@@ -192,14 +192,15 @@ def etcd_arguments(etcd: EtcdOptions) -> list[str]:
     arguments = {
         "name": "$(POD_NAME)",
         "data-dir": f"{DATA}/data",
-        "listen-client-urls": f"{scheme}://0.0.0.0:{CLIENT}",
+        # [::] is every address of both families: a cluster may have IPv6 alone.
+        "listen-client-urls": f"{scheme}://[::]:{CLIENT}",
         "advertise-client-urls": f"{scheme}://$(POD_NAME).{service}:{CLIENT}",
-        "listen-peer-urls": f"{scheme}://0.0.0.0:{PEER}",
+        "listen-peer-urls": f"{scheme}://[::]:{PEER}",
         "initial-advertise-peer-urls": f"{scheme}://$(POD_NAME).{service}:{PEER}",
         "initial-cluster": cluster,
         "initial-cluster-state": "$(INITIAL_STATE)",
         "initial-cluster-token": service,
-        "listen-metrics-urls": f"http://0.0.0.0:{METRICS}",
+        "listen-metrics-urls": f"http://[::]:{METRICS}",
         "auto-compaction-mode": "periodic",
         "auto-compaction-retention": "10m",
         "quota-backend-bytes": str(QUOTA_BYTES),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticzero.addresses import without_brackets
 from elasticzero.errors import UserError
 from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret, read_secret
 
@@ -107,7 +109,12 @@ def parse_endpoint(text: str, access: Access) -> Endpoint:
     host, colon, port = address.rpartition(":")
     if separator and scheme not in ("http", "https"):
         raise UserError(f"etcd endpoint {text!r}: HOST:PORT or https://HOST:PORT is expected")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if ":" in host and not host.startswith("["):
+        raise UserError(
+            f"etcd endpoint {text!r}: an address of IPv6 must be in brackets, as in [fd00::7]:2379"
+        )
+    is_host = bool(host) and (not host.startswith("[") or _is_ipv6(without_brackets(host)))
+    if not colon or not is_host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"etcd endpoint {text!r} is not HOST:PORT, as in 10.0.0.7:2379")
     if scheme == "http" and access.names_certificates:
         raise UserError(
@@ -115,6 +122,13 @@ def parse_endpoint(text: str, access: Access) -> Endpoint:
             "write https://, or leave them out"
         )
     return Endpoint(address, scheme == "https" or access.names_certificates)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

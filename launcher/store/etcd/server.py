@@ -15,6 +15,14 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
+from elasticzero.addresses import (
+    EVERYWHERE,
+    bound_socket,
+    host_and_port,
+    loopback,
+    with_brackets,
+    without_brackets,
+)
 from elasticzero.errors import OperatorError
 from elasticzero.processes import bound_to_this_process
 
@@ -51,7 +59,7 @@ class EtcdServer:
         data_dir: Path | None = None,
         *,
         start_timeout_s: float = 30.0,
-        address: str = "127.0.0.1",
+        address: str | None = None,
         port: int | None = None,
     ) -> None:
         """Prepares a server; it runs from `start`, or in a `with` block.
@@ -59,7 +67,8 @@ class EtcdServer:
         Args:
             data_dir: Directory of its data; None: a temporary one.
             start_timeout_s: Maximum seconds until it answers.
-            address: Where it listens on this machine; 0.0.0.0 and [::] are all addresses.
+            address: Where it listens on this machine, perhaps in brackets; `::` is every address,
+                of IPv6 and IPv4; None: where only this machine reaches it.
             port: Port for clients; None: any that is free.
         """
         self._temporary = data_dir is None
@@ -68,8 +77,9 @@ class EtcdServer:
         )
         self._dir.mkdir(parents=True, exist_ok=True)
         self._start_timeout_s = start_timeout_s
-        self._address = address
-        ports = free_ports(3, "127.0.0.1" if port else address)
+        self._loopback = loopback()
+        self._address = self._loopback if address is None else without_brackets(address)
+        ports = free_ports(3, self._loopback if port else self._address)
         self._peer_port, self._health_port, self._client_port = *ports[:2], port or ports[2]
         self._process: subprocess.Popen[bytes] | None = None
         self.log_path = self._dir / "etcd.log"
@@ -77,8 +87,8 @@ class EtcdServer:
     @property
     def endpoint(self) -> str:
         """Returns the endpoint at which this machine reaches it."""
-        near = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(self._address, self._address)
-        return f"{near}:{self._client_port}"
+        is_everywhere = self._address in ("0.0.0.0", EVERYWHERE)
+        return host_and_port(self._loopback if is_everywhere else self._address, self._client_port)
 
     @property
     def pid(self) -> int | None:
@@ -155,8 +165,12 @@ class EtcdServer:
         return self._process
 
     def _options(self) -> list[str]:
-        client = f"http://{self._address}:{self._client_port}"
-        peer = f"http://127.0.0.1:{self._peer_port}"  # it stays the only member
+        address = self._address
+        if address == EVERYWHERE and not socket.has_dualstack_ipv6():
+            address = "0.0.0.0"
+        client = f"http://{host_and_port(address, self._client_port)}"
+        near = with_brackets(self._loopback)
+        peer = f"http://{near}:{self._peer_port}"  # it stays the only member
         options = {
             "name": "embedded",
             "data-dir": str(self._dir / "data"),
@@ -167,7 +181,7 @@ class EtcdServer:
             "initial-cluster": f"embedded={peer}",
             # It listens there last, and no other etcd does: health at the clients' port may be that
             # of another one, which was there first.
-            "listen-metrics-urls": f"http://127.0.0.1:{self._health_port}",
+            "listen-metrics-urls": f"http://{near}:{self._health_port}",
             "auto-compaction-mode": "periodic",
             "auto-compaction-retention": "5m",
             "log-level": "warn",
@@ -179,7 +193,7 @@ class EtcdServer:
     def _wait_until_healthy(self) -> None:
         process = self._running()
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        health = f"http://127.0.0.1:{self._health_port}/health"
+        health = f"http://{host_and_port(self._loopback, self._health_port)}/health"
         deadline_s = time.monotonic() + self._start_timeout_s
         while time.monotonic() < deadline_s:
             if process.poll() is not None:
@@ -211,9 +225,10 @@ class EtcdServer:
             process.wait()
 
 
-def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    """Returns ports that are free at an address of this machine just now, all different."""
-    sockets = [socket.create_server((address, 0)) for _ in range(count)]
+def free_ports(count: int, address: str | None = None) -> list[int]:
+    """Returns ports that are free just now, all different, at an address of this machine; None: its
+    loopback."""
+    sockets = [bound_socket(address or loopback()) for _ in range(count)]
     try:
         return [s.getsockname()[1] for s in sockets]
     finally:

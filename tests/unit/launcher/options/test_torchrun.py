@@ -207,6 +207,7 @@ def test_where_nodes_meet(
         ("--rdzv-backend etcd", 2, "--rdzv-backend etcd needs --rdzv-endpoint"),
         ("--rdzv-backend c10d --rdzv-endpoint h:0", 2, "the port must be one that all nodes know"),
         ("--rdzv-backend c10d --rdzv-endpoint h:port", 2, "--rdzv-endpoint h:port: HOST:PORT"),
+        ("--rdzv-backend c10d --rdzv-endpoint fd00::7:9", 2, "brackets around an address of IPv6"),
         ("--rdzv-backend c10d --rdzv-endpoint h:99999", 2, "--rdzv-endpoint h:99999: HOST:PORT"),
         ("--rdzv-conf timeout", 1, "--rdzv-conf timeout: KEY=VALUE"),
         ("--rdzv-conf join_timeout=soon", 1, "--rdzv-conf join_timeout=soon: seconds"),

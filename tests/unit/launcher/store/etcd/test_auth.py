@@ -39,6 +39,21 @@ def test_what_is_no_endpoint(text: str) -> None:
         parse_endpoint(text, PLAIN)
 
 
+@pytest.mark.parametrize(
+    "text", ["fd00::7:2379", "http://fd00::7:2379", "https://::1:2379", "fd00::7", "::", "a:b:1"]
+)
+def test_ipv6_without_brackets_is_refused_in_a_sentence(text: str) -> None:
+    """It is an address itself, and its last part is no port."""
+    with pytest.raises(UserError, match=r"must be in brackets, as in \[fd00::7\]:2379"):
+        parse_endpoint(text, PLAIN)
+
+
+@pytest.mark.parametrize("text", ["[h]:2379", "[10.0.0.7]:2379", "[fd00::7]", "[fd00::7", "[]:1"])
+def test_brackets_are_for_ipv6_and_stand_before_a_port(text: str) -> None:
+    with pytest.raises(UserError):
+        parse_endpoint(text, PLAIN)
+
+
 def test_the_own_address_is_found_whatever_the_scheme() -> None:
     assert reachable_address("https://127.0.0.1:2379") == "127.0.0.1"
     assert reachable_address("127.0.0.1:2379") == "127.0.0.1"
