@@ -1,8 +1,9 @@
 """Reads the values of options from a TOML file, the one of `--config`.
 
 A key is an option's name without the dashes in front; `_` may stand for `-`. The keys `script` and
-`args` give the training script and its arguments. Every error names the file, and the line where
-the text shows it.
+`args` give the training script and its arguments. A section such as `[network]` is named after a
+heading of the help, and holds options of that heading; they may stand outside of it too. Every
+error names the file, and the line where the text shows it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,27 +81,42 @@ def parse_config(
         for flag in option.flags
         if flag.startswith("--")
     }
+    sections = {option.group for option in by_key.values() if option.group}
     values: dict[str, FileValue] = {}
-    for key, value in table.items():
+    for section, key, value in _flat(table, sections):
         line = line_of(text, key)
         where = path if line is None else f"{path}:{line}"
         dashed = key.replace("_", "-")
-        if dashed in (SCRIPT_KEY, ARGUMENTS_KEY):
+        options_here = {k: o for k, o in by_key.items() if section in (None, o.group)}
+        script_keys = (SCRIPT_KEY, ARGUMENTS_KEY) if section is None else ()
+        if dashed in script_keys:
             name, value = dashed, _words(dashed, value, where)
-        elif dashed in by_key:
-            name, value = _typed(by_key[dashed], dashed, value, where)
+        elif dashed in options_here:
+            name, value = _typed(options_here[dashed], dashed, value, where)
         else:
-            near = difflib.get_close_matches(dashed, [*by_key, SCRIPT_KEY, ARGUMENTS_KEY], n=1)
+            near = difflib.get_close_matches(dashed, [*options_here, *script_keys], n=1)
             then = f"did you mean {near[0]}?" if near else f"see: {command} --help"
-            raise UserError(f"{where}: {command} has no option {key!r} for a file; {then}")
+            place = f" in [{section}]" if section else ""
+            raise UserError(f"{where}: {command} has no option {key!r} for a file{place}; {then}")
         if name in values:
             raise UserError(f"{where}: {dashed} is given twice; {values[name].where} has it too")
         values[name] = FileValue(value=value, where=where)
     return values
 
 
+def _flat(
+    table: Mapping[str, Any], sections: Collection[str]
+) -> Iterator[tuple[str | None, str, Any]]:
+    """Yields the section, the key and the value of each entry; the section of most is None."""
+    for key, value in table.items():
+        if key in sections and isinstance(value, dict):
+            yield from ((key, inner_key, inner) for inner_key, inner in value.items())
+        else:
+            yield None, key, value
+
+
 def line_of(text: str, key: str) -> int | None:
-    """Returns the line of a key of the file's first level; None if not exactly one line may be
+    """Returns the line of a key of the file or of a section; None if not exactly one line may be
     it."""
     quoted = rf"""(?P<quote>["']?){re.escape(key)}(?P=quote)"""
     places = list(re.finditer(rf"^[ \t]*(?:\[+[ \t]*)?{quoted}[ \t]*[=.\]]", text, re.MULTILINE))

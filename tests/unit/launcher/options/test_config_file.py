@@ -41,6 +41,19 @@ def test_values_come_from_the_file_below_flag_and_environment(
     assert args.sources["checkpoint_dir"].text == f"{file}:4"
 
 
+def test_a_section_holds_the_options_of_a_heading(file: Path) -> None:
+    text = "keep = 3\n\n[network]\nhttp_names = 'a.example, b.example'\nopen-status = true\n"
+    args = parsed(file, text, "--http-port", "9", "train.py")
+    assert (args.keep, args.http_names, args.open_status) == ("3", "a.example, b.example", True)
+    assert args.http_port == 9
+    assert args.sources["http_names"].text == f"{file}:4"
+
+
+def test_an_option_in_a_section_and_outside_is_given_twice(file: Path) -> None:
+    with pytest.raises(UserError, match=r"http-host is given twice; .*job.toml"):
+        parsed(file, "http-host = 'a'\n[network]\nhttp_host = 'b'\n", "train.py")
+
+
 def test_the_environment_names_the_file_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text("keep = 3\n")
     monkeypatch.setenv("ELASTICZERO_CONFIG", str(file))
@@ -99,6 +112,11 @@ def test_local_takes_lists_where_an_option_repeats(file: Path) -> None:
         ("config = 'other.toml'", 1, "has no option 'config' for a file"),
         ("dry-run = true", 1, "has no option 'dry-run' for a file"),
         ("keep = 1\n[run]\nkeep = 3", 2, "has no option 'run' for a file"),
+        ("[network]\nkeep = 3", 2, "has no option 'keep' for a file in [network]; see: "),
+        ("[network]\nhttp-hosts = 'h'", 2, "in [network]; did you mean http-host?"),
+        ("host = 'a'\n[network]\nhttp-port = 'b'", 3, "http-port: a whole number is expected"),
+        ("[network]\nscript = 'train.py'", 2, "has no option 'script' for a file in [network]"),
+        ("network = 3", 1, "has no option 'network' for a file"),
         ("keep-workers = 'yes'", 1, "keep-workers: true or false is expected"),
         ("max-restarts = '3'", 1, "max-restarts: a whole number is expected"),
         ("max-restarts = 1.5", 1, "max-restarts 1.5: a whole number is expected"),
