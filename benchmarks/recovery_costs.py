@@ -87,8 +87,10 @@ def at_rest(endpoint: str, runs: Path, seconds: float) -> list[AtRest]:
     script = ["recovery_ours.py", "--pause", str(REST_STEP_S)]
     with trial(endpoint, runs, [], script) as t:
         t.steady()
-        pairs = [(n.process.pid, children_of(n.process.pid)[0]) for n in t.cluster.running()]
-        before = [(cpu_s(agent), cpu_s(server)) for agent, server in pairs]
+        agents = [n.process.pid for n in t.cluster.running()]
+        keepers = [children_of(agent)[0] for agent in agents]
+        trios = [(a, k, children_of(k)[0]) for a, k in zip(agents, keepers, strict=True)]
+        before = [(cpu_s(agent), cpu_s(server)) for agent, _, server in trios]
         began_s = time.monotonic()
         time.sleep(seconds)
         took_s = time.monotonic() - began_s
@@ -98,9 +100,11 @@ def at_rest(endpoint: str, runs: Path, seconds: float) -> list[AtRest]:
                 agent_cores=(cpu_s(agent) - agent_s) / took_s,
                 agent_bytes=_kib(f"/proc/{agent}/status", "VmRSS"),
                 server_cores=(cpu_s(server) - server_s) / took_s,
-                server_bytes=_kib(f"/proc/{server}/smaps_rollup", "Pss"),
+                server_bytes=sum(
+                    _kib(f"/proc/{pid}/smaps_rollup", "Pss") for pid in (keeper, server)
+                ),
             )
-            for (agent, server), (agent_s, server_s) in zip(pairs, before, strict=True)
+            for (agent, keeper, server), (agent_s, server_s) in zip(trios, before, strict=True)
         ]
 
 

@@ -1,13 +1,17 @@
 """Forks workers on request from a process that has done the heavy imports.
 
-The command is `python -m ... FD PRELOAD…`. The agent is the server's parent, and sends one JSON
-object a message over the inherited socket FD (SOCK_SEQPACKET). A request carries the worker's
-descriptors. The server is single-threaded and the workers' parent: it reaps them, and reports their
-exits to the agent at once. When a worker exits, the server kills its process group; when the last
-one has exited, it kills what has left those groups. When the agent exits the socket closes, and the
-server ends every process below it, then itself. The workers die with the server by a parent-death
-signal, whatever kills it. A request that the server cannot read it refuses, and goes on; to an
-answer that the agent cannot read the agent does as if the server had died.
+The command is `python -m ... AGENT FD PRELOAD…`. The agent sends one JSON object a message over the
+inherited socket FD (SOCK_SEQPACKET). A request carries the worker's descriptors. The server is
+single-threaded and the workers' parent: it reaps them, and reports their exits to the agent at
+once. When a worker exits, the server kills its process group; when the last one has exited, it
+kills what has left those groups. When the agent exits the socket closes, and the server ends every
+process below it, then itself. The workers die with the server by a parent-death signal, whatever
+kills it. A request that the server cannot read it refuses, and goes on; to an answer that the agent
+cannot read the agent does as if the server had died.
+
+Between the agent and the server stands its keeper, a process that only waits. Whatever the workers
+have started is the keeper's when the server is killed, even if it left their groups and sessions.
+So whichever of agent, keeper and server is killed alone, the others leave no process behind.
 """
 
 from __future__ import annotations
@@ -84,21 +88,65 @@ class Answer:
     """Reason for which no worker was forked."""
 
 
-def serve(sock: socket.socket, preload: list[str]) -> None:
-    """Answers requests until the agent closes the socket or dies; then no process below is left.
+def keep(agent: int, sock: socket.socket, preload: list[str]) -> None:
+    """Forks the server and waits until it or the agent has ended; then no process below is left.
 
     SIGTERM, which may reach every process of a machine that is to stop, is left to the agent.
+
+    Args:
+        agent: Process id of the agent, which is this process's parent.
+        sock: The server's socket to the agent.
+        preload: Modules that the server imports.
     """
+    die_with_parent(agent, signal.SIGCONT)  # which resumes a suspended keeper too
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     adopt_orphans()
+    awaited = {signal.SIGCHLD, signal.SIGCONT}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    keeper = os.getpid()
+    server = os.fork()
+    if server == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        serve(keeper, sock, preload)
+        return
+    sock.close()
     try:
-        with suppress(BrokenPipeError, ConnectionResetError):
-            _serve_requests(sock, preload)
+        while os.getppid() == agent and _reap(server):
+            if signal.sigwait(awaited) == signal.SIGCONT:
+                with suppress(ProcessLookupError):
+                    os.kill(server, signal.SIGCONT)
     finally:
         kill_descendants(CLEAN_UP_S)
 
 
-def _serve_requests(sock: socket.socket, preload: list[str]) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _reap(server: int) -> bool:
+    """Reaps processes that have exited; returns whether the server still runs."""
+    with suppress(ChildProcessError):
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            if pid == server:
+                return False
+        return True
+    return False
+
+
+def serve(keeper: int, sock: socket.socket, preload: list[str]) -> None:
+    """Answers requests until the agent closes the socket or dies; then no process below is left.
+
+    Args:
+        keeper: Process id of the keeper, which is this process's parent.
+        sock: The socket to the agent.
+        preload: Modules to import first.
+    """
+    die_with_parent(keeper)
+    adopt_orphans()
+    try:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            _serve_requests(keeper, sock, preload)
+    finally:
+        kill_descendants(CLEAN_UP_S)
+
+
+def _serve_requests(keeper: int, sock: socket.socket, preload: list[str]) -> None:
     gc.disable()  # it would take a quarter of the time that the imports take
     for name in preload:
         with suppress(ImportError):
@@ -109,11 +157,12 @@ def _serve_requests(sock: socket.socket, preload: list[str]) -> None:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # From now on the socket closes when the agent dies; SIGCONT resumes a suspended server for it.
-    die_with_parent(os.getppid(), signal.SIGCONT)
+    signal.signal(signal.SIGCONT, lambda *_: None)
+    # From now on SIGCONT says that the keeper may be dead, and resumes a suspended server for it.
+    die_with_parent(keeper, signal.SIGCONT)
     sock.send(json.dumps({"ready": os.getpid()}).encode())
     workers: set[int] = set()
-    while True:
+    while os.getppid() == keeper:
         readable = select.select([sock.fileno(), wake_read], [], [])[0]
         if wake_read in readable:
             with suppress(BlockingIOError):
@@ -185,8 +234,8 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
     try:
         die_with_parent(server)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGCONT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _lead_process_group(0)
         sock.close()
@@ -323,7 +372,8 @@ def _report_failure(channel_fd: int, wakeup_fd: int, message: Message) -> None:
 
 
 class ForkServer:
-    """Starts the server, sends it requests for workers, and receives their exits; for the agent."""
+    """Starts the server and its keeper, sends requests for workers, and receives their exits; for
+    the agent."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         agent_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -340,6 +390,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
+        """Returns the process id of the keeper, below which all others are."""
         return self._process.pid
 
     def fileno(self) -> int:
@@ -363,7 +414,6 @@ class ForkServer:
     def wait_until_ready(self) -> None:
         """Returns when the imports are done; raises `ChannelClosed` if the server died before."""
         self._pending = [answer for answer in [self._receive()] if answer.ready is None]
-        self._ready = True
 
     def ended(self) -> list[tuple[int, int]]:
         """Returns (process id, exit code) of every worker that exited since the last call; does
@@ -378,12 +428,14 @@ class ForkServer:
         if not data:
             raise ChannelClosed("the fork server ended")
         try:
-            return decode(Answer, parse_json(data, "answer"), "answer")
+            answer = decode(Answer, parse_json(data, "answer"), "answer")
         except RecordError as error:
             raise ChannelClosed(f"the fork server's answer cannot be read: {error}") from None
+        self._ready = True  # the first answer of all says so
+        return answer
 
     def close(self) -> None:
-        """Ends the server and every process below it."""
+        """Ends the keeper, the server and every process below them."""
         self._socket.close()
         if self._ready:
             with suppress(subprocess.TimeoutExpired):
@@ -394,5 +446,4 @@ class ForkServer:
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])
+    keep(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])

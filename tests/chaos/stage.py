@@ -394,7 +394,8 @@ class Stage:
 def _ready(node: Node) -> bool:
     """Whether a node's fork server has imported everything: only then it catches SIGCHLD."""
     with suppress(OSError):
-        for server in children_of(node.process.pid):
+        (keeper,) = children_of(node.process.pid)
+        for server in children_of(keeper):
             for line in Path(f"/proc/{server}/status").read_text().splitlines():
                 if line.startswith("SigCgt:"):
                     return bool(int(line.split()[1], 16) >> (signal.SIGCHLD - 1) & 1)

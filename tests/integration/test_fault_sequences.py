@@ -250,16 +250,18 @@ def test_a_failing_network_ends_the_job(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("killed", ["server", pytest.param("keeper", marks=pytest.mark.slow)])
 def test_the_fork_server_dies(
-    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor], killed: str
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     arguments = ["--nnodes", "1:2", *SHORT, "--checkpoint-dir", str(checkpoints)]
     arguments += [str(REGRESSION), "--pause", "0.05"]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(10)
-        (server,) = children_of(told.node(1).process.pid)
-        os.kill(server, signal.SIGKILL)
+        (keeper,) = children_of(told.node(1).process.pid)
+        (server,) = children_of(keeper)
+        os.kill(keeper if killed == "keeper" else server, signal.SIGKILL)
         codes = told.wait_for_end()
     assert set(codes.values()) == {0}, told.logs()
     assert told.lineage.recomputed <= 1

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from elasticzero.ipc.assignment import Assignment, Resume
+from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Stepped
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.group import Received, WorkerGroup
 from elasticzero.launcher.workers.process import worker_environment
-from elasticzero.processes import is_alive, is_exiting
+from elasticzero.processes import children_of, descendants, is_alive, is_exiting
 from tests.support.deadlines import patience
 
 PATIENCE_S = 30.0
@@ -288,6 +289,45 @@ def test_workers_die_with_the_fork_server(tmp_path: Path) -> None:
     failure = play.group.view(time.monotonic()).failure
     assert failure is not None
     assert failure.message == "the fork server died"
+
+
+@pytest.mark.parametrize("killed", ["server", "keeper", "server of a suspended keeper"])
+def test_a_daemon_ends_with_the_fork_server(tmp_path: Path, killed: str) -> None:
+    """A process of a session of its own outlived the server that was killed alone."""
+    code = (
+        "import subprocess, time\n"
+        "daemon = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "print(daemon.pid, flush=True)\ntime.sleep(300)\n"
+    )
+    server = ForkServer(())
+    server.wait_until_ready()
+    play = Play(server, tmp_path, code)
+    play.wait(lambda: play.log().strip())
+    pids = [play.group.workers[0].pid, int(play.log())]
+    (forking,) = children_of(server.pid)
+    if killed == "server of a suspended keeper":
+        os.kill(server.pid, signal.SIGSTOP)
+    os.kill(server.pid if killed == "keeper" else forking, signal.SIGKILL)
+    with pytest.raises(ChannelClosed):
+        while True:
+            server.ended()
+            time.sleep(0.01)
+    server.close()
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
+    while any(map(is_alive, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not any(map(is_alive, pids))
+
+
+def test_a_fork_server_that_is_closed_while_it_imports_leaves_nothing() -> None:
+    server = ForkServer(("elasticzero.launcher.options.table",))
+    deadline_s = time.monotonic() + patience(PATIENCE_S)
+    while not (below := descendants(server.pid)) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    server.close()
+    while any(map(is_alive, below)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert below and not any(map(is_alive, below))
 
 
 def test_the_fork_server_dies_with_the_agent(tmp_path: Path) -> None:
