@@ -28,7 +28,7 @@ from elasticzero.launcher.agent.etcd_hosting import (
 )
 from elasticzero.launcher.agent.extensions import ExtensionFactory
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
-from elasticzero.launcher.http.server import AgentServer, listen
+from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.job_status import page_address
@@ -74,6 +74,8 @@ class Network:
     http_host: str
     http_port: int | None
     """Port of the HTTP server; None: the default, or the next one that is free."""
+    http_names: tuple[str, ...] = ()
+    """Names of this node under which clients without the token may reach its HTTP server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +188,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
                 snapshots=agent.snapshots,
                 events=agent.events.newest,
                 token=lambda: agent.token,
-                open_status=options.open_status,
+                tokenless=TokenlessAccess(
+                    open_status=options.open_status, names=(host, *network.http_names)
+                ),
                 run=run.number,
             )
         )

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from elasticzero.addresses import without_brackets
 from elasticzero.errors import ElasticZeroError
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.table import (
@@ -144,7 +145,9 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
         hosted=rendezvous.hosted,
         node_rank=rendezvous.node_rank if least == most else None,
     )
-    network = Network(args.host, args.http_host, args.http_port)
+    names = tuple(name.strip() for name in (args.http_names or "").split(",") if name.strip())
+    host = without_brackets(args.host) if args.host else None
+    network = Network(host, args.http_host, args.http_port, names)
     with node_claim(options, named=args.node_name is not None) as (claim, options):
         launching = Launching(
             claim=claim,

@@ -1,26 +1,46 @@
 """Limits what unauthenticated clients can do to an agent's HTTP server.
 
-They get a short time for each request, few connections, and few lines in the log.
+They get small heads, a short time for each request, few connections, and few lines in the log. A
+page of another site gets nothing, though a browser inside the network has fetched it.
 """
 
 from __future__ import annotations
 
-import io
+import ipaddress
 import logging
+import resource
 import socket
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
+HEAD_BYTES = 16 << 10
+"""Maximum bytes of a request's head; a connection that sends more is closed."""
 HEAD_TIMEOUT_S = 10.0
 """Seconds after a request's first byte within which its head must be complete."""
+IDLE_TIMEOUT_S = 30.0
+"""Seconds without traffic after which a connection is closed."""
+ANSWER_TIMEOUT_S = 30.0
+"""Seconds within which a client without the token must have taken a whole response."""
 MAX_CONNECTIONS = 256
-"""Maximum number of open connections; the oldest unauthenticated one is closed beyond it."""
+"""Maximum number of open connections; an unauthenticated one is closed beyond it."""
+DESCRIPTORS_SHARE = 4
+"""The connections take at most one in so many of the descriptors that this process may open."""
+MIN_CONNECTIONS = 8
+"""Maximum number of open connections where the process may open hardly any descriptors."""
 LOG_INTERVAL_S = 60.0
 """Least number of seconds between two lines on refused requests."""
+MAPPED = "::ffff:"
+"""Beginning of an IPv4 address as a socket for both families has it."""
+PRIVATE_ENDS = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
+"""Ends of names that the public DNS gives to nobody, so that no other site can have them."""
+RESOLVER = Path("/etc/resolv.conf")
 
 
 class RefusalLog:
@@ -42,73 +62,112 @@ class RefusalLog:
         log.warning("refused an HTTP request of %s: %s%s", peer, why, unlogged)
 
 
-class Connections:
-    """Holds the open connections, oldest first, and which of them are authenticated."""
+def max_connections() -> int:
+    """Returns the maximum number of open connections for this process's limit of descriptors."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(MIN_CONNECTIONS, limit // DESCRIPTORS_SHARE))
 
-    def __init__(self) -> None:
-        self._authenticated: dict[socket.socket, bool] = {}
-        self._lock = threading.Lock()
 
-    def add(self, connection: socket.socket) -> socket.socket | None:
-        """Adds a connection; returns the one that is closed for it, which may be itself."""
-        closed = None
-        with self._lock:
-            if len(self._authenticated) >= MAX_CONNECTIONS:
-                others = (other for other, shown in self._authenticated.items() if not shown)
-                closed = next(others, connection)
-                self._authenticated.pop(closed, None)
-            if closed is not connection:
-                self._authenticated[connection] = False
-        if closed is not None:
-            _shut(closed)
+class Peer(Protocol):
+    """Describes the other end of a connection."""
+
+    address: str
+    """IP address of the client."""
+    has_token: bool
+    """Whether the connection has shown the job's token."""
+
+
+P = TypeVar("P", bound=Peer)
+
+
+class Connections(Generic[P]):
+    """Holds the open connections, oldest first, and chooses the one that is closed for a new one.
+
+    That is the oldest unauthenticated connection of the address that has most of them. So a flood
+    from one address closes no connection of another one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[P, None] = {}
+
+    def __iter__(self) -> Iterator[P]:
+        return iter(list(self._open))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._open
+
+    def add(self, peer: P) -> P | None:
+        """Adds a connection; returns the one to close for it, which is removed and may be
+        itself."""
+        self._open[peer] = None
+        if len(self._open) <= self._most:
+            return None
+        closed = self.oldest_stranger() or peer
+        self.remove(closed)
         return closed
 
-    def mark_authenticated(self, connection: socket.socket) -> None:
-        """Records that a connection has shown the token."""
-        with self._lock:
-            if connection in self._authenticated:
-                self._authenticated[connection] = True
+    def oldest_stranger(self) -> P | None:
+        """Returns the unauthenticated connection to close first; None: all are authenticated."""
+        strangers = [peer for peer in self._open if not peer.has_token]
+        if not strangers:
+            return None
+        counts = Counter(peer.address for peer in strangers)
+        most = max(counts.values())
+        return next(peer for peer in strangers if counts[peer.address] == most)
 
-    def remove(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._authenticated.pop(connection, None)
-
-    def end(self) -> None:
-        """Closes all connections."""
-        with self._lock:
-            connections = list(self._authenticated)
-        for connection in connections:
-            _shut(connection)
+    def remove(self, peer: P) -> None:
+        self._open.pop(peer, None)
 
 
-def _shut(connection: socket.socket) -> None:
+class HostNames:
+    """Decides whether a request's `Host` is this server, or the name of another site.
+
+    A page of another site reaches this server where that site's name is made to lead here (DNS
+    rebinding). The browser then names that site as the host. An address, or a name that nobody
+    outside can have in the DNS, is no such name.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        """Creates the set of names.
+
+        Args:
+            names: Names of this server, besides this machine's own.
+        """
+        self._names = {_lower(name) for name in (*names, socket.gethostname())}
+        self._ends = (*PRIVATE_ENDS, *(f".{domain}" for domain in _search_domains()))
+
+    def allow(self, host: str) -> bool:
+        """Returns whether the value of a `Host` header is this server's."""
+        name = _lower(_without_port(host.strip()))
+        with suppress(ValueError):
+            ipaddress.ip_address(name)
+            return True
+        return "." not in name or name in self._names or name.endswith(self._ends)
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host if host.count(":") > 1 else host.partition(":")[0]
+
+
+def _lower(name: str) -> str:
+    return name.lower().rstrip(".")
+
+
+def _search_domains() -> list[str]:
+    """Returns the domains in which this machine completes names; those of one label are left
+    out."""
+    domains: list[str] = []
     with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-class HeadTimeoutReader(io.RawIOBase):
-    """Reads what a client sends, which may pause between requests but not within a head."""
-
-    def __init__(self, connection: socket.socket, idle_s: float) -> None:
-        self._connection = connection
-        self._idle_s = idle_s
-        self.began_s: float | None = None
-        """Time at which the first byte of the present request came."""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left_s = self._idle_s
-        if self.began_s is not None:
-            left_s = min(left_s, self.began_s + HEAD_TIMEOUT_S - time.monotonic())
-        if left_s <= 0:
-            raise TimeoutError("the head of the request was not whole in time")
-        self._connection.settimeout(left_s)
-        try:
-            count = self._connection.recv_into(buffer)
-        finally:
-            self._connection.settimeout(self._idle_s)
-        if self.began_s is None:
-            self.began_s = time.monotonic()
-        return count
+        for line in RESOLVER.read_text(errors="replace").splitlines():
+            word, *names = line.split() or [""]
+            if word in ("search", "domain"):
+                domains += [_lower(name).lstrip(".") for name in names]
+    return [domain for domain in domains if "." in domain]

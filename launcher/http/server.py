@@ -3,9 +3,9 @@ of snapshots.
 
 What is served at a path, and to whom, is a `Route`. Metrics, health and the status page, which
 holds nothing of the job, are open: scrapes, probes and browsers expect that. All else needs the
-job's token, except the status where `open_status` is set. Only GET and HEAD are allowed. A client
-without the token gets a short time for each request. Its connection is the first to be closed when
-there are too many, and the log has one line a minute for all such clients.
+job's token, except the status where `open_status` is set. Only GET and HEAD are allowed. What
+clients without the token may cost is limited by `Reception`, and by the name that they have for
+this server: see `HostNames`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ import logging
 import os
 import re
 import socket
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO, Protocol
 
+from elasticzero.addresses import bound_socket, host_and_port
 from elasticzero.checkpoint.storage.http import RUN_HEADER
 from elasticzero.errors import OperatorError
-from elasticzero.launcher.http.limits import Connections, HeadTimeoutReader, RefusalLog
+from elasticzero.launcher.http import limits
+from elasticzero.launcher.http.limits import HostNames, RefusalLog
+from elasticzero.launcher.http.reception import Client, Reception
 from elasticzero.launcher.http.routes import TEXT, Route
 from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.protocol.documents import UNSTATED, compare_runs
 from elasticzero.launcher.secrets import Secret
 
 log = logging.getLogger(__name__)
-
-IDLE_TIMEOUT_S = 30.0
-"""Seconds without traffic after which a connection is closed."""
 
 EVENTS_BYTES = 16 << 20
 """Bytes of events that are sent if a request does not say how many."""
@@ -50,10 +49,15 @@ SAFE_HEADERS = {
 }
 """Headers of every response of an agent: no other page can frame or embed what it serves, and no
 cache keeps it."""
-CONNECTIONS_QUEUED = 128
+CONNECTIONS_QUEUED = 1024
+"""Maximum number of connections that the kernel holds until they are accepted."""
+HEALTH = "/healthz"
+"""Path that is served under every name of this server: it says nothing but `ok` or why not, and a
+probe that was refused would end the agent."""
 _MOST = re.compile(r"\?most=(\d{1,12})\Z")
 _SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
+_BEARER = re.compile(rb"\nauthorization:[ \t]*bearer[ \t]+([^\r\n]*)", re.IGNORECASE)
 
 
 class RequestRefused(Exception):
@@ -89,7 +93,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens for an agent's server.
 
     Args:
-        host: a name or an address of this machine; empty: every address, also of IPv6.
+        host: a name or an address of this machine; empty or `::`: every address, also of IPv4.
         port: 0: any free one.
 
     Raises:
@@ -97,22 +101,29 @@ def listen(host: str, port: int) -> socket.socket:
         OperatorError: the address cannot be listened at for another reason.
     """
     try:
-        family, address = _listen_address(host, port)
-        with ExitStack() as stack:
-            listening = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            if family == socket.AF_INET6:
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
+        listening = bound_socket(host, port)
+        try:
             listening.listen(CONNECTIONS_QUEUED)
-            stack.pop_all()
-            return listening
+        except OSError:
+            listening.close()
+            raise
+        return listening
     except OSError as error:
         kind = PortTaken if error.errno == errno.EADDRINUSE else OperatorError
         raise kind(
-            f"the agent cannot serve HTTP at {host or '*'}:{port}: {error.strerror or error}; "
-            "give another --http-port (0: any free one) or --http-host"
+            f"the agent cannot serve HTTP at {host_and_port(host or '*', port)}: "
+            f"{error.strerror or error}; give another --http-port (0: any free one) or --http-host"
         ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenlessAccess:
+    """Says what clients without the job's token may do, besides the paths open to everyone."""
+
+    open_status: bool = False
+    """Whether they may read the status."""
+    names: Collection[str] = ()
+    """Names under which they may reach the server, besides addresses and this machine's own."""
 
 
 class AgentServer:
@@ -126,7 +137,7 @@ class AgentServer:
         snapshots: SnapshotSource,
         events: Callable[[int], LogPart],
         token: Callable[[], Secret],
-        open_status: bool = False,
+        tokenless: TokenlessAccess | None = None,
         run: int = UNSTATED,
     ) -> None:
         """Begins to serve.
@@ -138,32 +149,43 @@ class AgentServer:
             events: returns a log's newest part of at most so many bytes; raises
                 `FileNotFoundError` if there is no log.
             token: returns the job's token.
-            open_status: True: the status needs no token.
+            tokenless: what clients without the token may do; None: as little as by default.
             run: number of the agent's run of the job; requests of another run are refused.
         """
         self.routes = routes
         self.snapshots = snapshots
         self.events = events
         self.token = token
-        self.open_status = open_status
         self.run = run
+        tokenless = tokenless or TokenlessAccess()
+        self.open_status = tokenless.open_status
+        self.names = HostNames(tokenless.names)
         self.refusals = RefusalLog()
-        self._server = _Server(listening, self)
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.1},
-            name=f"http {self.port}",
-            daemon=True,
+        self.port: int = listening.getsockname()[1]
+        self._reception = Reception(
+            listening,
+            answer=self._answer,
+            has_token=self._has_token,
+            headers=SAFE_HEADERS,
+            refusals=self.refusals,
         )
-        self._thread.start()
+
+    def _answer(self, client: Client, head: bytes) -> bool:
+        """Answers a request; returns whether its connection is kept."""
+        request: Any = _Request(self, head, has_token=self._has_token(head))
+        handler = _Handler(client.connection, (client.address, 0), request)
+        return not handler.close_connection
+
+    def _has_token(self, head: bytes) -> bool:
+        """Returns whether a head shows the job's token."""
+        match = _BEARER.search(head)
+        if match is None:
+            return False
+        return hmac.compare_digest(match[1].strip(), self.token().reveal.encode())
 
     def close(self) -> None:
         """Stops listening and ends all connections."""
-        self._server.shutdown()
-        self._thread.join(2.0)
-        self._server.server_close()
-        self._server.connections.end()
+        self._reception.close()
 
     def __enter__(self) -> AgentServer:
         return self
@@ -172,69 +194,37 @@ class AgentServer:
         self.close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Holds one request; it takes the place of the server in the standard library's handler."""
 
-    def __init__(self, listening: socket.socket, agent: AgentServer) -> None:
-        self.agent = agent
-        self.connections = Connections()
-        address = listening.getsockname()
-        super().__init__(address, _Handler, bind_and_activate=False)
-        self.socket.close()  # the base class has made one of its own
-        self.socket = listening
-        self.server_address = address
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        closed = self.connections.add(request)
-        refused = closed is request
-        if closed is not None:
-            self.agent.refusals.add(client_address[0], "there are too many connections")
-        if refused:
-            super().shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.connections.remove(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs an error of a connection at the level of debugging: the peer left, or was slow."""
-        log.debug("connection from %s ended by an error", client_address, exc_info=True)
-
-
-def _listen_address(host: str, port: int) -> tuple[int, Any]:
-    """Returns address family and address of `host`; empty means every address, also of IPv6."""
-    if not host and socket.has_dualstack_ipv6():
-        return socket.AF_INET6, ("::", port)
-    candidates = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    family, _, _, _, address = candidates[0]
-    return family, address
+    agent: AgentServer
+    head: bytes
+    has_token: bool
+    """Whether the request itself shows the job's token."""
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers the one request whose head has come."""
+
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # without it, errors are answered without a status line
     server_version = "ElasticZero"
     sys_version = ""
-    timeout = IDLE_TIMEOUT_S
+    disable_nagle_algorithm = True
 
-    server: _Server
+    server: _Request  # type: ignore[assignment]
 
     def setup(self) -> None:
+        self.timeout = limits.IDLE_TIMEOUT_S
         super().setup()
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rfile.close()
-        self._incoming = HeadTimeoutReader(self.connection, self.timeout or IDLE_TIMEOUT_S)
-        self.rfile = io.BufferedReader(self._incoming)
+        self.rfile = io.BytesIO(self.server.head)  # type: ignore[assignment]
+        self._has_token = self.server.has_token
 
-    def handle_one_request(self) -> None:
-        self._incoming.began_s = None
-        self._shows_token = False
-        super().handle_one_request()
+    def handle(self) -> None:
+        self.close_connection = True
+        self.handle_one_request()
 
     def do_GET(self) -> None:
         self._respond(body=True)
@@ -247,12 +237,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_error(self, format: str, *args: Any) -> None:
         """Drops what the base class logs of a client that was too slow."""
-        if self._incoming.began_s is not None:
-            self._log_refusal("its head was not whole in time")
 
     def _log_refusal(self, why: str) -> None:
         """Logs a refused request, unless it has shown the token: then the response suffices."""
-        if not self._shows_token:
+        if not self._has_token:
             self.server.agent.refusals.add(self.client_address[0], why)
 
     def _respond(self, *, body: bool) -> None:
@@ -260,6 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         try:
             self._refuse_body()
+            self._check_host(path)
             if (route := agent.routes.get(path)) is not None:
                 self._send_answer(route, body=body)
             elif path == "/events":
@@ -313,17 +302,26 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             raise RequestRefused(HTTPStatus.BAD_REQUEST, "a request here has no body")
 
+    def _check_host(self, path: str) -> None:
+        """Refuses a request of another site's page, which has no token (see `HostNames`)."""
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) > 1:
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, "a request here has one Host")
+        if self._has_token or path == HEALTH or not hosts:  # every browser sends a Host
+            return
+        if not self.server.agent.names.allow(hosts[0]):
+            raise RequestRefused(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "the Host of this request is no name of this server; elasticzero run --http-names "
+                "adds names, and an address or the job's token needs none",
+            )
+
     def _check_token(self) -> None:
-        scheme, _, credentials = self.headers.get("Authorization", "").partition(" ")
-        expected = self.server.agent.token().reveal.encode()
-        matches = hmac.compare_digest(credentials.strip().encode("latin-1", "replace"), expected)
-        if scheme.lower() != "bearer" or not matches:
+        if not self._has_token:
             raise RequestRefused(
                 HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
             )
-        self._shows_token = True
         self._check_run()
-        self.server.connections.mark_authenticated(self.connection)
 
     def _check_run(self) -> None:
         """Refuses a request that states another run of the job than the agent's."""

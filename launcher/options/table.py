@@ -301,9 +301,18 @@ RUN_OPTIONS = (
         ),
         Option(
             ("--http-host",),
-            "The agent's HTTP server listens on this address.",
-            "0.0.0.0",
+            "The agent's HTTP server listens on this address; :: is every address, of IPv4 and of "
+            "IPv6.",
+            "::",
             metavar="ADDRESS",
+            in_local="absent",
+        ),
+        Option(
+            ("--http-names",),
+            "Clients without the job's token may reach the agent's HTTP server under these names, "
+            "separated by commas. (default: its addresses, and names that only machines in its own "
+            "network can have)",
+            metavar="NAMES",
             in_local="absent",
         ),
         Option(

@@ -25,7 +25,7 @@ from elasticzero.launcher.agent.status import agent_routes
 from elasticzero.launcher.http import limits as http_guard
 from elasticzero.launcher.http import routes
 from elasticzero.launcher.http import server as agent_http
-from elasticzero.launcher.http.server import AgentServer, listen
+from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
 from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.secrets import Secret
@@ -93,7 +93,7 @@ class Agent:
             snapshots=self.folder,
             events=self.events,
             token=lambda: Secret(TOKEN),
-            open_status=self.open_status,
+            tokenless=TokenlessAccess(open_status=self.open_status, names=["watch.example.org"]),
             run=self.run,
         )
 
@@ -317,7 +317,7 @@ def test_no_range_of_an_empty_file(server: AgentServer) -> None:
         f"Bearer {TOKEN}x",
         f"Bearer {TOKEN[:-1]}",
         "Bearer é",
-        "Bearer " + "a" * 60_000,
+        "Bearer " + "a" * 15_000,
     ],
     ids=lambda text: text[:20],
 )
@@ -329,6 +329,52 @@ def test_without_the_token_nothing(
     assert (status, answered["WWW-Authenticate"]) == (401, "Bearer")
     assert body == b"this needs the job's token\n"
     assert agent.folder.asked == []
+
+
+OUTSIDE = ("evil.example.com", "evil.example.com:9400", "127.0.0.1.evil.net", "x.y.", "a.local.de")
+INSIDE = (
+    *("127.0.0.1", "127.0.0.1:9400", "[::1]:9400", "[fd00::7]", "localhost:9400", "node-a:9400"),
+    *("job-agents.default.svc", "a.svc.cluster.local:9400", "ip-10-0-0-7.ec2.internal"),
+    *("WATCH.example.org:80", "watch.example.org.", socket.gethostname()),
+)
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/status", "/job", "/job/page"])
+def test_a_page_of_another_site_reads_nothing(
+    agent: Agent, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is made to lead here (DNS rebinding), so that a browser lets it read answers."""
+    monkeypatch.setattr(agent, "job", lambda *, pass_on: document())
+    agent.open_status = True
+    with agent.serve() as server:
+        for host in OUTSIDE:
+            assert ask(server, path, Host=host)[0] == 421, host
+            assert ask(server, path, Host=host, **BEARER)[0] == 200, host
+        for host in INSIDE:
+            assert ask(server, path, Host=host)[0] == 200, host
+        assert ask(server, "/healthz", Host=OUTSIDE[0])[0] == 200, "probes name any host"
+
+
+def test_names_in_the_machines_own_domains_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver = tmp_path / "resolv.conf"
+    monkeypatch.setattr(http_guard, "RESOLVER", resolver)
+    assert not http_guard.HostNames().allow("node-a.corp.example.com")
+    resolver.write_text("nameserver 10.0.0.1\nsearch corp.example.com com\n")
+    names = http_guard.HostNames()
+    assert names.allow("node-a.corp.example.com:9400")
+    assert not names.allow("evil.com") and not names.allow("evilcorp.example.com")
+
+
+def test_each_request_of_a_connection_shows_the_token(server: AgentServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    for headers, status in ((BEARER, 200), ({}, 401), (BEARER, 200)):
+        connection.request("GET", "/status", headers=headers)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == status
+    connection.close()
 
 
 def test_metrics_and_health_need_no_token(server: AgentServer) -> None:
@@ -435,6 +481,9 @@ def test_many_requests_on_one_connection(server: AgentServer) -> None:
         (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", b"414"),
         (b"GET /status HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", b"431"),
         (b"GET /status HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET /status HTTP/1.1\r\n" + b"X: " + b"a" * 17_000 + b"\r\n\r\n", b"431"),
+        (b"GET /status HTTP/1.1\r\n" + b"A: bcdefghijkl\r\n" * 1_200 + b"\r\n", b"431"),
+        (b"GET /metrics HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"400"),
         (b"GET /status HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", b"400"),
         (b"GET /status HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
     ],
@@ -462,7 +511,7 @@ def test_a_client_that_leaves_in_the_middle_harms_nobody(server: AgentServer) ->
 def test_a_client_that_says_nothing_is_closed(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_http._Handler, "timeout", 0.1)
+    monkeypatch.setattr(http_guard, "IDLE_TIMEOUT_S", 0.1)
     with agent.serve() as server, socket.create_connection(("127.0.0.1", server.port)) as s:
         s.settimeout(10)
         s.sendall(b"GET /status HTTP/1.1\r\n")
