@@ -172,6 +172,7 @@ class AgentServer:
 
     def _answer(self, client: Client, head: bytes) -> bool:
         """Answers a request; returns whether its connection is kept."""
+        client.connection.settimeout(limits.IDLE_TIMEOUT_S)
         request: Any = _Request(self, head, has_token=self._has_token(head))
         handler = _Handler(client.connection, (client.address, 0), request)
         return not handler.close_connection
@@ -216,10 +217,9 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Request  # type: ignore[assignment]
 
     def setup(self) -> None:
-        self.timeout = limits.IDLE_TIMEOUT_S
         super().setup()
         self.rfile.close()
-        self.rfile = io.BytesIO(self.server.head)  # type: ignore[assignment]
+        self.rfile = io.BytesIO(self.server.head)
         self._has_token = self.server.has_token
 
     def handle(self) -> None:

@@ -313,6 +313,7 @@ def test_a_daemon_ends_with_the_fork_server(tmp_path: Path, killed: str) -> None
             server.ended()
             time.sleep(0.01)
     server.close()
+    play.group.fail_all("the fork server died")
     deadline_s = time.monotonic() + patience(PATIENCE_S)
     while any(map(is_alive, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.01)
