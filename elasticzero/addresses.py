@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 EVERYWHERE = "::"
 """Address that stands for every address of a machine, of IPv6 and of IPv4."""
@@ -48,6 +49,15 @@ def is_local(address: str) -> bool:
         return True
     except OSError:
         return False
+
+
+def ipv6_addresses() -> list[str]:
+    """Returns this machine's addresses of IPv6, but for those that are valid on one link alone."""
+    addresses = []
+    with suppress(OSError):  # a thread may be in a network of its own
+        for line in Path("/proc/thread-self/net/if_inet6").read_text().splitlines():
+            addresses.append(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
+    return [str(address) for address in addresses if not address.is_link_local]
 
 
 def loopback() -> str:

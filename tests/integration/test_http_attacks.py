@@ -130,6 +130,18 @@ def test_a_flood_of_one_address_closes_none_of_another() -> None:
     assert connections.add(refused) is refused, "all others have shown the token"
 
 
+def test_names_in_the_machines_own_domains_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver = tmp_path / "resolv.conf"
+    monkeypatch.setattr(limits, "RESOLVER", resolver)
+    assert not limits.HostNames().allow("node-a.corp.example.com")
+    resolver.write_text("nameserver 10.0.0.1\nsearch corp.example.com com\n")
+    names = limits.HostNames()
+    assert names.allow("node-a.corp.example.com:9400")
+    assert not names.allow("evil.com") and not names.allow("evilcorp.example.com")
+
+
 @pytest.fixture
 def server() -> Iterator[AgentServer]:
     routes = {

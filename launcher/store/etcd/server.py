@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,7 @@ from elasticzero.addresses import (
     EVERYWHERE,
     bound_socket,
     host_and_port,
+    ipv6_addresses,
     loopback,
     with_brackets,
     without_brackets,
@@ -165,10 +165,11 @@ class EtcdServer:
         return self._process
 
     def _options(self) -> list[str]:
-        address = self._address
-        if address == EVERYWHERE and not socket.has_dualstack_ipv6():
-            address = "0.0.0.0"
-        client = f"http://{host_and_port(address, self._client_port)}"
+        listening = [self._address]
+        if self._address == EVERYWHERE and ":" in self._loopback:
+            # Go takes IPv6 behind a wildcard only where 127.0.0.1 is there too.
+            listening = ipv6_addresses()
+        client = ",".join(f"http://{host_and_port(a, self._client_port)}" for a in listening)
         near = with_brackets(self._loopback)
         peer = f"http://{near}:{self._peer_port}"  # it stays the only member
         options = {
