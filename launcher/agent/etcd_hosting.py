@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from elasticzero.addresses import (
+from elasticzero.errors import OperatorError, StoreUnavailable
+from elasticzero.launcher.addresses import (
     EVERYWHERE,
     OUTSIDE,
     bound_socket,
@@ -19,7 +20,6 @@ from elasticzero.addresses import (
     loopback,
     source_address,
 )
-from elasticzero.errors import OperatorError, StoreUnavailable
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.etcd.server import EtcdServer

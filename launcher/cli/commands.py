@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from elasticzero.addresses import without_brackets
 from elasticzero.errors import ElasticZeroError
+from elasticzero.launcher.addresses import without_brackets
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.table import (
     add_job_options,

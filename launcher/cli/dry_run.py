@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from elasticzero.addresses import loopback
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode
 from elasticzero.ipc.assignment import Resume, torchrun_environment
 from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE
+from elasticzero.launcher.addresses import loopback
 from elasticzero.launcher.agent.assignments import assignments
 from elasticzero.launcher.cli.masking import masked_text, masked_variable, masked_words
 from elasticzero.launcher.cli.resolved_run import ResolvedRun, resolve_run

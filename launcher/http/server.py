@@ -23,9 +23,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO, Protocol
 
-from elasticzero.addresses import bound_socket, host_and_port
 from elasticzero.checkpoint.storage.http import RUN_HEADER
 from elasticzero.errors import OperatorError
+from elasticzero.launcher.addresses import bound_socket, host_and_port
 from elasticzero.launcher.http import limits
 from elasticzero.launcher.http.limits import HostNames, RefusalLog
 from elasticzero.launcher.http.reception import Client, Reception

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticzero.addresses import loopback
+from elasticzero.launcher.addresses import loopback
 from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.snapshots.shared_memory import SHARED_MEMORY, snapshot_directory
 from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
-from elasticzero.addresses import host_and_port, without_brackets
 from elasticzero.errors import UserError
+from elasticzero.launcher.addresses import host_and_port, without_brackets
 from elasticzero.options.sources import Origin, ValueSource
 
 C10D_PORT, STATIC_PORT = 29400, 29500

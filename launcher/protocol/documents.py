@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from elasticzero.addresses import host_and_port
 from elasticzero.ipc.assignment import KnownError, LeftOutBatch, Resume, Source
 from elasticzero.ipc.failure import Failed
+from elasticzero.launcher.addresses import host_and_port
 from elasticzero.launcher.goodput import TimeSpent
 from elasticzero.serialization import (
     OMIT_DEFAULT,

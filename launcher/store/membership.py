@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from zlib import crc32
 
-from elasticzero import addresses
 from elasticzero.errors import StoreUnavailable, UserError
+from elasticzero.launcher import addresses
 from elasticzero.launcher.protocol.documents import Member, to_bytes
 from elasticzero.launcher.store.api import Condition, Entry, Lease, LeaseLost, Store
 from elasticzero.launcher.store.decoding import counts_as_node, member_at

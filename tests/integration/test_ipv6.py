@@ -144,8 +144,8 @@ def test_nodes_with_addresses_of_their_own_need_no_host(
                 connection.request("GET", "/metrics")
                 assert connection.getresponse().status == 200
                 connection.close()
-            said = [node.communicate(timeout=patience(100))[1] for node in nodes]
-            assert [node.returncode for node in nodes] == [0, 0], said
+            outputs = [node.communicate(timeout=patience(100))[1] for node in nodes]
+            assert [node.returncode for node in nodes] == [0, 0], outputs
             hosts = {e["host"] for e in events_in(tmp_path / job) if e["event"] == "serving"}
             assert hosts == set(networks.addresses.values())
 

@@ -7,12 +7,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elasticzero.addresses import bound_socket
 from elasticzero.checkpoint.steps.catalog import check_writable
 from elasticzero.checkpoint.storage.base import within
 from elasticzero.checkpoint.storage.trial import try_storage
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, OperatorError, RetryError, UserError
+from elasticzero.launcher.addresses import bound_socket
 from elasticzero.launcher.preemption.metadata import MetadataError
 from elasticzero.launcher.preemption.providers import CLOUDS
 from elasticzero.launcher.preemption.watcher import cloud_named

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticzero.addresses import without_brackets
 from elasticzero.errors import UserError
+from elasticzero.launcher.addresses import without_brackets
 from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret, read_secret
 
 

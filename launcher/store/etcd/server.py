@@ -14,7 +14,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from elasticzero.addresses import (
+from elasticzero.errors import OperatorError
+from elasticzero.launcher.addresses import (
     EVERYWHERE,
     bound_socket,
     host_and_port,
@@ -23,7 +24,6 @@ from elasticzero.addresses import (
     with_brackets,
     without_brackets,
 )
-from elasticzero.errors import OperatorError
 from elasticzero.processes import bound_to_this_process
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from elasticzero import addresses
+from elasticzero.launcher import addresses
 from elasticzero.launcher.protocol.documents import Member
 
 
