@@ -348,21 +348,11 @@ def test_a_page_of_another_site_reads_nothing(
     agent.open_status = True
     with agent.serve() as server:
         for host in OUTSIDE:
-            assert ask(server, path, Host=host)[0] == 421, host
-            assert ask(server, path, Host=host, **BEARER)[0] == 200, host
+            answers = [ask(server, path, Host=host, **headers)[0] for headers in ({}, BEARER)]
+            assert answers == [421, 200], host
         for host in INSIDE:
             assert ask(server, path, Host=host)[0] == 200, host
         assert ask(server, "/healthz", Host=OUTSIDE[0])[0] == 200, "probes name any host"
-
-
-def test_each_request_of_a_connection_shows_the_token(server: AgentServer) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    for headers, status in ((BEARER, 200), ({}, 401), (BEARER, 200)):
-        connection.request("GET", "/status", headers=headers)
-        answer = connection.getresponse()
-        answer.read()
-        assert answer.status == status
-    connection.close()
 
 
 def test_metrics_and_health_need_no_token(server: AgentServer) -> None:
@@ -469,7 +459,6 @@ def test_many_requests_on_one_connection(server: AgentServer) -> None:
         (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", b"414"),
         (b"GET /status HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", b"431"),
         (b"GET /status HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
-        (b"GET /status HTTP/1.1\r\n" + b"X: " + b"a" * 17_000 + b"\r\n\r\n", b"431"),
         (b"GET /status HTTP/1.1\r\n" + b"A: bcdefghijkl\r\n" * 1_200 + b"\r\n", b"431"),
         (b"GET /metrics HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"400"),
         (b"GET /status HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", b"400"),

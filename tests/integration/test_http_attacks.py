@@ -159,6 +159,16 @@ def server() -> Iterator[AgentServer]:
         yield running
 
 
+def test_each_request_of_a_connection_shows_the_token(server: AgentServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    for headers, status in ((BEARER, 200), ({}, 401), (BEARER, 200)):
+        connection.request("GET", "/status", headers=headers)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == status
+    connection.close()
+
+
 def exchange(port: int, pieces: list[bytes]) -> bytes:
     """All that the server answers to these pieces, which are sent one by one."""
     answer = b""
