@@ -12,7 +12,6 @@ import resource
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -75,8 +74,6 @@ class Peer(Protocol):
 
     address: str
     """IP address of the client."""
-    has_token: bool
-    """Whether the connection has shown the job's token."""
 
 
 P = TypeVar("P", bound=Peer)
@@ -92,6 +89,8 @@ class Connections(Generic[P]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: dict[P, None] = {}
+        self._strangers: dict[str, dict[P, None]] = {}
+        """The unauthenticated connections by address, oldest first."""
 
     def __iter__(self) -> Iterator[P]:
         return iter(list(self._open))
@@ -103,26 +102,35 @@ class Connections(Generic[P]):
         return peer in self._open
 
     def add(self, peer: P) -> P | None:
-        """Adds a connection; returns the one to close for it, which is removed and may be
-        itself."""
+        """Adds a connection without the token; returns the one to close for it, which is removed
+        and may be itself."""
         self._open[peer] = None
+        self._strangers.setdefault(peer.address, {})[peer] = None
         if len(self._open) <= self._most:
             return None
         closed = self.oldest_stranger() or peer
         self.remove(closed)
         return closed
 
+    def authenticate(self, peer: P) -> None:
+        """Records that a connection has shown the token, and is not closed for others."""
+        self._forget_stranger(peer)
+
     def oldest_stranger(self) -> P | None:
         """Returns the unauthenticated connection to close first; None: all are authenticated."""
-        strangers = [peer for peer in self._open if not peer.has_token]
-        if not strangers:
+        if not self._strangers:
             return None
-        counts = Counter(peer.address for peer in strangers)
-        most = max(counts.values())
-        return next(peer for peer in strangers if counts[peer.address] == most)
+        return next(iter(max(self._strangers.values(), key=len)))
 
     def remove(self, peer: P) -> None:
         self._open.pop(peer, None)
+        self._forget_stranger(peer)
+
+    def _forget_stranger(self, peer: P) -> None:
+        same_address = self._strangers.get(peer.address, {})
+        same_address.pop(peer, None)
+        if not same_address:
+            self._strangers.pop(peer.address, None)
 
 
 class HostNames:

@@ -38,7 +38,7 @@ MAX_ANSWERED = 4
 """Maximum number of requests without the token that are answered at a time."""
 SLOW_S = 1.0
 """Seconds after which a request that is being answered makes room for one that is queued."""
-ACCEPTED_AT_ONCE = 32
+ACCEPTED_AT_ONCE = 128
 """Maximum number of connections that are accepted before others are looked at again."""
 SWEEP_S = 0.05
 """Seconds between two looks at the deadlines of connections."""
@@ -187,7 +187,7 @@ class Reception:
         self._headers, self._refusals = headers, refusals
         self._connections: Connections[Client] = Connections(max_connections())
         self._waiting: set[Client] = set()
-        self._queued: list[tuple[Client, bytes]] = []
+        self._queued: dict[Client, bytes] = {}
         self._answered: dict[Client, float] = {}
         """The connections whose requests threads answer, with the time at which that began."""
         self._returned: queue.SimpleQueue[tuple[Client, bool]] = queue.SimpleQueue()
@@ -302,9 +302,10 @@ class Reception:
         self._stop_waiting(client)
         if self._has_token(head):
             client.authenticate()
+            self._connections.authenticate(client)
             self._start(client, head)
         else:
-            self._queued.append((client, head))
+            self._queued[client] = head
             self._answer_queued()
 
     def _answer_queued(self) -> None:
@@ -315,9 +316,8 @@ class Reception:
             if len(strangers) >= MAX_ANSWERED:
                 self._end_slowest(strangers, counts)
                 return
-            turn = min(self._queued, key=lambda request: counts[request[0].address])
-            self._queued.remove(turn)
-            self._start(*turn)
+            turn = min(self._queued, key=lambda client: counts[client.address])
+            self._start(turn, self._queued.pop(turn))
 
     def _end_slowest(self, strangers: Mapping[Client, float], counts: Counter[str]) -> None:
         """Shuts the connection that is answered for longest, if that is too long.
@@ -410,7 +410,7 @@ class Reception:
             client.shut()
             return
         self._stop_waiting(client)
-        self._queued = [request for request in self._queued if request[0] is not client]
+        self._queued.pop(client, None)
         client.shut()
         client.connection.close()
 

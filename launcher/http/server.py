@@ -49,7 +49,7 @@ SAFE_HEADERS = {
 }
 """Headers of every response of an agent: no other page can frame or embed what it serves, and no
 cache keeps it."""
-CONNECTIONS_QUEUED = 1024
+CONNECTIONS_QUEUED = 4096
 """Maximum number of connections that the kernel holds until they are accepted."""
 HEALTH = "/healthz"
 """Path that is served under every name of this server: it says nothing but `ok` or why not, and a

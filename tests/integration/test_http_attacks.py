@@ -111,22 +111,23 @@ def test_a_process_without_descriptors_still_serves_the_token() -> None:
 
 def test_a_flood_of_one_address_closes_none_of_another() -> None:
     class Peer:
-        def __init__(self, address: str, has_token: bool = False) -> None:
-            self.address, self.has_token = address, has_token
+        def __init__(self, address: str) -> None:
+            self.address = address
 
     connections: limits.Connections[Peer] = limits.Connections(8)
-    holder, probe = Peer("a", has_token=True), Peer("b")
+    holder, probe = Peer("a"), Peer("b")
     assert connections.add(holder) is None and connections.add(probe) is None
+    connections.authenticate(holder)
     flood = [Peer("c") for _ in range(50)]
     closed = [connections.add(peer) for peer in flood]
     assert [peer for peer in closed if peer is not None] == flood[:44], "the oldest goes first"
     assert holder in connections and probe in connections
     for peer in flood:
-        peer.has_token = True
+        connections.authenticate(peer)
     last, newest, refused = Peer("c"), Peer("d"), Peer("e")
     assert connections.add(last) is probe
     assert connections.add(newest) is last
-    newest.has_token = True
+    connections.authenticate(newest)
     assert connections.add(refused) is refused, "all others have shown the token"
 
 
