@@ -120,7 +120,8 @@ class Connections(Generic[P]):
         """Returns the unauthenticated connection to close first; None: all are authenticated."""
         if not self._strangers:
             return None
-        return next(iter(max(self._strangers.values(), key=len)))
+        busiest = max(self._strangers, key=lambda address: len(self._strangers[address]))
+        return next(iter(self._strangers[busiest]))
 
     def remove(self, peer: P) -> None:
         self._open.pop(peer, None)
