@@ -14,8 +14,9 @@ Rules:
     or the world is gone, but no revision tells of a loss, that record shows whether there was one.
     So does a world, or an alarm of its generation, that is gone while this node is registered: no
     job is begun again (--restart) before its nodes are gone.
- 6. A world that is gone, or is another one, shows a loss only where this node's registration is
-    older than the last look at it: a job may have been begun again before the node came back.
+ 6. A release without runs may have begun the job again before this node came back. So a world
+    without a run that is gone, or is another one, shows a loss only where this node's registration
+    is older than the last look at that world.
  7. The key of the job's run is read before anything else. If it is of a later run, this agent
     writes nothing and ends (`job_run`). If it is gone, or of an earlier run, the store has lost its
     data, and the number of this agent's run is written with all else.
@@ -207,7 +208,8 @@ class StoreRecovery:
             if counts and key in retained and (behind or key not in stored):
                 puts[key] = retained[key].value
         old = [key for key in stored if key == DONE or (behind and key.startswith(ALARM))]
-        deletes = [key for key in old if key not in retained] if wins or behind else []
+        gone = [key for key in old if key not in puts and (behind or key not in retained)]
+        deletes = gone if wins or behind else []
         control = to_bytes(observer.control())
         if CONTROL in retained and (CONTROL not in stored or stored[CONTROL].value != control):
             puts[CONTROL] = control

@@ -157,8 +157,9 @@ class WatchCache:
                 self._retain(previous.entries)
         elif self._has_shrunk(previous, current):
             self._retain(previous.entries)
-            at = self._retained_at
-            self._retained_at = previous.revision if at is None else min(at, previous.revision)
+            if self._may_be_restarted(previous, current):
+                at = self._retained_at
+                self._retained_at = previous.revision if at is None else min(at, previous.revision)
             for other in (CONTROL, DONE, ALARM):
                 if other in self._latest:
                     self._retain(self._latest[other].entries)
@@ -190,6 +191,21 @@ class WatchCache:
         except RecordError:
             return None
         return world
+
+    def _may_be_restarted(self, previous: PrefixState, current: PrefixState) -> bool:
+        """Returns whether a job that was begun again could look like data that have shrunk.
+
+        It cannot where the key of the run would tell, nor where the same world is there at another
+        revision.
+        """
+        latest = self._latest.get(WORLD)
+        of_alarms = latest.entries.get(WORLD) if latest is not None else None
+        before, after = previous.entries.get(WORLD) or of_alarms, current.entries.get(WORLD)
+        if before is None:
+            return True
+        world = self._read(World, before.value)
+        same = after is not None and self._read(World, after.value).token == world.token
+        return world.run == UNSTATED and not same
 
     def _retain(self, entries: Mapping[str, Entry]) -> None:
         before = self._retained.get(WORLD)
