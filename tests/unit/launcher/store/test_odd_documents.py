@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -88,6 +89,7 @@ def _job() -> dict[str, bytes]:
 
 JOB = _job()
 TEXTS = tuple(JOB.values())
+ROUND = {key: value for key, value in JOB.items() if key != DONE}
 LIVE = {key: value for key, value in JOB.items() if key not in (DONE, f"{ALARM}{GENERATION}")}
 
 
@@ -177,7 +179,7 @@ def read_by_a_command(store: MemoryStore) -> None:
 
 def examine(key: str, data: bytes) -> None:
     """Has agents and a command meet a document at a key of a job."""
-    for documents in (LIVE | {key: data}, JOB | {key: data}):
+    for documents in (LIVE | {key: data}, ROUND | {key: data}, JOB | {key: data}):
         node = Node(documents)
         try:
             for leaving in (False, True):
@@ -194,6 +196,27 @@ def examine(key: str, data: bytes) -> None:
     except RecordError:
         return
     assert document(kind, to_bytes(read)) == read or kind is World  # some have a zone
+    use(read)
+
+
+def use(read: Any) -> None:
+    """Does with a document what agents and workers do only later."""
+    match read:
+        case Member():
+            read.host.encode("idna")
+            struct.pack("!HH", read.http_port, read.store_port)
+            assert len(range(read.nproc)) > 0
+        case World():
+            assert sum(len(read.ranks(index)) for index in range(len(read.members))) > 0
+            for member in read.members:
+                use(member)
+                assert read.names(member)
+        case Control(nnodes=(least, most)):
+            assert 0 < least <= most
+        case Report():
+            assert all(len(range(holding.world_size)) > 0 for holding in read.holdings)
+        case _:
+            pass
 
 
 def fuzzed(examples: int) -> settings:
@@ -214,7 +237,7 @@ def test_every_kind_of_document_is_fuzzed() -> None:
 
 
 @pytest.mark.parametrize("key", KINDS)
-@fuzzed(60)
+@fuzzed(150)
 @given(st.data())
 def test_a_changed_document_ends_nothing(key: str, data: st.DataObject) -> None:
     examine(key, data.draw(mutations(key)))
