@@ -180,12 +180,15 @@ checkpoints/
     rank-00001-of-00002-g000003-5d41402abc4b2a76.safetensors.sums
   tags/
     best.json                                         names a step by a tag
+  .owner/
+    job.json                                          names the job that writes here
 ```
 
 - The names of files have the rank, the number of ranks and the save's token, so files of different
   saves never mix.
 - A step exists exactly if its `manifest.json` does. The manifest is written last, when every other
-  file is whole and durable; it is created and never overwritten.
+  file is whole and durable. It is created exclusively; only the manifest of a damaged step is
+  replaced, and only if it has the bytes that were read.
 - Files whose names begin with `.` and end in `.partial` belong to a save that runs, or that was
   killed. Files of ranks without a manifest are not a checkpoint; a later save removes them.
 - Rank files are [safetensors](https://github.com/huggingface/safetensors) files, so any program
@@ -268,7 +271,15 @@ more than tensors.
 
 `tags/best.json` names the step of the tag `best`. It is one JSON object with the keys `version`
 (now 1), `tag`, `step` and `directory`, the name of the step's directory. It is written after the
-step's manifest, in one change. The directory `tags` exists once a tag does."""
+step's manifest, in one change. The directory `tags` exists once a tag does.
+
+## Owner
+
+`.owner/job.json` names the job that writes into the directory. It is one JSON object with the keys
+`version` (now 1), `job`, `run`, `cluster` (the id of the job's etcd cluster), `etcd` (its
+endpoints), `network` (the machine and network that those are seen from), `since_s` (the time, by
+the storage's clock, since when the job has the directory), `every_s` (the seconds between its last
+two commits), `renewals` and `ended`. Each commit renews it. A checkpoint directory needs none."""
 
 RULES = """\
 # Numbered rules

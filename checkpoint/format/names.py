@@ -16,6 +16,9 @@ MANIFEST_NAME = "manifest.json"
 SUMS_SUFFIX = ".sums"
 TAGS_DIRECTORY = "tags"
 """Name of the folder, beside the steps, of the files that each name a step by a tag."""
+OWNER_DIRECTORY = ".owner"
+"""Name of the folder, beside the steps, of the record that names the job which writes there. Other
+releases pass over names that begin with a dot."""
 MAX_STEP = 10**18 - 1
 """Largest step number that the name of a step's directory has room for."""
 _STEP_DIRECTORY = re.compile(r"step-(\d{12,18})")

@@ -104,6 +104,7 @@ def apply_retention(
     keep: RetentionPolicy,
     *,
     bad_steps: Collection[int] = (),
+    since_s: float = 0.0,
 ) -> CleanupResult:
     """Removes the steps that need not stay and the leftovers of failed saves; never raises.
 
@@ -115,6 +116,8 @@ def apply_retention(
         keep: Which steps stay.
         bad_steps: Steps that are known to be damaged although their sizes are right; they do not
             count as good.
+        since_s: Time by the storage's clock since when the job has the directory. Generations in
+            older files are those of earlier jobs, and are not compared.
     """
     result = CleanupResult()
     with _collecting_problems(directory, result):
@@ -125,7 +128,7 @@ def apply_retention(
         stay = _retained_steps(directory, committed, keep, files, bad_steps)
         tags = read_tags(directory) if keep.last is not None and TAGS_DIRECTORY in files else {}
         stay |= set(tags.values())
-        cleaner = _Cleaner(directory, committed, result, now_s=now_s, tags=tags)
+        cleaner = _Cleaner(directory, committed, result, ages=_Ages(now_s, since_s), tags=tags)
         cleaner.remove_unfinished_tags(files.get(TAGS_DIRECTORY, {}))
         for name, times in files.items():
             step = step_of(name)
@@ -157,7 +160,7 @@ def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
     with _collecting_problems(directory, result):
         files = directory.files()
         now_s = max((at_s for times in files.values() for at_s in times.values()), default=0)
-        cleaner = _Cleaner(directory, save, result, now_s=now_s, tags={}, committed=False)
+        cleaner = _Cleaner(directory, save, result, ages=_Ages(now_s), tags={}, committed=False)
         for name, times in files.items():
             if (step := step_of(name)) is not None:
                 cleaner.remove_leftovers(name, step, times)
@@ -175,6 +178,25 @@ def _collecting_problems(directory: Directory, result: CleanupResult) -> Iterato
         result.problems.append(f"{directory.where}: {explain(error)}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Ages:
+    """Compares times of files, by the storage's clock."""
+
+    now_s: float
+    """Time at which the committed manifest was written or, before it exists, the newest file."""
+    since_s: float = 0.0
+    """Time since when the job has the directory."""
+
+    def exceeds(self, written_s: float, age_s: float) -> bool:
+        """Returns whether a file is older than an age."""
+        return self.now_s - written_s > age_s
+
+    def of_another_job(self, written_s: float) -> bool:
+        """Returns whether an earlier job wrote a file, or it is a day old: the generation that it
+        names is then not this job's."""
+        return written_s < self.since_s or self.exceeds(written_s, DAY_S)
+
+
 class _Cleaner:
     """Removes the files that one save may remove."""
 
@@ -184,7 +206,7 @@ class _Cleaner:
         save: SaveIdentity,
         result: CleanupResult,
         *,
-        now_s: float,
+        ages: _Ages,
         tags: Mapping[str, int],
         committed: bool = True,
     ) -> None:
@@ -194,15 +216,14 @@ class _Cleaner:
             directory: The checkpoint directory.
             save: The save for which files may be removed.
             result: Gets what is removed, and what prevents it.
-            now_s: Time at which the committed manifest was written or, before it exists, the newest
-                file.
+            ages: Compares the times of files.
             tags: The step that each tag names.
             committed: Whether the save is committed.
         """
         self._directory = directory
         self._committed = save
         self._result = result
-        self._now_s = now_s
+        self._ages = ages
         self._tags = tags
         self._is_committed = committed
 
@@ -254,8 +275,10 @@ class _Cleaner:
         with _collecting_problems(self._directory, self._result):
             data = manifest_bytes(storage)
             manifest = _parsed(storage, data) if data is not None else None
-            generation = token_generation(manifest.token) if manifest is not None else None
-            if generation is None or generation >= self._committed.generation:
+            token = manifest.token if manifest is not None else self._committed.token
+            if token == self._committed.token or token_generation(token) is None:
+                return
+            if self._is_newer(token, times[MANIFEST_NAME]):
                 return
             if any(map(token_of_file, storage.names())):
                 return
@@ -269,7 +292,7 @@ class _Cleaner:
         storage = self._directory.step(TAGS_DIRECTORY)
         with _collecting_problems(self._directory, self._result):
             for name, written_s in times.items():
-                if is_own_partial(name) and self._now_s - written_s > HOUR_S:
+                if is_own_partial(name) and self._ages.exceeds(written_s, HOUR_S):
                     storage.remove(name)
 
     def remove_leftovers(self, name: str, step: int, times: Mapping[str, float]) -> None:
@@ -341,8 +364,8 @@ class _Cleaner:
         alive = set()
         for token in set(tokens.values()) - {self._committed.token}:
             files = [file for file in tokens if tokens[file] == token]
-            new = self._now_s - max(times[file] for file in files) <= COMMIT_S
-            if new and is_whole_save(files, token):
+            old = self._ages.exceeds(max(times[file] for file in files), COMMIT_S)
+            if not old and is_whole_save(files, token):
                 alive.add(token)
         return alive
 
@@ -359,17 +382,15 @@ class _Cleaner:
         generation = token_generation(token)
         if generation is None:  # a save by hand never replaces a committed step
             beaten = self._is_committed and step == self._committed.step
-            return beaten or self._now_s - written_s > HOUR_S
-        return generation < self._committed.generation or self._now_s - written_s > DAY_S
+            return beaten or self._ages.exceeds(written_s, HOUR_S)
+        older = generation < self._committed.generation
+        return older or self._ages.of_another_job(written_s)
 
     def _is_newer(self, token: str | None, written_s: float) -> bool:
-        """Returns whether a newer generation of this job wrote a file.
-
-        A file that is a day old belongs to another job.
-        """
+        """Returns whether a newer generation of this job wrote a file."""
         generation = token_generation(token) if token is not None else None
         newer = generation is not None and generation > self._committed.generation
-        return newer and self._now_s - written_s <= DAY_S
+        return newer and not self._ages.of_another_job(written_s)
 
 
 def _is_committed(directory: Directory, committed: Manifest) -> bool:

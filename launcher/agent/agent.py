@@ -158,6 +158,7 @@ class Agent:
             options.keep,
             self.wake,
             lease_s=options.policy.lease_ttl_s,
+            owner=options.owner,
         )
         self.view: View | None = None
 
@@ -422,7 +423,7 @@ class Agent:
         self._server.close()
         done = self.view.done if self.view is not None else None
         self._extensions.close(done.outcome if done is not None else None)
-        self.saver.close(at_once=code is ExitCode.SUPERSEDED)
+        self.saver.close(at_once=code is ExitCode.SUPERSEDED, job_ended=done is not None)
         self._membership.close()
         self.reporter.close(code)
         if self._spans is not None:

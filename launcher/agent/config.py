@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticzero.checkpoint.steps.catalog import check_writable
+from elasticzero.checkpoint.steps.owner import OwnerRecord
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import within
 from elasticzero.checkpoint.storage.urls import open_directory
@@ -81,6 +82,8 @@ class AgentOptions:
     workers: WorkerSettings = field(default_factory=WorkerSettings)
     log_to: tuple[TrackerTarget, ...] = ()
     """Trackers that get the job's scalars."""
+    owner: OwnerRecord | None = None
+    """Names the job in its checkpoint directory; None until its etcd has answered."""
 
 
 def agent_options(

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from elasticzero.checkpoint.steps.owner import OwnerRecord
+from elasticzero.checkpoint.storage.base import within
+from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import (
     AccessRefused,
     ExitCode,
@@ -18,7 +21,7 @@ from elasticzero.errors import (
     UserError,
 )
 from elasticzero.launcher.agent.agent import Agent
-from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.agent.config import STORAGE_LIMIT_S, AgentOptions
 from elasticzero.launcher.agent.console import NAMES_SHOWN, log, log_for_node
 from elasticzero.launcher.agent.etcd_hosting import (
     hosted,
@@ -40,6 +43,7 @@ from elasticzero.launcher.protocol.termination import exit_code_of
 from elasticzero.launcher.protocol.view import PreemptionNotice
 from elasticzero.launcher.retry import RetryPolicy, retry_call
 from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.snapshots.directory_claim import claim_directory, this_network
 from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
 from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
 from elasticzero.launcher.store.decoding import counts_as_node, document
@@ -152,11 +156,15 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         ended = _wait_for_store(store, options, endpoints, restart=coordination.restart)
         if ended is not None:
             return ended
+        has_begun = _retry_store(partial(_has_begun, store), options)
         if (error := coordination.storage_error) is not None:
-            if not _retry_store(partial(_has_begun, store), options):
+            if not has_begun:
                 raise error
             log_line(f"{error}; the job has begun, and saves are tried when due")
         run = RunStore(store, _retry_store(partial(stored_run, store), options))
+        options = replace(options, owner=_owner(options.job, run.number, store, endpoints))
+        if coordination.storage_error is None and not has_begun:
+            _claim_checkpoints(options, endpoints, coordination.access)
         agreed = _retry_store(partial(agree_on_token, run, coordination.token), options)
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)
@@ -290,8 +298,55 @@ def _join(membership: Membership, agent: Agent) -> PreemptionNotice | None:
 
 def _has_begun(store: Store) -> bool:
     """Returns whether the job has a world: then unwritable storage is no mistake of this node's
-    user."""
+    user, and the job has claimed its checkpoint directory."""
     return WORLD in store.read(WORLD).entries
+
+
+def _owner(job: str, run: int, store: EtcdStore, endpoints: Sequence[str]) -> OwnerRecord:
+    """Returns what names a job in its checkpoint directory.
+
+    Args:
+        job: Name of the job.
+        run: Number of its run.
+        store: The job's part of etcd, which has answered.
+        endpoints: Endpoints of etcd.
+    """
+    return OwnerRecord(
+        job=job,
+        run=run,
+        cluster=store.cluster,
+        etcd=tuple(endpoints),
+        network=this_network(),
+    )
+
+
+def _claim_checkpoints(options: AgentOptions, endpoints: Sequence[str], access: Access) -> None:
+    """Claims the checkpoint directory, if there is one; raises `UserError` if another job lives
+    there.
+
+    Args:
+        options: Options of the node.
+        endpoints: Endpoints of etcd, where the nodes of other jobs may be registered too.
+        access: How etcd is reached.
+    """
+    if (url := options.training.checkpoint_dir) is None or options.owner is None:
+        return
+
+    def has_nodes(job: str) -> bool:
+        try:
+            with EtcdStore(endpoints, job_prefix(job), access=access) as store:
+                return bool(store.read(MEMBERS, limit=1).entries)
+        except StoreUnavailable:
+            return True  # nothing is known of them
+
+    # etcd may let a lease of nodes that are gone live on for a while, as for `Membership.join`.
+    owner, limit_s = options.owner, 2 * options.policy.lease_ttl_s + 1.0
+    log_line, place = partial(log_for_node, options.node), open_directory(url)
+    within(
+        STORAGE_LIMIT_S + limit_s,
+        place.where,
+        lambda: claim_directory(place, owner, has_nodes, log_line, limit_s),
+    )
 
 
 def _leave_early(*_: object) -> None:

@@ -28,6 +28,8 @@ from elasticzero.checkpoint.format.names import step_directory, token_of_file
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import await_commit, persist
 from elasticzero.checkpoint.steps import catalog, commit
+from elasticzero.checkpoint.steps import owner as owner_record
+from elasticzero.checkpoint.steps.owner import OwnerRecord
 from elasticzero.checkpoint.steps.retention import (
     CleanupResult,
     PendingSave,
@@ -36,7 +38,7 @@ from elasticzero.checkpoint.steps.retention import (
     make_room,
 )
 from elasticzero.checkpoint.steps.tags import set_tags
-from elasticzero.checkpoint.storage.base import Directory, out_of_space
+from elasticzero.checkpoint.storage.base import Directory, out_of_space, within
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
@@ -62,6 +64,8 @@ SEAL_POLL_S = 0.005
 TRY_AGAIN_S, MOST_TRY_AGAIN_S = 0.5, 30.0
 """Shortest and longest pause between two tries of a save, in seconds."""
 PAUSE_POLL_S = 0.1
+END_S = 5.0
+"""Seconds in which the record of the job in the checkpoint directory is written at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +155,7 @@ class CheckpointSaver:
         keep: RetentionPolicy,
         wake: Callable[[], None],
         lease_s: float = math.inf,
+        owner: OwnerRecord | None = None,
     ) -> None:
         """Starts the thread `saving`.
 
@@ -160,7 +165,9 @@ class CheckpointSaver:
             keep: Which checkpoints stay after a commit.
             wake: Called when there is an event.
             lease_s: Seconds for which the node's lease lasts without being renewed.
+            owner: Names the job in the checkpoint directory; None: no record is kept there.
         """
+        self._owner = owner
         self._standstills = StandstillCounter(lease_s)
         self._snapshots = snapshots
         self._checkpoint_dir = checkpoint_dir
@@ -281,11 +288,12 @@ class CheckpointSaver:
             events.append(self._events.get())
         return events
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, at_once: bool = False, job_ended: bool = False) -> None:
         """Stops the threads; waits up to `CLOSE_WAIT_S` for the part of a save that is written.
 
         Args:
             at_once: True: what is not written yet is abandoned, for the job's run is over.
+            job_ended: True: another job may have the checkpoint directory at once.
         """
         if not at_once and self._writing.acquire(timeout=CLOSE_WAIT_S):
             self._writing.release()
@@ -294,6 +302,10 @@ class CheckpointSaver:
         self._replicator.close()
         self._thread.join(1.0)
         self._standstills.close()
+        if job_ended and self._checkpoint_dir is not None and self._owner is not None:
+            directory, job = open_directory(self._checkpoint_dir), self._owner
+            with suppress(ElasticZeroError, OSError):
+                within(END_S, directory.where, lambda: owner_record.end(directory, job))
 
     def _add_event(self, event: SaveEvent) -> None:
         self._events.put(event)
@@ -388,9 +400,6 @@ class CheckpointSaver:
                 again=again,
             )
 
-        def give_up() -> str | None:
-            return self._reason_to_abandon(job)
-
         with self._writing:
             run_parallel(job.shards, write)
         for rank, text in job.manifests.items():
@@ -400,26 +409,41 @@ class CheckpointSaver:
         committed = False
         if job.commits:
             draft = replace(written[0][0], files=())
-            committed = commit.commit(
-                storage,
-                draft,
-                wait_s=COMMIT_WAIT_S,
-                replacing=replacing and catalog.manifest_bytes(storage) == known_bad,
-                give_up=give_up,
-                may_not=lambda: self._reason_not_to_commit(job),
-            )
+            committed = self._commit(job, directory, draft, known_bad)
             tags, notes = _set_own_tags(directory, draft)
             if committed:
                 notes += self._apply_retention(directory, draft, job)
         else:
             token = next(manifest.token for manifest, _ in written.values())
-            await_commit(storage, token, give_up, wait_s=COMMIT_WAIT_S)
+            await_commit(storage, token, lambda: self._reason_to_abandon(job), wait_s=COMMIT_WAIT_S)
         return replace(
             finished_event(job.role.generation, job.step, None),
             bytes=sum(size for _, size in written.values()),
             committed=committed,
             notes=tuple(notes),
             tags=tags,
+        )
+
+    def _commit(
+        self, job: _Job, directory: Directory, draft: Manifest, known_bad: bytes | None
+    ) -> bool:
+        """Commits the step; returns False if another save was committed first.
+
+        Args:
+            job: The save.
+            directory: Directory of the checkpoints.
+            draft: Manifest of the step, without `files`.
+            known_bad: Contents of the manifest that is replaced, for its step is known to be
+                damaged; None: none is.
+        """
+        storage = directory.step(step_directory(job.step))
+        return commit.commit(
+            storage,
+            draft,
+            wait_s=COMMIT_WAIT_S,
+            replacing=known_bad is not None and catalog.manifest_bytes(storage) == known_bad,
+            give_up=lambda: self._reason_to_abandon(job),
+            may_not=lambda: self._reason_not_to_commit(job) or self._taken_by(directory),
         )
 
     def _apply_retention(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
@@ -432,7 +456,17 @@ class CheckpointSaver:
         """
         if reason := self._reason_not_to_commit(job):
             return [f"old checkpoints and leftovers stay this time: {reason}"]
-        done = apply_retention(directory, committed, self._retention, bad_steps=job.role.bad_steps)
+        since_s = 0.0
+        if self._owner is not None:
+            with suppress(ElasticZeroError, OSError):  # the next commit renews it
+                since_s = owner_record.renew(directory, self._owner)
+        done = apply_retention(
+            directory,
+            committed,
+            self._retention,
+            bad_steps=job.role.bad_steps,
+            since_s=since_s,
+        )
         notes = [f"not removed: {problem}" for problem in done.problems[:3]]
         if done.files:
             notes.append(_removed(done))
@@ -454,6 +488,9 @@ class CheckpointSaver:
             "this node stood still for longer than its lease lasts, and others may have gone on "
             "without it"
         )
+
+    def _taken_by(self, directory: Directory) -> str | None:
+        return owner_record.taken_by(directory, self._owner) if self._owner is not None else None
 
     def _is_superseded(self, job: _Job) -> bool:
         with self._lock:

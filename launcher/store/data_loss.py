@@ -44,6 +44,12 @@ class History:
         self._revision = 0
         self._lock = threading.Lock()
 
+    @property
+    def cluster(self) -> int:
+        """Returns the id of the cluster that answered last; 0: none has."""
+        with self._lock:
+            return self._cluster
+
     def position(self) -> HistoryPosition:
         """Returns what is known now; take it before a request, and pass it with the answer."""
         with self._lock:

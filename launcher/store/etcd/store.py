@@ -104,6 +104,11 @@ class EtcdStore:
         return self._connection.history.number
 
     @property
+    def cluster(self) -> str:
+        """Returns the id of the cluster that answered last, in hexadecimal; "" if none has."""
+        return f"{self._connection.history.cluster:x}" if self._connection.history.cluster else ""
+
+    @property
     def loss(self) -> str:
         return self._connection.history.reason
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps import catalog, commit, tags
+from elasticzero.checkpoint.steps import owner as owner_record
+from elasticzero.checkpoint.steps.owner import OwnerRecord
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
@@ -28,6 +32,7 @@ LAYOUT = Layout(
     world_size=1, tensors={"a": TensorSpec("F32", (8,))}, groups=(Group("even", ("a",)),)
 )
 LEASE_S = 5.0
+JOB = OwnerRecord(job="job", cluster="c")
 
 
 def draft(step: int) -> Manifest:
@@ -43,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now_s
 
 
-def saver_of(tmp_path: Path) -> CheckpointSaver:
+def saver_of(tmp_path: Path, owner: OwnerRecord | None = None) -> CheckpointSaver:
     memory = tmp_path / "memory"
     for step in (9, 10):
         piece = TensorPiece("a", torch.arange(8, dtype=torch.float32))
@@ -54,6 +59,7 @@ def saver_of(tmp_path: Path) -> CheckpointSaver:
         RetentionPolicy(last=1),
         lambda: None,
         lease_s=LEASE_S,
+        owner=owner,
     )
     saver.begin(SnapshotRole(generation=2, token=TOKEN, world_size=1, ranks=(0,)))
     return saver
@@ -121,3 +127,36 @@ def test_a_node_that_stood_still_after_its_commit_removes_nothing(
     assert isinstance(finished, SaveFinished) and finished.committed
     assert "leftovers stay this time: this node stood still" in finished.notes[0]
     assert [info.step for info in catalog.steps(DiskDirectory(tmp_path / "run"))] == [10, 9]
+
+
+def test_a_save_fails_where_another_job_has_taken_the_directory(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    directory = DiskDirectory(tmp_path / "run")
+    saver = saver_of(tmp_path, JOB)
+    owner_record.claim(directory, JOB, lambda _: False)
+    (finished,) = save(saver, 9)
+    assert isinstance(finished, SaveFinished) and finished.committed
+    other = replace(JOB, job="other")
+    owner_record.claim(directory, other, lambda _: True)
+    saver.save_held([ShardName(2, 10, 0, 1)])
+    deadline_s = time.monotonic() + 60.0
+    events: list[SaveEvent] = []
+    while not events and time.monotonic() < deadline_s:
+        events = saver.events()
+        time.sleep(0.005)
+    assert isinstance(events[0], SaveFailed) and "belongs to job 'other'" in events[0].error
+    assert directory.step(step_directory(10)).names() != []
+    saver.close(job_ended=True)
+    assert owner_record.read_owner(directory)[0] == other
+
+
+def test_the_end_of_a_job_leaves_the_directory_to_others(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    directory = DiskDirectory(tmp_path / "run")
+    owner_record.claim(directory, JOB, lambda _: False)
+    saver = saver_of(tmp_path, JOB)
+    save(saver, 9)
+    saver.close(job_ended=True)
+    owner_record.claim(directory, replace(JOB, job="other"), lambda _: False)

@@ -1,0 +1,232 @@
+"""Records which job writes into a checkpoint directory.
+
+`.owner/job.json` is a JSON object. The first agent of a job writes it, and each commit renews it. A
+job that finds the record of another one, which has not ended and was renewed lately, is refused:
+each would remove the other's checkpoints. Nothing waits for a lock: a record is replaced only if it
+still has the bytes that were read, by the storage's own conditional write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from elasticzero.checkpoint.format.names import OWNER_DIRECTORY
+from elasticzero.checkpoint.format.strict_json import strict_json
+from elasticzero.checkpoint.storage.base import Directory, partial_name, read_small
+from elasticzero.errors import StorageError, UserError
+from elasticzero.serialization import OMIT_DEFAULT, decode, encode
+from elasticzero.text import duration_text
+
+VERSION = 1
+LIVES_S = 600.0
+"""Seconds after its last renewal for which a job counts as alive, if it has not ended."""
+LIVES_INTERVALS = 3
+"""It counts as alive for this number of intervals between its commits, if that is longer."""
+_NAME = "job.json"
+_LIMIT_BYTES = 1 << 16
+_TRIES = 8
+"""Maximum number of times that one process writes the record, against others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerRecord:
+    """Names the job that writes into a checkpoint directory."""
+
+    version: int = VERSION
+    job: str
+    run: int = 1
+    """Number of the job's run; a later run takes the directory over from an earlier one."""
+    cluster: str = ""
+    """Id of the job's etcd cluster, in hexadecimal."""
+    etcd: tuple[str, ...] = ()
+    """Endpoints of the job's etcd, as the agent that wrote this had them."""
+    network: str = ""
+    """Identifier of that agent's machine and its network, where `127.0.0.1` means the same."""
+    since_s: float | None = None
+    """Time by the storage's clock since when this job has the directory: older files are of earlier
+    jobs. None: that of the record's own file."""
+    every_s: float = field(default=0.0, metadata=OMIT_DEFAULT)
+    """Seconds between the last two renewals."""
+    renewals: int = 0
+    ended: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True once the job is over; then another one may have the directory at once."""
+
+    def same_job(self, other: OwnerRecord) -> bool:
+        """Returns whether two records are of one job, though perhaps of two runs."""
+        return (self.job, self.cluster) == (other.job, other.cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Says which job has a directory."""
+
+    owner: OwnerRecord
+    age_s: float
+    """Seconds since its record was renewed, by the storage's clock."""
+    where: str
+
+    @property
+    def text(self) -> str:
+        """Returns what the refused job is told."""
+        owner = self.owner
+        return (
+            f"the checkpoint directory {self.where} belongs to job {owner.job!r}, which wrote "
+            f"there {duration_text(self.age_s)} ago and has not ended: give this job another "
+            f"directory; if {owner.job!r} is over, remove {self.where}/{OWNER_DIRECTORY}/{_NAME}"
+        )
+
+
+def read_owner(directory: Directory) -> tuple[OwnerRecord | None, bytes | None]:
+    """Returns the record and its bytes; no record if there is none, or it cannot be understood."""
+    try:
+        data = read_small(directory.step(OWNER_DIRECTORY), _NAME, _LIMIT_BYTES)
+    except FileNotFoundError:
+        return None, None
+    try:
+        return decode(OwnerRecord, strict_json(data), "owner"), data
+    except (ValueError, RecursionError):
+        return None, data
+
+
+def refusal(
+    directory: Directory, job: OwnerRecord, is_gone: Callable[[OwnerRecord], bool]
+) -> Refusal | None:
+    """Returns which other job lives in the directory; None: `job` may write there.
+
+    Args:
+        directory: The checkpoint directory.
+        job: The job that asks.
+        is_gone: Returns whether the nodes of another job are known to be gone.
+    """
+    owner, _ = read_owner(directory)
+    if owner is None or owner.ended or (owner.same_job(job) and owner.run <= job.run):
+        return None
+    age_s = _age_s(directory)
+    lives_s = max(LIVES_S, LIVES_INTERVALS * owner.every_s)
+    superseded = owner.same_job(job)
+    if not superseded and (age_s > lives_s or is_gone(owner)):
+        return None
+    return Refusal(owner, age_s, directory.where)
+
+
+def taken_by(directory: Directory, job: OwnerRecord) -> str | None:
+    """Returns why a job that writes into the directory may commit nothing more: another one has
+    taken it; None: it may.
+
+    The job's etcd may be another cluster by now, which has lost its data.
+
+    Args:
+        directory: The checkpoint directory.
+        job: The job.
+    """
+    owner, _ = read_owner(directory)
+    if owner is None or (owner.job == job.job and owner.run <= job.run):
+        return None
+    other = refusal(directory, job, lambda _: False)
+    return other.text if other is not None else None
+
+
+def claim(directory: Directory, job: OwnerRecord, is_gone: Callable[[OwnerRecord], bool]) -> None:
+    """Enters a job as the owner of a directory.
+
+    Args:
+        directory: The checkpoint directory.
+        job: The job, whose record is new.
+        is_gone: Returns whether the nodes of another job are known to be gone.
+
+    Raises:
+        UserError: Another job lives in the directory; the error names it.
+        StorageError: The record cannot be written.
+    """
+    for _ in range(_TRIES):
+        owner, data = read_owner(directory)
+        if owner is not None and owner.same_job(job) and owner.run == job.run and not owner.ended:
+            return
+        if (other := refusal(directory, job, is_gone)) is not None:
+            raise UserError(other.text)
+        if _write(directory, job, data):
+            return
+    raise StorageError(f"{directory.where}: other jobs claim this directory all the time")
+
+
+def renew(directory: Directory, job: OwnerRecord) -> float:
+    """Renews a job's record; returns since when the job has the directory, by the storage's clock.
+
+    0 if that is not known yet: the record was lost, or is that of a job that is over.
+
+    Args:
+        directory: The checkpoint directory.
+        job: The job.
+    """
+    for _ in range(_TRIES):
+        owner, data = read_owner(directory)
+        if owner is not None and owner.job == job.job and owner.run > job.run:
+            return 0.0
+        if owner is None or owner.job != job.job:
+            if _write(directory, job, data):
+                return 0.0
+            continue
+        before_s, now_s = _times_s(directory)
+        since_s = owner.since_s if owner.since_s is not None else before_s
+        renewed = replace(
+            owner,
+            cluster=job.cluster,
+            etcd=job.etcd,
+            network=job.network,
+            ended=False,
+            since_s=since_s,
+            every_s=max(0.0, now_s - before_s) if owner.renewals else 0.0,
+            renewals=owner.renewals + 1,
+        )
+        if _write(directory, renewed, data):
+            return since_s
+    return 0.0
+
+
+def end(directory: Directory, job: OwnerRecord) -> None:
+    """Records that a job is over, if the record is its own.
+
+    Args:
+        directory: The checkpoint directory.
+        job: The job.
+    """
+    for _ in range(_TRIES):
+        owner, data = read_owner(directory)
+        if owner is None or owner.ended or not owner.same_job(job) or owner.run != job.run:
+            return
+        if _write(directory, replace(owner, ended=True), data):
+            return
+
+
+def _write(directory: Directory, record: OwnerRecord, instead_of: bytes | None) -> bool:
+    """Writes the record; False if another one was written meanwhile.
+
+    Args:
+        directory: The checkpoint directory.
+        record: The record.
+        instead_of: Bytes of the record that it replaces; None: there is none.
+    """
+    data = json.dumps(encode(record)).encode() + b"\n"
+    if data == instead_of:
+        return True
+    storage = directory.make(OWNER_DIRECTORY)
+    return storage.create_exclusive(_NAME, data, instead_of=instead_of)
+
+
+def _times_s(directory: Directory) -> tuple[float, float]:
+    """Returns the times of the record's last write and of now, by the storage's clock."""
+    probe = partial_name("probe")
+    storage = directory.make(OWNER_DIRECTORY)
+    storage.write(probe, [b"-"], size=1)
+    try:
+        times = directory.files().get(OWNER_DIRECTORY, {})
+    finally:
+        storage.remove(probe)
+    return times.get(_NAME, 0.0), times.get(probe, 0.0)
+
+
+def _age_s(directory: Directory) -> float:
+    before_s, now_s = _times_s(directory)
+    return max(0.0, now_s - before_s)
