@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -28,6 +29,9 @@ MAX_MEMORY_BYTES = 150 << 20
 REQUESTS = 20
 LIMIT_S = 1.0
 """Seconds within which a request with the token is answered."""
+FLOOD_LIMIT_S = 5.0
+"""The same where connections come as fast as the machine makes them: the kernel may drop the first
+packet of one, and its client sends that again after 1 s, and after 3 s."""
 MUTATIONS = 2_000
 SECRET = b"what only holders of the token may read"
 
@@ -81,7 +85,8 @@ def test_the_token_is_served_and_memory_stays_bounded(attack: str, descriptors: 
             assert status == 200
             times_s.append(seconds)
             time.sleep(0.05)
-        assert max(times_s) < patience(LIMIT_S), times_s
+        assert median(times_s) < patience(LIMIT_S), times_s
+        assert max(times_s) < patience(FLOOD_LIMIT_S if attack == "flood" else LIMIT_S), times_s
         assert peak_bytes(server.pid) < MAX_MEMORY_BYTES
         assert server.poll() is None
 
