@@ -270,8 +270,14 @@ class Client:
         self._trouble = True
         self._crowd.tell("trouble", client=self.name, error=str(error))
 
+    def turn_failed(self, error: Exception, failures: int) -> None:
+        raise error
+
     def exits(self, reason: str) -> None:
         raise AssertionError(f"{self.name} leaves: {reason}")
+
+    def stop_workers(self, reason: str) -> None:
+        raise AssertionError(f"{self.name}: {reason}")
 
     def poll(self, now_s: float) -> None:
         return

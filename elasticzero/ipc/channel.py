@@ -9,11 +9,13 @@ memory than MAX_LINE_BYTES.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
 import socket
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -124,7 +126,7 @@ class Channel:
 
     def _has_room(self) -> bool:
         """Returns whether the socket takes more; the kernel says so while few bytes are unread."""
-        return bool(select.select([], [self._socket], [], 0)[1])
+        return bool(_ready([self._socket.fileno()], select.POLLOUT, 0))
 
     def send_with_fd(self, message: Message, fd: int | None, timeout_s: float) -> None:
         """Sends a message with a file descriptor.
@@ -156,7 +158,7 @@ class Channel:
         """Returns the next message, or None after `timeout_s`; raises `ChannelClosed` at the
         end."""
         while (message := self._next()) is None:
-            if not select.select([self._socket], [], [], timeout_s)[0]:
+            if not readable([self._socket.fileno()], timeout_s):
                 return None
             try:
                 data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, 1)
@@ -174,7 +176,7 @@ class Channel:
         messages = self._whole()
         taken_bytes = 0
         try:
-            while taken_bytes < MAX_DRAIN_BYTES and select.select([self._socket], [], [], 0)[0]:
+            while taken_bytes < MAX_DRAIN_BYTES and readable([self._socket.fileno()], 0):
                 try:
                     data = self._socket.recv(READ_BYTES)  # descriptors that came with it are closed
                 except OSError as error:
@@ -221,6 +223,27 @@ class Channel:
     def _refuse(self, reason: str) -> None:
         if not self._refused:
             self._refused, self._refusal = True, reason
+
+
+def readable(fds: Iterable[int], timeout_s: float | None) -> list[int]:
+    """Returns the descriptors that can be read, or whose other end is gone, at once or within the
+    time.
+
+    `select.select` refuses descriptors from 1024 on, which a process with many connections has.
+
+    Args:
+        fds: The descriptors, which must be open.
+        timeout_s: Seconds to wait for one of them; None: no limit.
+    """
+    return _ready(fds, select.POLLIN, timeout_s)
+
+
+def _ready(fds: Iterable[int], events: int, timeout_s: float | None) -> list[int]:
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, events)
+    limit_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
+    return [fd for fd, _ in poller.poll(limit_ms)]
 
 
 def _line(message: Message) -> bytes:

@@ -8,18 +8,19 @@ alarms are overwritten by equal ones, worlds are written under a condition.
 
 from __future__ import annotations
 
+import logging
 import os
-import select
 import signal
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
-from elasticzero.ipc.channel import ChannelClosed
+from elasticzero.ipc.channel import ChannelClosed, readable
 from elasticzero.ipc.messages import (
     AbandonSave,
     Captured,
@@ -36,7 +37,7 @@ from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.extensions import AgentContext, ExtensionFactory, Extensions
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
-from elasticzero.launcher.agent.status import agent_routes
+from elasticzero.launcher.agent.status import LoopPulse, agent_routes
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.compute_poll import ComputePoll
@@ -45,6 +46,7 @@ from elasticzero.launcher.http.routes import Route
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.observability.output import contained
 from elasticzero.launcher.observability.recovery.spans import open_spans
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import World
@@ -72,6 +74,16 @@ LONG_ROUND_S = 5.0
 RETIRE_S = 2.0
 """Seconds within which killed workers of an older generation are expected to be gone."""
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruments:
+    """Groups what shows from outside how an agent does."""
+
+    metrics: Metrics
+    pulse: LoopPulse
+
 
 class Agent:
     """Supervises this node's workers until the job is done or the node leaves."""
@@ -81,7 +93,7 @@ class Agent:
         options: AgentOptions,
         store: Store,
         membership: Membership,
-        metrics: Metrics,
+        instruments: Instruments,
         agreed: Agreed,
         extensions: Sequence[ExtensionFactory],
     ) -> None:
@@ -91,13 +103,13 @@ class Agent:
             options: options of the node.
             store: the job's part of etcd.
             membership: the node's registration.
-            metrics: metrics of the node.
+            instruments: metrics of the node, and the pulse of the loop.
             agreed: the agreement on the job's token, the password of what agents serve.
             extensions: make what else watches the agent, and is served by it.
         """
         self.options = options
         self._agreed = agreed
-        self._metrics = metrics
+        self._metrics, self._pulse = instruments.metrics, instruments.pulse
         self._store = store
         self._membership = membership
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -112,7 +124,7 @@ class Agent:
         listeners = [self._extensions.recorded, *([self._spans.take] if self._spans else [])]
         self.events = EventLog(options.log_dir, listeners)
         self._compute = ComputePoll()
-        self.reporter = AgentReporter(options, self.events, metrics, self._compute.times)
+        self.reporter = AgentReporter(options, self.events, self._metrics, self._compute.times)
         self._server = ForkServer(preloaded_modules(options.training.checkpoint_dir))
         self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}
@@ -200,28 +212,41 @@ class Agent:
         self._core.begin()
         try:
             while self._core.exit_code is None:
-                self.view, decision = self._core.cycle()
-                self._extensions.turn(self.view, self.token)
-                self._log_present_nodes(self.view)
-                self._compute.turn(self.view, self.token)
+                self._pulse.turned(self._core.whole_s)
+                seen = self._core.turn()
+                if seen is not None:
+                    self.view, _ = seen
+                    self._show(self.view)
                 if self._core.exit_code is None:
-                    self._sleep(self.view, decision)
+                    self._sleep(seen)
             return self._core.exit_code
         finally:
             self.close(self._core.exit_code)
 
-    def _sleep(self, view: View, decision: Decision) -> None:
+    def _show(self, view: View) -> None:
+        """Passes on what a turn has seen; nothing that goes wrong here concerns the job."""
+        self._extensions.turn(view, self.token)
+        with contained("the line about the nodes that are waited for"):
+            self._log_present_nodes(view)
+        with contained("the poll of the workers' own times"):
+            self._compute.turn(view, self.token)
+
+    def _sleep(self, seen: tuple[View, Decision] | None) -> None:
+        pause_s = BUSY_S if seen is not None and self._is_busy(*seen) else REST_S
+        server = self._server.fileno()
+        if self._wake_read in readable(
+            [self._wake_read, *([server] if server >= 0 else [])], pause_s
+        ):
+            with suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+
+    def _is_busy(self, view: View, decision: Decision) -> bool:
         training = view.workers.restored and view.round_s is None and not decision.actions
         long_round = view.round_s is not None and time.monotonic() - view.round_s > LONG_ROUND_S
         idle = training or view.world is None or view.outside_s is not None or long_round
         group = self._group
         examining = group is not None and group.progress_monitor.examining
-        timeout_s = REST_S if idle and not decision.actions and not examining else BUSY_S
-        sources: list[Any] = [self._wake_read, self._server]
-        readable = select.select(sources, [], [], timeout_s)[0]
-        if self._wake_read in readable:
-            with suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
+        return bool(decision.actions) or not idle or examining
 
     def _log_present_nodes(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):
@@ -249,7 +274,7 @@ class Agent:
         """Receives the messages and the exits of workers; returns their group."""
         try:
             ended = self._server.ended()
-        except (ChannelClosed, OSError):
+        except (ChannelClosed, OSError, ValueError):
             ended = []
             self._replace_server()
         group = self._group
@@ -308,11 +333,18 @@ class Agent:
                 self._group.broadcast(message)
 
     def _replace_server(self) -> None:
-        """Starts another fork server after the first one died, and its workers with it."""
+        """Starts another fork server after the first one died, and its workers with it.
+
+        Where the machine has no room for one now, the next turn tries again: a closed server is
+        replaced likewise.
+        """
         if self._group is not None:
             self._group.fail_all("the fork server of this node died")
         self._server.close()
-        self._server = ForkServer(preloaded_modules(self.options.training.checkpoint_dir))
+        try:
+            self._server = ForkServer(preloaded_modules(self.options.training.checkpoint_dir))
+        except OSError as error:
+            log.warning("another fork server cannot be started yet: %s", error)
 
     def retire(self, world: World) -> None:
         """Ends the workers of the older generation, which make way for those of `world`."""
@@ -346,8 +378,9 @@ class Agent:
         kill_all(worker for local_rank, worker in reusable.items() if local_rank >= len(assigned))
         self.reporter.starting(world, index, now_s)
         self._extensions.started(world, world.ranks(index))
-        store = self._membership.take_store_socket() if first == 0 else None
+        store = None
         try:
+            store = self._membership.take_store_socket() if first == 0 else None
             group.start(assigned, options.launch, options.log_dir, store, reusable)
         except (ChannelClosed, OSError):
             self._replace_server()
@@ -386,7 +419,7 @@ class Agent:
         group.kill()
         deadline_s = time.monotonic() + RETIRE_S
         while group.view(0.0).running and time.monotonic() < deadline_s:
-            select.select([self._server], [], [], 0.05)
+            readable([self._server.fileno()], 0.05)
             self._receive(time.monotonic())
         group.progress_monitor.close()
         self.reporter.retired(group)
@@ -396,6 +429,50 @@ class Agent:
     def _name_document(self, line: str) -> None:
         """Logs which document in etcd cannot be read."""
         log_for_node(self.options.node, f"etcd's {job_prefix(self.options.job)}{line}")
+
+    def stop_workers(self, reason: str) -> None:
+        """Stops the workers by their own protocol, without a decision, and waits for their exits.
+
+        They leave what is clean of their state in memory. Where all of it is here, as on the only
+        node of a job, it is saved on storage too.
+        """
+        try:
+            self._stop_workers(reason)
+            self._save_alone()
+        except Exception:
+            log.exception("the workers could not be stopped by their own protocol")
+
+    def _stop_workers(self, reason: str) -> None:
+        group, policy = self._group, self.options.policy
+        if group is None:
+            return
+        group.stop(reason, time.monotonic())
+        self._settle(lambda: group.view(0.0).running > 0, policy.stop_s)
+        group.kill(spare_saving=True)
+        self._settle(lambda: group.view(0.0).running > 0, policy.save_s)
+        self._settle(lambda: self.saving() or self.unsealed(), policy.save_s)
+
+    def _save_alone(self) -> None:
+        """Saves the newest snapshot that is whole on this node, if storage has no newer step."""
+        whole = [
+            held for held in self.snapshots.held() if set(held.ranks) == set(range(held.world_size))
+        ]
+        if not whole or self.options.training.checkpoint_dir is None:
+            return
+        newest = max(whole, key=lambda held: (held.generation, held.step))
+        if self.view is not None and (self.view.storage_step or 0) >= newest.step:
+            return
+        size = newest.world_size
+        self.save_held(SaveHeldSnapshot(newest.generation, newest.step, size, newest.ranks))
+        self._settle(self.saving, self.options.policy.save_s)
+
+    def _settle(self, unsettled: Callable[[], bool], limit_s: float) -> None:
+        """Receives what comes of workers and saves until that is settled, within a limit."""
+        deadline_s = time.monotonic() + limit_s
+        while unsettled() and time.monotonic() < deadline_s:
+            self._pulse.turned(time.monotonic())
+            self.poll(time.monotonic())
+            time.sleep(BUSY_S)
 
     def _note(self, event: EventName, **fields: Any) -> None:
         self.reporter.note(event, **fields)
@@ -410,11 +487,12 @@ class Agent:
 
     def routes(self) -> dict[str, Route]:
         """Returns what this agent serves besides events and snapshots, by path."""
-        routes = agent_routes(self._metrics, self.status, self.job_metrics)
+        routes = agent_routes(self._metrics, self._pulse, self.status, self.job_metrics)
         return {**routes, **self._extensions.routes()}
 
     def close(self, code: ExitCode | None = None) -> None:
         """Stops the workers, releases the node's name and frees the shared memory."""
+        self._pulse.ended()
         # A second Ctrl-C must not leave half of it, nor a late SIGTERM change the exit code.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

@@ -30,7 +30,8 @@ from elasticzero.launcher.workers.process import Worker
 from elasticzero.text import count_text, list_text, named_text
 
 WAITING_LINE_EVERY_S = 10.0
-STORE_FAILURE_EVERY_S = 10.0
+TROUBLE_EVERY_S = 10.0
+"""Seconds between two lines about trouble of one kind."""
 NAMES_SHOWN = 8
 
 
@@ -50,7 +51,8 @@ class AgentConsole:
         self.traced: list[str] = []
         """Errors whose traceback this agent has repeated on the terminal."""
         self._waiting_since_s: float | None = None
-        self._store_failure_logged_s = 0.0
+        self._logged_s: dict[str, float] = {}
+        """Time at which trouble of a kind was printed last."""
         self._logged_quarantine: NodeStrikes | None = None
         """Strikes of this node for which a line has already said that it is set aside."""
         self._memory_short_logged = False
@@ -262,11 +264,18 @@ class AgentConsole:
 
     def store_failed(self, text: str) -> bool:
         """Prints trouble with etcd now and then; returns whether it did."""
-        now_s = time.monotonic()
-        due = now_s - self._store_failure_logged_s >= STORE_FAILURE_EVERY_S
+        due = self.is_due("store")
         if due:
-            self._store_failure_logged_s = now_s
             self.log_line(text, level=logging.WARNING)
+        return due
+
+    def is_due(self, kind: str) -> bool:
+        """Returns whether to print trouble of a kind, which is repeated while it lasts."""
+        now_s = time.monotonic()
+        last_s = self._logged_s.get(kind)
+        due = last_s is None or now_s - last_s >= TROUBLE_EVERY_S
+        if due:
+            self._logged_s[kind] = now_s
         return due
 
     def failed(self, done: Done, world: World | None) -> tuple[str, bool]:

@@ -18,6 +18,12 @@ Rules of the loop:
     maintains and writes nothing more; `decide` ends it (A13).
  6. A start retires the workers of the older generation first, and all of their snapshots but the
     one that the new generation resumes from.
+ 7. An unexpected error ends its turn and not the process: the node leaves at the next boundary,
+    with its state handed over. Once MAX_ERRORS turns have failed, the loop cannot be trusted to do
+    that: the workers are stopped by their own protocol, and the agent ends as one that has failed.
+    An error that names what the user or the operator must do stops them and ends the agent at once.
+    An error of the operating system, such as too many open files, may pass: the turn is repeated,
+    and counts as failed only once no turn has been whole for MACHINE_TROUBLE_S.
 """
 
 from __future__ import annotations
@@ -26,7 +32,13 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from elasticzero.errors import ElasticZeroError, ExitCode, RunEnded, StoreUnavailable
+from elasticzero.errors import (
+    ElasticZeroError,
+    ExitCode,
+    RetryError,
+    RunEnded,
+    StoreUnavailable,
+)
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter, needs_fresh_view
 from elasticzero.launcher.agent.subscriptions import Subscriptions
@@ -58,6 +70,10 @@ from elasticzero.launcher.store.watch_cache import WatchCache
 
 BACKOFF_S = 0.2
 """Seconds without actions after a write that failed."""
+MAX_ERRORS = 3
+"""Number of turns that may fail by an unexpected error before the agent ends."""
+MACHINE_TROUBLE_S = 10.0
+"""Seconds without a whole turn, after which an error of the operating system is one that stays."""
 
 
 class HangDetector(Protocol):
@@ -108,6 +124,10 @@ class NodeProcesses(Protocol):
             now_s: Present time, on the agent's clock.
         """
 
+    def stop_workers(self, reason: str) -> None:
+        """Stops the workers by their own protocol, without a decision, and waits for their exits,
+        within a limit."""
+
     def wake(self) -> None:
         """Starts the next turn of the loop at once; callable from any thread and signal handler."""
 
@@ -137,6 +157,14 @@ class Listener(Protocol):
     def decided(self, view: View, decision: Decision) -> None: ...
 
     def store_failed(self, error: ElasticZeroError) -> None: ...
+
+    def turn_failed(self, error: Exception, failures: int) -> None:
+        """Notes an unexpected error in the loop.
+
+        Args:
+            error: The error.
+            failures: Number of turns that have failed so far; 0: this one may pass.
+        """
 
     def exits(self, reason: str) -> None: ...
 
@@ -197,10 +225,15 @@ class AgentCore:
         self._backoff_until_s = 0.0
         self._later_run = UNSTATED
         """Number of a later run of the job that a write has met; UNSTATED: none."""
+        self.whole_s = 0.0
+        """Time at which the last turn ended that no unexpected error has cut short."""
+        self._errors = 0
+        """Number of turns that an unexpected error has ended."""
 
     def begin(self) -> None:
         """Notes that the node is registered: the time to wait for other nodes counts from now."""
-        self._store.observer.begin(self._clock())
+        self.whole_s = self._clock()
+        self._store.observer.begin(self.whole_s)
 
     def leave(self, reason: str, by_s: float | None = None) -> None:
         """Has this node leave at the next boundary; callable from any thread and signal handler.
@@ -222,6 +255,52 @@ class AgentCore:
         """Returns the last save of shards whose workers are gone."""
         return self._saved_held
 
+    def turn(self) -> tuple[View, Decision] | None:
+        """Does one cycle; returns None if an error has cut it short (rule 7).
+
+        Raises:
+            ElasticZeroError: The error says what the user or the operator must do.
+        """
+        seen = None
+        try:
+            seen = self.cycle()
+        except (StoreUnavailable, RetryError) as error:
+            self._store_failed(error)
+        except RunEnded as error:
+            self._end_run(error)
+        except ElasticZeroError:
+            self._node.stop_workers("the agent of this node ends")
+            raise
+        except Exception as error:  # noqa: BLE001 - the top of the loop
+            self._turn_failed(error)
+            return None
+        self.whole_s = self._clock()
+        return seen
+
+    def _turn_failed(self, error: Exception) -> None:
+        now_s = self._clock()
+        self._backoff_until_s = now_s + BACKOFF_S
+        if isinstance(error, OSError) and now_s - self.whole_s < MACHINE_TROUBLE_S:
+            self._listener.turn_failed(error, 0)
+            return
+        self._errors += 1
+        self._listener.turn_failed(error, self._errors)
+        name = type(error).__name__
+        if self._errors == 1:
+            self.leave(f"an unexpected error in the agent's loop ({name})")
+        if self._errors >= MAX_ERRORS:
+            self.exit_code = ExitCode.FAILED
+            self._node.stop_workers(f"the agent of this node fails ({name})")
+            self._listener.exits(
+                f"the agent ends: its loop has failed {self._errors} times, and its workers are "
+                "stopped; its log above has the errors, which are worth a report"
+            )
+
+    def _store_failed(self, error: ElasticZeroError) -> None:
+        self._listener.store_failed(error)
+        self._store.membership.note_outage(self._clock())
+        self._backoff_until_s = self._clock() + BACKOFF_S
+
     def cycle(self) -> tuple[View, Decision]:
         """Observes, decides and acts once; returns what was seen and decided at first."""
         now_s = self._clock()
@@ -233,9 +312,7 @@ class AgentCore:
                 if any(needs_fresh_view(action) for action in decision.actions):
                     self._confirm(view, decision, now_s)
             except StoreUnavailable as error:
-                self._listener.store_failed(error)
-                self._store.membership.note_outage(self._clock())
-                self._backoff_until_s = self._clock() + BACKOFF_S
+                self._store_failed(error)
             except RunEnded as error:
                 self._end_run(error)
         return view, decision

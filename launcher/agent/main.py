@@ -20,7 +20,7 @@ from elasticzero.errors import (
     StoreUnavailable,
     UserError,
 )
-from elasticzero.launcher.agent.agent import Agent
+from elasticzero.launcher.agent.agent import Agent, Instruments
 from elasticzero.launcher.agent.config import STORAGE_LIMIT_S, AgentOptions
 from elasticzero.launcher.agent.console import NAMES_SHOWN, log, log_for_node
 from elasticzero.launcher.agent.etcd_hosting import (
@@ -31,11 +31,13 @@ from elasticzero.launcher.agent.etcd_hosting import (
 )
 from elasticzero.launcher.agent.extensions import ExtensionFactory
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
+from elasticzero.launcher.agent.status import LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.job_status import page_address
 from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.observability.output import terminal
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher
 from elasticzero.launcher.protocol.documents import Done, Member
@@ -131,6 +133,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
     endpoints = coordination.endpoints
     metrics = Metrics()
     policy = options.policy
+    pulse = LoopPulse(policy.lease_ttl_s)
     metrics.identify(options.job, options.node, policy.strategy, policy.shard, policy.redundancy)
     for number in (signal.SIGTERM, *launching.signals):
         signal.signal(number, _leave_early)
@@ -138,7 +141,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
     logging_setup.context.node = options.node
     for line in launching.lines:
         log_line(line)
-    with ExitStack() as stack:
+    with terminal.in_background(), ExitStack() as stack:
         hosts = False
         if not endpoints:
             etcd = stack.enter_context(EtcdServer())
@@ -152,6 +155,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             access=coordination.access,
             observe=metrics.observe_etcd,
         )
+        store.renew_leases_while(pulse.turns)
         stack.callback(store.close)
         ended = _wait_for_store(store, options, endpoints, restart=coordination.restart)
         if ended is not None:
@@ -188,7 +192,8 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             run=run.number,
         )
         membership = Membership(run, me, int(options.policy.lease_ttl_s), store_socket)
-        agent = Agent(options, run, membership, metrics, agreed, launching.extensions)
+        instruments = Instruments(metrics=metrics, pulse=pulse)
+        agent = Agent(options, run, membership, instruments, agreed, launching.extensions)
         stack.enter_context(
             AgentServer(
                 listening,

@@ -1,14 +1,18 @@
-"""Records what happens to one agent: in its event log, its metrics, and on its console."""
+"""Records what happens to one agent: in its event log, its metrics, and on its console.
+
+The agent's loop calls it. An error in it is logged, and concerns nothing else; what takes long is
+done in the background (`observability/output.py`).
+"""
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from elasticzero.errors import ElasticZeroError, ExitCode
+from elasticzero.errors import ElasticZeroError, ExitCode, one_line
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Attached,
@@ -33,6 +37,7 @@ from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.observability.job_metrics import job_exposition
 from elasticzero.launcher.observability.metrics import Metrics
+from elasticzero.launcher.observability.output import contained, terminal
 from elasticzero.launcher.observability.recovery.record import RecoveryRecord
 from elasticzero.launcher.protocol.actions import Decision, WriteWorld
 from elasticzero.launcher.protocol.documents import Done, Failure, World
@@ -58,10 +63,8 @@ FRESH_S = 10.0
 differ by less."""
 
 
-def _repeat(text: str) -> None:
-    with suppress(OSError):
-        sys.stdout.write(text)
-        sys.stdout.flush()
+log = logging.getLogger(__name__)
+recorded = contained("a record of what the agent does")
 
 
 class AgentReporter:
@@ -87,7 +90,9 @@ class AgentReporter:
         self._compute_times = compute_times
         self._events = events
         self._metrics = metrics
-        self._tail = LogTail(_repeat)
+        self._tail = LogTail(terminal.repeat, terminal.takes_output)
+        self._tee_waits = False
+        """True if a piece of work that repeats the workers' output waits."""
         self._notice: PreemptionNotice | None = None
         self._world: World | None = None
         self._latest = Latest(began_s=time.monotonic())
@@ -108,14 +113,17 @@ class AgentReporter:
         self._decided_s = time.monotonic()
         """Time of the last turn of the agent's loop."""
 
-    def note(self, event: EventName, **fields: Any) -> None:
+    @recorded
+    def note(self, event: EventName, /, **fields: Any) -> None:
         self._events.write(event, **fields)
 
+    @recorded
     def registered(self, incarnation: str, run: int) -> None:
         """Records that the node is registered for a run: the job's time counts from now."""
         self.note("registered", incarnation=incarnation, run=run)
         self._time = TimeAccount(time.monotonic())
 
+    @recorded
     def decided(self, view: View, decision: Decision) -> None:
         """Logs the reason when it changes; counts what changed in the world."""
         now_s = time.monotonic()
@@ -168,6 +176,7 @@ class AgentReporter:
             self._time.waits(why, now_s)
             self.note("waiting", why=why)
 
+    @recorded
     def time_spent(self, view: View, following: World) -> TimeSpent | None:
         """Returns where the job's time has gone, for the world that is to follow."""
         step, until = following.resume.step, time.time()
@@ -203,6 +212,7 @@ class AgentReporter:
         self.console.world(world, session=self._session)
         self.console.quarantined(world)
 
+    @recorded
     def starting(self, world: World, index: int, now_s: float) -> None:
         """Records that the workers of a generation start.
 
@@ -227,10 +237,12 @@ class AgentReporter:
             ranks=list(range(first, first + member.nproc)),
         )
 
+    @recorded
     def started(self, group: WorkerGroup) -> None:
         self.note("started", pids=[worker.pid for worker in group.workers], kept=group.reused)
         self._metrics.workers_running.set(len(group.workers))
 
+    @recorded
     def received(self, group: WorkerGroup, received: Iterable[Received], now_s: float) -> None:
         """Records messages of workers.
 
@@ -266,7 +278,9 @@ class AgentReporter:
                         slowest = {"slowest_local_rank": rank, "compute_s": own_s}
                         self.note("step", **field_values(message) | at | slowest)
                 case Logged():
-                    self.note("log", rank=worker.rank, step=message.step, **message.scalars)
+                    # The script chooses the scalars' names, and may take one of ours.
+                    place = {"rank": worker.rank, "step": message.step}
+                    self.note("log", **{**place, **message.scalars, **place})
                 case Captured():
                     if local == 0:
                         kind = stall_of(message.checkpoint or message.direct)
@@ -287,6 +301,7 @@ class AgentReporter:
                     self._metrics.workers_running.set(running)
         self._tee(group, last=False)
 
+    @recorded
     def snapshot_held(self, held: SnapshotHeld) -> None:
         """Records that this node holds its part of a snapshot, or could not take it."""
         self.note("kept", **field_values(held))
@@ -296,6 +311,7 @@ class AgentReporter:
         else:
             self.console.log_line(f"the snapshot of step {held.step} is not kept: {held.error}")
 
+    @recorded
     def saved(self, finished: SaveFinished) -> None:
         """Records that a save has ended here."""
         self.note("saved", **field_values(finished))
@@ -318,11 +334,13 @@ class AgentReporter:
         if finished.tags:
             self.console.tagged(finished.step, finished.tags)
 
+    @recorded
     def tagged(self, tagged: Tagged) -> None:
         """Records that tags name a step that was saved before, or why they do not."""
         self.note("tagged", **field_values(tagged))
         self.console.tagged(tagged.step, tagged.tags, tagged.error)
 
+    @recorded
     def save_failed(self, failed: SaveFailed) -> None:
         """Records that a save of the newest state failed; prints it if the error is another."""
         self.note("save_failed", **field_values(failed))
@@ -342,16 +360,26 @@ class AgentReporter:
         return self._options.console.repeated_streams(worker.local_rank) != 0
 
     def _tee(self, group: WorkerGroup, *, last: bool) -> None:
-        for worker in group.workers:
-            self._tail.follow(
-                worker, self._options.console.repeated_streams(worker.local_rank), last=last
-            )
+        """Has the workers' new output repeated."""
+        if self._tee_waits and not last:
+            return
+        pairs = [(w, self._options.console.repeated_streams(w.local_rank)) for w in group.workers]
+        followed = [(worker, streams) for worker, streams in pairs if streams]
+        if followed:
+            self._tee_waits = terminal.do(partial(self._follow, followed, last))
 
+    def _follow(self, followed: Sequence[tuple[Worker, int]], last: bool) -> None:
+        self._tee_waits = False
+        for worker, streams in followed:
+            self._tail.follow(worker, streams, last=last)
+
+    @recorded
     def examined(self, group: WorkerGroup, failure: Failure) -> None:
         """Records what was found about a worker that makes no step."""
         self.note("looked", generation=group.generation, **field_values(failure))
         self.console.examined(group, failure)
 
+    @recorded
     def outlasted(self, group: WorkerGroup, now_s: float) -> None:
         """Records once a generation that workers have finished and others of its world run on."""
         if self._logged_outlasted == group.generation or self._done is not None:
@@ -362,30 +390,55 @@ class AgentReporter:
             self.note("outlasted", ranks=[w.rank for w in ended])
             self.console.outlasted(group, ended, now_s)
 
+    @recorded
     def stuck_at_exit(self, worker: Worker, limit_s: float) -> None:
         """Records that a process was killed that did not end although its script had."""
         self.note("stuck_at_exit", rank=worker.rank, exit_code=worker.script_exit_code)
         self.console.stuck_at_exit(worker, limit_s)
 
+    @recorded
     def retired(self, group: WorkerGroup) -> None:
         """Prints the rest of a group's output."""
         self._tee(group, last=True)
 
+    @recorded
     def notice(self, notice: PreemptionNotice) -> None:
         """Records that this node is to leave."""
         left_s = None if notice.by_s is None else round(notice.by_s - notice.received_s, 3)
         self.note("notice", reason=notice.reason, left_s=left_s)
         self.console.log_line(f"{notice.reason}: leaving at the next boundary between steps")
 
+    @recorded
     def exits(self, reason: str) -> None:
         """Records the reason for which the agent ends."""
         self.console.log_line(reason)
 
+    @recorded
     def store_recovery(self, text: str) -> None:
         """Records that etcd has lost its data, or that the agent wrote the data anew."""
         self.note("store_recovery", message=text)
         self.console.log_line(text)
 
+    @recorded
+    def turn_failed(self, error: Exception, failures: int) -> None:
+        """Records an unexpected error in the agent's loop, or one of the machine that may pass.
+
+        Args:
+            error: The error.
+            failures: Number of turns that have failed so far; 0: this one may pass.
+        """
+        if failures:
+            log.error("an unexpected error in the agent's loop", exc_info=error)
+        elif self.console.is_due("machine"):
+            self.console.log_line(
+                f"this machine refuses what the agent needs, which tries again: {one_line(error)}",
+                level=logging.WARNING,
+            )
+        else:
+            return
+        self.note("loop_error", message=one_line(error), failures=failures)
+
+    @recorded
     def store_failed(self, error: ElasticZeroError) -> None:
         """Records that a write to etcd has failed; prints it now and then while it is retried."""
         if self.console.store_failed(str(error)):
@@ -399,6 +452,7 @@ class AgentReporter:
         """Returns what `/metrics/job` serves: nothing where this agent does not lead."""
         return job_exposition(job_state(self._options, view, self._latest, self._compute_times()))
 
+    @recorded
     def close(self, code: ExitCode | None) -> None:
         """Records the end of the agent; if the job failed, prints the error that caused it,
         once."""

@@ -1,10 +1,11 @@
-"""Makes an agent's answers to `/status` and, where it leads the job, to `/metrics/job`."""
+"""Makes an agent's answers to `/healthz`, `/status` and, where it leads the job, `/metrics/job`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from elasticzero.ipc.messages import Logged, Message, Stepped
@@ -88,13 +89,61 @@ class Latest:
         self.checkpoint_step, self.checkpoint_time = step, time.time()
 
 
+class LoopPulse:
+    """Tells whether the agent's loop turns, for the agent's health and for its lease.
+
+    Other threads answer requests and renew the lease. Without this they would go on to do so for a
+    loop that stands still, and the other nodes would wait for it.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Creates the pulse of a loop that has not begun.
+
+        Args:
+            limit_s: Age of the last turn, in seconds, beyond which the loop stands still.
+            clock: Returns the present time in seconds; it never goes back.
+        """
+        self._limit_s = limit_s
+        self._clock = clock
+        self._turned_s: float | None = None
+
+    def turned(self, at_s: float) -> None:
+        """Notes the time of a turn, on the clock."""
+        self._turned_s = at_s
+
+    def ended(self) -> None:
+        """Notes that the loop has ended: what follows may take as long as it needs."""
+        self._turned_s = None
+
+    @property
+    def age_s(self) -> float:
+        """Returns the age of the last turn; 0 before the loop has begun, and once it has ended."""
+        turned_s = self._turned_s
+        return 0.0 if turned_s is None else self._clock() - turned_s
+
+    def turns(self) -> bool:
+        """Returns whether the loop turns, or has no need to; callable from any thread."""
+        return self.age_s <= self._limit_s
+
+    def answer(self) -> Answer:
+        """Returns what `/healthz` answers."""
+        if self.turns():
+            return Answer(content=b"ok\n")
+        text = f"the agent's loop has stood still for {self.age_s:.1f} s\n"
+        return Answer(content=text.encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+
 def agent_routes(
-    metrics: Metrics, status: Callable[[], Mapping[str, Any]], job_metrics: Callable[[], bytes]
+    metrics: Metrics,
+    pulse: LoopPulse,
+    status: Callable[[], Mapping[str, Any]],
+    job_metrics: Callable[[], bytes],
 ) -> dict[str, Route]:
     """Returns what every agent serves, by path.
 
     Args:
         metrics: metrics of the node.
+        pulse: tells whether the agent's loop turns.
         status: returns what is served at `/status`.
         job_metrics: returns the metrics of the whole job.
     """
@@ -107,7 +156,7 @@ def agent_routes(
             answer=lambda query: Answer(content=job_metrics(), kind=CONTENT_TYPE),
             served_to="everyone",
         ),
-        "/healthz": Route(answer=lambda query: Answer(content=b"ok\n"), served_to="everyone"),
+        "/healthz": Route(answer=lambda query: pulse.answer(), served_to="everyone"),
         STATUS: Route(
             answer=lambda query: json_answer(status(), indent=2), served_to="status readers"
         ),

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from elasticzero.launcher.observability.events import EventName
+from elasticzero.launcher.observability.output import CLOSE_S, contained, terminal
 
 EVENTS_FILE = "events.jsonl"
 JOB_WIDE: frozenset[EventName] = frozenset(
@@ -25,6 +28,10 @@ JOB_WIDE: frozenset[EventName] = frozenset(
 """Events that tell the course of the whole job, and come a few times in a generation."""
 KEPT_BYTES = 1 << 20
 """Bytes of job-wide events that a log keeps in memory besides the file: the newest ones."""
+NEWEST_S = 0.5
+"""Seconds for which whoever asks for the newest events waits for those that are not written yet."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,11 @@ class LogPart:
 
 
 class EventLog:
-    """Appends events; each line is written whole, so a reader never sees half of one."""
+    """Appends events; each line is written whole, so a reader never sees half of one.
+
+    An agent writes them in the background. What cannot be written, as on a full disk, is left out
+    and counted: no training needs it.
+    """
 
     def __init__(
         self, directory: Path, listeners: Sequence[Callable[[Mapping[str, Any]], None]] = ()
@@ -57,28 +68,83 @@ class EventLog:
         """
         self._listeners = tuple(listeners)
         directory.mkdir(parents=True, exist_ok=True)
+        self._folders = [(folder, _mode(folder)) for folder in (directory, *directory.parents)]
+        """The directory and those above it, each with its mode."""
         self.path = directory / EVENTS_FILE
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._fd = os.open(self.path, _APPEND, 0o644)
         self._end = os.fstat(self._fd).st_size
         self._kept: deque[tuple[int, bytes]] = deque()
         """Job-wide events, each with its place in the file."""
         self._kept_bytes = 0
+        self._lost = 0
+        """Number of events that could not be written since the last one that was."""
+        self._lost_why = ""
 
-    def write(self, event: EventName, **fields: Any) -> None:
+    def write(self, event: EventName, /, **fields: Any) -> None:
         """Writes an event; `time` is this machine's wall clock in seconds, to be compared on one
         machine only."""
-        record = {"time": time.time(), "event": event, **fields}
+        record = {"time": time.time(), "event": event}
+        record = record | fields | record
+        terminal.do(partial(self._write, record))
+        for listen in self._listeners:
+            with contained("what follows the agent's events"):
+                listen(record)
+
+    def restore(self) -> None:
+        """Makes the directory and the file again if somebody has deleted them."""
+        terminal.do(self._restore)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
         data = json.dumps(record, default=str).encode() + b"\n"
-        with suppress(OSError):  # a full disk must not end a training that does not need the log
+        self._restore()
+        if self._lost:
+            lost = {"event": "events_lost", "count": self._lost, "error": self._lost_why}
+            data = json.dumps({"time": time.time(), **lost}).encode() + b"\n" + data
+        try:
             written = os.write(self._fd, data)
-            if event in JOB_WIDE:
-                self._kept.append((self._end, data))
-                self._kept_bytes += len(data)
-            self._end += written
+            if written < len(data):
+                os.ftruncate(self._fd, self._end)
+                raise OSError(0, "there is no room for a whole line")
+        except OSError as error:
+            self._lose(error)
+            return
+        if self._lost:
+            log.info("%s is written again; %d events are left out", self.path, self._lost)
+            self._lost = 0
+        if record["event"] in JOB_WIDE:
+            self._kept.append((self._end, data))
+            self._kept_bytes += len(data)
+        self._end += written
         while self._kept_bytes > KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
-        for listen in self._listeners:
-            listen(record)
+
+    def _lose(self, error: OSError) -> None:
+        self._lost_why = error.strerror or str(error)
+        self._lost += 1
+        if self._lost == 1:
+            log.warning(
+                "%s cannot be written: %s; training goes on without it, and so it does where the "
+                "workers' output cannot be written",
+                *(self.path, self._lost_why),
+            )
+
+    def _restore(self) -> None:
+        if os.fstat(self._fd).st_nlink > 0:
+            return
+        try:
+            for folder, mode in reversed(self._folders):
+                if not folder.exists():
+                    folder.mkdir(exist_ok=True)
+                    folder.chmod(mode)
+            fd = os.open(self.path, _APPEND, 0o644)
+        except OSError as error:
+            log.debug("%s cannot be made again: %s", self.path, error)
+            return
+        os.dup2(fd, self._fd, inheritable=False)
+        os.close(fd)
+        self._end = os.fstat(self._fd).st_size
+        self._kept = deque((-1, data) for _, data in self._kept)
+        log.warning("somebody deleted %s, which is made again", self.path)
 
     def newest(self, most_bytes: int) -> LogPart:
         """Returns the newest part of the log, at most so many bytes of whole lines, and before it
@@ -87,6 +153,7 @@ class EventLog:
         So the newest generation is known even where one has made steps for days. Raises
         `FileNotFoundError` if the file is gone.
         """
+        terminal.flush(NEWEST_S)
         file = self.path.open("rb")
         stop = os.fstat(file.fileno()).st_size
         start = max(0, stop - most_bytes)
@@ -98,7 +165,16 @@ class EventLog:
         return LogPart(head, file, start, stop)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Closes the file, once all is written."""
+        terminal.do(partial(os.close, self._fd))
+        terminal.flush(CLOSE_S)
+
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+
+
+def _mode(folder: Path) -> int:
+    return stat.S_IMODE(folder.stat().st_mode)
 
 
 class EventReader:

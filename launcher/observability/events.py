@@ -46,6 +46,8 @@ EventName = Literal[
     "stuck_at_exit",
     "store_trouble",
     "store_recovery",
+    "loop_error",
+    "events_lost",
     "exit",
     "error",
 ]
@@ -362,6 +364,18 @@ EVENTS: Mapping[EventName, EventSpec] = {
     "store_recovery": EventSpec(
         "etcd has lost its data, or an agent has written to it again what it had lost.",
         {"message": "what happened"},
+    ),
+    "loop_error": EventSpec(
+        "An unexpected error has ended a turn of the agent's loop, or one of the machine that may "
+        "pass, such as too many open files.",
+        {
+            "message": "the error",
+            "failures": "turns that have failed by an unexpected error so far; 0: it may pass",
+        },
+    ),
+    "events_lost": EventSpec(
+        "Events could not be written before this one, as on a full disk.",
+        {"count": "how many", "error": "why the last of them could not be written"},
     ),
     "exit": EventSpec(
         "The agent ends; only `error` may follow.",

@@ -2,6 +2,7 @@
 
 It is set up once, by the command, on the logger of this package. The logging of the training script
 is untouched. Lines go to standard error; if it cannot be written, a line is lost and nothing else.
+An agent writes them in the background: see `output.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from elasticzero.launcher.observability.output import terminal
 from elasticzero.log_output import PACKAGE_LOGGER, MessageHandler
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -59,6 +62,15 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
+class TerminalHandler(MessageHandler):
+    """Writes each record on the terminal of this process, without a wait where that is an
+    agent's."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):  # a note that cannot be formatted must not end what it tells of
+            terminal.log_line(self.format(record) + "\n")
+
+
 def set_up(node: str = "", level: str = "info", format: str = "text") -> None:
     """Has the records of this package written on standard error; a second call replaces the first.
 
@@ -71,7 +83,7 @@ def set_up(node: str = "", level: str = "info", format: str = "text") -> None:
     logger = logging.getLogger(PACKAGE_LOGGER)
     for handler in [h for h in logger.handlers if isinstance(h, MessageHandler)]:
         logger.removeHandler(handler)
-    handler = MessageHandler()
+    handler = TerminalHandler()
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logger.addHandler(handler)
     logger.setLevel(level.upper())

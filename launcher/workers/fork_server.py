@@ -33,7 +33,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from elasticzero.errors import UserError, is_final, is_peer_error, one_line, script_traceback
-from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE, Channel, ChannelClosed
+from elasticzero.ipc.channel import (
+    CHANNEL_FD_VARIABLE,
+    WAKEUP_FD_VARIABLE,
+    Channel,
+    ChannelClosed,
+    readable,
+)
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Message, ScriptEnded
 from elasticzero.launcher.workers.script_exit import exit_process
@@ -419,7 +425,7 @@ class ForkServer:
         """Returns (process id, exit code) of every worker that exited since the last call; does
         not wait."""
         answers, self._pending = self._pending, []
-        while select.select([self._socket], [], [], 0)[0]:
+        while readable([self._socket.fileno()], 0):
             answers.append(self._receive())
         return [(answer.ended, answer.status) for answer in answers if answer.ended is not None]
 

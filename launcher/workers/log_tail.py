@@ -5,6 +5,7 @@ This file stands apart from `console_output.py`, which decides what is repeated,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,17 @@ from pathlib import Path
 from elasticzero.launcher.workers.console_output import ALL, ERR, OUT
 from elasticzero.launcher.workers.process import Worker
 
-TAIL_BYTES = 1 << 20
+TAIL_BYTES = 1 << 18
+"""Maximum number of bytes of one log that are read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Says how far a log file has been read."""
+
+    offset: int
+    inode: int | None = None
+    """Number of the file; None: it has not been read yet."""
 
 
 @dataclass(slots=True)
@@ -20,7 +31,9 @@ class LogTail:
     """Follows the workers' log files, and passes each new whole line to `write`."""
 
     write: Callable[[str], object]
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    takes_more: Callable[[], bool] = lambda: True
+    """Returns whether `write` takes more at once; else the lines stay in the file until later."""
+    _positions: dict[Path, Position] = field(default_factory=dict)
 
     def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
         """Writes the lines that a worker's logs have got since the last call, with its `[rank]`.
@@ -28,7 +41,7 @@ class LogTail:
         Args:
             worker: The worker.
             streams: The streams that are repeated, as bits.
-            last: Whether to write a last line that has no end, too.
+            last: Whether to write all that is there, also a last line that has no end.
         """
         if streams & OUT and worker.stdout_log is not None:
             self._follow(worker.rank, worker.stdout_log, worker.stdout_start, last)
@@ -36,15 +49,39 @@ class LogTail:
             self._follow(worker.rank, worker.log, worker.log_start, last)
 
     def _follow(self, rank: int, log: Path, start: int, last: bool) -> None:
-        offset = self._offsets.setdefault(log, start)
-        try:
-            with log.open("rb") as file:
-                file.seek(offset)
-                data = file.read(TAIL_BYTES)
-        except FileNotFoundError:
-            return
-        whole = last or len(data) == TAIL_BYTES
-        end = len(data) if whole else data.rfind(b"\n") + 1
-        self._offsets[log] = offset + end
-        for line in data[:end].decode(errors="replace").splitlines():
-            self.write(f"[{rank}] {line}\n")
+        """Writes what is new in a log.
+
+        Args:
+            rank: Rank of the worker, which begins each line.
+            log: The file. One that cannot be opened now, as with too many open files, is read at
+                the next call.
+            start: Place in the file where this worker's output begins.
+            last: Whether to write all that is there.
+        """
+        while self.takes_more():
+            position = self._positions.get(log, Position(start))
+            try:
+                with log.open("rb") as file:
+                    position = _position_in(file.fileno(), position)
+                    file.seek(position.offset)
+                    data = file.read(TAIL_BYTES)
+            except OSError:
+                return
+            end = data.rfind(b"\n") + 1
+            is_end = len(data) < TAIL_BYTES
+            if last if is_end else not end:
+                end = len(data)
+            self._positions[log] = Position(position.offset + end, position.inode)
+            for line in data[:end].decode(errors="replace").splitlines():
+                self.write(f"[{rank}] {line}\n")
+            if is_end or not last:
+                return
+
+
+def _position_in(fd: int, position: Position) -> Position:
+    """Returns the position in an open file: its beginning where it is another file than before, or
+    was cut off since."""
+    status = os.fstat(fd)
+    another = position.inode is not None and position.inode != status.st_ino
+    offset = 0 if another or status.st_size < position.offset else position.offset
+    return Position(offset, status.st_ino)

@@ -327,10 +327,16 @@ class Agent:
     def store_failed(self, error: ElasticZeroError) -> None:
         return
 
+    def turn_failed(self, error: Exception, failures: int) -> None:
+        raise error
+
     def exits(self, reason: str) -> None:
         return
 
     # -- what the loop asks of this node
+
+    def stop_workers(self, reason: str) -> None:
+        raise AssertionError(f"{self.host.name}: {reason}")
 
     def poll(self, now_s: float) -> None:
         """Workers' messages are part of what the group shows."""

@@ -16,6 +16,8 @@ from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, r
 log = logging.getLogger(__name__)
 
 
+PAUSED_S = 0.1
+"""Seconds between two looks at whether a lease is to be renewed again."""
 UNANSWERED = 3
 """Number of requests in a row without an answer, a TTL in all, after which a stream is ended."""
 
@@ -35,6 +37,7 @@ class EtcdLease:
         *,
         granted: Any,
         requested_s: float,
+        renews: Callable[[], bool] = lambda: True,
     ) -> None:
         """Takes over a granted lease.
 
@@ -44,6 +47,7 @@ class EtcdLease:
             on_lost: Called when etcd no longer has the lease.
             granted: etcd's response.
             requested_s: Time of the request, monotonic.
+            renews: Returns whether the lease is to be renewed now.
         """
         self.id: int = granted.ID
         self.ttl_s: int = max(granted.TTL, ttl_s)
@@ -51,6 +55,7 @@ class EtcdLease:
         self.confirmed_s = requested_s
         self._connection = connection
         self._on_lost = on_lost
+        self._renews = renews
         self._interval_s = self.ttl_s / 3
         self._late_s = max(self.ttl_s / 6, 0.5)
         self._failures = 0
@@ -124,9 +129,20 @@ class EtcdLease:
         The stream ends if too many requests have no response, or if there is another endpoint.
         """
         while not over.is_set() and not self._over():
+            if not self._renews():
+                self._wait_for_holder(over)
+                continue
             sent_s.append(time.monotonic())
             yield rpc.LeaseKeepAliveRequest(ID=self.id)
             over.wait(self._interval_s)
             if sent_s and not over.is_set():
                 last = len(sent_s) >= UNANSWERED
                 self._connection.record_timeout("keepalive", self._stream, end=last)
+
+    def _wait_for_holder(self, over: threading.Event) -> None:
+        """Waits until the lease is to be renewed again; meanwhile it may run out."""
+        over.wait(PAUSED_S)  # a process that was suspended needs a moment
+        if not self._renews():
+            log.warning("lease %x is not renewed: the agent's loop stands still", self.id)
+        while not self._renews() and not over.is_set() and not self._over():
+            over.wait(PAUSED_S)

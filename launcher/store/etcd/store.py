@@ -89,6 +89,7 @@ class EtcdStore:
         self._keys = Keyspace(prefix)
         self._watches = WatchMultiplexer(self._connection, self._keys, self._read)
         self._leases: dict[int, EtcdLease] = {}
+        self._renews: Callable[[], bool] = lambda: True
         self._lock = threading.Lock()
 
     @property
@@ -162,13 +163,23 @@ class EtcdStore:
         # A grant that is repeated may leave a lease behind that nobody uses; it runs out.
         granted, _ = self._retried("lease", "LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
         lease = EtcdLease(
-            self._connection, ttl_s, on_lost, granted=granted, requested_s=requested_s
+            self._connection,
+            ttl_s,
+            on_lost,
+            granted=granted,
+            requested_s=requested_s,
+            renews=self._renews,
         )
         with self._lock:
             self._leases = {i: kept for i, kept in self._leases.items() if kept.thread.is_alive()}
             self._leases[lease.id] = lease
             lease.thread.start()
         return lease
+
+    def renew_leases_while(self, condition: Callable[[], bool]) -> None:
+        """Has the leases that are taken from now on renewed only while the condition holds; their
+        threads call it."""
+        self._renews = condition
 
     def close(self) -> None:
         self._connection.close()

@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable, UserError
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.agent.core import BACKOFF_S, AgentCore, StoreSide
+from elasticzero.launcher.agent.core import (
+    BACKOFF_S,
+    MACHINE_TROUBLE_S,
+    MAX_ERRORS,
+    AgentCore,
+    StoreSide,
+)
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
@@ -54,6 +60,8 @@ class NodeWithoutProcesses:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.fails_at: dict[str, Exception] = {}
+        """Errors that the node's methods raise, by their names."""
         self.changed = threading.Event()
         self.now_s = time.monotonic()
         self.server = MemoryServer(time.monotonic)
@@ -84,19 +92,25 @@ class NodeWithoutProcesses:
         deadline_s = time.monotonic() + DEADLINE_S
         while asked not in self.asked:
             assert time.monotonic() < deadline_s, self.asked
-            self.core.cycle()
+            self.core.turn()
             self.now_s += 0.01
             self.changed.wait(0.01)
             self.changed.clear()
 
+    def _fail(self, name: str) -> None:
+        if name in self.fails_at:
+            raise self.fails_at[name]
+
     def held(self) -> tuple[Any, ...]:
+        self._fail("held")
         return ()
 
     def keep_only(self, keep: object) -> None:
         self.asked.append("keep")
+        self._fail("keep_only")
 
     def poll(self, now_s: float) -> None:
-        return
+        self._fail("poll")
 
     def wake(self) -> None:
         self.changed.set()
@@ -109,9 +123,11 @@ class NodeWithoutProcesses:
 
     def retire(self, world: World) -> None:
         self.asked.append("retire")
+        self._fail("retire")
 
     def start(self, world: World, index: int, now_s: float) -> None:
         self.asked.append("start")
+        self._fail("start")
 
     def save_held(self, held: SaveHeldSnapshot) -> None:
         self.asked.append("save")
@@ -120,10 +136,17 @@ class NodeWithoutProcesses:
         return
 
     def decided(self, view: View, decision: Decision) -> None:
+        self._fail("decided")
         assert view.workers == WorkerGroupState()
 
     def store_failed(self, error: ElasticZeroError) -> None:
         self.asked.append("trouble")
+
+    def turn_failed(self, error: Exception, failures: int) -> None:
+        self.asked.append(f"failed {failures}: {error}")
+
+    def stop_workers(self, reason: str) -> None:
+        self.asked.append("stop workers")
 
     def exits(self, reason: str) -> None:
         self.asked.append("leave")
@@ -208,3 +231,57 @@ def test_an_odd_document_keeps_no_job_from_its_world(key: str, node: NodeWithout
     node.store.write({key: b"not json"})
     node.cycles_until("start")
     assert node.core.exit_code is None
+
+
+RAISING = ("poll", "held", "decided", "retire", "keep_only", "start")
+"""Methods of the node that the loop calls before there are workers."""
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_an_unexpected_error_is_a_leave(node: NodeWithoutProcesses, name: str) -> None:
+    """It killed the node at once, whatever raised it."""
+    node.fails_at[name] = KeyError("generation")
+    node.cycles_until("failed 1: 'generation'")
+    node.fails_at.clear()
+    node.cycles_until("leave")
+    assert node.core.exit_code == ExitCode.LEFT
+    assert node.core.notice is not None and "KeyError" in node.core.notice.reason
+    assert "stop workers" not in node.asked
+
+
+@pytest.mark.parametrize("name", ["poll", "held", "decided"])
+def test_a_loop_that_fails_again_stops_its_workers(node: NodeWithoutProcesses, name: str) -> None:
+    node.fails_at[name] = RuntimeError("odd")
+    node.cycles_until("leave")
+    failed = [f"failed {count}: odd" for count in range(1, MAX_ERRORS + 1)]
+    assert node.asked == [*failed, "stop workers", "leave"]
+    assert node.core.exit_code == ExitCode.FAILED
+
+
+def test_too_many_open_files_may_pass(node: NodeWithoutProcesses) -> None:
+    """EMFILE while memory was looked at, as with many idle connections, killed the node."""
+    node.fails_at["held"] = OSError(24, "Too many open files")
+    until_s = node.now_s + MACHINE_TROUBLE_S / 2
+    while node.now_s < until_s:
+        assert node.core.turn() is None
+        node.now_s += 0.1
+    assert set(node.asked) == {"failed 0: [Errno 24] Too many open files"}
+    assert node.core.whole_s < until_s - MACHINE_TROUBLE_S / 3
+    node.fails_at.clear()
+    node.cycles_until("start")
+    assert node.core.exit_code is None and node.core.notice is None
+
+
+def test_trouble_of_the_machine_that_stays_ends_the_agent(node: NodeWithoutProcesses) -> None:
+    node.fails_at["held"] = OSError(24, "Too many open files")
+    while node.core.exit_code is None:
+        node.core.turn()
+        node.now_s += 0.5
+    assert node.asked[-2:] == ["stop workers", "leave"]
+
+
+def test_an_error_for_the_user_stops_the_workers_first(node: NodeWithoutProcesses) -> None:
+    node.fails_at["poll"] = UserError("another token is given here")
+    with pytest.raises(UserError, match="another token"):
+        node.core.turn()
+    assert node.asked == ["stop workers"]

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Captured,
     DataChanged,
+    Logged,
     MemoryShort,
     Restored,
     SnapshotHeld,
@@ -140,9 +142,51 @@ def test_trouble_with_etcd_is_not_told_at_every_try(
     """While etcd was away the event log grew by four lines a second."""
     for _ in range(3):
         reporter.store_failed(StoreUnavailable("etcd at 127.0.0.1:1 does not answer"))
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = events_in(tmp_path)
     assert [event["event"] for event in events].count("store_trouble") == 1
     assert capsys.readouterr().err.count("does not answer") == 1
+
+
+def events_in(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_scalars_may_have_the_names_of_fields(reporter: AgentReporter, tmp_path: Path) -> None:
+    """`session.log(rank=…)`, or `event=…`, ended the node with a TypeError in its loop."""
+    group, worker = group_of(tmp_path / "0.log")
+    scalars = {"rank": 7.0, "event": 8.0, "time": 9.0, "self": 1.0, "loss": 0.5}
+    reporter.received(group, [(worker, Logged(step=3, scalars=scalars))], 0.0)
+    (event,) = (event for event in events_in(tmp_path) if event["event"] == "log")
+    assert (event["rank"], event["step"], event["loss"]) == (0, 3, 0.5)
+
+
+def test_an_error_in_a_record_does_not_reach_the_loop(
+    reporter: AgentReporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    group, worker = group_of(tmp_path / "0.log")
+    step = Stepped(step=7, at_s=1e12, step_s=0.1, data_wait_s=0.0, samples=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(reporter.console, "progress_resumed", refuse)
+        reporter.received(group, [(worker, step)], 0.0)
+    reporter.received(group, [(worker, step)], 0.0)
+    assert [event["event"] for event in events_in(tmp_path)].count("step") == 1
+
+
+def test_errors_of_the_loop_are_recorded(
+    reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(3):
+        reporter.turn_failed(OSError(24, "Too many open files"), 0)
+    reporter.turn_failed(KeyError("generation"), 1)
+    failed = [event for event in events_in(tmp_path) if event["event"] == "loop_error"]
+    assert [event["failures"] for event in failed] == [0, 1]
+    assert failed[1]["message"] == "KeyError: 'generation'"
+    printed = capsys.readouterr().err
+    assert printed.count("Too many open files") == 1
+    assert "an unexpected error in the agent's loop\n" in printed and "KeyError" in printed
 
 
 def test_events_made_of_messages_have_their_documented_fields(
@@ -166,7 +210,7 @@ def test_events_made_of_messages_have_their_documented_fields(
     failed = SaveFailed(step=2, generation=1, error="no", newest=None, pause_s=0.1)
     reporter.save_failed(failed)
     reporter.examined(group, Failure(rank=0, blame="hung", message="no step"))
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = events_in(tmp_path)
     fields = {event["event"]: event.keys() - {"event", "time"} for event in events}
     assert len(fields) == 13
     assert fields == {name: EVENTS[name].fields.keys() for name in fields}

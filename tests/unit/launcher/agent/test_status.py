@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Logged, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.status import Latest, agent_status, job_state
+from elasticzero.launcher.agent.status import Latest, LoopPulse, agent_status, job_state
 from elasticzero.launcher.protocol.documents import Done, Member, NodeStrikes, World
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -125,3 +126,23 @@ def test_progress_counts_from_the_begin_before_a_step(options: AgentOptions) -> 
 def test_the_status_has_each_workers_own_time(options: AgentOptions, latest: Latest) -> None:
     status = agent_status(options, VIEW, latest, leaving=False)
     assert status["compute_s"] == {"0": 0.5, "1": 1.0}
+
+
+def test_health_is_the_age_of_the_last_turn() -> None:
+    """`/healthz` said ok for a loop that stood still in a write to a pipe."""
+    now_s = 100.0
+    pulse = LoopPulse(5.0, lambda: now_s)
+    assert pulse.turns() and pulse.answer().status == HTTPStatus.OK  # it has not begun
+    pulse.turned(now_s)
+    now_s += 5.0
+    assert pulse.turns() and pulse.answer().content == b"ok\n"
+    now_s += 0.1
+    assert not pulse.turns()
+    answer = pulse.answer()
+    assert answer.status == HTTPStatus.SERVICE_UNAVAILABLE
+    assert answer.content == b"the agent's loop has stood still for 5.1 s\n"
+    pulse.turned(now_s)
+    assert pulse.turns()
+    now_s += 60.0
+    pulse.ended()  # the end saves what there is, and takes what it needs
+    assert pulse.turns() and pulse.answer().status == HTTPStatus.OK

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +91,74 @@ def test_an_agent_that_came_back_appends_to_its_log(tmp_path: Path) -> None:
     log.path.unlink()
     with pytest.raises(FileNotFoundError):
         log.newest(10)
+
+
+@pytest.mark.parametrize("written_bytes", [0, 20])
+def test_a_full_disk_costs_events_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    written_bytes: int,
+) -> None:
+    """Events are counted, said, and no half of a line stays."""
+    caplog.set_level(logging.INFO)
+    write = os.write
+
+    def run_full(fd: int, data: bytes) -> int:
+        if not written_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data[:written_bytes])
+
+    log = EventLog(tmp_path)
+    log.write("world", generation=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", run_full)
+        log.write("step", step=1)
+        log.write("step", step=2)
+    log.write("world", generation=2)
+    events, _ = newest(log, 10_000)
+    assert [event["event"] for event in events] == ["world", "events_lost", "world"]
+    assert (events[1]["count"] == 2 and "room" in events[1]["error"]) or "space" in events[1][
+        "error"
+    ]
+    assert ["cannot be written" in r.message for r in caplog.records] == [True, False]
+    assert "2 events are left out" in caplog.records[1].message
+    log.close()
+
+
+@pytest.mark.parametrize("delete", [lambda path: shutil.rmtree(path.parent.parent), Path.unlink])
+def test_a_deleted_directory_comes_back(tmp_path: Path, delete: Callable[[Path], None]) -> None:
+    """Its modes are as before, and those who read the newest part still learn the generation."""
+    directory = tmp_path / "job" / "node"
+    directory.mkdir(parents=True)
+    directory.chmod(0o2750)
+    directory.parent.chmod(0o711)
+    log = EventLog(directory)
+    log.write("world", generation=1)
+    delete(log.path)
+    log.write("step", step=1)
+    events, _ = newest(log, 10_000)
+    assert [event["event"] for event in events] == ["world", "step"]
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o2750
+    assert stat.S_IMODE(directory.parent.stat().st_mode) == 0o711
+    log.close()
+
+
+def test_a_listener_that_fails_ends_nothing(tmp_path: Path) -> None:
+    def fail(event: object) -> None:
+        raise RuntimeError("a tracker is odd")
+
+    log = EventLog(tmp_path, [fail])
+    log.write("step", step=1)
+    assert len(newest(log, 10_000)[0]) == 1
+    log.close()
+
+
+def test_fields_may_have_any_name(tmp_path: Path) -> None:
+    """The script chooses the names of its scalars."""
+    log = EventLog(tmp_path)
+    log.write("log", event=1.0, time=2.0, self=3.0, fields=4.0)
+    (event,) = newest(log, 10_000)[0]
+    assert event["event"] == "log" and event["time"] > 1e9
+    assert (event["self"], event["fields"]) == (3.0, 4.0)
+    log.close()

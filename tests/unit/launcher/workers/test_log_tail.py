@@ -1,0 +1,93 @@
+"""What of the workers' logs is repeated on a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from elasticzero.launcher.workers import log_tail
+from elasticzero.launcher.workers.console_output import ALL
+from elasticzero.launcher.workers.log_tail import LogTail
+from elasticzero.launcher.workers.process import Worker
+
+
+class Terminal:
+    """Takes lines as long as `open` is true."""
+
+    def __init__(self, log: Path) -> None:
+        self.lines: list[str] = []
+        self.open = True
+        self.tail = LogTail(self.lines.append, lambda: self.open)
+        self.worker = Worker(3, 0, 1, cast(Any, None), log, 0)
+
+    def follow(self, *, last: bool = False) -> list[str]:
+        self.lines.clear()
+        self.tail.follow(self.worker, ALL, last=last)
+        return list(self.lines)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "0.log"
+
+
+def test_lines_are_repeated_once_and_whole(log: Path) -> None:
+    shown = Terminal(log)
+    assert shown.follow() == []
+    with log.open("a") as file:
+        print("one\ntw", end="", file=file, flush=True)
+        assert shown.follow() == ["[3] one\n"]
+        print("o\nthree", end="", file=file, flush=True)
+        assert shown.follow() == ["[3] two\n"]
+        assert shown.follow(last=True) == ["[3] three\n"]
+
+
+def test_lines_wait_in_the_file_for_a_terminal_that_stalls(log: Path) -> None:
+    shown = Terminal(log)
+    log.write_text("one\n")
+    shown.open = False
+    assert shown.follow() == shown.follow(last=True) == []
+    shown.open = True
+    assert shown.follow() == ["[3] one\n"]
+
+
+def test_a_file_that_was_cut_off_or_replaced_is_read_anew(log: Path) -> None:
+    shown = Terminal(log)
+    log.write_text("one\ntwo\n")
+    assert len(shown.follow()) == 2
+    with log.open("r+") as file:
+        file.truncate(0)
+        file.write("three\n")
+    assert shown.follow() == ["[3] three\n"]
+    new = log.with_suffix(".new")
+    new.write_text("four and more\n")
+    new.replace(log)
+    assert shown.follow() == ["[3] four and more\n"]
+
+
+def test_a_file_that_cannot_be_opened_is_read_later(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EMFILE here ended the node."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise OSError(24, "Too many open files")
+
+    shown = Terminal(log)
+    log.write_text("one\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        assert shown.follow() == []
+    assert shown.follow() == ["[3] one\n"]
+
+
+def test_the_last_lines_are_repeated_however_many_they_are(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_tail, "TAIL_BYTES", 10)
+    shown = Terminal(log)
+    log.write_text("".join(f"{number:08}\n" for number in range(20)))
+    assert shown.follow(last=True) == [f"[3] {number:08}\n" for number in range(20)]
+    assert shown.follow(last=True) == []
