@@ -33,7 +33,11 @@ from elasticzero.ipc.messages import (
     TagStep,
 )
 from elasticzero.ipc.thread_location import main_thread
-from elasticzero.log_output import attach_to_stderr, attach_to_stderr_by_default
+from elasticzero.log_output import (
+    attach_to_stderr,
+    attach_to_stderr_by_default,
+    keep_write_errors,
+)
 
 STANDALONE = Assignment(
     job="",
@@ -131,6 +135,7 @@ class AgentClient:
         if number is None:
             attach_to_stderr_by_default()
             return cls(None, STANDALONE)
+        keep_write_errors()  # a program that the agent has executed has none yet
         attach_to_stderr()
         fd = int(number)
         os.set_inheritable(fd, False)

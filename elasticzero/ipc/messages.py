@@ -277,6 +277,9 @@ class ScriptEnded:
     end."""
 
     exit_code: int
+    missing_bytes: int = 0
+    """Bytes of output that could not be written into the logs."""
+    missing_why: str = ""
 
 
 Message = (

@@ -27,6 +27,8 @@ class ParsedOptions:
     """Fields of `JobPolicy`."""
     keep: Mapping[str, Any]
     """Fields of `RetentionPolicy`."""
+    logs: Mapping[str, Any]
+    """Fields of `LogLimit`."""
 
 
 def parse_options(options: Iterable[Option], values: Mapping[str, Any]) -> ParsedOptions:
@@ -36,7 +38,8 @@ def parse_options(options: Iterable[Option], values: Mapping[str, Any]) -> Parse
         options: the rows of a table.
         values: raw values by the option's name; an option without one is passed over.
     """
-    fields: dict[str, dict[str, Any]] = {"training": {}, "agent": {}, "policy": {}, "keep": {}}
+    groups = ("training", "agent", "policy", "keep", "logs")
+    fields: dict[str, dict[str, Any]] = {group: {} for group in groups}
     for option in options:
         if option.name not in values:
             continue

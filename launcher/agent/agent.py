@@ -122,7 +122,7 @@ class Agent:
         )
         self._spans = open_spans(options.job, options.node, partial(log_for_node, options.node))
         listeners = [self._extensions.recorded, *([self._spans.take] if self._spans else [])]
-        self.events = EventLog(options.log_dir, listeners)
+        self.events = EventLog(options.log_dir, listeners, options.logs.max_bytes)
         self._compute = ComputePoll()
         self.reporter = AgentReporter(options, self.events, self._metrics, self._compute.times)
         self._server = ForkServer(preloaded_modules(options.training.checkpoint_dir))

@@ -33,6 +33,7 @@ from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.workers.console_output import ConsoleOutput, check_ranks, check_streams
 from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.log_rotation import LogLimit
 from elasticzero.launcher.workers.process import worker_environment
 from elasticzero.options.settings import TrainingSettings
 
@@ -80,6 +81,8 @@ class AgentOptions:
     console: ConsoleOutput = field(default_factory=ConsoleOutput)
     """Selects the workers' output that is repeated on the terminal."""
     workers: WorkerSettings = field(default_factory=WorkerSettings)
+    logs: LogLimit = field(default_factory=LogLimit)
+    """Limits the size of the workers' logs."""
     log_to: tuple[TrackerTarget, ...] = ()
     """Trackers that get the job's scalars."""
     owner: OwnerRecord | None = None
@@ -125,6 +128,7 @@ def agent_options(
         training=replace(parsed.training, checkpoint_dir=directory),
         console=console,
         workers=workers,
+        logs=LogLimit(**parsed.logs),
         **parsed.agent,
     )
     return options, storage_error

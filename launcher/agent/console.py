@@ -27,7 +27,7 @@ from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.snapshots.save_events import SaveFailed
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
-from elasticzero.text import count_text, list_text, named_text
+from elasticzero.text import count_text, list_text, named_text, size_text
 
 WAITING_LINE_EVERY_S = 10.0
 TROUBLE_EVERY_S = 10.0
@@ -248,6 +248,21 @@ class AgentConsole:
             f"rank {worker.rank}: its script had ended, but the process did not within "
             f"{limit_s:g} s (--exit-timeout), so it is killed; the script's exit code, "
             f"{worker.script_exit_code}, counts",
+            rank=worker.rank,
+            level=logging.WARNING,
+        )
+
+    def output_missing(self, worker: Worker, missing_bytes: int, why: str) -> None:
+        """Prints that a log lacks some of a worker's output.
+
+        Args:
+            worker: The worker.
+            missing_bytes: Number of bytes that could not be written.
+            why: Why not.
+        """
+        self.log_line(
+            f"rank {worker.rank}: {size_text(missing_bytes)} of its output could not be written "
+            f"into {worker.log}: {why}",
             rank=worker.rank,
             level=logging.WARNING,
         )

@@ -21,6 +21,7 @@ from elasticzero.ipc.messages import (
     Logged,
     MemoryShort,
     Restored,
+    ScriptEnded,
     SnapshotHeld,
     SnapshotInterval,
     Stepped,
@@ -48,6 +49,7 @@ from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.group import Ended, Received, WorkerGroup
+from elasticzero.launcher.workers.log_rotation import part, rotate
 from elasticzero.launcher.workers.log_tail import LogTail
 from elasticzero.launcher.workers.process import Worker
 from elasticzero.serialization import encode, field_values
@@ -58,6 +60,8 @@ DECISIONS: Mapping[type, EventName] = {
     SnapshotInterval: "paced",
 }
 """Events of what a worker has decided or found out for all."""
+KEEP_LOGS_EVERY_S = 2.0
+"""Seconds between two looks at the sizes of the logs."""
 FRESH_S = 10.0
 """An agent whose first world was written fewer seconds ago has seen it begin; the nodes' clocks may
 differ by less."""
@@ -91,6 +95,8 @@ class AgentReporter:
         self._events = events
         self._metrics = metrics
         self._tail = LogTail(terminal.repeat, terminal.takes_output)
+        self._kept_logs_s = 0.0
+        """Time at which the logs were last looked after."""
         self._tee_waits = False
         """True if a piece of work that repeats the workers' output waits."""
         self._notice: PreemptionNotice | None = None
@@ -268,18 +274,10 @@ class AgentReporter:
                         self._time.restored(now_s, message.connect_s, message.restore_s)
                         self.note("restored", generation=group.generation, **field_values(message))
                 case Stepped():
-                    self._first_step(group.generation, message.at_s)
-                    self.console.progress_resumed(worker.rank, message.at_s)
-                    if local == 0:
-                        self._time.stepped(message.step, message.at_s, message.data_wait_s)
-                        ago_s = time.monotonic() - message.at_s
-                        at = {"time": time.time() - ago_s, "generation": group.generation}
-                        rank, own_s = self._latest.compute.slowest()
-                        slowest = {"slowest_local_rank": rank, "compute_s": own_s}
-                        self.note("step", **field_values(message) | at | slowest)
+                    self._stepped(worker, message, group.generation)
                 case Logged():
                     # The script chooses the scalars' names, and may take one of ours.
-                    place = {"rank": worker.rank, "step": message.step}
+                    place = {"time": time.time(), "rank": worker.rank, "step": message.step}
                     self.note("log", **{**place, **message.scalars, **place})
                 case Captured():
                     if local == 0:
@@ -295,11 +293,34 @@ class AgentReporter:
                     if message.traceback and self._repeats(worker):
                         self.console.traced.append(message.message)
                     self.note("failed", rank=worker.rank, **field_values(message))
+                case ScriptEnded(missing_bytes=missing, missing_why=why) if missing:
+                    self.console.output_missing(worker, missing, why)
                 case Ended(code):
                     self.note("ended", rank=worker.rank, pid=worker.pid, code=code)
                     running = sum(w.running for w in group.workers)
                     self._metrics.workers_running.set(running)
         self._tee(group, last=False)
+        if now_s - self._kept_logs_s >= KEEP_LOGS_EVERY_S:
+            self._kept_logs_s = now_s
+            terminal.do(partial(self._keep_logs, list(group.workers)))
+
+    def _stepped(self, worker: Worker, message: Stepped, generation: int) -> None:
+        """Records a step of a worker.
+
+        Args:
+            worker: The worker.
+            message: Its message.
+            generation: Generation of its group.
+        """
+        self._first_step(generation, message.at_s)
+        self.console.progress_resumed(worker.rank, message.at_s)
+        if worker.local_rank == 0:
+            self._time.stepped(message.step, message.at_s, message.data_wait_s)
+            ago_s = time.monotonic() - message.at_s
+            at = {"time": time.time() - ago_s, "generation": generation}
+            rank, own_s = self._latest.compute.slowest()
+            slowest = {"slowest_local_rank": rank, "compute_s": own_s}
+            self.note("step", **field_values(message) | at | slowest)
 
     @recorded
     def snapshot_held(self, held: SnapshotHeld) -> None:
@@ -372,6 +393,13 @@ class AgentReporter:
         self._tee_waits = False
         for worker, streams in followed:
             self._tail.follow(worker, streams, last=last)
+
+    def _keep_logs(self, workers: Sequence[Worker]) -> None:
+        """Makes the directory of the logs again if it was deleted, and cuts off long logs."""
+        self._events.restore()
+        paths = [path for w in workers for path in (w.log, w.stdout_log) if path is not None]
+        for path in rotate(paths, self._options.logs):
+            self._tail.cut_off(path, part(path, 1))
 
     @recorded
     def examined(self, group: WorkerGroup, failure: Failure) -> None:

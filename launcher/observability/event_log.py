@@ -10,6 +10,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,14 +59,20 @@ class EventLog:
     """
 
     def __init__(
-        self, directory: Path, listeners: Sequence[Callable[[Mapping[str, Any]], None]] = ()
+        self,
+        directory: Path,
+        listeners: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+        max_bytes: int = 0,
     ) -> None:
         """Opens the log of a directory, which is made if need be.
 
         Args:
             directory: Where the log is, or will be.
             listeners: They receive each event that is written.
+            max_bytes: Size in bytes from which the log becomes the older part and another is begun;
+                0: there is no limit.
         """
+        self._max_bytes = max_bytes
         self._listeners = tuple(listeners)
         directory.mkdir(parents=True, exist_ok=True)
         self._folders = [(folder, _mode(folder)) for folder in (directory, *directory.parents)]
@@ -82,9 +89,8 @@ class EventLog:
 
     def write(self, event: EventName, /, **fields: Any) -> None:
         """Writes an event; `time` is this machine's wall clock in seconds, to be compared on one
-        machine only."""
-        record = {"time": time.time(), "event": event}
-        record = record | fields | record
+        machine only. It is now unless it is among the fields."""
+        record = {"time": time.time(), "event": event} | fields | {"event": event}
         terminal.do(partial(self._write, record))
         for listen in self._listeners:
             with contained("what follows the agent's events"):
@@ -97,6 +103,8 @@ class EventLog:
     def _write(self, record: Mapping[str, Any]) -> None:
         data = json.dumps(record, default=str).encode() + b"\n"
         self._restore()
+        if self._max_bytes and self._end >= self._max_bytes:
+            self._begin_another()
         if self._lost:
             lost = {"event": "events_lost", "count": self._lost, "error": self._lost_why}
             data = json.dumps({"time": time.time(), **lost}).encode() + b"\n" + data
@@ -140,11 +148,25 @@ class EventLog:
         except OSError as error:
             log.debug("%s cannot be made again: %s", self.path, error)
             return
+        self._replace(fd)
+        log.warning("somebody deleted %s, which is made again", self.path)
+
+    def _begin_another(self) -> None:
+        """Makes the log the older part, in the place of the one before, and begins another."""
+        try:
+            self.path.replace(older_part(self.path))
+            fd = os.open(self.path, _APPEND, 0o644)
+        except OSError as error:
+            log.debug("%s grows on: %s", self.path, error)
+            return
+        self._replace(fd)
+
+    def _replace(self, fd: int) -> None:
+        """Writes to another file from now on."""
         os.dup2(fd, self._fd, inheritable=False)
         os.close(fd)
         self._end = os.fstat(self._fd).st_size
         self._kept = deque((-1, data) for _, data in self._kept)
-        log.warning("somebody deleted %s, which is made again", self.path)
 
     def newest(self, most_bytes: int) -> LogPart:
         """Returns the newest part of the log, at most so many bytes of whole lines, and before it
@@ -177,26 +199,60 @@ def _mode(folder: Path) -> int:
     return stat.S_IMODE(folder.stat().st_mode)
 
 
+def older_part(log: Path) -> Path:
+    """Returns the path of the older part of an event log, which is there if the log was long."""
+    return log.with_name(f"{log.name}.1")
+
+
 class EventReader:
     """Follows an event log that another process writes."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / EVENTS_FILE
         self._offset = 0
+        self._inode: int | None = None
+        """Number of the file that is read; None: the one that is there."""
 
     def skip(self) -> None:
         """Skips what the log holds now."""
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        if self._path.exists():
+            status = self._path.stat()
+            self._offset, self._inode = status.st_size, status.st_ino
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Returns the events since the last call."""
+        for line in [*self._rest_of_older_part(), *self._new_lines(self._path, self._inode)]:
+            with suppress(ValueError):  # a machine that went down has left half of a line
+                yield json.loads(line)
+
+    def _rest_of_older_part(self) -> list[bytes]:
+        """Returns what was not read of a log that has become the older part meanwhile."""
         try:
-            with self._path.open("rb") as file:
+            status = self._path.stat()
+        except OSError:
+            return []
+        before, self._inode = self._inode, status.st_ino
+        if before in (None, status.st_ino):
+            self._offset = min(self._offset, status.st_size)
+            return []
+        older = older_part(self._path)
+        lines: list[bytes] = []
+        with suppress(OSError):
+            lines = self._new_lines(older, before)
+        self._offset = 0
+        return lines
+
+    def _new_lines(self, path: Path, inode: int | None) -> list[bytes]:
+        """Returns the whole lines beyond the offset, if the file still is the one of this
+        number."""
+        try:
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_ino != inode:
+                    return []
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
-            return
+            return []
         end = data.rfind(b"\n") + 1
         self._offset += end
-        for line in data[:end].splitlines():
-            yield json.loads(line)
+        return data[:end].splitlines()

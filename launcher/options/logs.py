@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from elasticzero.launcher.options.trackers import tracker_targets
 from elasticzero.options.option import Option, grouped
+from elasticzero.options.values import Number
+from elasticzero.text import bytes_of
 
 LOG_OPTIONS = grouped(
     "logs",
@@ -32,6 +34,30 @@ LOG_OPTIONS = grouped(
         "text",
         choices=("text", "json"),
         in_local="absent",
+    ),
+    Option(
+        ("--log-max-size",),
+        "A log that has this size is cut off, and its bytes become LOG.1; off: it may grow "
+        "without a limit.",
+        "1GiB",
+        metavar="SIZE",
+        parse=Number(
+            unit="bytes",
+            least=1,
+            convert=bytes_of,
+            alternatives={"off": 0},
+            expected="a size such as 200MB, or off, is expected",
+        ),
+        field="logs.max_bytes",
+    ),
+    Option(
+        ("--log-keep",),
+        "N older parts of a log stay, as LOG.1 to LOG.N.",
+        1,
+        type=int,
+        metavar="N",
+        parse=Number(unit="parts", expected="a number of parts, 0 or more, is expected"),
+        field="logs.keep",
     ),
     Option(
         ("--tee",),

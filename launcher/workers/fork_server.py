@@ -43,6 +43,7 @@ from elasticzero.ipc.channel import (
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Message, ScriptEnded
 from elasticzero.launcher.workers.script_exit import exit_process
+from elasticzero.log_output import keep_write_errors, missing_output
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
 from elasticzero.serialization import RecordError, decode, encode, parse_json
 
@@ -153,6 +154,7 @@ def serve(keeper: int, sock: socket.socket, preload: list[str]) -> None:
 
 
 def _serve_requests(keeper: int, sock: socket.socket, preload: list[str]) -> None:
+    keep_write_errors()  # before the imports: some of them keep a stream
     gc.disable()  # it would take a quarter of the time that the imports take
     for name in preload:
         with suppress(ImportError):
@@ -311,8 +313,7 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     rank = launch.environment.get("RANK", "0")
-    ended = ScriptEnded(exit_code=code)
-    exit_process(code, rank, launch.exit_timeout_s, lambda: _report_failure(fds[1], fds[2], ended))
+    exit_process(code, rank, launch.exit_timeout_s, lambda: _report_end(fds[1], fds[2], code))
 
 
 def _execute(launch: Launch, fds: list[int]) -> NoReturn:
@@ -370,6 +371,13 @@ def _failure_of(error: BaseException, text: str = "") -> Failed:
         traceback="" if text else script_traceback(error),
         final=is_final(error),
     )
+
+
+def _report_end(channel_fd: int, wakeup_fd: int, code: int) -> None:
+    """Reports that the script has ended, and what of its output is missing in the logs."""
+    missing, why = missing_output()
+    ended = ScriptEnded(exit_code=code, missing_bytes=missing, missing_why=why)
+    _report_failure(channel_fd, wakeup_fd, ended)
 
 
 def _report_failure(channel_fd: int, wakeup_fd: int, message: Message) -> None:

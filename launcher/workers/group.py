@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -111,7 +112,8 @@ class WorkerGroup:
             store: Rank 0's bound socket, on the node of rank 0.
             reusable: Processes of an earlier generation, by local rank.
         """
-        log_dir.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a log that cannot be made is left out
+            log_dir.mkdir(parents=True, exist_ok=True)
         self.exit_timeout_s = launch.exit_timeout_s
         ranks = [assignment.local_rank for assignment in assignments]
         separate = frozenset(rank for rank in ranks if self.console.needs_separate_stdout(rank))

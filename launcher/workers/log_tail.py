@@ -34,6 +34,7 @@ class LogTail:
     takes_more: Callable[[], bool] = lambda: True
     """Returns whether `write` takes more at once; else the lines stay in the file until later."""
     _positions: dict[Path, Position] = field(default_factory=dict)
+    _ranks: dict[Path, int] = field(default_factory=dict)
 
     def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
         """Writes the lines that a worker's logs have got since the last call, with its `[rank]`.
@@ -41,12 +42,25 @@ class LogTail:
         Args:
             worker: The worker.
             streams: The streams that are repeated, as bits.
-            last: Whether to write all that is there, also a last line that has no end.
+            last: Whether to write a last line that has no end, too.
         """
         if streams & OUT and worker.stdout_log is not None:
             self._follow(worker.rank, worker.stdout_log, worker.stdout_start, last)
         if streams & (ERR if worker.stdout_log is not None else ALL):
             self._follow(worker.rank, worker.log, worker.log_start, last)
+
+    def cut_off(self, log: Path, older: Path) -> None:
+        """Writes what was not written yet of a log that was cut off.
+
+        Args:
+            log: The log.
+            older: The file that its bytes went into.
+        """
+        position = self._positions.pop(log, None)
+        if position is not None:
+            self._follow(self._ranks[log], older, position.offset, last=False)
+            self._positions.pop(older, None)
+            self._positions[log] = Position(0)
 
     def _follow(self, rank: int, log: Path, start: int, last: bool) -> None:
         """Writes what is new in a log.
@@ -56,8 +70,9 @@ class LogTail:
             log: The file. One that cannot be opened now, as with too many open files, is read at
                 the next call.
             start: Place in the file where this worker's output begins.
-            last: Whether to write all that is there.
+            last: Whether to write a last line that has no end, too.
         """
+        self._ranks[log] = rank
         while self.takes_more():
             position = self._positions.get(log, Position(start))
             try:
@@ -74,7 +89,7 @@ class LogTail:
             self._positions[log] = Position(position.offset + end, position.inode)
             for line in data[:end].decode(errors="replace").splitlines():
                 self.write(f"[{rank}] {line}\n")
-            if is_end or not last:
+            if is_end:
                 return
 
 

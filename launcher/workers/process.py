@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -30,6 +31,8 @@ LOCAL_RANK_MACRO = "${local_rank}"
 """Placeholder in the arguments of scripts; torchrun replaces it too."""
 REASSIGN_TIMEOUT_S = 1.0
 """Seconds within which a reused process must take its new assignment."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -138,9 +141,10 @@ def fork(
     stdout_log = (
         logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.separate_stdout else None
     )
-    error_file(logs.directory, local_rank).unlink(missing_ok=True)
+    with suppress(OSError):
+        error_file(logs.directory, local_rank).unlink(missing_ok=True)
     agent_socket, worker_socket = socket.socketpair()
-    opened = [os.open(p, _APPEND, 0o644) for p in (log, stdout_log) if p is not None]
+    opened = [_open_log(path) for path in (log, stdout_log) if path is not None]
     fds = [opened[0], worker_socket.fileno(), wakeup_fd]
     if store_fd is not None:
         fds.append(store_fd)
@@ -206,10 +210,32 @@ def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worke
         old.pid,
         old.channel,
         old.log,
-        old.log.stat().st_size,
+        _size(old.log),
         stdout_log=old.stdout_log,
-        stdout_start=0 if old.stdout_log is None else old.stdout_log.stat().st_size,
+        stdout_start=0 if old.stdout_log is None else _size(old.stdout_log),
     )
+
+
+def _open_log(path: Path) -> int:
+    """Opens a log; where that cannot be made, as on a full disk, the output goes nowhere, because
+    no training needs it."""
+    try:
+        return os.open(path, _APPEND, 0o644)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        logger.warning(
+            "%s cannot be made, and the worker's output is lost: %s", path, error.strerror
+        )
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def _size(path: Path) -> int:
+    """Returns the size of a log; 0: somebody has deleted it."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def fatal_stack(worker: Worker) -> str:
@@ -218,7 +244,8 @@ def fatal_stack(worker: Worker) -> str:
     try:
         with worker.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(worker.log_start, size - STACK_BYTES))
+            start = worker.log_start if worker.log_start <= size else 0  # it was cut off meanwhile
+            file.seek(max(start, size - STACK_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticzero.errors import UserError
-from elasticzero.launcher.observability.event_log import EVENTS_FILE
+from elasticzero.launcher.observability.event_log import EVENTS_FILE, older_part
 from elasticzero.ops.report.digest import digest, parsed
 from elasticzero.ops.report.life import AgentLife
 from elasticzero.ops.report.model import NodeLog, RunSummary
@@ -91,7 +91,7 @@ def read_run(job: str, files: Sequence[LogFile], *, running: bool = False) -> Ru
     logs: list[NodeLog] = []
     for file in files:
         try:
-            size = file.path.stat().st_size
+            size = sum(path.stat().st_size for path in _parts(file))
             every = stride(size, WHOLE_BYTES // len(files))
             lives += digest(file.node, parsed(sampled(_lines(file), every)), every)
         except OSError as error:
@@ -105,5 +105,12 @@ def read_run(job: str, files: Sequence[LogFile], *, running: bool = False) -> Ru
 
 
 def _lines(file: LogFile) -> Iterator[bytes]:
-    with file.path.open("rb") as log:
-        yield from log
+    for path in _parts(file):
+        with path.open("rb") as log:
+            yield from log
+
+
+def _parts(file: LogFile) -> list[Path]:
+    """Returns the files of a log, the older part first."""
+    older = older_part(file.path)
+    return [older, file.path] if older.exists() else [file.path]

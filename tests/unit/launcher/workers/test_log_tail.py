@@ -91,3 +91,16 @@ def test_the_last_lines_are_repeated_however_many_they_are(
     log.write_text("".join(f"{number:08}\n" for number in range(20)))
     assert shown.follow(last=True) == [f"[3] {number:08}\n" for number in range(20)]
     assert shown.follow(last=True) == []
+
+
+def test_what_was_cut_off_is_repeated_too(log: Path) -> None:
+    shown, older = Terminal(log), log.with_suffix(".older")
+    log.write_text("one\ntwo\n")
+    assert shown.follow() == ["[3] one\n", "[3] two\n"]
+    older.write_text("one\ntwo\nthree\n")
+    log.write_text("four\n")
+    shown.lines.clear()
+    shown.tail.cut_off(log, older)
+    assert shown.lines == ["[3] three\n"]
+    assert shown.follow() == ["[3] four\n"]
+    shown.tail.cut_off(log.with_suffix(".other"), older)
