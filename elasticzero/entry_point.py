@@ -16,6 +16,7 @@ from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.session import Session
+from elasticzero.text import print_foreign
 from elasticzero.training import argument_checks
 from elasticzero.worker import single_process
 from elasticzero.worker.generation import Generation
@@ -40,7 +41,7 @@ def _ending_misuse(call: Callable[Taken, None]) -> Callable[Taken, None]:
         except UserError as error:
             if CHANNEL_FD_VARIABLE in os.environ:
                 raise
-            print(f"error: {error} ({place_of(sys._getframe())})", file=sys.stderr)
+            print_foreign(f"error: {error} ({place_of(sys._getframe())})")
             raise SystemExit(int(error.exit_code)) from error
 
     return run_checked
@@ -104,7 +105,7 @@ def _standalone_link() -> single_process.LocalLink:
     try:
         return single_process.begin(os.environ)
     except ElasticZeroError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_foreign(f"error: {error}")
         raise SystemExit(int(error.exit_code)) from error
 
 

@@ -21,6 +21,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from elasticzero.text import printable
+
 PACKAGE_LOGGER = "elasticzero"
 DELETED = " (deleted)"
 """What Linux puts after the path of an open file that has been deleted."""
@@ -29,12 +31,16 @@ SEEK_FILE_S = 1.0
 
 
 class MessageHandler(logging.Handler):
-    """Writes each record's message to the present `sys.stderr`, and its traceback if it has one."""
+    """Writes each record's message to the present `sys.stderr`, and its traceback if it has one.
+
+    It may hold the words of others, so what a terminal would obey is escaped.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr  # a process may have none
         with suppress(Exception):  # a note that cannot be written must not end what it tells of
-            stream.write(self.format(record) + "\n")
+            encoding = getattr(stream, "encoding", None) or "utf-8"
+            stream.write(printable(self.format(record), encoding) + "\n")
             stream.flush()
 
 

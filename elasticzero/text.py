@@ -7,10 +7,13 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 READER_GONE = 141
 """The exit code of a command whose output nobody reads any more (`… | head`), as of one that
 SIGPIPE ended; the signal itself would also end it at a connection that broke."""
+_COLOR = re.compile(r"(\x1b\[[0-9;:]*m)")
+_COLOR_END = "\x1b[0m"
 _SPAN_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 
 
@@ -27,9 +30,35 @@ def shown(name: str) -> str:
     return name if name.isprintable() else printable(name.replace("\n", "\\n"))
 
 
+def print_foreign(text: str, *, to: TextIO | None = None, start: str = "", end: str = "\n") -> None:
+    """Prints text that may hold the words of others, such as the error of a script on another node.
+
+    All text of others that reaches a terminal comes through here, or through `printable` or
+    `colored`: a terminal obeys what it is sent.
+
+    Args:
+        text: The text, which is escaped.
+        to: Where it is printed; None: on standard error.
+        start: Text before it, which is not escaped.
+        end: Text after it.
+    """
+    stream = sys.stderr if to is None else to
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(start + printable(text, encoding), end=end, file=stream, flush=True)
+
+
 def print_error(text: str) -> None:
     """Prints an error on stderr; further lines are indented, so that none passes for our own."""
-    print(printable(text.replace("\n", "\n  ")), file=sys.stderr)
+    print_foreign(text.replace("\n", "\n  "))
+
+
+def colored(line: str) -> str:
+    """Returns a line of a script's output as `printable`, but with its colors and tabs."""
+    if line.isprintable():
+        return line
+    parts = _COLOR.split(line)
+    parts[::2] = ["\t".join(map(printable, part.split("\t"))) for part in parts[::2]]
+    return "".join(parts) + (_COLOR_END if len(parts) > 1 else "")
 
 
 def _escaped(character: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Attached
+from elasticzero.text import print_foreign
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class StartupWatchdog:
     def _give_up(self, limit_s: float) -> None:
         text = f"the ranks did not meet, or set up no process group, within {limit_s:g} s"
         self._link.send(Failed(step=0, blame="peer", message=text, traceback=""))
-        print(text, file=sys.stderr, flush=True)
+        print_foreign(text)
         os._exit(ExitCode.LEFT)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -51,7 +50,7 @@ from elasticzero.options.resolve import (
 from elasticzero.options.settings import TrainingSettings
 from elasticzero.options.training import TRAINING_OPTIONS
 from elasticzero.serialization import field_values
-from elasticzero.text import count_text
+from elasticzero.text import count_text, print_foreign
 from elasticzero.training.training_state import TrainingState
 
 PROGRESS_EVERY_S = 2.0
@@ -104,7 +103,7 @@ class Console:
         self._pending_step: Stepped | None = None
 
     def print_line(self, text: str) -> None:
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+        print_foreign(f"[{time.strftime('%H:%M:%S')}] {text}")
 
     def record(self, message: Message) -> None:
         """Records a message that a worker would send to its agent."""
@@ -309,7 +308,7 @@ class LocalLink(AgentClient):
             self.console.print_line(f"interrupted after step {step}; {self._resume_hint()}")
             raise SystemExit(int(code)) from error
         if isinstance(error, ElasticZeroError):
-            print(f"error: {error}{mistake_place(error)}", file=sys.stderr)
+            print_foreign(f"error: {error}{mistake_place(error)}")
             raise SystemExit(int(error.exit_code)) from error
         raise error
 

@@ -19,7 +19,6 @@ Rules:
 from __future__ import annotations
 
 import queue
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,7 +42,7 @@ from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBac
 from elasticzero.ipc.failure import Blame, Failed
 from elasticzero.ipc.messages import Captured, Stopping
 from elasticzero.ipc.thread_location import mistake_place
-from elasticzero.text import count_text
+from elasticzero.text import count_text, print_foreign
 
 SAVE_WAIT_S = 30.0
 MAX_MEMORY_TEXT = 160
@@ -118,7 +117,7 @@ def _report_lost_state(link: AgentClient, error: BaseException, step: int) -> in
         return 1
     text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
     trace = "" if isinstance(error, OperatorError) else script_traceback(error)
-    print(f"error: {text}\n{trace}", end="", file=sys.stderr)
+    print_foreign(f"error: {text}\n{trace}", end="")
     link.send(Failed(step=step, blame="environment", message=text, traceback=trace))
     return 1
 
@@ -148,7 +147,7 @@ def _report_memory(
             micro_batch=halved,
         )
     )
-    print(f"error: {text}", file=sys.stderr)
+    print_foreign(f"error: {text}")
     return 1, True
 
 
@@ -167,7 +166,7 @@ def _report_rollback(link: AgentClient, error: RolledBack, step: int) -> tuple[i
     link.send(
         Failed(step=step, blame="rollback", message=text, traceback="", left_out=error.left_out)
     )
-    print(text, file=sys.stderr)
+    print_foreign(text)
     return ExitCode.LEFT, False
 
 
@@ -201,7 +200,7 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
             Failed(step=state.step, blame="killed", message=text, traceback=script_traceback(error))
         )
         state.shut()
-        print(script_traceback(error), end="", file=sys.stderr)
+        print_foreign(script_traceback(error), end="")
         return ExitCode.INTERRUPTED, True
     state.shut()
     from_agent = link.aborted is not None
@@ -224,18 +223,18 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
         return 1, True  # the agent prints it, once for all ranks
     if message.blame == "peer":
         text = str(error) if isinstance(error, PeerSetAside) else "a peer is gone"
-        print(f"{text}; this worker stops at step {state.step}", file=sys.stderr)
+        print_foreign(f"{text}; this worker stops at step {state.step}")
         return ExitCode.LEFT, False
     if isinstance(error, ElasticZeroError):
         trace = message.traceback if place else ""
-        print(f"error: {error}{place}\n{trace}", end="", file=sys.stderr)
+        print_foreign(f"error: {error}{place}\n{trace}", end="")
         return 1, True
     earlier = [k for k in link.assignment.known_errors if same_error(k.message, message.message)]
     if earlier:
         where = f"generation {earlier[-1].generation} on {earlier[-1].node}"
-        print(f"error: {message.message}; the same as in {where}", file=sys.stderr)
+        print_foreign(f"error: {message.message}; the same as in {where}")
     else:
-        print(message.traceback, end="", file=sys.stderr)
+        print_foreign(message.traceback, end="")
     return 1, True
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.protocol.leader import PLAIN_END
-from elasticzero.text import count_text, print_error
+from elasticzero.text import count_text, print_error, print_foreign
 
 PROGRESS_EVERY_S = 2.0
 BAR_EVERY_S = 0.1
@@ -122,7 +122,7 @@ class ClusterConsole:
     def print_line(self, text: str, at_s: float | None = None) -> None:
         elapsed_s = (at_s or time.time()) - self._began_s
         start = "\r\x1b[K" if self._bar else ""
-        print(f"{start}{elapsed_s:7.2f} s  {text}", flush=True)
+        print_foreign(f"{elapsed_s:7.2f} s  {text}", to=sys.stdout, start=start)
 
     def record(self, node: str, event: dict[str, Any]) -> None:
         """Prints one event of one node's log."""
@@ -300,7 +300,7 @@ class ClusterConsole:
         if errors:
             print_error(f"error: {errors[0]['message']}")
             if details := errors[0]["details"]:
-                print(details, file=sys.stderr, flush=True)
+                print_foreign(details)
 
     def close(self, code: ExitCode) -> None:
         generations = count_text(len(self.lineage.resume_steps), "generation")

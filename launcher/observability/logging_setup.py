@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 
 from elasticzero.launcher.observability.output import terminal
 from elasticzero.log_output import PACKAGE_LOGGER, MessageHandler
+from elasticzero.text import printable
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -68,7 +69,7 @@ class TerminalHandler(MessageHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(Exception):  # a note that cannot be formatted must not end what it tells of
-            terminal.log_line(self.format(record) + "\n")
+            terminal.log_line(printable(self.format(record)) + "\n")
 
 
 def set_up(node: str = "", level: str = "info", format: str = "text") -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +21,7 @@ from elasticzero.options.option import (
     spellings,
 )
 from elasticzero.options.sources import DEFAULT, FLAG, Origin, ValueSource
+from elasticzero.text import print_foreign
 
 if TYPE_CHECKING:
     from elasticzero.launcher.options.config_file import FileValue
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {message}\nsee: {self.prog} --help", file=sys.stderr)
+        print_foreign(f"error: {message}\nsee: {self.prog} --help")
         raise SystemExit(ExitCode.USAGE)
 
     def add_subparsers(self, **options: Any) -> Any:

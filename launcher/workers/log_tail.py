@@ -12,6 +12,7 @@ from pathlib import Path
 
 from elasticzero.launcher.workers.console_output import ALL, ERR, OUT
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.text import colored
 
 TAIL_BYTES = 1 << 18
 """Maximum number of bytes of one log that are read at a time."""
@@ -88,7 +89,7 @@ class LogTail:
                 end = len(data)
             self._positions[log] = Position(position.offset + end, position.inode)
             for line in data[:end].decode(errors="replace").splitlines():
-                self.write(f"[{rank}] {line}\n")
+                self.write(f"[{rank}] {colored(line)}\n")
             if is_end:
                 return
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from elasticzero.ops.report.html.page import report_page
 from elasticzero.ops.report.html.sentences import headline
 from elasticzero.ops.report.log_files import LogFile, find_logs, read_run
 from elasticzero.ops.report.model import RunSummary
-from elasticzero.text import list_text, print_result, size_text
+from elasticzero.text import list_text, print_foreign, print_result, size_text
 
 FETCHED_BYTES = 256 << 20
 """Bytes of logs that are fetched at most: half of them of the leader, the rest of all others."""
@@ -94,7 +93,7 @@ def report_on_job(
             )
         if silent:
             text = f"note: no log of {list_text(silent, NAMES_SHOWN)}"
-            print(text, file=sys.stderr, flush=True)
+            print_foreign(text)
         return _write(read_run(name, files, running=True), output)
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import uuid
@@ -44,7 +43,7 @@ from elasticzero.options.option import Option, grouped
 from elasticzero.options.values import Number
 from elasticzero.rehearsal.records import RunResult
 from elasticzero.spans import STRATEGIES
-from elasticzero.text import count_text, list_text, print_result, span_text
+from elasticzero.text import count_text, list_text, print_foreign, print_result, span_text
 
 END_OF_OWN = "--"
 """Word behind which all words are the script's."""
@@ -248,7 +247,7 @@ class Progress:
 
 
 def _print_progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print_foreign(text)
 
 
 def _why(result: RunResult) -> str:
