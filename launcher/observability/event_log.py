@@ -86,6 +86,7 @@ class EventLog:
         self._lost = 0
         """Number of events that could not be written since the last one that was."""
         self._lost_why = ""
+        self._closed = False
 
     def write(self, event: EventName, /, **fields: Any) -> None:
         """Writes an event; `time` is this machine's wall clock in seconds, to be compared on one
@@ -101,6 +102,8 @@ class EventLog:
         terminal.do(self._restore)
 
     def _write(self, record: Mapping[str, Any]) -> None:
+        if self._closed:
+            return
         data = json.dumps(record, default=str).encode() + b"\n"
         self._restore()
         if self._max_bytes and self._end >= self._max_bytes:
@@ -137,7 +140,7 @@ class EventLog:
             )
 
     def _restore(self) -> None:
-        if os.fstat(self._fd).st_nlink > 0:
+        if self._closed or os.fstat(self._fd).st_nlink > 0:
             return
         try:
             for folder, mode in reversed(self._folders):
@@ -188,8 +191,12 @@ class EventLog:
 
     def close(self) -> None:
         """Closes the file, once all is written."""
-        terminal.do(partial(os.close, self._fd))
+        terminal.do(self._close)
         terminal.flush(CLOSE_S)
+
+    def _close(self) -> None:
+        self._closed = True
+        os.close(self._fd)
 
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT

@@ -154,6 +154,9 @@ class Terminal:
             with contained("the agent's output"):
                 work()
             return True
+        return self._hand_over(work)
+
+    def _hand_over(self, work: Callable[[], object]) -> bool:
         with self._condition:
             if len(self._queue) >= QUEUED:
                 self._left_out += 1
@@ -170,8 +173,14 @@ class Terminal:
             return self._condition.wait_for(self._is_idle, limit_s)
 
     def log_line(self, text: str) -> None:
-        """Writes lines on standard error."""
-        self.do(lambda: self._write(self._error, sys.stderr, text))
+        """Writes lines on standard error.
+
+        A log handler calls it under its lock, so it writes nothing itself where there is a thread.
+        """
+        if self._thread is None:
+            self._write(None, sys.stderr, text)
+        else:
+            self._hand_over(lambda: self._write(self._error, sys.stderr, text))
 
     def repeat(self, text: str) -> None:
         """Writes lines of a worker's output on standard output; called in the thread only."""
