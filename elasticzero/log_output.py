@@ -154,7 +154,7 @@ def _kept(stream: io.TextIOWrapper, name: str) -> io.TextIOWrapper:
     stream.flush()
     file = LogFile(stream.fileno(), f"<{name}>")
     return io.TextIOWrapper(
-        file if stream.write_through else io.BufferedWriter(file),  # type: ignore[arg-type]
+        file if stream.write_through else io.BufferedWriter(file),
         encoding=stream.encoding,
         errors=stream.errors,
         newline="\n",

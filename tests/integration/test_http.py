@@ -21,7 +21,7 @@ import pytest
 
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import OperatorError, StorageError
-from elasticzero.launcher.agent.status import agent_routes
+from elasticzero.launcher.agent.status import LoopPulse, agent_routes
 from elasticzero.launcher.http import limits as http_guard
 from elasticzero.launcher.http import routes
 from elasticzero.launcher.http import server as agent_http
@@ -82,7 +82,7 @@ class Agent:
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> AgentServer:
         health = routes.Route(answer=self.health, served_to="everyone")
         served = {
-            **agent_routes(self.metrics, self.status, bytes),
+            **agent_routes(self.metrics, LoopPulse(5.0), self.status, bytes),
             "/healthz": health,
             **page_routes(),
             **job_routes(self.job),

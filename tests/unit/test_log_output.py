@@ -9,6 +9,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -104,47 +105,49 @@ class Streams:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
     return tmp_path / "logs" / "0.log"
 
 
-@pytest.fixture
-def streams(log: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    log.parent.mkdir()
-    streams = Streams(log, monkeypatch)
-    yield streams
-    monkeypatch.undo()
+@contextmanager
+def streams_into(log: Path) -> Iterator[Streams]:
+    """A fixture cannot do this: pytest itself changes the streams between fixtures and test."""
+    with pytest.MonkeyPatch.context() as patch:
+        streams = Streams(log, patch)
+        yield streams
     os.close(streams.fd)
 
 
-def test_streams_write_as_before(streams: Streams, log: Path) -> None:
-    print("one", end="")
-    sys.stdout.flush()
-    assert log.read_text() == "one" and missing_output() == (0, "")
-    assert sys.stdout.fileno() == streams.fd and not sys.stdout.isatty()
-    assert sys.stdout is sys.__stdout__
-    before = sys.stdout
-    keep_write_errors()
-    assert sys.stdout is before
-    sys.stdout.buffer.write(b"zwei\n")
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    print("three ö")
-    assert log.read_text() == "onezwei\nthree ö\n"
+def test_streams_write_as_before(log: Path) -> None:
+    with streams_into(log) as streams:
+        print("one", end="")
+        sys.stdout.flush()
+        assert log.read_text() == "one" and missing_output() == (0, "")
+        assert sys.stdout.fileno() == streams.fd and not sys.stdout.isatty()
+        assert sys.stdout is sys.__stdout__
+        before = sys.stdout
+        keep_write_errors()
+        assert sys.stdout is before
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.buffer.write(b"zwei\n")
+        sys.stdout.reconfigure(line_buffering=True)
+        print("three ö")
+        assert log.read_text() == "onezwei\nthree ö\n"
 
 
-def test_a_full_disk_is_no_error_of_the_script(
-    streams: Streams, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_no_error_of_the_script(log: Path) -> None:
     """`print` raised ENOSPC, which ended the job with 70."""
-    print("before", flush=True)
     full = os.open("/dev/full", os.O_WRONLY)
-    saved = os.dup(streams.fd)
-    os.dup2(full, streams.fd)
-    for _ in range(3):
-        print("lost", flush=True)
-    print("lost", file=sys.stderr, flush=True)
-    assert missing_output() == (20, "No space left on device")
-    os.dup2(saved, streams.fd)
-    print("after", flush=True)
+    with streams_into(log) as streams:
+        print("before", flush=True)
+        saved = os.dup(streams.fd)
+        os.dup2(full, streams.fd)
+        for _ in range(3):
+            print("lost", flush=True)
+        print("lost", file=sys.stderr, flush=True)
+        assert missing_output() == (20, "No space left on device")
+        os.dup2(saved, streams.fd)
+        print("after", flush=True)
     assert log.read_text() == (
         "before\nelasticzero: 15 bytes of output are missing here: No space left on device\nafter\n"
     )
@@ -152,28 +155,29 @@ def test_a_full_disk_is_no_error_of_the_script(
     os.close(saved)
 
 
-def test_what_a_script_has_put_there_stays(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tee = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", tee)
-    keep_write_errors()
-    assert sys.stdout is tee
+def test_what_a_script_has_put_there_stays(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streams_into(log):
+        tee = io.StringIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", tee)
+            keep_write_errors()
+            assert sys.stdout is tee
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_deleted_log_is_made_again(
-    streams: Streams, log: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+    log: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     monkeypatch.setattr(log_output, "SEEK_FILE_S", 0.0)
-    print("before", flush=True)
-    if whole:
-        shutil.rmtree(log.parent)
-        print("lost", flush=True)
-        assert not log.exists()
-        log.parent.mkdir()  # as the agent does
-    else:
-        log.unlink()
-    print("after", flush=True)
+    with streams_into(log):
+        print("before", flush=True)
+        if whole:
+            shutil.rmtree(log.parent)
+            print("lost", flush=True)
+            assert not log.exists()
+            log.parent.mkdir()  # as the agent does
+        else:
+            log.unlink()
+        print("after", flush=True)
     assert log.read_text() == "after\n"
     assert stat.S_IMODE(log.stat().st_mode) == 0o640

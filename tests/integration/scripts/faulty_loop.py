@@ -32,5 +32,5 @@ def cycle(core: AgentCore) -> tuple[View, Decision]:
 
 
 if __name__ == "__main__":
-    AgentCore.cycle = cycle  # type: ignore[method-assign]
+    AgentCore.cycle = cycle  # type: ignore[method-assign,assignment]
     sys.exit(main())

@@ -124,6 +124,7 @@ def _report(folder: Path, of_node: Metrics) -> None:
     reporter.stuck_at_exit(worker, 30.0)
     reporter.store_recovery("etcd has lost its data")
     reporter.store_failed(errors.StoreUnavailable("etcd does not answer"))
+    reporter.turn_failed(KeyError("generation"), 1)
     reporter.decided(replace(JOB_VIEW, notice=notice), Decision((), "leaving"))
     opened = replace(JOB_VIEW, alarm=full(Alarm), alarm_s=NOW_S, round_s=NOW_S)
     reporter.decided(replace(opened, done=full(Done, outcome="failed")), Decision((), "failed"))

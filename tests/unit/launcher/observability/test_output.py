@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 import pytest
@@ -17,7 +18,7 @@ from tests.watching import DEADLINE_S
 
 
 class UnreadPipe:
-    """A pipe in the place of a standard stream; nothing reads it until `read_all`."""
+    """A pipe that nothing reads until `read_all`."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe()
@@ -35,20 +36,17 @@ class UnreadPipe:
         self.file.close()
 
 
-@pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[UnreadPipe]:
-    pipe = UnreadPipe()
-    monkeypatch.setattr(sys, "stderr", pipe.file)
-    yield pipe
-    pipe.close()
-
-
-@pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[UnreadPipe]:
-    pipe = UnreadPipe()
-    monkeypatch.setattr(sys, "stdout", pipe.file)
-    yield pipe
-    pipe.close()
+@contextmanager
+def unread(*names: str) -> Iterator[list[UnreadPipe]]:
+    """Puts such pipes in the place of standard streams. A fixture cannot: pytest itself changes
+    them between the fixtures and the test."""
+    pipes = [UnreadPipe() for _ in names]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, pipe in zip(names, pipes, strict=True):
+            patch.setattr(sys, name, pipe.file)
+        yield pipes
+    for pipe in pipes:
+        pipe.close()
 
 
 def until(so: Callable[[], bool]) -> None:
@@ -58,13 +56,11 @@ def until(so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_reader_that_stops_holds_up_nothing(
-    pipe: UnreadPipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_stops_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop stood still in a write to a pipe that nobody read."""
     monkeypatch.setattr(output, "WAITING_BYTES", 100_000)
     terminal = Terminal()
-    with terminal.in_background():
+    with unread("stderr") as [pipe], terminal.in_background():
         for number in range(3000):
             terminal.log_line(f"{number} {'x' * 100}\n")
         until(lambda: terminal.flush(0.1))
@@ -81,10 +77,10 @@ def test_a_reader_that_stops_holds_up_nothing(
     )
 
 
-def test_a_stalled_output_holds_up_no_errors(pipe: UnreadPipe, other: UnreadPipe) -> None:
+def test_a_stalled_output_holds_up_no_errors() -> None:
     """Standard error has another reader, which goes on to read."""
     terminal = Terminal()
-    with terminal.in_background():
+    with unread("stdout", "stderr") as [_, pipe], terminal.in_background():
         for _ in range(3000):
             terminal.do(lambda: terminal.repeat("x" * 100 + "\n"))
         takes: list[bool] = []
@@ -94,31 +90,34 @@ def test_a_stalled_output_holds_up_no_errors(pipe: UnreadPipe, other: UnreadPipe
     assert takes == [False]
 
 
-def test_the_end_waits_only_so_long_for_a_reader(
-    pipe: UnreadPipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_waits_only_so_long_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "CLOSE_S", 0.05)
     terminal = Terminal()
-    with terminal.in_background():
+    with unread("stderr"), terminal.in_background():
         for _ in range(2000):
             terminal.log_line("x" * 100 + "\n")
     assert terminal.flush(0.0)
 
 
-def test_work_is_done_in_order_and_an_error_in_it_is_kept(pipe: UnreadPipe) -> None:
+def test_work_is_done_in_order_and_an_error_in_it_is_kept() -> None:
     terminal, done = Terminal(), list[int]()
-    with terminal.in_background():
+    with unread("stderr"), terminal.in_background():
         terminal.do(lambda: done.append(1))
         terminal.do(lambda: 1 // 0)
         terminal.do(lambda: done.append(2))
     assert done == [1, 2]
 
 
-def test_what_comes_too_fast_is_left_out(pipe: UnreadPipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_too_fast_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "QUEUED", 3)
     terminal, release, taken = Terminal(), threading.Event(), threading.Event()
-    with terminal.in_background():
-        terminal.do(lambda: (taken.set(), release.wait(DEADLINE_S)))
+    with unread("stderr"), terminal.in_background():
+
+        def wait() -> None:
+            taken.set()
+            release.wait(DEADLINE_S)
+
+        terminal.do(wait)
         assert taken.wait(DEADLINE_S)
         kept = [terminal.do(lambda: None) for _ in range(5)]
         release.set()
@@ -126,14 +125,17 @@ def test_what_comes_too_fast_is_left_out(pipe: UnreadPipe, monkeypatch: pytest.M
 
 
 def test_a_disk_that_is_full_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
+    full = os.open("/dev/full", os.O_WRONLY)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", os.fdopen(full, "w", closefd=False))
         terminal = Terminal()
         with terminal.in_background():
             terminal.log_line("lost\n")
             assert terminal.flush(DEADLINE_S)
         terminal.log_line("lost\n")
-        monkeypatch.undo()
+        with suppress(OSError):
+            sys.stderr.close()
+    os.close(full)
 
 
 def test_without_a_thread_all_is_written_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticzero.launcher.workers import log_rotation
 from elasticzero.launcher.workers.log_rotation import LogLimit, part, rotate
 
 LIMIT = LogLimit(max_bytes=1000, keep=2)
@@ -72,11 +72,9 @@ def test_the_oldest_part_makes_room(log: Path, monkeypatch: pytest.MonkeyPatch) 
         append(log, str(number) * 1000)
         rotate([log], LIMIT)
     append(log, "2" * 1000)
-    copy = log_rotation.shutil.copyfileobj
+    copy = shutil.copyfileobj
     failures = iter([refuse])
-    monkeypatch.setattr(
-        log_rotation.shutil, "copyfileobj", lambda *args: next(failures, copy)(*args)
-    )
+    monkeypatch.setattr(shutil, "copyfileobj", lambda *args: next(failures, copy)(*args))
     rotate([log], LIMIT)
     assert whole(log) == "1" * 1000 + "2" * 1000
 
@@ -85,7 +83,7 @@ def test_a_log_is_cut_off_where_nothing_makes_room(
     log: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     append(log, "x" * 1000)
-    monkeypatch.setattr(log_rotation.shutil, "copyfileobj", refuse)
+    monkeypatch.setattr(shutil, "copyfileobj", refuse)
     rotate([log], LIMIT)
     assert [path.name for path in log.parent.iterdir()] == ["0.log"]
     assert log.stat().st_size == 0
@@ -119,7 +117,7 @@ def test_an_agent_that_dies_meanwhile_loses_nothing(
     with monkeypatch.context() as patch:
         for name in ("open", "replace", "unlink"):
             patch.setattr(Path, name, dying(getattr(Path, name)))
-        patch.setattr(log_rotation.shutil, "copyfileobj", dying(log_rotation.shutil.copyfileobj))
+        patch.setattr(shutil, "copyfileobj", dying(shutil.copyfileobj))
         try:
             rotate([log], LIMIT)
         except Died:
