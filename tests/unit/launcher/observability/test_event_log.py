@@ -16,6 +16,7 @@ import pytest
 
 from elasticzero.launcher.observability import event_log
 from elasticzero.launcher.observability.event_log import EventLog, EventReader
+from elasticzero.launcher.observability.events import EVENTS
 
 
 def newest(log: EventLog, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
@@ -118,9 +119,9 @@ def test_a_full_disk_costs_events_alone(
     log.write("world", generation=2)
     events, _ = newest(log, 10_000)
     assert [event["event"] for event in events] == ["world", "events_lost", "world"]
-    assert (events[1]["count"] == 2 and "room" in events[1]["error"]) or "space" in events[1][
-        "error"
-    ]
+    assert set(events[1]) == {"time", "event", *EVENTS["events_lost"].fields}
+    assert events[1]["count"] == 2
+    assert "space left" in events[1]["error"] or "no room" in events[1]["error"]
     assert ["cannot be written" in r.message for r in caplog.records] == [True, False]
     assert "2 events are left out" in caplog.records[1].message
     log.close()
