@@ -69,11 +69,11 @@ def test_a_file_that_may_not_grow_does_not_end_a_job(
     arguments = [str(script), "0"]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=1, place=lambda node: place) as told:
         assert told.wait_for_end() == {"node-0": 0}, told.logs()
-        said = told.node(0).log.read_text()
+        printed = told.node(0).log.read_text()
         size = (told.directory() / "node-0" / "0.log").stat().st_size
     assert size <= FILE_BYTES
-    assert "rank 0: 1.8 MiB of its output could not be written into" in said, said
-    assert "File too large" in said
+    assert "rank 0: 1.8 MiB of its output could not be written into" in printed, printed
+    assert "File too large" in printed
 
 
 def test_a_long_log_is_cut_off_while_its_worker_writes(
