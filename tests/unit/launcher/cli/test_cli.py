@@ -30,6 +30,7 @@ from elasticzero.launcher.options.validation import (
     parse_nproc,
 )
 from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.workers.log_rotation import LogLimit
 from elasticzero.options.option import Option
 from elasticzero.options.settings import TrainingSettings
 from tests.conftest import ROOT
@@ -331,6 +332,7 @@ def test_each_field_of_the_table_exists() -> None:
         "": AgentOptions,
         "policy": JobPolicy,
         "keep": RetentionPolicy,
+        "logs": LogLimit,
         "training": TrainingSettings,
     }
     for option in RUN_OPTIONS:
