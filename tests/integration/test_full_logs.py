@@ -51,7 +51,7 @@ def test_a_full_log_directory_does_not_end_a_job(
         told.wait_for_step(3)
         filler = fill(disk)
         full = step_of(told)
-        told.wait("steps without a log", lambda: step_of(told) > full + 10)
+        told.wait("pages of steps without a log", lambda: step_of(told) > full + 50)
         filler.unlink()
         assert told.wait_for_end() == {"node-0": 0}, told.logs()
         log = (told.directory() / "node-0" / "0.log").read_text()
