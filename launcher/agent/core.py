@@ -72,8 +72,9 @@ BACKOFF_S = 0.2
 """Seconds without actions after a write that failed."""
 MAX_ERRORS = 3
 """Number of turns that may fail by an unexpected error before the agent ends."""
-MACHINE_TROUBLE_S = 10.0
-"""Seconds without a whole turn, after which an error of the operating system is one that stays."""
+MACHINE_TROUBLE_S = 60.0
+"""Seconds without a whole turn, after which an error of the operating system is one that stays:
+longer than idle connections, which take up open files, are kept."""
 
 
 class HangDetector(Protocol):

@@ -55,7 +55,8 @@ def test_a_full_log_directory_does_not_end_a_job(
         filler.unlink()
         assert told.wait_for_end() == {"node-0": 0}, told.logs()
         log = (told.directory() / "node-0" / "0.log").read_text()
-        assert told.generation == 1 and len(told.of("events_lost")) == 1
+        assert told.generation == 1
+        assert sum(event["count"] for event in told.of("events_lost")) >= 50
     assert "bytes of output are missing here: No space left on device" in log
 
 
