@@ -32,8 +32,6 @@ LOCAL_RANK_MACRO = "${local_rank}"
 REASSIGN_TIMEOUT_S = 1.0
 """Seconds within which a reused process must take its new assignment."""
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(slots=True)
 class Worker:
@@ -224,9 +222,7 @@ def _open_log(path: Path) -> int:
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
-        logger.warning(
-            "%s cannot be made, and the worker's output is lost: %s", path, error.strerror
-        )
+        log.warning("%s cannot be made, and the worker's output is lost: %s", path, error.strerror)
         return os.open(os.devnull, os.O_WRONLY)
 
 
