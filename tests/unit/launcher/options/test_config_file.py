@@ -236,30 +236,7 @@ def test_a_file_is_refused_by_its_type_not_its_text(file: Path) -> None:
     assert "secret-words" not in str(refused.value)
 
 
-def test_a_section_has_the_options_of_its_heading(file: Path) -> None:
-    text = """
-settle = 2
-
-[logs]
-max-size = "200MB"
-log_keep = 3
-dir = "d"
-tee = true
-"""
-    args = parsed(file, text, "train.py")
-    assert (args.log_max_size, args.log_keep, args.log_dir, args.tee) == ("200MB", 3, "d", True)
-    assert args.sources["log_max_size"].text == f"{file}:5"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[logs]\nsettle = 2\n", "run has no option 'settle' for a file"),
-        ("[logs]\nmax-sise = 2\n", "run has no option 'max-sise' for a file"),
-        ('log-dir = "a"\n[logs]\ndir = "b"\n', "log-dir is given twice"),
-        ("[rendezvous]\nsettle = 2\n", "run has no option 'rendezvous' for a file"),
-    ],
-)
-def test_a_section_refuses_what_is_not_its_own(text: str, message: str, file: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        parsed(file, text, "train.py")
+def test_the_logs_have_a_section(file: Path) -> None:
+    args = parsed(file, '[logs]\nlog-max-size = "200MB"\nlog_keep = 3\ntee = true\n', "train.py")
+    assert (args.log_max_size, args.log_keep, args.tee) == ("200MB", 3, True)
+    assert args.sources["log_max_size"].text == f"{file}:2"
