@@ -117,8 +117,10 @@ class Cluster:
         node.process.wait()
 
     def workers_of(self, node: Node) -> list[int]:
-        """Returns the process ids of a node's running workers, the children of its fork server."""
-        servers = children_of(node.process.pid) if node.running else []
+        """Returns the process ids of a node's running workers, the children of its fork server,
+        which is the first child of the agent's keeper."""
+        keepers = children_of(node.process.pid) if node.running else []
+        servers = [server for keeper in keepers for server in children_of(keeper)[:1]]
         return [pid for server in servers for pid in children_of(server) if is_alive(pid)]
 
     def kill_worker(self, node: Node) -> int:

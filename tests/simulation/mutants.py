@@ -316,7 +316,7 @@ MUTANTS = (
     Mutant(
         name="a world is written though the job is over",
         file="agent/store_writer.py",
-        right="            Condition(key=DONE, mod_revision=0),\n",
+        right="            unchanged(DONE, self._observer.unreadable(Done)),\n",
         wrong="",
     ),
     Mutant(
