@@ -25,7 +25,7 @@ from elasticzero.checkpoint.steps.retention import (
 )
 from elasticzero.checkpoint.storage import disk as disk_module
 from elasticzero.checkpoint.storage.base import Directory, Storage
-from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, StorageError
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
@@ -237,6 +237,12 @@ CASES = {
         prepare_kept,
         lambda d: apply_retention(d, draft(100, OLD), LAST),
         lambda d: save(d, 80, NEW, ALL),
+    ),
+    "removed and replaced": Case(
+        prepare_kept,
+        lambda d: apply_retention(d, draft(100, OLD), LAST),
+        lambda d: save(d, 80, NEW, ALL, replacing=True),
+        stays=(80, NEW),
     ),
     "retention of both": Case(
         prepare_kept,
@@ -469,6 +475,54 @@ def test_the_files_of_a_committed_save_are_not_loose(kind: str, place: Path) -> 
     names = [name for name in before if OLD in name]
     assert remove_loose(storage, OLD, names) == []
     assert storage.names() == before
+
+
+class Meanwhile(DiskStorage):
+    """Something else happens just after a file was removed."""
+
+    def __init__(self, storage: DiskStorage, name: str, happens: Callable[[], object]) -> None:
+        super().__init__(storage.path, durable=False)
+        self._name = name
+        self._happens = happens
+
+    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+        super().remove(name, holding=holding)
+        if name == self._name:
+            self._happens()
+
+
+def test_a_save_that_is_committed_during_the_removal_stays(place: Path) -> None:
+    """Its committer lists its files before the first one goes, and is told that all is well."""
+    directory = DiskDirectory(place)
+    storage = shards(directory, 100, OLD)
+    assert isinstance(storage, DiskStorage)
+    sums = draft(100, OLD).file_name(0) + ".sums"
+    data = (storage.path / sums).read_bytes()
+
+    def commit_before() -> None:
+        storage.write(sums, [data])
+        assert commit.commit(storage, draft(100, OLD), wait_s=0.0)
+        storage.remove(sums)
+
+    names = [name for name in storage.names() if OLD in name]
+    assert remove_loose(Meanwhile(storage, sums, commit_before), OLD, names) == []
+    assert state(directory) == {100: (OLD, None)}
+
+
+def test_a_save_that_is_tried_again_during_the_removal_is_withdrawn(place: Path) -> None:
+    """What it wrote again goes with the rest, and a step without files does not stay."""
+    directory = DiskDirectory(place)
+    storage = shards(directory, 100, OLD)
+    shard = draft(100, OLD).file_name(1)
+
+    def try_again() -> None:
+        shards(directory, 100, OLD)
+        assert commit.commit(storage, draft(100, OLD), wait_s=0.0)
+
+    assert isinstance(storage, DiskStorage)
+    names = [name for name in storage.names() if OLD in name]
+    remove_loose(Meanwhile(storage, f"{shard}.sums", try_again), OLD, names)
+    assert state(directory) == {}
 
 
 @each_kind
