@@ -186,8 +186,10 @@ def exchange(port: int, pieces: list[bytes]) -> bytes:
             s.shutdown(socket.SHUT_WR)
             while part := s.recv(65536):
                 answer += part
-        except ConnectionError:
-            pass  # it was refused before all of it was read
+        except TimeoutError:
+            raise
+        except OSError:
+            pass  # it was refused before all of it was read: reset, or connected no longer
     return answer
 
 
