@@ -25,7 +25,7 @@ from elasticzero.text import printable
 
 PACKAGE_LOGGER = "elasticzero"
 DELETED = " (deleted)"
-"""What Linux puts after the path of an open file that has been deleted."""
+"""Linux puts this after the path of an open file that has been deleted."""
 SEEK_FILE_S = 1.0
 """Seconds between two looks at whether the file of a stream has been deleted."""
 

@@ -457,6 +457,7 @@ class PartitionedOptimizer:
                 piece.parameter.data.copy_(piece.values)
             stepped = name_is_stepped(piece.name, small)
             self.optimizers.put_state(piece.name, piece.parameter, tensors, stepped=stepped)
+        self._entries = self._count_entries()
         names = set(self.optimizers.group_of)
         self._unstepped = names.intersection(small.get("unstepped", names))
         at_once = any(g.nature.makes_state_at_once for g in self.optimizers.groups)

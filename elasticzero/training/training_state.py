@@ -157,7 +157,7 @@ class TrainingState:
         """Reason for which this rank's script ends training for all; None: it does not."""
         self.gradient_norm: float | None = None
         self.loss: float | None = None
-        """Those of the newest step that this generation has applied, over all ranks."""
+        """Both are over all ranks, of the newest step that this generation has applied."""
         self._epoch_end: EpochEnd | None = None
         """The end of an epoch after the current global batch; None: no epoch ends there."""
         self._tracker = tracker

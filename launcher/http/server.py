@@ -121,7 +121,7 @@ class TokenlessAccess:
     """Says what clients without the job's token may do, besides the paths open to everyone."""
 
     open_status: bool = False
-    """Whether they may read the status."""
+    """True if they may read the status."""
     names: Collection[str] = ()
     """Names under which they may reach the server, besides addresses and this machine's own."""
 
@@ -202,7 +202,7 @@ class _Request:
     agent: AgentServer
     head: bytes
     has_token: bool
-    """Whether the request itself shows the job's token."""
+    """True if the request itself shows the job's token."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -41,7 +41,7 @@ MEANINGS: Mapping[type[Any], str] = {
     World: "this node leaves with its state",
     Done: "the job goes on, and no new agent of it starts until the key is deleted",
 }
-"""What a document of each kind means that cannot be read."""
+"""Says, for each kind, what a document means that cannot be read."""
 
 
 def document(kind: type[T], data: bytes) -> T:

@@ -90,7 +90,7 @@ class Answer:
     ended: int | None = None
     """Process id of a worker that has exited."""
     status: int = 0
-    """Its exit code."""
+    """The exit code of the process."""
     refused: str = ""
     """Reason for which no worker was forked."""
 

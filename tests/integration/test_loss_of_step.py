@@ -62,3 +62,43 @@ def test_the_loss_is_the_mean_over_the_global_batch(
     running = pool.start(script, [strategy, dtype, precision], world)
     running.until(running.ended)
     assert [worker.exit_code for worker in running.workers] == [0] * world, running.logs()
+
+
+TURNS = """
+import torch
+import elasticzero as ez
+
+def train(session):
+    nets = torch.nn.ModuleDict({
+        "wide": torch.nn.Linear(3, 1), "narrow": torch.nn.Linear(3, 1, dtype=torch.bfloat16)
+    })
+    def factory(parameters):
+        return {n: torch.optim.SGD(net.parameters(), lr=1e-3) for n, net in nets.items()}
+    model, _ = session.prepare(nets, factory, strategy="ddp")
+    session.restore()
+    data = torch.arange(1.0, 9.0)
+    for x in session.batches(data, global_batch=8, epochs=2, shuffle=False):
+        for name in ("wide", "narrow"):
+            net = model[name]
+            out = net(torch.ones(len(x), 3, dtype=net.weight.dtype)).float().sum()
+            is_bad = name == "narrow" and session.epoch == 1
+            loss = x.div(7).mean() * (float("nan") if is_bad and session.rank == 1 else 1)
+            session.backward(loss + 0 * out, only=name)
+            assert session.step(only=name) != is_bad
+            if not is_bad:
+                assert abs(session.loss - 4.5 / 7) < 1e-6, (name, session.loss)
+
+ez.run(train)
+"""
+
+
+def test_networks_of_two_formats_that_take_turns_have_each_its_loss(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """One whose format holds no loss is stepped by itself: a loss that is not finite leaves it
+    out."""
+    script = tmp_path / "train.py"
+    script.write_text(TURNS)
+    running = pool.start(script, [], 2, on_nonfinite="skip")
+    running.until(running.ended)
+    assert [worker.exit_code for worker in running.workers] == [0, 0], running.logs()

@@ -31,7 +31,7 @@ class SummedBucket(GradientBucket):
     """Holds gradients whose sum every rank has."""
 
     flat: Tensor
-    """E gradients, N uses, the loss if the format holds it, else 0."""
+    """E gradients, N uses, the loss; or 0, where losses have a message of their own."""
 
     @property
     def tail(self) -> Tensor:
@@ -67,8 +67,9 @@ class AllReduce:
         ]
         self._losses = losses
         self._under_way: list[tuple[SummedBucket, Any]] = []
-        self._losses_apart = all(p.dtype.itemsize < LOSS_BYTES for p in trained.values())
-        """No bucket has a format that holds losses: they are summed in a message of their own."""
+        self._losses_apart = any(p.dtype.itemsize < LOSS_BYTES for p in trained.values())
+        """A bucket may have a format that holds no loss: they are summed in a message of their own,
+        whichever buckets a global batch has."""
         self._summed_losses: tuple[Tensor, Any] | None = None
         """This message, once the first bucket is under way."""
         self.loss = 0.0
@@ -90,7 +91,7 @@ class AllReduce:
             tail.fill_(1)
         else:
             tail[:-1].copy_(torch.tensor(bucket.used_N))
-        if loss is None or tail.dtype.itemsize < LOSS_BYTES:
+        if loss is None or self._losses_apart:
             tail[-1].zero_()
         else:
             tail[-1].copy_(loss)
@@ -109,18 +110,16 @@ class AllReduce:
         summed, self._summed_losses = self._summed_losses, None
         wait_for([work for _, work in under_way] + ([summed[1]] if summed is not None else []))
         tails = torch.cat([bucket.tail.to(torch.float32) for bucket, _ in under_way]).tolist()
-        if summed is not None:
-            self.loss = summed[0].item()
         for bucket, _ in under_way:
             count = len(bucket.names)
-            uses_N, loss, tails = tails[:count], tails[count], tails[count + 1 :]
-            if bucket.flat.dtype.itemsize >= LOSS_BYTES:
-                self.loss = loss
+            uses_N, self.loss, tails = tails[:count], tails[count], tails[count + 1 :]
             if not all(bucket.used_N):
                 for parameter, view, uses in zip(
                     bucket.parameters, bucket.views_N, uses_N, strict=True
                 ):
                     parameter.grad = view if uses else None
+        if summed is not None:
+            self.loss = summed[0].item()
 
     def late(self) -> Sequence[SummedBucket]:
         return ()
