@@ -20,6 +20,7 @@ from elasticzero.checkpoint.format.dtypes import torch_dtype
 from elasticzero.checkpoint.format.names import MANIFEST_NAME
 from elasticzero.checkpoint.io.reader import Checkpoint, open_step
 from elasticzero.checkpoint.steps import verify
+from elasticzero.checkpoint.steps.retention import COMMIT_S
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.spans import Span
@@ -99,6 +100,17 @@ def assert_bits(checkpoint: Checkpoint) -> int:
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     return manifest.generation
+
+
+def let_a_minute_pass(directory: Path) -> None:
+    """Makes all files so old that no save which lacks only its manifest may be committed still.
+
+    A process that was killed within its retention, after it had removed a manifest, leaves such
+    files; the next save removes them once they are that old.
+    """
+    for path in directory.glob("step-*/*"):
+        written_s = path.stat().st_mtime - 2 * COMMIT_S
+        os.utime(path, (written_s, written_s))
 
 
 def assert_nothing_left(directory: Path) -> None:

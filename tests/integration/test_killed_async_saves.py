@@ -25,6 +25,7 @@ from tests.integration.killing import (
     assert_nothing_left,
     assert_right,
     kill_soon,
+    let_a_minute_pass,
     serving,
 )
 from tests.integration.scripts.capture_until_killed import newest_whole
@@ -69,6 +70,7 @@ def kill_and_look(savers: Savers, directory: Path, seed: int) -> None:
             assert not memory.drafts()
             assert newest_whole(memory) == {(1 if newest == 1 else 2, newest)}
         following = newest + 2 - newest % 2  # where a checkpoint may have been begun
+        let_a_minute_pass(directory)
         savers.save(folder, directory, 3, following, following)
         assert catalog.newest_good(place) == following
         assert assert_right(catalog.resolve(directory)) == 3

@@ -23,6 +23,7 @@ from tests.integration.killing import (
     assert_nothing_left,
     assert_right,
     kill_soon,
+    let_a_minute_pass,
     serving,
 )
 
@@ -46,6 +47,7 @@ def kill_and_look(savers: Savers, directory: Path, seed: int) -> None:
     newest = catalog.newest_good(place)
     assert newest is not None
     assert assert_right(catalog.resolve(directory)) == (1 if newest == 1 else 2)
+    let_a_minute_pass(directory)
     savers.save(directory, 3, newest + 1, newest + 1, WAIT_S)
     assert catalog.newest_good(place) == newest + 1
     assert assert_right(catalog.resolve(directory)) == 3
