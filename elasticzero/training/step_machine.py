@@ -29,7 +29,13 @@ from elasticzero.data.position import GlobalBatch, MicroBatch
 from elasticzero.errors import UserError
 
 
-class StepPhase(Enum):
+class _Member(Enum):
+    """Is hashed by identity: an enum's own hash runs in Python, dozens of times a step."""
+
+    __hash__ = object.__hash__
+
+
+class StepPhase(_Member):
     """Says how far the script has come with its micro-batch."""
 
     BETWEEN = auto()
@@ -44,7 +50,7 @@ class StepPhase(Enum):
     """`session.step` was called for it."""
 
 
-class StepOutcome(Enum):
+class StepOutcome(_Member):
     """Says what has become of the global batch since the last boundary."""
 
     OPEN = auto()
@@ -55,7 +61,7 @@ class StepOutcome(Enum):
     """It counts, and an optimizer was stepped with it."""
 
 
-class StepCondition(Enum):
+class StepCondition(_Member):
     """Says whether parameters and optimizer state are those of the last boundary."""
 
     UNLOADED = auto()
@@ -69,14 +75,14 @@ class StepCondition(Enum):
     right."""
 
 
-class LoopPart(Enum):
+class LoopPart(_Member):
     """Says where the script is."""
 
     OUTSIDE = auto()
     INSIDE = auto()
 
 
-class StepEvent(Enum):
+class StepEvent(_Member):
     """Lists what happens to a step: calls of the script, and what the session does for them."""
 
     BATCHES = auto()
@@ -272,6 +278,13 @@ class StepState:
         assert isinstance(condition, StepCondition)
         assert isinstance(loop_part, LoopPart)
         held = self.part if phase is not StepPhase.BETWEEN else None
+        if held is self.part and parts == [
+            self.phase,
+            self.outcome,
+            self.condition,
+            self.loop_part,
+        ]:
+            return self
         return replace(
             self, phase=phase, outcome=outcome, condition=condition, loop_part=loop_part, part=held
         )
