@@ -12,8 +12,8 @@ Rules:
      the word of the next step has it. Where a checkpoint is captured, a generation ends by
      agreement, or training ends, the ranks compare at once: nothing is saved or handed over that
      was not verified.
- C3  Without an interval rank 0 chooses one, from how long a digest and a step take, so that
-     verifying takes SHARE of the time.
+ C3  Without an interval rank 0 chooses one, from how long a step and a digest take, with what the
+     strategy compares after it, so that verifying takes SHARE of the time.
  C4  Where the digests differ the ranks exchange those of each tensor. A rank that differs from what
      more than half of the ranks have is quarantined. Where there is no such majority, all go back.
  C5  The ranks of a node give each other the digests of their shards, so that each has those of all
@@ -105,6 +105,7 @@ class ReplicaVerifier:
         assignment: Assignment,
         replicas: Callable[[], Mapping[str, Tensor]],
         shards: Callable[[], tuple[Mesh, Mapping[str, Tensor]]],
+        comparison_s: Callable[[], float] = float,
     ) -> None:
         """Takes what is verified; nothing is compared yet.
 
@@ -114,11 +115,14 @@ class ReplicaVerifier:
             replicas: Returns the tensors that every rank has whole now.
             shards: Returns the rows of ranks, and the tensors that the replicas of this rank's
                 shard have too.
+            comparison_s: Returns the seconds that the strategy took, after the verification before,
+                to compare values.
         """
         self._groups = groups
         self._assignment = assignment
         self._replicas = replicas
         self._shards = shards
+        self._comparison_s = comparison_s
         self._enabled = assignment.world_size > 1 and assignment.verify_every != 0
         self._every = assignment.verify_every
         self._interval = SigningInterval()
@@ -223,7 +227,7 @@ class ReplicaVerifier:
     def _take_digest(self, copy: BoundaryCopy) -> StateDigest:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        began_s = time.monotonic()
+        began_s = time.monotonic() - self._comparison_s()
         table = {**digests(self._replicas()), **digests(copy.tensors), **_values(copy)}
         table |= self._shard_digests()
         state_digest = StateDigest(copy.step, table, combined(table))

@@ -170,7 +170,12 @@ class Strategy(Protocol):
 
     def replicas(self) -> Mapping[str, Tensor]:
         """Returns what every rank has whole, by name: it must be equal on all ranks between two
-        steps."""
+        steps. Whoever asks verifies, and values are compared in the next step."""
+
+    @property
+    def comparison_s(self) -> float:
+        """Returns the seconds that such a comparison of values has taken, where that is not small
+        beside the digest of replicas."""
 
     def filling(
         self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED

@@ -241,6 +241,10 @@ class Replicated:
     def pieces(self) -> dict[str, LocalTensor]:
         return {n: LocalTensor(p) for n, p in self.optimizers.parameters().items()}
 
+    @property
+    def comparison_s(self) -> float:
+        return 0.0
+
     def mirrored_states(self) -> dict[int, RankState]:
         return {}
 

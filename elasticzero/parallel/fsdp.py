@@ -100,7 +100,6 @@ class FullyPartitioned(PiecedStrategy):
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        self._divided = [m for m in setting.model.modules() if isinstance(m, FSDPModule)]
         for module in setting.model.modules():
             module.register_load_state_dict_pre_hook(self._load_rows)
         self._uses = Uses(setting.model, self._parameters, root, [*blocks, root])
@@ -114,7 +113,7 @@ class FullyPartitioned(PiecedStrategy):
             }
         )
         mirrors = [self._mirror(rank, optimizers) for rank, optimizers in copies.items()]
-        self._mirrors = Mirrors(setting, mirrors)
+        self._mirrors = Mirrors(setting, mirrors, self.optimizers)
         self._memory = FixedMemory(self._parameters)
         self._hooks = GradientHooks(self._parameters)
         self._stepped: Mapping[str, int] | None = None
@@ -206,8 +205,10 @@ class FullyPartitioned(PiecedStrategy):
             max_norm,
             hook=hook,
             number=self._uses.blocks,
-            exchange=lambda: self._mirrors.exchange(self._messages),
+            exchange=self._mirrors.exchange(self._messages),
         )
+        if self._pieced.state_changed:
+            self._mirrors.stop()
         self._mirrors.take(self._pieced.used, norm, max_norm)
         self._stepped = self._counts = None
         return norm
@@ -257,21 +258,25 @@ class FullyPartitioned(PiecedStrategy):
                 piece.parameter.data.copy_(piece.values)
 
     def apply(self) -> None:
-        self._reshard()
+        self._uses.free()
         self._uses.compares = False
         self._mark_changed()
         self._renew()
         self._pieced.step([list(self._pieced.pieces)])
-        self._mirrors.step(self.optimizers)
+        self._mirrors.step()
         if self._mirrors.kept:
             self._stepped, self._counts = self._row_digests(), self._counts_now()
         self._drop_whole()
+
+    @property
+    def comparison_s(self) -> float:
+        return self._uses.compared_s
 
     def changed_names(self) -> Collection[str]:
         return ()  # such a change is refused
 
     def take_changes(self) -> UserError | None:
-        self._reshard()  # so that the modules have the parameters of between two steps
+        self._uses.free()  # so that the modules have the parameters of between two steps
         if self._stepped is not None and self._counts != self._counts_now():
             self._counts = None
         compared = self._old.difference() if self._uses.compares else None
@@ -281,7 +286,6 @@ class FullyPartitioned(PiecedStrategy):
         pass
 
     def rank_state(self) -> RankState:
-        self._uses.compares = True
         held = {
             name: LocalTensor(_local(parameter), self._first(name))
             for name, parameter in self._parameters.items()
@@ -295,7 +299,7 @@ class FullyPartitioned(PiecedStrategy):
         if self._stepped is not None and is_changed:
             log.warning(CHANGED_ROWS)
             return states
-        for mirror in self._mirrors.kept:
+        for mirror in self._mirrors.up_to_date():
             if mirror.live:
                 spans = self._spans(mirror.rank)
                 held = {n: LocalTensor(t, spans[n].start) for n, t in mirror.rows.items()}
@@ -324,7 +328,7 @@ class FullyPartitioned(PiecedStrategy):
         return share
 
     def replicas(self) -> dict[str, Tensor]:
-        self._uses.compares = True
+        self._uses.compare()
         whole = {n: p for n, p in self._parameters.items() if not isinstance(p, DTensor)}
         return {MODEL + name: p.detach() for name, p in whole.items()} | self._pieced.norm()
 
@@ -369,7 +373,7 @@ class FullyPartitioned(PiecedStrategy):
     def filling(
         self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
     ) -> Iterator[list[LoadTarget]]:
-        self._reshard()
+        self._uses.free()
         slots: list[LoadTarget] = []
         for name, parameter in self._parameters.items():
             local = _local(parameter)
@@ -380,10 +384,7 @@ class FullyPartitioned(PiecedStrategy):
             self._mirrors.filling(stored, small) as copies,
         ):
             yield [*slots, *piece_targets, *copies]
-
-    def _reshard(self) -> None:
-        for module in self._divided:
-            module.reshard()
+        self._mirrors.restored()
 
 
 def _partition(setting: Setting, undivided: set[nn.Parameter]) -> list[nn.Module]:

@@ -9,9 +9,9 @@ then, and a group of FSDP2 that has none of them reduces nothing.
 
 FSDP2 puts the gathered parameters into the modules when it is told that a block runs. So what a
 script calls past the block, or puts in their place, ends in a sentence. So does what it changes in
-them, which is lost when they are freed: in the first step, and in the one after each verification
-and capture, this rank's rows of them are compared with its shard. A backward whose gradients are
-differentiated again needs the gathered parameters after they are freed, and is refused.
+them, which is lost when they are freed: in the first step, and in the one after each verification,
+this rank's rows of them are compared with its shard. A backward whose gradients are differentiated
+again needs the gathered parameters after they are freed, and is refused.
 
 Check after an upgrade of torch: FSDP2's state of a module and its parameter groups, of which
 `_get_fsdp_state` is no public interface.
@@ -19,6 +19,7 @@ Check after an upgrade of torch: FSDP2's state of a module and its parameter gro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -59,6 +60,9 @@ class Uses:
         """Stands for the modules that have run, in their order."""
         self.compares = True
         """Gathered parameters are compared with the shards before they are freed."""
+        self.compared_s = 0.0
+        """Seconds that comparisons of the present global batch, or of the newest that had any, have
+        taken."""
         self._counts = True
         """The newest backward has a weight."""
         self._only: Collection[str] | None = None
@@ -83,6 +87,17 @@ class Uses:
             # FSDP2's own hook, which gathers, comes after it
             module.register_forward_pre_hook(partial(self._enter, index), prepend=True)
             module.register_forward_hook(self._leave)
+
+    def compare(self) -> None:
+        """Lets gathered parameters be compared in the next global batch."""
+        if not self.compares:
+            self.compares, self.compared_s = True, 0.0
+
+    def free(self) -> None:
+        """Frees all gathered parameters."""
+        for group in self._groups:
+            if group.is_unsharded:
+                group.reshard()
 
     def clear(self) -> None:
         """Begins a new global batch."""
@@ -181,13 +196,15 @@ class Uses:
             UserError: The script has changed one of them.
         """
         if self.compares and group.is_unsharded:
-            for of in group.fsdp_params:
-                if _is_changed(of):
-                    raise UserError(
-                        f"the script has changed parameter {self._names[id(of)]!r} in or after a "
-                        f"forward of {self._called(group)}, where zero3 has a copy that is freed: "
-                        "change it in place after session.step(), or use ddp, zero1 or zero2"
-                    )
+            began_s = time.monotonic()
+            changed = next(filter(_is_changed, group.fsdp_params), None)
+            self.compared_s += time.monotonic() - began_s
+            if changed is not None:
+                raise UserError(
+                    f"the script has changed parameter {self._names[id(changed)]!r} in or after a "
+                    f"forward of {self._called(group)}, where zero3 has a copy that is freed: "
+                    "change it in place after session.step(), or use ddp, zero1 or zero2"
+                )
         reshard()
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:

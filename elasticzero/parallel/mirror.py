@@ -16,11 +16,16 @@ Rules:
      handed over where the script has changed parameters between the last step and the boundary
      after it, on whatever rank: each rank runs the same call, which torch counts there, whether it
      changes the rows of this rank or not.
+ M4  A mirror does not have what a script changes in the state of its optimizer, as one does that
+     prunes moments. Each rank looks for such a change before each step, and the ranks tell each
+     other with the norm: from then on none keeps mirrors until the generation ends. Until that step
+     a rank that has found a change in its own state hands over none: each rank runs the same code.
 Shapes: C elements of one message, of one chunk.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,9 +41,17 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece
 from elasticzero.parallel.optimizers.state import MASTER
-from elasticzero.parallel.partitioned import PartitionedOptimizer
+from elasticzero.parallel.optimizers.state_marks import state_marks
+from elasticzero.parallel.partitioned import Exchange, PartitionedOptimizer
 from elasticzero.state.model import LoadTarget, Spec
 
+log = logging.getLogger(__name__)
+
+CHANGED_STATE = (
+    "the script has changed the state of its optimizer, which live copies on other nodes do not "
+    "have: until the next generation --redundancy mirror keeps none, and after the loss of a node "
+    "training goes back to a snapshot or checkpoint"
+)
 TAG = 0x657B
 """Keeps these messages apart from those of the buckets and of a script."""
 
@@ -149,12 +162,54 @@ class Mirror:
 class Mirrors:
     """Exchanges gradients with the ranks that keep mirrors of each other, and holds this rank's."""
 
-    def __init__(self, setting: Setting, mirrors: Sequence[Mirror]) -> None:
+    def __init__(self, setting: Setting, mirrors: Sequence[Mirror], optimizers: Optimizers) -> None:
+        """Takes the mirrors.
+
+        Args:
+            setting: This rank's place and the ranks that keep mirrors.
+            mirrors: The mirrors that this rank keeps.
+            optimizers: This rank's own optimizers, whose parameters are dealt.
+        """
         self.kept = mirrors
         self._kept_by = setting.mirrored_by
         self._on_cpu = setting.device.type == "cpu"
+        self._optimizers = optimizers
+        self._marks = self._present_marks()
 
-    def exchange(self, sent: Callable[[], Sequence[Tensor]]) -> list[Any]:
+    def _present_marks(self) -> list[Any]:
+        """Returns the marks of the state of this rank's optimizers; none where nobody needs
+        them."""
+        is_needed = self.kept or self._kept_by is not None
+        return state_marks(self._optimizers.by_name.values()) if is_needed else []
+
+    def has_changed_state(self) -> bool:
+        """Tells whether the script has changed this rank's optimizer state since the newest step or
+        restore (M4)."""
+        return self._marks != self._present_marks()
+
+    def up_to_date(self) -> Sequence[Mirror]:
+        """Returns the mirrors that may be handed over; none where the script has changed this
+        rank's optimizer state (M4)."""
+        if self.kept and self.has_changed_state():
+            log.warning(CHANGED_STATE)
+            return ()
+        return self.kept
+
+    def stop(self) -> None:
+        """Keeps no mirrors any more, and sends nothing; all ranks do so in the same step (M4)."""
+        if self.kept:
+            log.warning(CHANGED_STATE)
+        self.kept, self._kept_by = (), None
+
+    def exchange(self, sent: Callable[[], Sequence[Tensor]]) -> Exchange:
+        """Returns what the ranks tell each other in the next step.
+
+        Args:
+            sent: Returns this rank's part of the gradient, as `_begin` takes it.
+        """
+        return Exchange(lambda: self._begin(sent), self.has_changed_state())
+
+    def _begin(self, sent: Callable[[], Sequence[Tensor]]) -> list[Any]:
         """Begins to send this rank's part of the gradient, and to receive the parts of its mirrors
         (M1).
 
@@ -185,14 +240,15 @@ class Mirrors:
         for mirror in self.kept:
             mirror.take(used, norm, max_norm)
 
-    def step(self, owners: Optimizers) -> None:
-        """Steps the mirrors (M2).
-
-        Args:
-            owners: The optimizers of this rank, whose options the mirrors take over.
-        """
+    def step(self) -> None:
+        """Steps the mirrors, once this rank's own part is stepped (M2)."""
         for mirror in self.kept:
-            mirror.step(owners)
+            mirror.step(self._optimizers)
+        self._marks = self._present_marks()
+
+    def restored(self) -> None:
+        """Begins anew with the state that this rank's optimizers were just given."""
+        self._marks = self._present_marks()
 
     @contextmanager
     def filling(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,20 @@ from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partitio
 from elasticzero.torch_internals import has_step_hooks
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Tells ranks that keep copies of others' pieces what these step."""
+
+    begin: Callable[[], Sequence[Any]] = tuple
+    """Is called once the gradients are as they are to be stepped, but for clipping; what it returns
+    is waited for before the norm is summed."""
+    state_changed: bool = False
+    """The script of this rank has changed the optimizer's state, which the copies do not have."""
+
+
+NO_EXCHANGE = Exchange()
+
+
 class PartitionedOptimizer:
     """Runs the user's optimizers on this rank's pieces instead of all parameters."""
 
@@ -88,6 +103,8 @@ class PartitionedOptimizer:
         """The parameters that any rank has used in the global batch, once it is complete."""
         self.differ = False
         """Ranks have given `complete` different numbers."""
+        self.state_changed = False
+        """The script of a rank has changed the optimizer's state before the global batch."""
         self.chunks: Sequence[MasteredValues] | None = None
         """The elements of all pieces that have masters, where these lie end to end; None: each
         piece has memory of its own."""
@@ -116,7 +133,7 @@ class PartitionedOptimizer:
         *,
         hook: GradientHook | None = None,
         number: int = 0,
-        exchange: Callable[[], Sequence[Any]] = tuple,
+        exchange: Exchange = NO_EXCHANGE,
     ) -> Tensor:
         """Does what `Strategy.finish` does, once the pieces have their gradients, which are summed
         over the ranks. All ranks call this together.
@@ -128,8 +145,7 @@ class PartitionedOptimizer:
             hook: Called with the gradients before their norm is taken; None: none is.
             number: Stands for what must be the same on all ranks, as for `same_number`; where it
                 is not the norm is NaN, and `differ` says so.
-            exchange: Called once the gradients are as they are to be stepped, but for clipping;
-                what it returns is waited for before the norm is summed.
+            exchange: What other ranks that keep copies of the pieces get.
 
         Returns:
             The norm before clipping: 0-dim, equal on all ranks.
@@ -144,19 +160,21 @@ class PartitionedOptimizer:
             device = torch.device("cuda", torch.cuda.current_device())
         uses = [float(name in used) for name in self.optimizers.group_of]
         totals = torch.tensor(
-            [0, *same_number.with_square(number), *uses], dtype=torch.float64, device=device
+            [0, exchange.state_changed, *same_number.with_square(number), *uses],
+            dtype=torch.float64,
+            device=device,
         )
         if self.losses.mean is not None:
             totals[0] = self.losses.mean
         if hook is None:
-            works = exchange()
+            works = exchange.begin()
             totals = torch.cat([self._square(gradients, device), totals])
             totals = self._sum_over_ranks(totals, works)
             self._drop_unused(totals[1:].tolist(), number)
         else:
             self._drop_unused(self._sum_over_ranks(totals).tolist(), number)
             results = self._call_hook(hook).to(device)
-            works = exchange()
+            works = exchange.begin()
             square = self._square(self._gradients(), device)
             totals = self._sum_over_ranks(torch.cat([square, results]), works)
             sums = zip(self.optimizers.group_of, totals[1:].tolist(), strict=True)
@@ -226,11 +244,12 @@ class PartitionedOptimizer:
         """Drops the gradients of parameters that no rank has used.
 
         Args:
-            totals: Sums over ranks of the loss, `number`, its square, and the uses of each
-                parameter.
+            totals: Sums over ranks of the loss, `exchange.state_changed`, `number`, its square,
+                and the uses of each parameter.
             number: As `complete` has it.
         """
-        self.loss, total, squares, *uses = totals
+        self.loss, changed, total, squares, *uses = totals
+        self.state_changed = changed > 0
         self.differ = not same_number.is_same(number, self._ranks, (total, squares))
         self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
         self.optimizers.check_used(self.used)
@@ -545,6 +564,10 @@ class PiecedStrategy:
     def _difference(self) -> str:
         """Returns a sentence on what was not the same on all ranks in the global batch."""
         raise NotImplementedError
+
+    @property
+    def comparison_s(self) -> float:
+        return 0.0
 
     def changed_names(self) -> Collection[str]:
         return self._changes.names

@@ -101,7 +101,7 @@ class FlatBuckets(PiecedStrategy):
             Mirror(rank, [self._mirrored(b, rank) for b in self._buckets], optimizers, specs, mesh)
             for rank, optimizers in copies.items()
         ]
-        self._mirrors = Mirrors(setting, mirrors)
+        self._mirrors = Mirrors(setting, mirrors, self.optimizers)
         self._changes = ForwardChanges(self._parameters, mesh.world_size)
         self._hooks = GradientHooks(self._parameters)
         self._part: MicroBatch | None = None
@@ -136,8 +136,10 @@ class FlatBuckets(PiecedStrategy):
             max_norm,
             hook=hook,
             number=self._changes.end() or 0,
-            exchange=lambda: self._mirrors.exchange(lambda: reduced),
+            exchange=self._mirrors.exchange(lambda: reduced),
         )
+        if self._pieced.state_changed:
+            self._mirrors.stop()
         self._mirrors.take(self._pieced.used, norm, max_norm)
         return norm
 
@@ -185,7 +187,7 @@ class FlatBuckets(PiecedStrategy):
         has_gradients = self.optimizers.has_gradients
         order = [bucket for bucket in self._forward_order if has_gradients(bucket.names[0])]
         self._pieced.step([b.names for b in order], lambda index: self._gather.begin(order[index]))
-        self._mirrors.step(self.optimizers)
+        self._mirrors.step()
         self._gather.leave_pending()
         for bucket in self._buckets:
             bucket.give_out()
@@ -231,7 +233,7 @@ class FlatBuckets(PiecedStrategy):
 
     def mirrored_states(self) -> dict[int, RankState]:
         states = {}
-        for mirror in self._mirrors.kept:
+        for mirror in self._mirrors.up_to_date():
             mirror.renew()
             states[mirror.rank] = self._state(mirror.pieced)
             for piece in mirror.pieced.pieces.values():
@@ -279,6 +281,7 @@ class FlatBuckets(PiecedStrategy):
             self._mirrors.filling(stored, small) as copies,
         ):
             yield [*slots, *piece_targets, *copies]
+        self._mirrors.restored()
         for bucket in self._buckets:
             bucket.give_out()
 

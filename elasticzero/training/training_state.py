@@ -1,7 +1,4 @@
-"""Holds the training state between two steps, where the ranks exchange control words.
-
-At this boundary captures are taken, and the end of a generation is detected.
-"""
+"""Holds the training state between two steps, where ranks exchange words and captures begin."""
 
 from __future__ import annotations
 
@@ -172,6 +169,7 @@ class TrainingState:
             link.assignment,
             lambda: self.strategy.replicas(),
             lambda: (self.rows.mesh, self.rows.own_shard(self.strategy)),
+            lambda: self.strategy.comparison_s,
         )
 
     def restore(self) -> int:

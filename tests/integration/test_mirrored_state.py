@@ -96,6 +96,21 @@ def test_a_change_of_the_lost_ranks_rows_alone_leaves_no_mirror(pool: Pool, tmp_
     assert not list(tmp_path.glob("mirror*"))
 
 
+@pytest.mark.parametrize("changed", ["state", "state before"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_mirror_without_the_scripts_change_of_the_optimizer_is_not_handed_over(
+    pool: Pool, tmp_path: Path, strategy: str, changed: str
+) -> None:
+    """All ranks make it after the last step; or one rank makes it earlier, and tells the others."""
+    told: dict[str, Any] = {"directory": str(tmp_path), "world_size": 2, "changed": changed}
+    told |= {"strategy": strategy, "dtype": "float64", "optimizer": "SGD"}
+    lines = [json.dumps(told | {"rank": rank}) for rank in range(2)]
+    for running in [pool.start(HERE / "training_mirrors.py", [line], 1) for line in lines]:
+        running.until(running.ended, 60)
+        assert running.workers[0].exit_code == 0, running.logs()
+    assert not list(tmp_path.glob("mirror*"))
+
+
 @pytest.mark.parametrize("place", [rare("mirroring"), "gathering"])
 def test_a_node_lost_inside_a_step_costs_that_step_at_most(
     place: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]

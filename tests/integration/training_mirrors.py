@@ -4,7 +4,8 @@ owner's own part.
 Run by several processes; argument: JSON with rank, world_size, port, directory, strategy, dtype and
 optimizer, and at will changed. Every rank writes its own part of the state, and the mirror that it
 keeps; where the script is to have changed parameters after the last step, here or elsewhere, it
-checks that with zero3 there is none to hand over.
+checks that with zero3 there is none to hand over. Where it is to have changed the optimizer's
+state, after the last step or, on one rank, before it, there is none in any strategy.
 """
 
 from __future__ import annotations
@@ -61,7 +62,18 @@ class Partly(Model):
         return output
 
 
-def train(strategy: Strategy, model: Partly, rank: int, world_size: int) -> None:
+def halve(strategy: Strategy) -> None:
+    """Changes the state of the optimizers in place."""
+    for optimizer in strategy.optimizers.by_name.values():
+        for entries in optimizer.state.values():
+            for value in entries.values():
+                if isinstance(value, Tensor) and value.dim():
+                    value.mul_(0.5)
+
+
+def train(
+    strategy: Strategy, model: Partly, rank: int, world_size: int, *, halves: bool = False
+) -> None:
     samples = Samples()
     for step in range(STEPS):
         model.step, model.rank = step, rank
@@ -76,6 +88,9 @@ def train(strategy: Strategy, model: Partly, rank: int, world_size: int) -> None
             strategy.backward(squares(strategy.model, batch).mean(), len(indices) / 12, only)
         strategy.finish(0.7, 0.5)
         strategy.apply()
+        if step == 3 and halves and rank == 1:
+            assert strategy.mirrored_states()
+            halve(strategy)
         if step == 3:  # what a script does to its parameters counts too
             with torch.no_grad():
                 for parameter in strategy.model.parameters():
@@ -107,14 +122,21 @@ def main(told: dict[str, Any]) -> None:
         named=named,
         groups=strategy.optimizers.groups,
     )
-    train(strategy, model, rank, world_size)
+    changed = told.get("changed")
+    train(strategy, model, rank, world_size, halves=changed == "state before")
     strategy.settle()
-    if told.get("changed") == "elsewhere":
+    if changed == "state before":
+        assert not strategy.mirrored_states()
+    elif changed == "state":
+        assert strategy.mirrored_states()
+        halve(strategy)
+        assert not strategy.mirrored_states()
+    elif changed == "elsewhere":
         assert strategy.take_changes() is None and strategy.mirrored_states()
         with torch.no_grad():  # changes no row here, and might those of another rank
             strategy.model.get_parameter("blocks.0.0.weight").clamp_(-1e6, 1e6)
         assert strategy.take_changes() is None and not strategy.mirrored_states()
-    elif told.get("changed"):
+    elif changed:
         assert strategy.mirrored_states()
         with torch.no_grad():
             for parameter in strategy.model.parameters():

@@ -10,7 +10,7 @@ from typing import Literal
 from elasticzero.spans import STRATEGIES
 from tests.integration.generator.buffers import BUFFERS, EXTRA
 from tests.integration.generator.calls import CALLS, LOSSES, MEAN
-from tests.integration.generator.changes import CHANGES, OPTIMIZER_STATE
+from tests.integration.generator.changes import CHANGES
 from tests.integration.generator.elements import Element, Gap
 from tests.integration.generator.optimizers import OPTIMIZERS
 from tests.integration.generator.parameters import CHANGED_IN_FORWARDS, KINDS
@@ -26,9 +26,6 @@ NARROW_TOLERANCE = {"float64": 0.0, "float32": 5e-3, "bfloat16": 0.05}
 """Difference that the rounding of sums of a dtype may make in `STEPS` steps."""
 MIRROR_GAP = Gap(
     "wrong", "mirrors of zero3 miss a first change that touches only rows of the lost rank"
-)
-MIRRORED_STATE_GAP = Gap(
-    "wrong", "mirrors do not have what the script itself changes in the optimizer's state"
 )
 NETWORK = [*BUFFERS, *EXTRA, *KINDS, *CHANGED_IN_FORWARDS]
 
@@ -105,8 +102,6 @@ class Draw:
         gaps = [gap for piece in self.pieces if (gap := piece.gap(self.strategy)) is not None]
         if self.mirrored and self.strategy == "zero3" and any(p.stepped for p in self.elements):
             gaps.append(MIRROR_GAP)
-        if self.mirrored and any(p in OPTIMIZER_STATE for p in self.elements):
-            gaps.append(MIRRORED_STATE_GAP)
         return tuple(gaps)
 
     def __str__(self) -> str:
