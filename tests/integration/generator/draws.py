@@ -24,9 +24,6 @@ STEPS = EPOCHS * 5
 """Global batches of each script."""
 NARROW_TOLERANCE = {"float64": 0.0, "float32": 5e-3, "bfloat16": 0.05}
 """Difference that the rounding of sums of a dtype may make in `STEPS` steps."""
-MIRROR_GAP = Gap(
-    "wrong", "mirrors of zero3 miss a first change that touches only rows of the lost rank"
-)
 NETWORK = [*BUFFERS, *EXTRA, *KINDS, *CHANGED_IN_FORWARDS]
 
 End = Literal["kill", "drain", "finish"]
@@ -99,10 +96,7 @@ class Draw:
     @property
     def gaps(self) -> tuple[Gap, ...]:
         """Returns the known defects that the draw may meet."""
-        gaps = [gap for piece in self.pieces if (gap := piece.gap(self.strategy)) is not None]
-        if self.mirrored and self.strategy == "zero3" and any(p.stepped for p in self.elements):
-            gaps.append(MIRROR_GAP)
-        return tuple(gaps)
+        return tuple(g for piece in self.pieces if (g := piece.gap(self.strategy)) is not None)
 
     def __str__(self) -> str:
         names = ", ".join(p.name for p in self.pieces if p not in (NONE, MEAN))
