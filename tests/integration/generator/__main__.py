@@ -27,13 +27,11 @@ def main(arguments: list[str]) -> int:
         for seed in range(first, last):
             drawn = draw(seed, strategy)
             verdict = play(pool, drawn, folder / str(seed))
-            outcome = verdict.kind + (", as is known" if verdict.is_known(drawn) else "")
-            outcomes[outcome] += 1
+            outcomes[verdict.kind] += 1
             seconds += verdict.seconds
             line = verdict.text.splitlines()[0] if verdict.text else ""
-            print(
-                f"{outcome.upper():8} {verdict.seconds:4.1f} s  {drawn} | {line[:300]}", flush=True
-            )
+            outcome = verdict.kind.upper()
+            print(f"{outcome:8} {verdict.seconds:4.1f} s  {drawn} | {line[:300]}", flush=True)
             if not verdict.is_right:
                 print(f"         {verdict.script}\n{verdict.text[-4000:]}", flush=True)
     print(dict(outcomes), f"{seconds / max(1, last - first):.2f} s a draw, in {folder}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.generator.elements import ALL, Element, Gap
+from tests.integration.generator.elements import ALL, Element
 
 BUFFERS = [
     Element(
@@ -225,7 +225,6 @@ h = h + self.phase.real.to(D)
         whole=True,
         narrow=False,
         odds=1,
-        gaps={ALL: Gap("failed", "complex persistent buffers are not refused by name")},
     ),
     Element(
         name="buffer that the script replaces",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from tests.integration.generator.elements import Element, Gap
+from tests.integration.generator.elements import Element
 
 _STALE = "docs/training.md: with zero3 a rank has only its rows of such a tensor"
 
@@ -16,10 +13,9 @@ def _after(
     *,
     odds: int = 4,
     since: int = 0,
-    gaps: Mapping[str, Gap] = MappingProxyType({}),
 ) -> Element:
     """Returns a change of parameters after steps."""
-    return Element(name=name, stepped=text, odds=odds, since=since, gaps=gaps)
+    return Element(name=name, stepped=text, odds=odds, since=since)
 
 
 PARAMETERS = [

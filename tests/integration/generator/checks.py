@@ -21,15 +21,11 @@ def parts(seeds: range, size: int) -> list[range]:
 
 
 def check(pool: Pool, seeds: range, folder: Path) -> None:
-    """Plays the draws of seeds; each is exact or refused, or may meet a defect that is known."""
+    """Plays the draws of seeds; each is exact or refused."""
     verdicts: dict[int, Verdict] = {}
     for seed in seeds:
         verdicts[seed] = play(pool, draw(seed), folder / str(seed))
-    failed = {
-        seed: verdict
-        for seed, verdict in verdicts.items()
-        if not verdict.is_right and not verdict.is_known(draw(seed))
-    }
+    failed = {seed: verdict for seed, verdict in verdicts.items() if not verdict.is_right}
     for seed, verdict in failed.items():
         raise AssertionError(describe(pool, draw(seed), verdict, folder, len(failed)))
     exact = [verdict for verdict in verdicts.values() if verdict.kind == "exact"]

@@ -11,7 +11,7 @@ from elasticzero.spans import STRATEGIES
 from tests.integration.generator.buffers import BUFFERS, EXTRA
 from tests.integration.generator.calls import CALLS, LOSSES, MEAN
 from tests.integration.generator.changes import CHANGES
-from tests.integration.generator.elements import Element, Gap
+from tests.integration.generator.elements import Element
 from tests.integration.generator.optimizers import OPTIMIZERS
 from tests.integration.generator.parameters import CHANGED_IN_FORWARDS, KINDS
 from tests.integration.generator.schedules import NONE, SCHEDULES
@@ -92,11 +92,6 @@ class Draw:
     def tolerance(self) -> float:
         """Returns the difference that is no fault, for numbers about 1."""
         return max(NARROW_TOLERANCE[self.dtype], *(p.tolerance for p in self.pieces))
-
-    @property
-    def gaps(self) -> tuple[Gap, ...]:
-        """Returns the known defects that the draw may meet."""
-        return tuple(g for piece in self.pieces if (g := piece.gap(self.strategy)) is not None)
 
     def __str__(self) -> str:
         names = ", ".join(p.name for p in self.pieces if p not in (NONE, MEAN))

@@ -12,22 +12,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 ALL = "*"
-"""Stands for every strategy in `Element.limits` and `Element.gaps`."""
+"""Stands for every strategy in `Element.limits`."""
 
 
 Kind = Literal["exact", "refused", "wrong", "failed", "hung", "invalid"]
 """What comes of a script. exact: as by plain torch; refused: in a sentence before a second step;
 wrong: another result; failed: another end than those; hung: no end in time; invalid: plain torch
 cannot run it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A defect that is known."""
-
-    kind: Kind
-    """What comes of a script that meets it."""
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +70,9 @@ class Element:
     """Number of steps that are made before a refusal can come at the earliest."""
     limits: Mapping[str, str] = field(default_factory=dict)
     """Why a strategy promises nothing for it, by strategy: such a draw is not made."""
-    gaps: Mapping[str, Gap] = field(default_factory=dict)
-    """A defect that is known, by strategy: such a draw may meet it, and is listed."""
     excludes: tuple[str, ...] = ()
     """Names of elements that plain torch cannot run with this one."""
 
     def limit(self, strategy: str) -> str | None:
         """Returns why the element is not drawn with a strategy."""
         return self.limits.get(strategy) or self.limits.get(ALL)
-
-    def gap(self, strategy: str) -> Gap | None:
-        """Returns the known defect of the element with a strategy."""
-        return self.gaps.get(strategy) or self.gaps.get(ALL)

@@ -57,10 +57,6 @@ class Verdict:
         """Returns whether the product keeps its promise."""
         return self.kind in ("exact", "refused")
 
-    def is_known(self, draw: Draw) -> bool:
-        """Returns whether a draw may have met a defect that is known."""
-        return any(gap.kind == self.kind for gap in draw.gaps)
-
 
 class Unexpected(Exception):
     """A world ended in a way that no promise covers."""

@@ -28,7 +28,7 @@ def test_names_are_those_of_one_element_each() -> None:
     names = [element.name for element in EVERY]
     assert len(names) == len(set(names)) > 150
     for element in EVERY:
-        assert {*element.limits, *element.gaps} <= {ALL, *STRATEGIES}
+        assert {*element.limits} <= {ALL, *STRATEGIES}
 
 
 def test_every_element_is_drawn_with_every_strategy_that_it_has() -> None:
