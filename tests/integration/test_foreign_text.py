@@ -10,16 +10,21 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import story
 
 ATTACK = """
-import time
+import torch
+from torch.utils.data import TensorDataset
 
 import elasticzero as ez
 
 
 def train(session):
-    if session.rank == 0:
-        print("\\x1b]0;a title\\x07 \\x1b[32mgreen", flush=True)
-        raise ValueError("\\x1b[2J\\x1b]52;c;Y3VybA==\\x07 cleared")
-    time.sleep(60)
+    model, _ = session.prepare(torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+    session.restore()
+    for (x,) in session.batches(TensorDataset(torch.ones(8, 1)), global_batch=2, epochs=1000):
+        if session.rank == 0:
+            print("\\x1b]0;a title\\x07 \\x1b[32mgreen", flush=True)
+            raise ValueError("\\x1b[2J\\x1b]52;c;Y3VybA==\\x07 cleared")
+        session.backward(model(x).sum())
+        session.step()
 
 
 ez.run(train)

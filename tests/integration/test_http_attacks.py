@@ -71,7 +71,10 @@ def peak_bytes(pid: int) -> int:
     return int(match[1]) << 10
 
 
-@pytest.mark.parametrize("descriptors", [0, 64], ids=["many descriptors", "64 descriptors"])
+@pytest.mark.parametrize(
+    "descriptors",
+    [pytest.param(0, marks=pytest.mark.slow, id="many"), pytest.param(64, id="64")],
+)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_token_is_served_and_memory_stays_bounded(attack: str, descriptors: int) -> None:
     """200 connections of 98 lines of 65 KB took 3 GB, and the agent's lease."""

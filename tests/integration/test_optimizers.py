@@ -201,11 +201,31 @@ def assert_equal(folder: Path, expected: dict[str, Tensor]) -> None:
         assert (state[name] - tensor).abs().max().item() < 1e-9, name
 
 
+FAST_TURNS = {
+    ("ddp", "lists", "between"),
+    ("zero1", "lists", "within"),
+    ("zero2", "lists", "between"),
+    ("zero3", "networks", "between"),
+    ("zero3", "parts", "within"),
+}
+"""What `make test` runs of the cases below; `make slow` runs all others."""
+
+
 @pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [*((name, "lists") for name in STRATEGIES), ("zero3", "networks"), ("zero3", "parts")],
+    ("strategy", "kind", "turns", "micro"),
+    [
+        pytest.param(
+            *(strategy, kind, turns, micro),
+            marks=[] if (strategy, kind, turns) in FAST_TURNS else [pytest.mark.slow],
+        )
+        for strategy, kind in [
+            *((name, "lists") for name in STRATEGIES),
+            ("zero3", "networks"),
+            ("zero3", "parts"),
+        ]
+        for turns, micro in [("within", None), ("between", 1)]
+    ],
 )
-@pytest.mark.parametrize(("turns", "micro"), [("within", None), ("between", 1)])
 def test_two_networks_in_turn_are_as_in_one_process(
     pool: Pool, tmp_path: Path, strategy: str, kind: str, turns: str, micro: int | None
 ) -> None:

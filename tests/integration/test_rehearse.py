@@ -47,6 +47,7 @@ def outcomes(folder: Path, *options: str, **others: Any) -> tuple[int, dict[tupl
     return code, {(run["strategy"], run["fault"]): run for run in runs}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_script_whose_state_is_kept_is_green(tmp_path: Path) -> None:
     options = ("--strategies", "zero2", "--faults", "kill-worker,kill-node")

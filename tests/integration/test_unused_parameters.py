@@ -105,7 +105,9 @@ def in_each(name: str, told: dict[str, Any], rare: Collection[str] = ()) -> list
         *in_each("many and clipping", {"micro": 1, "clip": 0.3}),
         *in_each("checkpointed", {"reentrant": False}),
         *in_each("a bucket for each", {"bucket_bytes": 1, "micro": 1}),
-        *in_each("compiled", {"bucket_bytes": 500, "compile": True}, rare=("zero1", "zero2")),
+        *in_each(
+            "compiled", {"bucket_bytes": 500, "compile": True}, rare=("zero1", "zero2", "zero3")
+        ),
     ],
 )
 def test_unused_parameters_train_as_in_one_process(

@@ -21,6 +21,7 @@ from elasticzero.launcher.workers.fork_server import Launch
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentOptions:
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_memory, "SWEEP_S", 0.05)
     launch = Launch(target="train.py", is_module=False, arguments=(), environment={}, directory="/")
     return AgentOptions(
         job="job",
