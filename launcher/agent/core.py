@@ -13,7 +13,9 @@ Rules of the loop:
     an alarm about a lapsed lease, is not done at once: the loop reads the store, observes and
     decides once more, and does it only if it is decided again.
  4. A write that fails ends the actions of this cycle, and no action is done for BACKOFF_S. Other
-    agents could not write either, so their time to answer begins anew.
+    agents could not write either, so their time to answer begins anew. It does likewise after a
+    slow answer to the read of rule 3, once for each world: a store that is always slow would keep
+    the next one from being written.
  5. Once a later run of the job has begun (`RunEnded`, or a document that states one), the agent
     maintains and writes nothing more; `decide` ends it (A13).
  6. A start retires the workers of the older generation first, and all of their snapshots but the
@@ -223,6 +225,8 @@ class AgentCore:
         self._saved_held: SaveHeldSnapshot | None = None
         self._world_token = ""
         """Token of the world whose workers were started last."""
+        self._slow_at: str | None = None
+        """Token of the world whose end a slow answer has put off; None: of none so far."""
         self._backoff_until_s = 0.0
         self._later_run = UNSTATED
         """Number of a later run of the job that a write has met; UNSTATED: none."""
@@ -311,7 +315,7 @@ class AgentCore:
             try:
                 self._act(view, decision, now_s)
                 if any(needs_fresh_view(action) for action in decision.actions):
-                    self._confirm(view, decision, now_s)
+                    self._confirm(view, decision)
             except StoreUnavailable as error:
                 self._store_failed(error)
             except RunEnded as error:
@@ -386,22 +390,20 @@ class AgentCore:
                     if self._node.worker_group is not None:
                         command(self._node.worker_group, action, now_s)
 
-    def _confirm(self, view: View, decision: Decision, now_s: float) -> None:
+    def _confirm(self, view: View, decision: Decision) -> None:
         """Reads the store, observes and decides once more, and writes what is decided again.
 
-        A slow answer means that the store was away, and that other agents could not write either:
-        their time to answer begins anew.
-
-        Args:
-            view: What was seen before.
-            decision: What was decided from it.
-            now_s: Time of that view, on the agent's clock.
+        A slow answer may mean that the store was away, and that other agents could not write
+        either: their time to answer begins anew, once for each world.
         """
         writer = self._store.writer
         ends = any(isinstance(action, (WriteWorld, WriteDone)) for action in decision.actions)
+        began_s = self._clock()
         basis = writer.reread(view, ends=ends)
         asked_s = self._clock()
-        if ends and asked_s - now_s > self.policy.alive_s / 2:
+        token = view.world.token if view.world is not None else ""
+        if ends and asked_s - began_s > self.policy.alive_s / 2 and token != self._slow_at:
+            self._slow_at = token
             self._store.membership.note_outage(asked_s)
         view, decision = self._observe_and_decide(asked_s)
         for action in decision.actions:

@@ -56,6 +56,41 @@ class Refusals(Protocol):
     def poll(self, addresses: Mapping[str, str]) -> Collection[str]: ...
 
 
+class Outages:
+    """Chooses the outage of the store that counts for other nodes' time to act.
+
+    An outage in which requests failed counts whenever it ends. A store that is slow, and answers
+    all the same, looks as if it came back again and again: of that, the first time in a round
+    counts, or the round would never end.
+    """
+
+    def __init__(self) -> None:
+        self._end_s = 0.0
+        """End of the last outage that counts."""
+        self._round_s: float | None = None
+        self._slow = False
+        """True once a slow answer has counted in that round."""
+        self._away = False
+        """True if the store was away at the last look."""
+
+    def update(self, end_s: float, round_s: float | None, *, reachable: bool) -> float:
+        """Returns the end of the last outage that counts.
+
+        Args:
+            end_s: End of the last outage, as it is known now.
+            round_s: Time at which the present round began; None: none is open.
+            reachable: Whether the store answers now.
+        """
+        if round_s != self._round_s:
+            self._round_s, self._slow = round_s, False
+        away = self._away or not reachable
+        self._away = not reachable
+        if end_s > self._end_s and (away or not self._slow):
+            self._slow |= round_s is not None and end_s > round_s and not away
+            self._end_s = end_s
+        return self._end_s
+
+
 class ClusterObserver:
     """Observes the store, the registration, memory and storage for one agent."""
 
@@ -92,7 +127,8 @@ class ClusterObserver:
         self._draw_token = draw_token
         self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (FirstSeen() for _ in range(4))
-        self._world, self._strikes_seen = FirstSeen(), FirstSeen()
+        self._world, self._strikes_seen, self._storage_asked = (FirstSeen() for _ in range(3))
+        self._outages = Outages()
         self._noted: Mapping[str, Member] | None = None
         """Registrations from which `_joined` was made, and with which world `_unseen`."""
         self._joined: frozenset[tuple[str, str]] = frozenset()
@@ -193,6 +229,9 @@ class ClusterObserver:
         outside = world is not None and index is None
         members = observer.members()
         missing = self._note_members(world, members, now_s)
+        round_s = self._round.since(generation, opened, now_s)
+        reachable = self._store.reachable  # before its outage's end, which is noted first
+        outage_end_s = max(self._store.last_outage_end_s, self._membership.outage_end_s)
         view = View(
             me=me,
             members=members,
@@ -204,7 +243,7 @@ class ClusterObserver:
             outside_s=self._outside.since(generation, outside, now_s),
             alarm=alarm,
             alarm_s=self._alarm.since(generation, alarm is not None, now_s),
-            round_s=self._round.since(generation, opened, now_s),
+            round_s=round_s,
             reports=self._reports_about(world),
             my_report=self._my_reports.get(generation),
             done=observer.done(),
@@ -216,8 +255,8 @@ class ClusterObserver:
             missing_since_s=self._missing.update(missing, now_s),
             struck_s=self._strikes_since(world, now_s),
             store=StoreHealth(
-                reachable=self._store.reachable,
-                outage_end_s=max(self._store.last_outage_end_s, self._membership.outage_end_s),
+                reachable=reachable,
+                outage_end_s=self._outages.update(outage_end_s, round_s, reachable=reachable),
                 confirmed_s=self._membership.confirmed_s,
             ),
             can_save=self._storage_probe.possible,
@@ -228,10 +267,13 @@ class ClusterObserver:
             view = replace(view, surplus=self._subscriptions.is_surplus(view, now_s, policy))
         if leads(view) and opened and alarm is not None and world is not None:
             view = replace(view, refusing=self._refusing(view, world))
-        if leads(view) and (world is None or opened or outside):
+        asks = leads(view) and (world is None or opened or outside)
+        asked_s = self._storage_asked.since(generation, asks, now_s)
+        if asks:
             seen = self._storage(view)
             view = replace(
                 view,
+                storage_asked_s=asked_s,
                 storage_step=seen.step,
                 damage=seen.damage,
                 storage_pending=seen.pending,

@@ -53,8 +53,8 @@ from elasticzero.text import count_text, list_text
 
 MOST_PAUSE_S = 10.0
 STORAGE_PATIENCE_S = 10.0
-"""Seconds after which the round no longer waits for storage to say what it holds, if memory has a
-snapshot."""
+"""Seconds after which the leader no longer waits for storage to say what it holds, if memory has a
+snapshot: from the round's opening, or from when a leader that came later has asked."""
 SAVE_AFTER_ALIVE = 2
 """A round that lasts longer than this multiple of the time to answer counts as one in which no node
 goes on."""
@@ -87,7 +87,8 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     reports = {node: report for node, report in present.items() if node not in late}
     cause = left_alone(world, view.alarm) or root_cause(reports) or deadlocked(world, view.alarm)
     resume = choose_resume(world, reports, view.storage_step)
-    do_without = resume.tier == "ram" and now_s - opened_s >= STORAGE_PATIENCE_S
+    storage_s = max(opened_s, view.storage_asked_s or opened_s)
+    do_without = resume.tier == "ram" and now_s - storage_s >= STORAGE_PATIENCE_S
     if view.storage_pending is not None and not do_without:
         return wait(view.storage_pending)
     waited_s = now_s - opened_s

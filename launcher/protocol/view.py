@@ -232,6 +232,8 @@ class View:
     """True if there is a checkpoint directory."""
     bad_steps: tuple[int, ...] = ()
     """Steps whose checkpoints were found damaged."""
+    storage_asked_s: float | None = None
+    """Time since which this agent asks storage what it holds; None: it does not."""
     storage_step: int | None = None
     """Step of the newest good checkpoint."""
     storage_pending: str | None = None

@@ -160,13 +160,14 @@ class SimulatedStore(Link):
             timeline.sleep(REQUEST_S)
             self._fail("does not answer")
         if etcd.costs is not None:
-            timeline.sleep(etcd.queue_s(etcd.costs.write_s if writes else etcd.costs.read_s))
+            served_s = etcd.queue_s(etcd.costs.write_s if writes else etcd.costs.read_s)
+            timeline.sleep(served_s + etcd.answer_s / 2)
         if etcd.state == "killed" or random.random() < self.trouble / 2:
             self._fail("refuses connections")
         etcd.writer = self
         answer = serve()
         cluster, revision, losses = etcd.cluster, etcd.revision, etcd.losses
-        timeline.sleep(random.uniform(0.0003, 0.002))
+        timeline.sleep(random.uniform(0.0003, 0.002) + etcd.answer_s / 2)
         if not self.well or random.random() < self.trouble or etcd.losses != losses:
             self._fail("gave no answer, and perhaps did it")
         wrote = writes and answer is not None
@@ -262,7 +263,7 @@ class SimulatedLease:
             return
         etcd = link.etcd
         link.pulses += 1
-        takes_s = link.random.uniform(0.001, 0.004)
+        takes_s = link.random.uniform(0.001, 0.004) + etcd.answer_s
         if etcd.state == "paused" and not link.cut:
             takes_s += etcd.back_s - now_s
         if etcd.state == "killed" or link.cut or takes_s > self._interval_s:

@@ -29,6 +29,8 @@ class Costs:
     """One watch told of one change."""
     byte_s: float = 0.0
     """Of what it sends."""
+    answer_s: float = 0.0
+    """Each answer, and each message to a watch, comes so much later; all wait side by side."""
 
 
 class Bucket:
@@ -127,7 +129,13 @@ class Etcd:
         if self.costs is None:
             return 0.0
         sent = self.bucket(name).newest
-        return self.queue_s(self.costs.told_s + len(sent) * self.costs.byte_s)
+        queue_s = self.queue_s(self.costs.told_s + len(sent) * self.costs.byte_s)
+        return queue_s + self.costs.answer_s
+
+    @property
+    def answer_s(self) -> float:
+        """So much later each answer comes."""
+        return 0.0 if self.costs is None else self.costs.answer_s
 
     def read(self, prefix: str, limit: int = 0) -> PrefixState:
         bucket = self.bucket(bucket_name(prefix))

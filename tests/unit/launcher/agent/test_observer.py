@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import pytest
+
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.agent.observer import ClusterObserver
+from elasticzero.launcher.agent.observer import ClusterObserver, Outages
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.documents import Member, NodeStrikes, World, to_bytes
@@ -220,3 +222,47 @@ def test_odd_registrations_take_no_place_of_a_spare() -> None:
     for node in (member, spare):
         node.close()
     other.close()
+
+
+OUTAGES = {
+    "none": [(0.0, None, True, 0.0)],
+    "before the round": [(3.0, None, True, 3.0), (3.0, 4.0, True, 3.0)],
+    "a slow answer in the round": [(0.0, 4.0, True, 0.0), (5.0, 4.0, True, 5.0)],
+    "slow answers, again and again": [
+        (5.0, 4.0, True, 5.0),
+        (6.0, 4.0, True, 5.0),
+        (7.0, 4.0, True, 5.0),
+    ],
+    "slow answers while no round is open": [(5.0, None, True, 5.0), (6.0, None, True, 6.0)],
+    "slow answers in the next round": [(5.0, 4.0, True, 5.0), (9.0, 8.0, True, 9.0)],
+    "failed requests": [(5.0, 4.0, False, 5.0), (6.0, 4.0, False, 6.0), (7.0, 4.0, True, 7.0)],
+    "failed requests after a slow answer": [
+        (5.0, 4.0, True, 5.0),
+        (6.0, 4.0, False, 6.0),
+        (7.0, 4.0, True, 7.0),
+        (8.0, 4.0, True, 7.0),
+    ],
+    "failed requests, twice": [
+        (5.0, 4.0, False, 5.0),
+        (6.0, 4.0, True, 6.0),
+        (6.0, 4.0, False, 6.0),
+        (8.0, 4.0, True, 8.0),
+    ],
+    "a slow answer after failed requests": [
+        (5.0, 4.0, False, 5.0),
+        (6.0, 4.0, True, 6.0),
+        (7.0, 4.0, True, 7.0),
+        (8.0, 4.0, True, 7.0),
+    ],
+}
+"""Looks, one after another: the end of the last outage, the beginning of the round, whether the
+store answers, and the end of the outage that counts."""
+
+
+@pytest.mark.parametrize("looks", OUTAGES.values(), ids=OUTAGES.keys())
+def test_a_slow_store_gives_time_to_answer_once_a_round(
+    looks: list[tuple[float, float | None, bool, float]],
+) -> None:
+    outages = Outages()
+    for end_s, round_s, reachable, counts_s in looks:
+        assert outages.update(end_s, round_s, reachable=reachable) == counts_s

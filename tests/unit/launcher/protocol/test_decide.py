@@ -237,6 +237,7 @@ TABLE = [
     ("storage does not answer: wait", v(ENDED, holdings=(), my_report=NOTHING_HELD, storage_pending="looking", reports={"a": NOTHING_HELD, "b": says("stopped", B)}), []),
     ("storage does not answer, and memory has it: wait a while", v(ENDED, storage_pending="looking"), []),
     ("storage does not answer, and memory has it: go on", v(ENDED, storage_pending="looking", round_s=80.0, alarm_s=80.0, members=named(A, B)), [WriteWorld]),
+    ("storage does not answer a leader that came late: wait a while", v(ENDED, storage_pending="looking", round_s=80.0, alarm_s=80.0, storage_asked_s=95.0, members=named(A, B)), []),
     ("storage does not answer: no first world", v(ALONE, storage_pending="looking", members=named(A, B), last_join_s=90.0), []),
     ("stopped, not sealed: no report yet", v(ROUND, workers=w(STOPPED, sealing=True), my_report=says("alive", A)), []),
     ("nobody can go on: save what is held", v(STRANDED, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
