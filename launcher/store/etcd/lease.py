@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 PAUSED_S = 0.1
 """Seconds between two looks at whether a lease is to be renewed again."""
+SLOWER = 2.0
+"""Multiple of the time of the answer before, beyond which a late answer shows an outage: a store
+that is always as slow was not away."""
 UNANSWERED = 3
 """Number of requests in a row without an answer, a TTL in all, after which a stream is ended."""
 
@@ -58,6 +61,8 @@ class EtcdLease:
         self._renews = renews
         self._interval_s = self.ttl_s / 3
         self._late_s = max(self.ttl_s / 6, 0.5)
+        self._last_took_s = 0.0
+        """Seconds until the last answer."""
         self._failures = 0
         self._closed = threading.Event()
         self._stream: Any = None
@@ -118,8 +123,9 @@ class EtcdLease:
                     log.warning("lease %x is lost: etcd no longer has it", self.id)
                     self.lost = True
                     return
-                if took_s > self._late_s:
+                if took_s > max(self._late_s, SLOWER * self._last_took_s):
                     self._connection.record_late_reply()
+                self._last_took_s = took_s
                 self.confirmed_s = requested_s
                 self._failures = 0
 

@@ -135,7 +135,6 @@ SPARE = View(
 SILENT_ALARM = Alarm(node="b", kind="silence", reason="not every node has answered")
 SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
 
-
 NOTHING_HELD = says("stopped", A, final_step=20)
 STRANDED = replace(ENDED, members=named(A), reports={"a": MY_STOPPED}, round_s=95.0, alarm_s=95.0)
 LEAVER = says("stopped", A, leaving=True, holdings=HELD, final_step=20)
