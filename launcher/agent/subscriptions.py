@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.protocol.documents import Report, World
+from elasticzero.launcher.protocol.documents import Member, Report, World
 from elasticzero.launcher.protocol.leader import PROOF_STEPS, is_leader
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from elasticzero.launcher.protocol.view import View
@@ -38,10 +38,11 @@ the store so much time for each node. A search makes the store send something of
 everything that they report then. If a round of a thousand nodes was slow, searches by all of them
 would make it endless."""
 QUIET_S = 30.0
-"""Seconds without a step after which every member watches the reports: the first members may all be
-gone."""
-QUIET_STAGGER_S = 0.5
-"""Seconds by which one member begins after another before that, a TTL after the last step."""
+"""Maximum seconds without a step after which the first of the other members watches the member
+before it: the first members may all be gone. It is less where steps take less: a TTL, or twice the
+longest step."""
+QUIET_STAGGER_S, QUIET_SPREAD_S = 0.5, 10.0
+"""Seconds by which one member begins after another, and within which all have begun."""
 REPORT_AGAIN_S = 5.0
 LASTING = ("stopped", "finished")
 """Phases in which others wait for this agent's report; it is read every REPORT_AGAIN_S then, in
@@ -159,16 +160,25 @@ class Subscriptions:
             late = index is not None and in_round_s > wait_s + _stagger_s(world, index)
             if index is None and not view.leaving:
                 prefixes.add(self._find_oldest(view.me.node, now_s))
-            if (
-                stands_by
-                or late
-                or (index is not None and _steps_are_overdue(view, index, now_s, policy))
-            ):
+            alone = False
+            if index is not None and not stands_by and now_s > _quiet_s(view, index, now_s, policy):
+                before = world.members[index - 1]
+                prefixes.add(f"{MEMBERS}{before.node}")
+                alone = self._is_gone(before)
+            if stands_by or late or alone:
                 prefixes.add(MEMBERS)
             leaver = (view.leaving or view.surplus) and (index is None or in_round_s >= 0)
             if leads(view) or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
                 prefixes.add(reports_of(world.generation))
         self._observer.follow(prefixes)
+
+    def _is_gone(self, member: Member) -> bool:
+        """Returns whether a member whose key is followed is no longer registered."""
+        key = f"{MEMBERS}{member.node}"
+        if self._observer.get(key) is None:
+            return False
+        registered = self._observer.member(key)
+        return registered is None or registered.incarnation != member.incarnation
 
     def _find_oldest(self, node: str, now_s: float) -> str:
         """Returns the prefix that shows when another registration becomes the oldest.
@@ -287,9 +297,13 @@ def _stagger_s(world: World, index: int) -> float:
     return delay_s + max(WATCH_STAGGER_S, WATCH_STAGGER_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
-def _steps_are_overdue(view: View, index: int, now_s: float, policy: JobPolicy) -> bool:
-    """Returns whether the member at `index` watches the others too, for the workers of its world
-    have made no step for long.
+def _quiet_s(view: View, index: int, now_s: float, policy: JobPolicy) -> float:
+    """Returns the time after which the member at `index` watches the one before it, for the workers
+    of its world have made no step for long.
+
+    If that one is gone, it watches them all. So the first member that is left always does, and
+    beside it hardly any other: not a thousand of them, each of which would read a thousand
+    registrations whenever the job evaluates for long.
 
     Args:
         view: What this agent sees.
@@ -299,6 +313,7 @@ def _steps_are_overdue(view: View, index: int, now_s: float, policy: JobPolicy) 
     """
     workers = view.workers
     known_s = view.world_s if view.world_s is not None else now_s
-    turn_s = max(policy.lease_ttl_s, PROOF_STEPS * workers.longest_step_s)
-    turn_s += QUIET_STAGGER_S * index
-    return now_s - max(workers.stepped_s, known_s) > min(QUIET_S, turn_s)
+    first_s = min(QUIET_S, max(policy.lease_ttl_s, PROOF_STEPS * workers.longest_step_s))
+    nodes = len(view.world.members) if view.world is not None else 1
+    stagger_s = min(QUIET_STAGGER_S, QUIET_SPREAD_S / nodes) * index
+    return max(workers.stepped_s, known_s) + first_s + stagger_s

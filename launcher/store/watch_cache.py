@@ -317,6 +317,12 @@ class WatchCache:
         The object is the same as long as nothing changes."""
         return self._gather(MEMBERS, Member)
 
+    def member(self, key: str) -> Member | None:
+        """Returns the registration at a key that is followed by itself; None: there is none that
+        can be read."""
+        entry = self._entry(key, key)
+        return self._of_run(self._document(entry, Member)) if entry is not None else None
+
     def _gather(self, prefix: str, kind: type[T]) -> Mapping[str, T] | None:
         """Returns the documents of a followed folder by node, the oldest first."""
         snapshot = self.get(prefix)

@@ -1,0 +1,86 @@
+"""Who watches the registrations of all nodes while no step is made, on the simulator's time."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticzero.launcher.agent.subscriptions import QUIET_S, QUIET_SPREAD_S, STANDBY
+from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.store.watch_cache import MEMBERS
+from tests.simulation.cluster import Cluster
+from tests.simulation.schedule import Plan
+
+NODES = 60
+TTL_S = 5
+STEP_S = 300.0
+"""A step, or an evaluation, that takes longer than the tests."""
+ALL_BEGUN_S = QUIET_S + QUIET_SPREAD_S + 1.0
+
+
+@pytest.fixture(params=[1, 10], ids=["names from 1", "names from 10"])
+def cluster(request: pytest.FixtureRequest) -> Cluster:
+    """A world of many nodes, whose first step does not end for long."""
+    plan = Plan(
+        seed=2,
+        nodes=NODES,
+        policy=JobPolicy(min_nodes=1, max_nodes=NODES, settle_s=3.0, lease_ttl_s=TTL_S),
+        ttl_s=TTL_S,
+        total_steps=10**6,
+        step_s=STEP_S,
+        storage=False,
+        connect_s=60.0,
+        long_kernels=False,
+        trouble=0.0,
+        poll_s=0.25,
+        apart_s=0.0,
+        names_from=request.param,
+    )
+    cluster = Cluster(plan)
+    for _ in range(NODES):
+        cluster.add_node()
+    started = cluster.rules.started
+    assert cluster.timeline.run(20.0, lambda: started.get(1, 0) == NODES)
+    return cluster
+
+
+def _watchers(cluster: Cluster) -> int:
+    """How many agents watch all registrations."""
+    watches = cluster.etcd.bucket(MEMBERS).watches
+    return sum(watch.prefix == MEMBERS for watch in watches)
+
+
+def _watched(cluster: Cluster) -> int:
+    """How many watches there are of registrations, of all and of one."""
+    return len(cluster.etcd.bucket(MEMBERS).watches)
+
+
+def test_a_long_evaluation_has_few_nodes_watch_all(cluster: Cluster) -> None:
+    """After 30 s nearly every member watched all registrations at once."""
+    timeline = cluster.timeline
+    most = 0
+    until_s = timeline.now_s + ALL_BEGUN_S
+    while timeline.now_s < until_s:
+        timeline.run(timeline.now_s + 0.5, lambda: False)
+        most = max(most, _watchers(cluster))
+    assert most == STANDBY
+    assert _watched(cluster) == NODES, "each other member watches the one before it"
+
+
+@pytest.mark.parametrize("lost", [(0, 1, 2), (0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 6)], ids=str)
+def test_the_first_member_left_watches_all(cluster: Cluster, lost: tuple[int, ...]) -> None:
+    """All that watched the registrations are lost at once, and no worker is told of it."""
+    timeline = cluster.timeline
+    timeline.run(timeline.now_s + ALL_BEGUN_S, lambda: False)
+    assert cluster.world is not None
+    members = [member.node for member in cluster.world.members]
+    for index in lost:
+        cluster.strike("lose-node-silently", cluster.hosts[members[index]].agent)
+    requests = sum(agent.store.requests for agent in cluster.running())
+    after = NODES - len(lost)
+    until_s = timeline.now_s + 4 * TTL_S
+    assert timeline.run(until_s, lambda: cluster.rules.started.get(2, 0) >= after)
+    assert [m.node for m in cluster.world.members] == [
+        node for index, node in enumerate(members) if index not in lost
+    ]
+    spent = sum(agent.store.requests for agent in cluster.running()) - requests
+    assert spent < 12 * NODES
