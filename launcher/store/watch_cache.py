@@ -331,10 +331,16 @@ class WatchCache:
         cached = self._gathered.get(prefix)
         if cached is not None and cached[0] is snapshot:
             return cached[1]
-        entries = sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision)
-        start = len(prefix)
-        read = ((e.key[start:], self._of_run(self._document(e, kind))) for e in entries)
-        documents = {name: value for name, value in read if value is not None}
+        before, last = (cached[0].entries, cached[1]) if cached is not None else ({}, {})
+        documents: dict[str, T] = {}
+        for entry in sorted(snapshot.entries.values(), key=lambda entry: entry.create_revision):
+            name = entry.key[len(prefix) :]
+            if before.get(entry.key) is entry:  # of a thousand documents one has changed
+                value = last.get(name)
+            else:
+                value = self._of_run(self._document(entry, kind))
+            if value is not None:
+                documents[name] = value
         self._gathered[prefix] = (snapshot, documents)
         return documents
 
