@@ -14,9 +14,10 @@ TIMEOUT_S = 600.0
 NOTHING = "none broke a rule"
 
 
-def test_each_mutant_is_one_edit_that_compiles() -> None:
+def test_each_edit_of_a_mutant_compiles() -> None:
     for mutant in MUTANTS:
-        compile(edited(mutant), mutant.file, "exec")
+        for file, text in edited(mutant).items():
+            compile(text, file, "exec")
 
 
 @pytest.mark.chaos

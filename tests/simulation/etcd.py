@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elasticzero.launcher.store.api import Condition, Entry, LeaseLost, PrefixState
 from tests.simulation.timeline import Timeline
-
-if TYPE_CHECKING:
-    from tests.simulation.connection import Link, Watch
 
 EXPIRY_CHECK_S = 0.5
 """etcd looks for leases that have run out so often."""
@@ -33,6 +30,14 @@ class Costs:
     """Each answer, and each message to a watch, comes so much later; all wait side by side."""
 
 
+class Watching(Protocol):
+    """Is told that something under a prefix has changed."""
+
+    prefix: str
+
+    def poke(self) -> None: ...
+
+
 class Bucket:
     """The keys up to the last slash of their names: what one watch or one read is about."""
 
@@ -43,7 +48,7 @@ class Bucket:
         self.snapshot: PrefixState | None = None
         self.newest = b""
         """What was put here last."""
-        self.watches: list[Watch] = []
+        self.watches: list[Watching] = []
 
 
 class Grant:
@@ -87,7 +92,7 @@ class Etcd:
         self.gone_s = 0.0
         """When the last one began."""
         self.revision = 1
-        self.writer: Link | None = None
+        self.writer: object | None = None
         """Whose write is being done."""
         self.late = False
         """Its sender has given it up."""
@@ -190,7 +195,8 @@ class Etcd:
 
     def _named(self, name: str) -> list[str]:
         if name.endswith("/"):
-            return list(self.bucket(name).entries)
+            below = [bucket for key, bucket in self._buckets.items() if key.startswith(name)]
+            return [key for bucket in below for key in bucket.entries]
         return [name] if name in self.bucket(bucket_name(name)).entries else []
 
     def _put(self, key: str, value: bytes, grant: Grant | None) -> str:
@@ -277,12 +283,18 @@ class Etcd:
             self.revision += 1
             self._changed({self._remove(key) for key in sorted(grant.keys)})
 
+    def has_lease(self, lease_id: int) -> bool:
+        return lease_id in self._grants
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All that is held, oldest first."""
+        entries = [e for bucket in self._buckets.values() for e in bucket.entries.values()]
+        return tuple(sorted(entries, key=lambda entry: (entry.create_revision, entry.key)))
+
     def back_up(self) -> None:
         """Keep what is held now, to be restored some time."""
-        entries = [e for bucket in self._buckets.values() for e in bucket.entries.values()]
-        entries.sort(key=lambda entry: (entry.create_revision, entry.key))
         grants = {i: (g.ttl_s, frozenset(g.keys)) for i, g in self._grants.items()}
-        self.backups.append(Backup(self.revision, tuple(entries), grants))
+        self.backups.append(Backup(self.revision, self.entries(), grants))
 
     def lose_data(self, backup: Backup | None, *, cluster: int) -> None:
         """Hold what a backup held, or nothing. cluster: the id from now on."""

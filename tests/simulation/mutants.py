@@ -1,7 +1,8 @@
 """Deliberately broken rules: does the simulator notice?
 
-Each mutant is one edit of a pure file of the launcher. It is applied to a copy of the packages, in
-which schedules are run until one breaks a rule.
+Each mutant is one edit of a file, mostly a pure one of the launcher; a rule that several files keep
+takes several edits. They are applied to a copy of the packages, in which schedules are run until
+one breaks a rule: those of seeds, or all orders of two agents' events (`tests/simulation/orders`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tests.conftest import ROOT
 
@@ -29,6 +31,10 @@ class Mutant:
     wrong: str
     sure: bool = True
     """It has been seen to be found, within some hundred schedules."""
+    further: tuple[tuple[str, str, str], ...] = ()
+    """Edits of other files: file, right and wrong."""
+    search: Literal["seeds", "orders"] = "seeds"
+    """The schedules that are run."""
 
 
 MUTANTS = (
@@ -332,6 +338,28 @@ MUTANTS = (
         wrong="fenced = [*conditions]",
     ),
     Mutant(
+        name="a node that was away overwrites the run that --restart began",
+        file="store/job_run.py",
+        right="fenced = [*conditions, self._stored.unchanged()]",
+        wrong="fenced = [*conditions]",
+        further=(
+            ("protocol/documents.py", "if UNSTATED in (run, other):", "if True:"),
+            (
+                "store/recovery.py",
+                "lapsed |= not self._observer.is_retained_since(self._membership.revision)",
+                "lapsed |= False",
+            ),
+        ),
+        search="orders",
+    ),
+    Mutant(
+        name="an earlier run writes on, in some order of two agents",
+        file="store/job_run.py",
+        right="fenced = [*conditions, self._stored.unchanged()]",
+        wrong="fenced = [*conditions]",
+        search="orders",
+    ),
+    Mutant(
         name="of two histories the lower generation goes on",
         file="protocol/documents.py",
         right="return order > other_order if order != other_order else",
@@ -374,15 +402,19 @@ MUTANTS = (
 )
 
 
-def edited(mutant: Mutant) -> str:
-    """The file with its edit."""
-    text = (ROOT / "launcher" / mutant.file).read_text()
-    assert text.count(mutant.right) == 1, f"{mutant.file} has no longer one: {mutant.right}"
-    return text.replace(mutant.right, mutant.wrong)
+def edited(mutant: Mutant) -> dict[str, str]:
+    """The files with their edits, by name."""
+    texts = {}
+    for file, right, wrong in ((mutant.file, mutant.right, mutant.wrong), *mutant.further):
+        text = (ROOT / "launcher" / file).read_text()
+        assert text.count(right) == 1, f"{file} has no longer one: {right}"
+        texts[file] = text.replace(right, wrong)
+    return texts
 
 
 def hunt(mutant: Mutant, folder: Path, *, first: int, count: int, timeout_s: float) -> str:
-    """Run schedules in a copy with this edit, in a process of its own; what it said in the end."""
+    """Run schedules in a copy with these edits, in a process of its own; what it said in the
+    end."""
     for name in COPIED:
         shutil.copytree(
             ROOT / name,
@@ -391,10 +423,14 @@ def hunt(mutant: Mutant, folder: Path, *, first: int, count: int, timeout_s: flo
             ignore=shutil.ignore_patterns("__pycache__"),
         )
     (folder / "tests" / "__init__.py").touch()
-    (folder / "launcher" / mutant.file).write_text(edited(mutant))
+    for file, text in edited(mutant).items():
+        (folder / "launcher" / file).write_text(text)
     command = [sys.executable, "-m", "tests.simulation", str(first)]
+    command += ["--count", str(count), "--first"]
+    if mutant.search == "orders":
+        command = [sys.executable, "-m", "tests.simulation.orders"]
     ran = subprocess.run(
-        [*command, "--count", str(count), "--first"],
+        command,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
