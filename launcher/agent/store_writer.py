@@ -102,13 +102,16 @@ class StoreWriter:
             self._membership.check(now_s, named=named, world_revision=revision)
 
     def _note_replaced_registration(self) -> None:
-        """Has the registration put anew where something stands at its key that cannot be read."""
+        """Has the registration put anew where something else is at its key: what cannot be read, or
+        an earlier registration of this agent that a restored backup has brought back."""
         registrations, members = self._observer.get(MEMBERS), self._observer.members()
         if registrations is None or members is None or registrations is self._verified:
             return
         self._verified = registrations
-        me = self._membership.me.node
-        if me not in members and f"{MEMBERS}{me}" in registrations.entries:
+        me = self._membership.me
+        registered = members.get(me.node)
+        replaced = registered is None or registered.incarnation != me.incarnation
+        if replaced and f"{MEMBERS}{me.node}" in registrations.entries:
             with suppress(StoreUnavailable):
                 self._membership.verify()
 

@@ -208,7 +208,7 @@ class Membership:
         if lease.lost:
             self.note_outage(now_s)
         with suppress(StoreUnavailable, LeaseLost):
-            if left_out and self._is_occupied():
+            if left_out and self._is_in_place():
                 self._seen_revision = world_revision
                 self._tries = 0
                 return
@@ -267,20 +267,26 @@ class Membership:
         return True
 
     def verify(self) -> None:
-        """Has the registration put anew if something else stands at its key, which no lease tells.
+        """Has the registration put anew if something else is at its key, which no lease tells.
 
         Raises `StoreUnavailable`.
         """
-        if self._is_registered and not self._is_occupied():
+        if self._is_registered and not self._is_in_place():
             self._is_registered = False
 
     def _read(self) -> Entry | None:
         return self._store.read(self.key).entries.get(self.key)
 
-    def _is_occupied(self) -> bool:
-        """Returns whether an agent is registered under this name, this one or another."""
+    def _is_in_place(self) -> bool:
+        """Returns whether the present registration exists, or that of another agent of this name.
+
+        An earlier one of this agent does not count. A restored backup has brought it back, and its
+        lease may still be renewed; a world would name a member that this agent is no more.
+        """
         entry = self._read()
-        return entry is not None and counts_as_node(entry)
+        if entry is None or not counts_as_node(entry):
+            return False
+        return not self._is_mine(entry) or member_at(entry).incarnation == self.me.incarnation
 
     def _is_mine(self, entry: Entry) -> bool:
         try:

@@ -326,6 +326,12 @@ MUTANTS = (
         wrong="",
     ),
     Mutant(
+        name="an earlier registration of a node, from a backup, stays",
+        file="store/membership.py",
+        right="member_at(entry).incarnation == self.me.incarnation\n",
+        wrong="True\n",
+    ),
+    Mutant(
         name="what etcd has lost is not written anew",
         file="store/recovery.py",
         right="                if self._restore():\n",

@@ -183,3 +183,32 @@ def test_a_node_left_out_takes_its_odd_registration_back(
     node_1.check(NOW_S, named=False, world_revision=7)
     assert node_1.still_registered().value == to_bytes(node_1.me)
     assert node_1.me.incarnation == "second"
+
+
+def test_an_earlier_registration_from_a_backup_is_replaced(
+    store: LossyStore, node_1: Membership
+) -> None:
+    """The backup is of the time before the node was left out; its lease is still renewed.
+
+    Revisions do not tell of the loss: they are past the node's own ones. The next world took the
+    earlier registration for a member, and waited for it in vain.
+    """
+    server = store._server
+    assert node_1.register()
+    backup = server.backup()
+    store.write({}, deletes=[node_1.key])
+    node_1.check(NOW_S, named=False, world_revision=7)
+    assert node_1.me.incarnation == "second"
+    server.restore(backup)
+    for number in range(8):
+        server.write({f"other/{number}": b"1"}, (), (), 0)
+    node_1.check(2 * NOW_S, named=False, world_revision=8)
+    assert store.history == 0
+    assert node_1.still_registered().value == to_bytes(node_1.me)
+    server.restore(backup)
+    for number in range(20):
+        server.write({f"other/{number}": b"1"}, (), (), 0)
+    node_1.verify()
+    node_1.check(3 * NOW_S, named=True, world_revision=9)
+    assert node_1.still_registered().value == to_bytes(node_1.me)
+    assert store.history == 0
