@@ -63,6 +63,15 @@ def _aside(world: World) -> set[str]:
     return {struck.node for struck in world.strikes if struck.count >= QUARANTINE_STRIKES}
 
 
+def _is_newcomer(world: World, node: str) -> bool:
+    """Whether a member has made no step with this job, where others have (B6 of `failure_policy`).
+
+    A node that was alone counts as one that has made steps, if its script began so slowly that it
+    was taken for a plain one.
+    """
+    return 0 < world.trained <= [member.node for member in world.members].index(node)
+
+
 class Promises:
     """What was asked and said so far, and the checks."""
 
@@ -337,7 +346,7 @@ class Promises:
             elif self._now_s - entry[0] < self._read_s:
                 return
         bad = [node for node in failed if self._cluster.hosts[node].bad_input]
-        judged = before.trained > 0 or all(failed[node].final for node in bad)
+        judged = all(failed[node].final or _is_newcomer(before, node) for node in bad)
         least = max(least for least, _ in self.sizes())
         left = sum(node not in bad for node, _ in reports)
         if not bad or len(bad) < len(failed) or not judged or left < least:
@@ -364,7 +373,8 @@ class Promises:
         ]
         good = [node for node, report in final_reports if node not in bad and not report.leaving]
         least = max(least for least, _ in self.sizes())
-        ended = len(good) >= least and (world.trained > 0 or done.failure.final)
+        judged = done.failure.final or any(_is_newcomer(world, node) for node in bad)
+        ended = len(good) >= least and judged
         self._require(not ended, "R17", f"{', '.join(bad)} ended the job: {done.reason}")
         return True
 
