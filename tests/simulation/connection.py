@@ -47,6 +47,8 @@ class Link:
         self.requests = 0
         """Reads, writes and watches begun; and, apart from them, keepalives:"""
         self.pulses = 0
+        self._freeze: tuple[int, Callable[[], None]] | None = None
+        """Before the last of so many writes: what stops the agent."""
         self._told_at_s = -1.0
         """When something was last to be told, and how long that took to arrive."""
         self._telling_s = 0.0
@@ -145,10 +147,31 @@ class SimulatedStore(Link):
     def close(self) -> None:
         self.dead = True
 
+    def freeze_before(self, writes: int, freeze: Callable[[], None]) -> None:
+        """Have `freeze` stop the agent before the last of its next writes: what it has read for
+        that one is old when the agent goes on."""
+        self._freeze = (writes, freeze)
+
+    def _count_write(self) -> None:
+        if self._freeze is None:
+            return
+        left, freeze = self._freeze
+        self._freeze = (left - 1, freeze) if left > 1 else None
+        if left == 1:
+            freeze()
+
+    def _sit_out(self) -> None:
+        """A process that is stopped sends nothing."""
+        while (left_s := self.stopped_until_s - self.timeline.now_s) > 0:
+            self.timeline.sleep(left_s)
+
     def _request(self, serve: Callable[[], Any], *, writes: bool = False) -> Any:
         """What etcd answers, after the time that takes; raises `StoreUnavailable`."""
         self.requests += 1
         random, timeline, etcd = self.random, self.timeline, self.etcd
+        if writes:
+            self._count_write()
+        self._sit_out()
         draw = random.random()
         slow = draw < 2 * self.trouble
         position = self.seen.position()

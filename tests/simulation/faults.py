@@ -280,3 +280,13 @@ class Faults:
     def _stop_agent(self, agent: Agent, seconds: float) -> None:
         agent.stall(seconds, whole=True)
         self._timeline.after(seconds, self._cluster.rules.came_back)
+
+    def _freeze_agent(self, agent: Agent, seconds: float) -> None:
+        """Between two of its own writes, soon."""
+
+        def freeze() -> None:
+            self._cluster.note(f"-- {agent.host.name} is frozen before a write")
+            self._cluster.rules.cause("freeze-agent")
+            self._stop_agent(agent, seconds)
+
+        agent.store.freeze_before(self._random.randint(1, 3), freeze)

@@ -320,6 +320,12 @@ MUTANTS = (
         wrong="",
     ),
     Mutant(
+        name="a world is written over one that its writer has not read",
+        file="agent/store_writer.py",
+        right="            unchanged(WORLD, entry),\n",
+        wrong="",
+    ),
+    Mutant(
         name="a world is written though the job is over",
         file="agent/store_writer.py",
         right="            unchanged(DONE, self._observer.unreadable(Done)),\n",

@@ -57,6 +57,8 @@ LOSS_SHARE = 0.1
 LOSSES = ("wipe-etcd", "restore-etcd")
 RUNS_SHARE = 0.1
 """So many of the others are about a job that is over, and is begun again while a node is away."""
+FREEZE_SHARE = 0.1
+"""So many schedules freeze an agent between two of its own writes, besides all else."""
 BAD_JOIN_SHARE = 0.08
 """So many schedules have a node that comes, and whose workers always fail before they train."""
 BAD_INPUTS = ("import", "model", "script", "crash")
@@ -137,10 +139,22 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
     """The schedule of a seed. nodes: how many the job begins with; None: 3 to 7."""
     plan, random = _draw(seed, nodes), Random(seed ^ 0x1055)
     if random.random() < LOSS_SHARE:
-        return replace(plan, faults=(*plan.faults, *_losses(random, plan)))
-    if (drawn := Random(f"{seed} runs")).random() < RUNS_SHARE:
-        return replace(plan, runs=2, faults=(*plan.faults, *_absences(drawn, plan)))
-    return plan
+        plan = replace(plan, faults=(*plan.faults, *_losses(random, plan)))
+    elif (drawn := Random(f"{seed} runs")).random() < RUNS_SHARE:
+        plan = replace(plan, runs=2, faults=(*plan.faults, *_absences(drawn, plan)))
+    return replace(plan, faults=(*plan.faults, *_freezes(Random(f"{seed} freeze"), plan)))
+
+
+def _freezes(random: Random, plan: Plan) -> list[Fault]:
+    """An agent is frozen before one of its next writes, once or twice."""
+    if random.random() >= FREEZE_SHARE:
+        return []
+    faults = []
+    for _ in range(random.choice([1, 1, 2])):
+        at_s = random.uniform(0.2, plan.total_steps * plan.step_s)
+        lasts_s = random.choice([0.3, 1.0, 3.5, 6.0, 12.0]) * random.uniform(0.8, 1.2)
+        faults.append(Fault(at_s, "freeze-agent", random.random(), lasts_s))
+    return faults
 
 
 def _absences(random: Random, plan: Plan) -> list[Fault]:
