@@ -41,6 +41,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
  R19 A job that ends as failed has saved the state in memory, unless its end says that it could not.
  R20 Once a run of the job has begun, no agent of an earlier one writes anything. It exits with the
      code for that, unless it has seen how its own run ended, or leaves.
+ R21 The node of an agent whose loop meets an unexpected error leaves. An agent ends by such errors
+     only once MAX_ERRORS of its turns have failed, and once its workers have stopped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -38,12 +38,22 @@ ROUND_PAUSE_S = 0.25
 LONG_ROUND_S = 5.0
 """In a round an agent looks at least so often; in one that lasts as seldom as at other times."""
 JOIN_AGAIN_S = 0.5
+SETTLE_S = 0.05
 TOKEN = Secret("the token of every job")
 
 
 BadInput = Literal["", "import", "model", "script", "crash"]
 """What is wrong with a node's input: a module is missing, the state does not fit its model, its
 script raises, or its workers die as they begin."""
+
+
+Place = Literal["poll", "decided", "request"]
+"""Where the loop meets an unexpected error: before it has looked, before it acts, or in the middle
+of an action."""
+
+
+class Defect(Exception):
+    """An error that nobody expects."""
 
 
 class Port:
@@ -162,6 +172,12 @@ class Agent:
         self.storage = cluster.storage
         """That of its run."""
         self.dead = False
+        self.failures = 0
+        """Turns of the loop that an unexpected error has ended."""
+        self._defects: tuple[int, Place] = (0, "poll")
+        """How many turns will meet one, and where."""
+        self._in_turn = False
+        self.store.before_request = lambda: self._break_at("request")
         self.saves = 0
         """Saves of this node that are not over."""
         self.worker_group: WorkerGroup | None = None
@@ -251,6 +267,16 @@ class Agent:
         """Have this node leave. by_s: it is gone then."""
         self.core.leave(reason, by_s)
 
+    def break_turns(self, count: int, place: Place) -> None:
+        """Have the next turns of the loop meet an unexpected error."""
+        self._defects = (count, place)
+
+    def _break_at(self, place: Place) -> None:
+        count, where = self._defects
+        if count and place == where and self._in_turn:
+            self._defects = (count - 1, where)
+            raise Defect(f"a defect: {place}")
+
     def stall(self, seconds: float, *, whole: bool) -> None:
         """The loop does not run for so long; whole: nor does anything else of the process."""
         until_s = self.cluster.timeline.now_s + seconds
@@ -275,10 +301,13 @@ class Agent:
             self.core.begin()
         while self.exit_code is None:
             self._sit_out()
-            view, decision = self.core.cycle()
+            self._in_turn = True
+            seen = self.core.turn()
+            self._in_turn = False
             self.exit_code = self.core.exit_code
+            self.cluster.rules.turned(self)
             if self.exit_code is None:
-                self._sleep(view, busy=bool(decision.actions))
+                self._sleep(*(seen or (None, None)))
         self._close()
 
     def _agree(self) -> Agreed:
@@ -320,6 +349,7 @@ class Agent:
         return
 
     def decided(self, view: View, decision: Decision) -> None:
+        self._break_at("decided")
         if decision.reason != self.reason:
             self.reason = decision.reason
             self.cluster.decided(self, view, decision)
@@ -328,7 +358,11 @@ class Agent:
         return
 
     def turn_failed(self, error: Exception, failures: int) -> None:
-        raise error
+        if not isinstance(error, Defect):
+            raise error
+        self.failures = failures
+        self.cluster.note(f"{self.host.name}: {error}")
+        self.cluster.rules.cause("loop-error")
 
     def exits(self, reason: str) -> None:
         return
@@ -336,10 +370,24 @@ class Agent:
     # -- what the loop asks of this node
 
     def stop_workers(self, reason: str) -> None:
-        raise AssertionError(f"{self.host.name}: {reason}")
+        """See `Agent.stop_workers`; the state that one node holds whole is not saved here."""
+        group, policy = self.worker_group, self.plan.policy
+        if group is None:
+            return
+        group.stop(reason, self.host.clock())
+        self._settle(lambda: any(worker.alive for worker in group.workers), policy.stop_s)
+        group.kill(spare_saving=True)
+        self._settle(lambda: any(worker.alive for worker in group.workers), policy.save_s)
+        self._settle(lambda: self.saving() or self.unsealed(), policy.save_s)
+
+    def _settle(self, lasts: Callable[[], bool], most_s: float) -> None:
+        until_s = self.cluster.timeline.now_s + most_s
+        while lasts() and self.cluster.timeline.now_s < until_s:
+            self.cluster.timeline.sleep(SETTLE_S)
 
     def poll(self, now_s: float) -> None:
         """Workers' messages are part of what the group shows."""
+        self._break_at("poll")
 
     def saving(self) -> bool:
         return self.saves > 0
@@ -402,12 +450,12 @@ class Agent:
 
     # -- waiting
 
-    def _sleep(self, view: View, *, busy: bool) -> None:
+    def _sleep(self, view: View | None, decision: Decision | None) -> None:
         """Until something happens, or a while; looks less often while nothing does."""
         timeline, plan = self.cluster.timeline, self.plan
-        if busy or self._awake:
+        if (decision is not None and decision.actions) or self._awake:
             self._pause_s = FIRST_PAUSE_S
-        elif self._woken or self.store.unregistered:
+        elif view is None or self._woken or self.store.unregistered:
             self._pause_s = REST_S
         else:
             in_round = view.round_s is not None and self.host.clock() - view.round_s < LONG_ROUND_S

@@ -47,6 +47,7 @@ class Link:
         self.requests = 0
         """Reads, writes and watches begun; and, apart from them, keepalives:"""
         self.pulses = 0
+        self.before_request: Callable[[], None] = lambda: None
         self._freeze: tuple[int, Callable[[], None]] | None = None
         """Before the last of so many writes: what stops the agent."""
         self._told_at_s = -1.0
@@ -169,6 +170,7 @@ class SimulatedStore(Link):
         """What etcd answers, after the time that takes; raises `StoreUnavailable`."""
         self.requests += 1
         random, timeline, etcd = self.random, self.timeline, self.etcd
+        self.before_request()
         if writes:
             self._count_write()
         self._sit_out()

@@ -281,6 +281,11 @@ class Faults:
         agent.stall(seconds, whole=True)
         self._timeline.after(seconds, self._cluster.rules.came_back)
 
+    def _loop_error(self, agent: Agent, seconds: float) -> None:
+        """Some turns of its loop, one after another, meet an error that nobody expects."""
+        count = self._random.choice([1, 1, 2, 3, 3])
+        agent.break_turns(count, self._random.choice(["poll", "decided", "request"]))
+
     def _freeze_agent(self, agent: Agent, seconds: float) -> None:
         """Between two of its own writes, soon."""
 

@@ -372,6 +372,24 @@ MUTANTS = (
         search="orders",
     ),
     Mutant(
+        name="a node stays whose agent's loop has failed",
+        file="agent/core.py",
+        right="        if self._errors == 1:\n",
+        wrong="        if False:\n",
+    ),
+    Mutant(
+        name="an agent ends by the second error of its loop",
+        file="agent/core.py",
+        right="        if self._errors >= MAX_ERRORS:\n",
+        wrong="        if self._errors > 1:\n",
+    ),
+    Mutant(
+        name="an agent that fails leaves its workers running",
+        file="agent/core.py",
+        right='            self._node.stop_workers(f"the agent of this node fails ({name})")\n',
+        wrong="",
+    ),
+    Mutant(
         name="of two histories the lower generation goes on",
         file="protocol/documents.py",
         right="return order > other_order if order != other_order else",

@@ -2,7 +2,7 @@
 
 Each is checked at the events that could break it: a world is written (R1 to R5, R10), a worker
 connects or its node starts another generation's (R6), a step ends, `done` is written (R8, R9), an
-agent exits (R8), and no agent gets anywhere any more (R7).
+agent exits (R8, R21), and no agent gets anywhere any more (R7).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
+from elasticzero.launcher.agent.core import MAX_ERRORS
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
@@ -39,7 +40,7 @@ TOLD_LATE_S = 4.5
 """Where watches lose what they were to tell, or requests are slow, it takes so much longer."""
 COUNTED_NEVER = frozenset(
     {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "slow-agent", "stop-agent"}
-    | {"freeze-agent"}
+    | {"freeze-agent", "loop-error"}
     | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again", "storage-away"}
 )
 """Faults of machines and of storage: a job that meets no others is never given up."""
@@ -447,7 +448,24 @@ class Rules:
             text = f"failed, and memory holds {best}, storage {newest}"
             self.require(newest >= best, "R19", text)
 
+    def turned(self, agent: Agent) -> None:
+        """R21: a node leaves whose agent has met an unexpected error."""
+        text = f"{agent.host.name} stays, though its loop has failed"
+        self.require(agent.leaving or not agent.failures, "R21", text)
+
+    def _check_failed(self, agent: Agent) -> None:
+        """R21: of an agent that ends by errors of its loop."""
+        ended = self._cluster.done is not None or self._cluster.first_end is not None
+        if agent.exit_code is not ExitCode.FAILED or (ended and not agent.failures):
+            return
+        text = f"{agent.host.name} ends as failed"
+        self.require(agent.failures >= MAX_ERRORS or ended, "R21", f"{text}, and nothing has")
+        group = agent.worker_group
+        live = group is not None and any(worker.alive for worker in group.workers)
+        self.require(not live, "R21", f"{text}, and its workers run")
+
     def exits(self, agent: Agent) -> None:
+        self._check_failed(agent)
         done = self._cluster.done
         text = f"{agent.host.name} of run {agent.run} exits with {agent.exit_code}"
         gives_way = agent.exit_code is ExitCode.SUPERSEDED
@@ -456,7 +474,8 @@ class Rules:
         elif self._cluster.first_end is not None:
             done = self._cluster.first_end
             as_usual = (ExitCode.LEFT, ExitCode.USAGE, exit_code_of(done))
-            self.require(gives_way or agent.exit_code in as_usual, "R20", text)
+            so = gives_way or agent.exit_code in as_usual or agent.failures >= MAX_ERRORS
+            self.require(so, "R20", text)
         if agent.exit_code is ExitCode.DONE:
             so = done is not None and done.outcome in ("finished", "stopped")
             self.require(so, "R8", f"{agent.host.name} exits with 0 before `done`")

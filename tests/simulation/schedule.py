@@ -59,6 +59,8 @@ RUNS_SHARE = 0.1
 """So many of the others are about a job that is over, and is begun again while a node is away."""
 FREEZE_SHARE = 0.1
 """So many schedules freeze an agent between two of its own writes, besides all else."""
+ERROR_SHARE = 0.07
+"""So many schedules have an agent whose loop meets errors that nobody expects."""
 BAD_JOIN_SHARE = 0.08
 """So many schedules have a node that comes, and whose workers always fail before they train."""
 BAD_INPUTS = ("import", "model", "script", "crash")
@@ -142,7 +144,17 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         plan = replace(plan, faults=(*plan.faults, *_losses(random, plan)))
     elif (drawn := Random(f"{seed} runs")).random() < RUNS_SHARE:
         plan = replace(plan, runs=2, faults=(*plan.faults, *_absences(drawn, plan)))
-    return replace(plan, faults=(*plan.faults, *_freezes(Random(f"{seed} freeze"), plan)))
+    added = (*_freezes(Random(f"{seed} freeze"), plan), *_errors(Random(f"{seed} errors"), plan))
+    return replace(plan, faults=(*plan.faults, *added))
+
+
+def _errors(random: Random, plan: Plan) -> list[Fault]:
+    """The loop of an agent meets unexpected errors; of two agents in some schedules."""
+    if random.random() >= ERROR_SHARE:
+        return []
+    lasts_s = plan.total_steps * plan.step_s
+    times = [random.uniform(0.2, lasts_s) for _ in range(random.choice([1, 1, 2]))]
+    return [Fault(at_s, "loop-error", random.random(), 0.0) for at_s in times]
 
 
 def _freezes(random: Random, plan: Plan) -> list[Fault]:
