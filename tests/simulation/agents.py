@@ -14,15 +14,17 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
-from elasticzero.launcher.protocol.documents import Member, World
+from elasticzero.launcher.protocol.documents import UNSTATED, Member, World
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.job_run import RUN, RunStore, StoredRun, number_in
 from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import DONE, WatchCache
 from tests.simulation.connection import SimulatedStore
+from tests.simulation.releases import Release, of_later_release
 from tests.simulation.storage import NodeMemory, SlowLook
 from tests.simulation.worker_group import WorkerGroup
 
@@ -116,6 +118,8 @@ class Host:
         """So often its workers will still fail soon after they began to train."""
         self.dies = False
         """They die, and say nothing."""
+        self.release: Release = ""
+        """Of its agents."""
         random = cluster.random
         self._offset_s = random.uniform(100.0, 1e5)
         self._rate = random.uniform(0.99, 1.01)
@@ -165,10 +169,15 @@ class Agent:
         self.store = SimulatedStore(cluster.etcd, host.clock, cluster.plan.trouble)
         self.store.cut = host.cut
         entry = cluster.etcd.read(RUN).entries.get(RUN)
-        store = RunStore(self.store, StoredRun(number_in(entry), entry))
-        self.run = store.number
+        self.run = number_in(entry)
         """The run of the job that it belongs to."""
+        store: Store = RunStore(self.store, StoredRun(self.run, entry))
+        if host.release == "before":
+            store = self.store
+        elif host.release == "after":
+            self.store.stored = of_later_release
         self._store = store
+        stated = UNSTATED if host.release == "before" else self.run
         self.storage = cluster.storage
         """That of its run."""
         self.dead = False
@@ -197,7 +206,7 @@ class Agent:
             http_port=9400,
             store_port=cluster.port(),
             nproc=cluster.plan.nproc,
-            run=self.run,
+            run=stated,
         )
         self.membership = Membership(
             store,
@@ -207,7 +216,7 @@ class Agent:
             bind=lambda: Port(cluster.port()),  # type: ignore[arg-type,return-value]
             draw_incarnation=cluster.draw,
         )
-        self.observer = WatchCache(store, self.wake, cluster.read_document, run=self.run)
+        self.observer = WatchCache(store, self.wake, cluster.read_document, run=stated)
         self.look = SlowLook(cluster.storage, cluster.random, self.wake)
         subscriptions = Subscriptions(store, self.observer, self.membership)
         self.cluster_observer = ClusterObserver(

@@ -249,6 +249,7 @@ class Cluster:
         self._names += 1
         host = Host(self, f"node-{number}")
         host.bad_input = bad_input
+        host.release = self.plan.release_of(self._names)
         self.hosts[host.name] = host
         host.agent = Agent(self, host)
         return host

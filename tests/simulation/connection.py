@@ -104,6 +104,8 @@ class Link:
 class SimulatedStore(Link):
     """One agent's connection: its methods are called from the agent's task."""
 
+    stored: Callable[[Mapping[str, bytes]], Mapping[str, bytes]] = staticmethod(lambda puts: puts)
+    """What the agent's release writes in the place of this one's documents."""
     kept: SimulatedLease | None = None
     """The lease of the agent's registration."""
 
@@ -130,8 +132,10 @@ class SimulatedStore(Link):
     ) -> int | None:
         lease_id = 0 if lease is None else lease.id
 
+        stored = self.stored(puts)
+
         def serve() -> int | None:
-            return self.etcd.write(puts, deletes, conditions, lease_id)
+            return self.etcd.write(stored, deletes, conditions, lease_id)
 
         result: int | None = self._request(serve, writes=True)
         return result

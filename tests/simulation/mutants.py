@@ -372,6 +372,18 @@ MUTANTS = (
         search="orders",
     ),
     Mutant(
+        name="a document without a run is one of an earlier run",
+        file="protocol/documents.py",
+        right="    if UNSTATED in (run, other):\n",
+        wrong="    if False:\n",
+    ),
+    Mutant(
+        name="an unknown word of a later release is no word",
+        file="protocol/documents.py",
+        right='Literal["other", "failure", "hang",',
+        wrong='Literal["failure", "hang",',
+    ),
+    Mutant(
         name="a node stays whose agent's loop has failed",
         file="agent/core.py",
         right="        if self._errors == 1:\n",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from elasticzero.launcher.protocol.policy import JobPolicy
+from tests.simulation.releases import Release
 
 FAULTS: dict[str, float] = {
     "kill-worker": 4,
@@ -59,6 +60,8 @@ RUNS_SHARE = 0.1
 """So many of the others are about a job that is over, and is begun again while a node is away."""
 FREEZE_SHARE = 0.1
 """So many schedules freeze an agent between two of its own writes, besides all else."""
+RELEASE_SHARE = 0.08
+"""So many of the schedules with one run have agents of the release before, and of a later one."""
 ERROR_SHARE = 0.07
 """So many schedules have an agent whose loop meets errors that nobody expects."""
 BAD_JOIN_SHARE = 0.08
@@ -125,7 +128,16 @@ class Plan:
     """The nodes come within so long."""
     runs: int = 1
     """So often the job is run: once it is over, it is begun again."""
+    releases: float = 0.0
+    """So many of the nodes have another release than this one."""
     faults: tuple[Fault, ...] = field(default=())
+
+    def release_of(self, number: int) -> Release:
+        """That of the agents of the node that comes as the so many-th."""
+        if not self.releases:
+            return ""
+        random = Random(f"{self.seed} release of {number}")
+        return random.choice(["before", "after"]) if random.random() < self.releases else ""
 
     @property
     def loses_data(self) -> bool:
@@ -144,6 +156,8 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         plan = replace(plan, faults=(*plan.faults, *_losses(random, plan)))
     elif (drawn := Random(f"{seed} runs")).random() < RUNS_SHARE:
         plan = replace(plan, runs=2, faults=(*plan.faults, *_absences(drawn, plan)))
+    if plan.runs == 1 and Random(f"{seed} releases").random() < RELEASE_SHARE:
+        plan = replace(plan, releases=0.5)
     added = (*_freezes(Random(f"{seed} freeze"), plan), *_errors(Random(f"{seed} errors"), plan))
     return replace(plan, faults=(*plan.faults, *added))
 
