@@ -43,6 +43,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      code for that, unless it has seen how its own run ended, or leaves.
  R21 The node of an agent whose loop meets an unexpected error leaves. An agent ends by such errors
      only once MAX_ERRORS of its turns have failed, and once its workers have stopped.
+ R22 A committed step has all of its files, once every process that saves or removes has made its
+     next request. No removal leaves the job without a good checkpoint, if it had one.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import DONE, WatchCache
 from tests.simulation.connection import SimulatedStore
 from tests.simulation.releases import Release, of_later_release
-from tests.simulation.storage import NodeMemory, SlowLook
+from tests.simulation.storage import NodeMemory, Part, SlowLook
 from tests.simulation.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -181,6 +181,8 @@ class Agent:
         self.storage = cluster.storage
         """That of its run."""
         self.dead = False
+        self.standstills = 0
+        """How often it stood still for longer than its lease lives."""
         self.failures = 0
         """Turns of the loop that an unexpected error has ended."""
         self._defects: tuple[int, Place] = (0, "poll")
@@ -290,6 +292,7 @@ class Agent:
         """The loop does not run for so long; whole: nor does anything else of the process."""
         until_s = self.cluster.timeline.now_s + seconds
         self.deaf_until_s = max(self.deaf_until_s, until_s)
+        self.standstills += seconds > self.plan.ttl_s
         if whole:
             self.store.stopped_until_s = self.deaf_until_s
 
@@ -430,6 +433,8 @@ class Agent:
         if self.worker_group is not None:
             self.worker_group.group.drop_save()
         self.saves += 1
+        written = self.cluster.rules.worlds.get(held.generation)
+        token = written.token if written is not None else ""
         name = (held.generation, held.step, held.world_size)
 
         def write() -> None:
@@ -437,9 +442,16 @@ class Agent:
             if self.dead:
                 return
             world, _ = self.observer.world()
-            bad = world is not None and held.step in world.bad_steps
-            if not storage.away:
-                storage.add_part(name, held.ranks, replacing=bad)
+            bad_steps = world.bad_steps if world is not None else ()
+            part = Part(
+                agent=self,
+                name=name,
+                token=token,
+                ranks=held.ranks,
+                replacing=held.step in bad_steps,
+                bad_steps=bad_steps,
+            )
+            storage.save_part(part)
             wait()
 
         def wait() -> None:

@@ -27,6 +27,7 @@ from elasticzero.launcher.store.watch_cache import (
 from tests.simulation.agents import Agent, BadInput, Host
 from tests.simulation.etcd import Costs, Etcd
 from tests.simulation.faults import Faults
+from tests.simulation.phases import PhasedStorage
 from tests.simulation.rules import Rules
 from tests.simulation.schedule import Plan
 from tests.simulation.storage import Storage
@@ -56,7 +57,7 @@ class Cluster:
         self.random = random or Random(plan.seed ^ 0x5EED)
         self.timeline = Timeline()
         self.etcd = Etcd(self.timeline, self.random, costs)
-        self.storage = Storage(self.timeline, possible=plan.storage)
+        self.storage = self._empty_storage()
         self.rules = Rules(self)
         self._faults = Faults(self)
         self.hosts: dict[str, Host] = {}
@@ -84,6 +85,17 @@ class Cluster:
         self.etcd.removed = self._removed
         self.etcd.restored = self._restored
         self.storage.committed = self.rules.committed
+
+    def _empty_storage(self) -> Storage:
+        """The checkpoint directory of a run."""
+        plan = self.plan
+        if not plan.phased:
+            return Storage(self.timeline, possible=plan.storage)
+
+        def require(so: bool, rule: str, text: str) -> None:
+            self.rules.require(so, rule, text)
+
+        return PhasedStorage(self.timeline, Random(f"{plan.seed} phases"), plan.keep, require)
 
     # -- what agents and workers use
 
@@ -220,7 +232,7 @@ class Cluster:
         self.first_end, self.done, self.world, self._stands = self.done, None, None, None
         self.run_number += 1
         self.asked = Control()
-        self.storage = Storage(self.timeline, possible=self.plan.storage)
+        self.storage = self._empty_storage()
         self.rules = Rules(self)
         self.storage.committed = self.rules.committed
         self.etcd.writer = None

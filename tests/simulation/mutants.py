@@ -26,7 +26,7 @@ class Mutant:
 
     name: str
     file: str
-    """In `launcher/`."""
+    """Its path from `launcher/`."""
     right: str
     wrong: str
     sure: bool = True
@@ -370,6 +370,27 @@ MUTANTS = (
         right="fenced = [*conditions, self._stored.unchanged()]",
         wrong="fenced = [*conditions]",
         search="orders",
+    ),
+    Mutant(
+        name="a committer does not list its files again",
+        file="../checkpoint/steps/commit.py",
+        right="    _check_listed(storage, files, data, replaced)\n    if",
+        wrong="    if",
+        sure=False,
+    ),
+    Mutant(
+        name="files of a save are removed without a look for its manifest",
+        file="../checkpoint/steps/loose_files.py",
+        right="    if _may_be_committed(storage, token):\n        if sums",
+        wrong="    if False:\n        if sums",
+        sure=False,
+    ),
+    Mutant(
+        name="retention counts steps that are not good",
+        file="../checkpoint/steps/retention.py",
+        right="good += step_error_text(directory.step(names[step])) is None",
+        wrong="good += 1",
+        sure=False,
     ),
     Mutant(
         name="a document without a run is one of an earlier run",

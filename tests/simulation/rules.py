@@ -266,11 +266,11 @@ class Rules:
     def _check_held(self, before: World | None, resume: Resume) -> None:
         """R4: the sources hold what they are said to hold, unless they have died since."""
         if resume.tier == "storage":
-            stored_step = self._cluster.storage.steps.get(resume.step)
+            stored_step = self._cluster.storage.recorded(resume.step)
             now_s = self._cluster.timeline.now_s
             seen_good = stored_step is not None and (
                 stored_step.hidden
-                or not stored_step.damaged
+                or (not stored_step.damaged and resume.step in self._cluster.storage.steps)
                 or now_s - stored_step.damaged_s < STORAGE_SEEN_WITHIN_S
             )
             self.require(seen_good, "R4", f"storage has no good step {resume.step}")
@@ -303,7 +303,9 @@ class Rules:
         if resume.tier == "fresh":
             return ()
         if resume.tier == "storage":
-            state = (self._cluster.storage.steps[resume.step].generation, resume.step)
+            stored_step = self._cluster.storage.recorded(resume.step)
+            assert stored_step is not None  # R4
+            state = (stored_step.generation, resume.step)
         else:
             state = (resume.generation, resume.step)
         return self.chain(state)

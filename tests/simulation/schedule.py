@@ -62,6 +62,8 @@ FREEZE_SHARE = 0.1
 """So many schedules freeze an agent between two of its own writes, besides all else."""
 RELEASE_SHARE = 0.08
 """So many of the schedules with one run have agents of the release before, and of a later one."""
+PHASED_SHARE = 0.1
+"""So many of the schedules with storage save in phases, through the real code."""
 ERROR_SHARE = 0.07
 """So many schedules have an agent whose loop meets errors that nobody expects."""
 BAD_JOIN_SHARE = 0.08
@@ -128,6 +130,10 @@ class Plan:
     """The nodes come within so long."""
     runs: int = 1
     """So often the job is run: once it is over, it is begun again."""
+    phased: bool = False
+    """Saves are those of the real code, each of whose phases may be late, repeated or fail."""
+    keep: int | None = None
+    """Steps that retention leaves then; None: all."""
     releases: float = 0.0
     """So many of the nodes have another release than this one."""
     faults: tuple[Fault, ...] = field(default=())
@@ -158,6 +164,9 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         plan = replace(plan, runs=2, faults=(*plan.faults, *_absences(drawn, plan)))
     if plan.runs == 1 and Random(f"{seed} releases").random() < RELEASE_SHARE:
         plan = replace(plan, releases=0.5)
+    if plan.storage and (phased := Random(f"{seed} phased")).random() < PHASED_SHARE:
+        keep, every = phased.choice([None, 1, 1, 2]), phased.choice([2, 3, 5])
+        plan = replace(plan, phased=True, keep=keep, checkpoint_every=every)
     added = (*_freezes(Random(f"{seed} freeze"), plan), *_errors(Random(f"{seed} errors"), plan))
     return replace(plan, faults=(*plan.faults, *added))
 

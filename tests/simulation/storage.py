@@ -6,13 +6,17 @@ A state is named by (generation, step): the generation that computed or captured
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from typing import TYPE_CHECKING
 
 from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.launcher.protocol.view import DamagedCheckpoint
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
 from tests.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from tests.simulation.agents import Agent
 
 State = tuple[int, int]
 """Generation and step."""
@@ -70,6 +74,26 @@ class Checkpoint:
     """Only who reads it finds the damage."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One node's part of a save."""
+
+    agent: Agent
+    name: SnapshotName
+    token: str
+    """Of the generation."""
+    ranks: tuple[int, ...]
+    replacing: bool
+    """The step is known to be damaged."""
+    bad_steps: tuple[int, ...] = ()
+    parts: set[int] = field(default_factory=set)
+    """Ranks whose shards are written; all nodes of the save have the same set."""
+    lasts: Callable[[], bool] = lambda: True
+    """Whether the save is not given up."""
+    over: Callable[[bool], None] = lambda well: None
+    """Told whether the step stands, or this part could not be written."""
+
+
 class Storage:
     """The checkpoint directory that all nodes share."""
 
@@ -79,6 +103,8 @@ class Storage:
         self.away = False
         """It takes no writes."""
         self.steps: dict[int, Checkpoint] = {}
+        self.gone: dict[int, Checkpoint] = {}
+        """Steps that are not there any more, damaged since then."""
         self.committed: Callable[[int, int], None] = lambda generation, step: None
         """Told of every checkpoint."""
         self._parts: dict[SnapshotName, set[int]] = {}
@@ -90,12 +116,28 @@ class Storage:
         self.steps[step] = Checkpoint(generation, self.timeline.now_s)
         self.committed(generation, step)
 
-    def add_part(self, name: SnapshotName, ranks: Iterable[int], *, replacing: bool) -> None:
+    def persist(self, part: Part) -> None:
+        """A node's part of a save is written."""
+        if self.away:
+            part.over(False)
+            return
+        part.parts.update(part.ranks)
+        if len(part.parts) == part.name[2]:
+            self.commit(part.name[0], part.name[1], replacing=part.replacing)
+            part.over(True)
+
+    def save_part(self, part: Part) -> None:
         """Some ranks' shards of a snapshot, saved though its workers are gone."""
-        parts = self._parts.setdefault(name, set())
-        parts.update(ranks)
-        if len(parts) == name[2]:
-            self.commit(name[0], name[1], replacing=replacing)
+        if self.away:
+            return
+        parts = self._parts.setdefault(part.name, set())
+        parts.update(part.ranks)
+        if len(parts) == part.name[2]:
+            self.commit(part.name[0], part.name[1], replacing=part.replacing)
+
+    def recorded(self, step: int) -> Checkpoint | None:
+        """A step that is there, or was."""
+        return self.steps.get(step) or self.gone.get(step)
 
     def has_all(self, name: SnapshotName) -> bool:
         return len(self._parts.get(name, ())) == name[2]

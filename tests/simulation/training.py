@@ -15,7 +15,7 @@ from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.placement import replica_sources
 from elasticzero.snapshots.schedule import CaptureSchedule
 from tests.simulation.hanging import Hang
-from tests.simulation.storage import SnapshotName, State
+from tests.simulation.storage import Part, SnapshotName, State
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -87,7 +87,7 @@ class Save:
 
     step: int
     parts: set[int] = field(default_factory=set)
-    """Indices of the members that have written theirs."""
+    """Ranks whose shards are written."""
     over: bool = False
     well: bool = True
 
@@ -350,14 +350,18 @@ class Group:
     def _persist(self, index: int, worker_group: WorkerGroup, save: Save) -> None:
         if worker_group.agent.dead:
             return
-        if worker_group.agent.storage.away:
-            self._save_over(save, well=False)
-            return
-        save.parts.add(index)
-        if len(save.parts) == len(self.world.members):
-            replacing = save.step in self.world.bad_steps
-            worker_group.agent.storage.commit(self.generation, save.step, replacing=replacing)
-            self._save_over(save, well=True)
+        part = Part(
+            agent=worker_group.agent,
+            name=(self.generation, save.step, self.size),
+            token=self.world.token,
+            ranks=self.world.ranks(index),
+            replacing=save.step in self.world.bad_steps,
+            bad_steps=self.world.bad_steps,
+            parts=save.parts,
+            lasts=lambda: not save.over,
+            over=lambda well: self._save_over(save, well=well),
+        )
+        worker_group.agent.storage.persist(part)
 
     def _save_over(self, save: Save, *, well: bool) -> None:
         if save.over:

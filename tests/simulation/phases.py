@@ -1,0 +1,331 @@
+"""Storage in phases: saves and retention are the real code of `checkpoint/steps`, on files in
+memory.
+
+A node's part of a save is a task. What it does to the storage is a phase: a shard, its checksums, a
+listing, the manifest, each removal of retention. A phase may be late, longer than a lease lives; it
+may be done twice, fail before it is done, or be done though its answer says that it failed. The
+storage has a clock of its own, by which files are old soon.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import TYPE_CHECKING, TypeVar
+
+import greenlet
+
+from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
+from elasticzero.checkpoint.format.manifest import Manifest
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_directory, step_of
+from elasticzero.checkpoint.format.shards import shard_specs, write_shard
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
+from elasticzero.checkpoint.storage.base import Bytes
+from elasticzero.errors import ElasticZeroError, StorageError
+from tests.simulation.storage import Checkpoint, Part, Storage
+from tests.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from tests.simulation.agents import Agent
+
+QUICK_S, LATE_S = (0.001, 0.02), (1.0, 12.0)
+LATE_SHARE, FAILING_SHARE, TWICE_SHARE = 0.03, 0.02, 0.05
+CLOCK_RATE = 20.0
+"""Seconds of the storage's clock a second: a save is old after 3 s, and a lease lives for 2."""
+PARTS_S = 20.0
+"""A committer waits so long for the parts of other nodes."""
+LOOK_AGAIN_S = 0.2
+Files = dict[str, dict[str, tuple[bytes, float]]]
+"""By step's directory and name: contents, and when they were written."""
+T = TypeVar("T")
+
+
+def draft_of(part: Part) -> Manifest:
+    """The manifest of a snapshot, without its files."""
+    generation, step, size = part.name
+    tensors = {"w": TensorSpec("F64", (2 * size,))}
+    layout = Layout(world_size=size, tensors=tensors, groups=(Group("even", ("w",)),))
+    return Manifest(
+        step=step,
+        generation=generation,
+        token=f"{part.token:0<24}",
+        strategy="zero1",
+        layout=layout,
+        state={},
+    )
+
+
+class PhasedStorage(Storage):
+    """The checkpoint directory, and the saves under way."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        random: Random,
+        keep: int | None,
+        require: Callable[[bool, str, str], None],
+    ) -> None:
+        """keep: good steps that retention leaves; None: all."""
+        super().__init__(timeline, possible=True)
+        self.random = random
+        self.files: Files = {}
+        self.keep = RetentionPolicy(last=keep)
+        self._require = require
+        self._active = 0
+        """Tasks."""
+        self._held: set[tuple[object, object]] = set()
+        """Agent and snapshot of each part that is saved from memory now."""
+        self._left_open: set[str] = set()
+        """Directories in which a process was killed."""
+
+    # -- what saves ask
+
+    def persist(self, part: Part) -> None:
+        self._active += 1
+        self.timeline.task(lambda: self._run(part))
+
+    def save_part(self, part: Part) -> None:
+        key = (part.agent, part.name)
+        if key in self._held:
+            return
+        self._held.add(key)
+        self.persist(part)
+
+    def _run(self, part: Part) -> None:
+        access = Access(self, part.agent)
+        try:
+            self._save(part, PhasedDirectory(self, access))
+        except ElasticZeroError:
+            part.over(False)
+        except greenlet.GreenletExit:
+            self._left_open.add(access.place)
+            return
+        finally:
+            self._held.discard((part.agent, part.name))
+            self._active -= 1
+        if not self._active:
+            self._check_all()
+
+    def _save(self, part: Part, directory: PhasedDirectory) -> None:
+        draft, stood_still = draft_of(part), part.agent.standstills
+        storage = commit.prepare(directory, draft.step)
+        try:
+            for rank in part.ranks:
+                specs = shard_specs(draft, rank).values()
+                contents = bytes([draft.generation % 256]) * sum(spec.nbytes for spec in specs)
+                write_shard(storage, draft, rank, [contents])
+            if 0 not in part.ranks:
+                return
+            self._await_parts(part, draft, directory)
+            saved = commit.commit(
+                storage,
+                draft,
+                wait_s=0.0,
+                replacing=part.replacing,
+                may_not=lambda: (
+                    None if part.agent.standstills == stood_still else "this node stood still"
+                ),
+            )
+        except ElasticZeroError:
+            for rank in part.ranks:
+                commit.discard(directory, draft, rank)
+            raise
+        part.over(True)
+        if saved and part.agent.standstills == stood_still:
+            apply_retention(directory, draft, self.keep, bad_steps=part.bad_steps)
+
+    def _await_parts(self, part: Part, draft: Manifest, directory: PhasedDirectory) -> None:
+        storage = directory.step(step_directory(draft.step))
+        ranks = range(draft.layout.world_size)
+        sums = {draft.file_name(rank) + SUMS_SUFFIX for rank in ranks}
+        until_s = self.timeline.now_s + PARTS_S
+        while not sums <= set(storage.names()):
+            if not part.lasts() or self.timeline.now_s > until_s:
+                raise StorageError("the parts of other nodes are missing")
+            self.timeline.sleep(LOOK_AGAIN_S)
+
+    # -- what becomes of the steps
+
+    def placed(self, name: str, data: bytes) -> None:
+        """A manifest stands."""
+        step, generation = step_of(name), json.loads(data)["generation"]
+        assert step is not None
+        self.steps[step] = Checkpoint(generation, self.timeline.now_s)
+        self.committed(generation, step)
+
+    def withdrawn(self, name: str, had_good: bool) -> None:
+        """R22: a manifest is removed, and another checkpoint is good if one was."""
+        step = step_of(name)
+        assert step is not None
+        self.gone[step] = self.steps.pop(step)
+        self.gone[step].damaged_s = self.timeline.now_s
+        text = f"with step {step} the last good checkpoint is removed"
+        self._require(self.has_good() or not had_good, "R22", text)
+
+    def has_good(self) -> bool:
+        return any(self._fault(name) is None for name in self.files)
+
+    def damage(self, *, hidden: bool) -> None:
+        """A file of the newest step is cut short, where that is to be seen."""
+        super().damage(hidden=hidden)
+        if self.steps and not hidden:
+            files = self.files[step_directory(max(self.steps))]
+            shard = next(name for name in sorted(files) if name.startswith("rank-"))
+            files[shard] = (files[shard][0][:-1], files[shard][1])
+
+    def _fault(self, name: str) -> str | None:
+        """Why a step is not good; None: it is."""
+        files = self.files[name]
+        if MANIFEST_NAME not in files:
+            return "no manifest"
+        for entry in json.loads(files[MANIFEST_NAME][0])["files"]:
+            shard, size = entry["name"], entry["bytes"]
+            if shard not in files or f"{shard}{SUMS_SUFFIX}" not in files:
+                return f"{shard} is missing"
+            if len(files[shard][0]) != size:
+                return f"{shard} is cut short"
+        return None
+
+    def _check_all(self) -> None:
+        """R22: once no save is under way each committed step has its files."""
+        for name, files in self.files.items():
+            step = step_of(name)
+            if MANIFEST_NAME in files and step is not None and name not in self._left_open:
+                fault = self._fault(name)
+                well = fault is None or bool(self.steps[step].damaged)
+                self._require(well, "R22", f"step {step} is committed, and {fault}")
+
+
+class Access:
+    """How the process of one save reaches the storage."""
+
+    def __init__(self, storage: PhasedStorage, agent: Agent) -> None:
+        self._storage = storage
+        self._agent = agent
+        self.place = ""
+        """The directory that it was last about to change."""
+
+    def phase(self, place: str, do: Callable[[], T]) -> T:
+        """Does it, late, twice, or in vain."""
+        storage, random = self._storage, self._storage.random
+        self.place = place
+        delay_s = random.uniform(*(LATE_S if random.random() < LATE_SHARE else QUICK_S))
+        storage.timeline.sleep(delay_s)
+        while (left_s := self._agent.store.stopped_until_s - storage.timeline.now_s) > 0:
+            storage.timeline.sleep(left_s)
+        if self._agent.dead:
+            raise greenlet.GreenletExit
+        draw = random.random()
+        if storage.away or draw < FAILING_SHARE / 2:
+            raise StorageError(f"{place}: no answer") from TimeoutError("no answer in time")
+        result = do()
+        if draw < FAILING_SHARE:
+            raise StorageError(f"{place}: no answer") from TimeoutError("no answer in time")
+        return do() if draw < FAILING_SHARE + TWICE_SHARE else result
+
+
+class PhasedDirectory:
+    """The checkpoint directory, as one process has it."""
+
+    where = "/checkpoints"
+
+    def __init__(self, storage: PhasedStorage, access: Access) -> None:
+        self._storage = storage
+        self._access = access
+
+    def names(self) -> list[str]:
+        return self._access.phase("", lambda: sorted(self._storage.files))
+
+    def files(self) -> dict[str, dict[str, float]]:
+        files = self._storage.files
+        return self._access.phase(
+            "", lambda: {step: {n: at for n, (_, at) in of.items()} for step, of in files.items()}
+        )
+
+    def step(self, name: str) -> PhasedStep:
+        return PhasedStep(self._storage, self._access, name)
+
+    def make(self, name: str) -> PhasedStep:
+        self._access.phase(name, lambda: self._storage.files.setdefault(name, {}))
+        return self.step(name)
+
+    def remove(self, name: str) -> None:
+        def remove() -> None:
+            if not self._storage.files.get(name, {"": None}):
+                del self._storage.files[name]
+
+        self._access.phase(name, remove)
+
+    def check_writable(self) -> None:
+        return
+
+
+class PhasedStep:
+    """The files of one step, as one process has them. What it only reads takes no time: the real
+    code reads in several threads."""
+
+    def __init__(self, storage: PhasedStorage, access: Access, name: str) -> None:
+        self.where = f"{PhasedDirectory.where}/{name}"
+        self._storage = storage
+        self._access = access
+        self._name = name
+
+    @property
+    def _files(self) -> dict[str, tuple[bytes, float]]:
+        return self._storage.files.get(self._name, {})
+
+    def _read(self, name: str) -> bytes:
+        if name not in self._files:
+            raise FileNotFoundError(f"{self.where}/{name}")
+        return self._files[name][0]
+
+    def size(self, name: str) -> int:
+        return len(self._read(name))
+
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        data, position = self._read(name), start
+        for buffer in buffers:
+            part = data[position : position + len(buffer)]
+            buffer[: len(part)] = part
+            position += len(part)
+        return position - start
+
+    def names(self) -> list[str]:
+        return self._access.phase(self._name, lambda: sorted(self._files))
+
+    def write(
+        self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
+    ) -> None:
+        data = b"".join(map(bytes, chunks))
+        self._access.phase(self._name, lambda: self._put(name, data))
+
+    def create_exclusive(self, name: str, data: bytes, *, instead_of: bytes | None = None) -> bool:
+        def create() -> bool:
+            present = self._files[name][0] if name in self._files else None
+            if present not in (data, instead_of):
+                return False
+            if present != data:
+                self._put(name, data)
+            return True
+
+        return self._access.phase(self._name, create)
+
+    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+        def remove() -> None:
+            present = self._files.get(name)
+            if present is None or holding not in (None, present[0]):
+                return
+            had_good = name == MANIFEST_NAME and self._storage.has_good()
+            del self._files[name]
+            if name == MANIFEST_NAME:
+                self._storage.withdrawn(self._name, had_good)
+
+        self._access.phase(self._name, remove)
+
+    def _put(self, name: str, data: bytes) -> None:
+        files = self._storage.files.setdefault(self._name, {})
+        files[name] = (data, CLOCK_RATE * self._storage.timeline.now_s)
+        if name == MANIFEST_NAME:
+            self._storage.placed(self._name, data)
