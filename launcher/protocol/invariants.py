@@ -45,6 +45,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      only once MAX_ERRORS of its turns have failed, and once its workers have stopped.
  R22 A committed step has all of its files, once every process that saves or removes has made its
      next request. No removal leaves the job without a good checkpoint, if it had one.
+ R23 Of several agents of one name one is registered. Another one takes its place only once its
+     registration is gone, and ends if that is not so in time.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import greenlet
 
-from elasticzero.errors import ElasticZeroError, ExitCode, RunEnded, StoreUnavailable
+from elasticzero.errors import ElasticZeroError, ExitCode, RunEnded, StoreUnavailable, UserError
 from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
@@ -349,6 +349,10 @@ class Agent:
                 pass
             except RunEnded:
                 self.exit_code = ExitCode.SUPERSEDED
+            except UserError as error:
+                self.cluster.note(f"{self.host.name}: {error}")
+                self.cluster.rules.is_refused(self)
+                self.exit_code = ExitCode.USAGE
             self.cluster.timeline.sleep(JOIN_AGAIN_S)
 
     def _sit_out(self) -> None:

@@ -61,6 +61,9 @@ class Cluster:
         self.rules = Rules(self)
         self._faults = Faults(self)
         self.hosts: dict[str, Host] = {}
+        """By name: of several machines of one name, the one that was registered last."""
+        self.namesakes: list[Host] = []
+        """The other ones."""
         self.world: World | None = None
         """The last one that was written."""
         self._stands: World | None = None
@@ -182,7 +185,19 @@ class Cluster:
         else:
             if key.startswith(MEMBERS):
                 self.note(f"etcd: {key.removeprefix(MEMBERS)} is registered")
+                self._note_name(key.removeprefix(MEMBERS))
             self.rules.put(key, entry)
+
+    def _note_name(self, name: str) -> None:
+        """A machine registers by a name that was another's."""
+        for host in self.namesakes:
+            writes = host.agent is not None and host.agent.store is self.etcd.writer
+            if writes and host.name == name:
+                self.note(f"-- another machine is {name} from now on")
+                self.namesakes.remove(host)
+                self.namesakes.append(self.hosts[name])
+                self.hosts[name] = host
+                return
 
     def _removed(self, key: str, entry: Entry) -> None:
         if key.startswith(MEMBERS):
@@ -253,7 +268,8 @@ class Cluster:
         return self._calm and ended and not self.running()
 
     def running(self) -> list[Agent]:
-        agents = [h.agent for h in self.hosts.values() if h.agent is not None]
+        hosts = (*self.hosts.values(), *self.namesakes)
+        agents = [host.agent for host in hosts if host.agent is not None]
         return [agent for agent in agents if not agent.dead]
 
     def add_node(self, bad_input: BadInput = "") -> Host:
@@ -265,6 +281,12 @@ class Cluster:
         self.hosts[host.name] = host
         host.agent = Agent(self, host)
         return host
+
+    def add_namesake(self, name: str) -> None:
+        """Another machine comes, by the name of one that is there."""
+        host = Host(self, name)
+        self.namesakes.append(host)
+        host.agent = Agent(self, host)
 
     def _calm_down(self) -> None:
         """No fault comes any more; enough nodes are there."""

@@ -281,6 +281,10 @@ class Faults:
         agent.stall(seconds, whole=True)
         self._timeline.after(seconds, self._cluster.rules.came_back)
 
+    def _same_name(self, agent: Agent, seconds: float) -> None:
+        """Another machine has the name of this one."""
+        self._cluster.add_namesake(agent.host.name)
+
     def _loop_error(self, agent: Agent, seconds: float) -> None:
         """Some turns of its loop, one after another, meet an error that nobody expects."""
         count = self._random.choice([1, 1, 2, 3, 3])

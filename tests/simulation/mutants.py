@@ -372,6 +372,12 @@ MUTANTS = (
         search="orders",
     ),
     Mutant(
+        name="an agent registers over another one of its name",
+        file="store/membership.py",
+        right="        return not self._name_taken and self._put(",
+        wrong="        return self._put(",
+    ),
+    Mutant(
         name="a committer does not list its files again",
         file="../checkpoint/steps/commit.py",
         right="    _check_listed(storage, files, data, replaced)\n    if",

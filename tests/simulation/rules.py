@@ -124,6 +124,7 @@ class Rules:
     def put(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
             member: Member = self._cluster.read_document(Member, entry.value)
+            self._check_name(member)
             self._replace(member)
             self._registered.add((member.node, member.incarnation))
             self.promises.registered(member)
@@ -133,6 +134,30 @@ class Rules:
             self.promises.alarmed(int(key.removeprefix("alarm/")), alarm)
         elif key.startswith("reports/"):
             self._reported(key, self._cluster.read_document(Report, entry.value))
+
+    def _check_name(self, member: Member) -> None:
+        """R23: no agent takes the name of another one that is registered."""
+        cluster = self._cluster
+        agents = [host.agent for host in (cluster.hosts[member.node], *cluster.namesakes)]
+        for agent in agents:
+            writes = agent is not None and agent.store is cluster.etcd.writer
+            if agent is None or writes or agent.host.name != member.node or cluster.etcd.losses:
+                continue
+            me = agent.membership.me
+            stands = (me.node, me.incarnation) in self._registered
+            text = f"{me.node} is registered as {member.incarnation}, over {me.incarnation}"
+            self.require(not stands or me.incarnation == member.incarnation, "R23", text)
+
+    def is_refused(self, agent: Agent) -> None:
+        """R23: only an agent ends for its name whose name another one has had all the time."""
+        others = [
+            host.agent
+            for host in (self._cluster.hosts[agent.host.name], *self._cluster.namesakes)
+            if host.name == agent.host.name and host.agent is not agent
+        ]
+        taken = any(other is not None for other in others)
+        text = f"{agent.host.name} ends, though no other machine has its name"
+        self.require(taken or self._cluster.etcd.losses > 0, "R23", text)
 
     def _replace(self, member: Member) -> None:
         """An agent puts its registration over an earlier one of its own, which a backup brought
@@ -493,6 +518,7 @@ class Rules:
             if (
                 agent.leaving
                 or away
+                or self._has_namesake(agent)
                 or (stored_member and stored_member.incarnation == me.incarnation)
             ):
                 self._unregistered.pop(me.node, None)
@@ -500,6 +526,12 @@ class Rules:
             since_s = self._unregistered.setdefault(me.node, self._cluster.timeline.now_s)
             lasts_s = self._cluster.timeline.now_s - since_s
             self.require(lasts_s < 10.0, "R7", f"{me.node} is not registered for {lasts_s:.0f} s")
+
+    def _has_namesake(self, agent: Agent) -> bool:
+        """Whether another agent that lives has its name: they wait for each other's lease."""
+        name = agent.host.name
+        others = [a for a in self._cluster.running() if a.host.name == name and a is not agent]
+        return bool(others)
 
     def stuck(self) -> None:
         """R7: there were no faults for long, and the job is not over."""

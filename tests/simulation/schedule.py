@@ -64,6 +64,8 @@ RELEASE_SHARE = 0.08
 """So many of the schedules with one run have agents of the release before, and of a later one."""
 PHASED_SHARE = 0.1
 """So many of the schedules with storage save in phases, through the real code."""
+NAME_SHARE = 0.06
+"""So many schedules have a machine that comes by the name of another one."""
 ERROR_SHARE = 0.07
 """So many schedules have an agent whose loop meets errors that nobody expects."""
 BAD_JOIN_SHARE = 0.08
@@ -167,8 +169,25 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
     if plan.storage and (phased := Random(f"{seed} phased")).random() < PHASED_SHARE:
         keep, every = phased.choice([None, 1, 1, 2]), phased.choice([2, 3, 5])
         plan = replace(plan, phased=True, keep=keep, checkpoint_every=every)
-    added = (*_freezes(Random(f"{seed} freeze"), plan), *_errors(Random(f"{seed} errors"), plan))
+    added = (
+        *_freezes(Random(f"{seed} freeze"), plan),
+        *_errors(Random(f"{seed} errors"), plan),
+        *_namesakes(Random(f"{seed} name"), plan),
+    )
     return replace(plan, faults=(*plan.faults, *added))
+
+
+def _namesakes(random: Random, plan: Plan) -> list[Fault]:
+    """A machine comes by the name of another one, which is away in two schedules of three."""
+    if random.random() >= NAME_SHARE:
+        return []
+    at_s, pick = random.uniform(0.2, plan.total_steps * plan.step_s), random.random()
+    faults = [Fault(at_s, "same-name", pick, 0.0)]
+    away = random.choice(["", "cut-from-etcd", "stop-agent"])
+    if away:
+        away_s = random.choice([3.0, 6.0, 12.0]) * random.uniform(0.8, 1.2)
+        faults.append(Fault(at_s - random.uniform(0.0, 0.2), away, pick, away_s))
+    return faults
 
 
 def _errors(random: Random, plan: Plan) -> list[Fault]:
