@@ -13,7 +13,7 @@ from typing import Any
 
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.protocol.documents import FIRST_RUN, Done, Member, World
+from elasticzero.launcher.protocol.documents import FIRST_RUN, Done, Member, World, outranks
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.termination import exit_code_of
@@ -78,6 +78,7 @@ class Pair:
         self.etcd = Etcd(Timeline(), Even())
         self.etcd.written = self._written
         self.etcd.removed = self._removed
+        self.etcd.restored = self._restored
         self.training = Training(self._can_read)
         self.processes: dict[str, Process] = {}
         """By node: the last one."""
@@ -181,7 +182,7 @@ class Pair:
     def digest(self) -> int:
         """Of all that decides what happens next."""
         processes = [
-            (p.name, p.digest, p.pending, p.lives, self._ends(p), frozenset(p.memory.states))
+            (p.name, p.digest, p.pending, p.lives, self._lease(p), frozenset(p.memory.states))
             for p in self.processes.values()
         ]
         etcd = (self.etcd.entries(), self.etcd.revision, self.etcd.cluster)
@@ -218,6 +219,10 @@ class Pair:
                 return self._ends(process)
             case _:
                 return process.due
+
+    def _lease(self, process: Process) -> tuple[float, bool]:
+        kept = process.connection.kept
+        return (kept.confirmed_s if kept is not None else 0.0, self._ends(process))
 
     @staticmethod
     def _ends(process: Process) -> bool:
@@ -331,11 +336,18 @@ class Pair:
         elif key == DONE and self.etcd.losses:
             self.done = None
 
+    def _restored(self, key: str, entry: Entry) -> None:
+        if key == WORLD:
+            self._stands = document(World, entry.value)
+
     def _world_written(self, world: World) -> None:
         """R1 to R4, and R8."""
         number, lost = (self.run, world.generation), self.etcd.losses > 0
         text = f"generation {world.generation} of run {self.run}"
         self._require(self.done is None, "R8", f"{text} was written after `done`")
+        if lost and self._stands is not None:
+            over = f"{text} was written over {self._stands.generation}"
+            self._require(outranks(world, self._stands), "R1", over)
         if world.token in self._tokens:
             self._require(lost, "R1", f"{text} was written again")
         else:

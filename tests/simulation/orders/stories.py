@@ -65,10 +65,22 @@ def _lose_data(pair: Pair) -> None:
     pair.etcd.lose_data(None, cluster=pair.etcd.cluster + 1)
 
 
+def _both_train_again(pair: Pair) -> bool:
+    """In a later generation."""
+    groups = [_trains(pair, node) for node in pair.processes]
+    return _both_train(pair) and all(g is not None and g.world.generation > 1 for g in groups)
+
+
+def _restore(pair: Pair) -> None:
+    pair.etcd.lose_data(pair.etcd.backups[-1], cluster=pair.etcd.cluster)
+
+
 BEGIN = Happening("two nodes begin", _always, _begin)
 BEGIN_AGAIN = Happening("the job is begun again", _may_begin_again, _begin_again)
 FAIL = Happening("a worker of b fails", _both_train, _b_fails)
 LEAVE = Happening("b is told to leave", _both_train, _b_leaves)
+BACK_UP = Happening("etcd is backed up", _both_train, lambda pair: pair.etcd.back_up())
+RESTORE = Happening("the backup is restored", _both_train_again, _restore)
 LOSE = Happening("etcd loses its data", _both_train, _lose_data)
 STORIES = {
     "start": Story((BEGIN,), _always),
@@ -76,4 +88,5 @@ STORIES = {
     "failure": Story((BEGIN, FAIL), _both_train),
     "leave": Story((BEGIN, LEAVE), _both_train),
     "loss": Story((BEGIN, LOSE), _both_train),
+    "restore": Story((BEGIN, BACK_UP, FAIL, RESTORE), _both_train),
 }

@@ -6,27 +6,30 @@ import pytest
 
 from tests.simulation.orders.__main__ import summary
 from tests.simulation.orders.pair import Pair
-from tests.simulation.orders.search import Seen, explore, play
+from tests.simulation.orders.search import PLACES, Seen, explore, play
 from tests.simulation.orders.stories import STORIES
 
-QUICK_DELAYS, DELAYS = 1, 3
+QUICK = ((1, 40), (2, 12))
+"""How many delays, before so many of the first events."""
+DELAYS = 3
 each_story = pytest.mark.parametrize("name", STORIES)
 
 
+@pytest.mark.parametrize(("delays", "places"), QUICK)
 @each_story
-def test_orders_with_few_delays_keep_every_rule(name: str) -> None:
-    check(name, QUICK_DELAYS)
+def test_orders_with_few_delays_keep_every_rule(name: str, delays: int, places: int) -> None:
+    check(name, delays, places)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
 @each_story
 def test_all_orders_keep_every_rule(name: str) -> None:
-    check(name, DELAYS)
+    check(name, DELAYS, PLACES)
 
 
-def check(name: str, delays: int) -> None:
-    result = explore(STORIES[name], delays=delays)
+def check(name: str, delays: int, places: int) -> None:
+    result = explore(STORIES[name], delays=delays, places=places)
     print(summary(name, result))
     assert result.failure is None, result.failure
     assert result.states > result.orders > 1
