@@ -44,7 +44,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
  R21 The node of an agent whose loop meets an unexpected error leaves. An agent ends by such errors
      only once MAX_ERRORS of its turns have failed, and once its workers have stopped.
  R22 A committed step has all of its files, once every process that saves or removes has made its
-     next request. No removal leaves the job without a good checkpoint, if it had one.
+     next request; its shards are removed after its manifest. A good one is removed only if as many
+     newer ones are good as are to be kept.
  R23 Of several agents of one name one is registered. Another one takes its place only once its
      registration is gone, and ends if that is not so in time.
 """

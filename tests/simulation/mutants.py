@@ -392,11 +392,10 @@ MUTANTS = (
         sure=False,
     ),
     Mutant(
-        name="retention counts steps that are not good",
+        name="retention keeps one step too few",
         file="../checkpoint/steps/retention.py",
-        right="good += step_error_text(directory.step(names[step])) is None",
-        wrong="good += 1",
-        sure=False,
+        right="if good < keep.last or (",
+        wrong="if good < keep.last - 1 or (",
     ),
     Mutant(
         name="a document without a run is one of an earlier run",

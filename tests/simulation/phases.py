@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 QUICK_S, LATE_S = (0.001, 0.02), (1.0, 12.0)
 LATE_SHARE, FAILING_SHARE, TWICE_SHARE = 0.03, 0.02, 0.05
+CRITICAL_SHARE = 0.1
+"""So many of the manifests, and of the removals, are late."""
 CLOCK_RATE = 20.0
 """Seconds of the storage's clock a second: a save is old after 3 s, and a lease lives for 2."""
 PARTS_S = 20.0
@@ -77,6 +79,10 @@ class PhasedStorage(Storage):
         """Tasks."""
         self._held: set[tuple[object, object]] = set()
         """Agent and snapshot of each part that is saved from memory now."""
+        self._well: set[str] = set()
+        """Directories of steps whose manifest is of a save that has ended well."""
+        self._is_whole = True
+        """Nothing was damaged."""
         self._left_open: set[str] = set()
         """Directories in which a process was killed."""
 
@@ -133,6 +139,8 @@ class PhasedStorage(Storage):
                 commit.discard(directory, draft, rank)
             raise
         part.over(True)
+        if saved:
+            self._well.add(step_directory(draft.step))
         if saved and part.agent.standstills == stood_still:
             apply_retention(directory, draft, self.keep, bad_steps=part.bad_steps)
 
@@ -150,26 +158,34 @@ class PhasedStorage(Storage):
 
     def placed(self, name: str, data: bytes) -> None:
         """A manifest stands."""
+        self._well.discard(name)
         step, generation = step_of(name), json.loads(data)["generation"]
         assert step is not None
         self.steps[step] = Checkpoint(generation, self.timeline.now_s)
         self.committed(generation, step)
 
-    def withdrawn(self, name: str, had_good: bool) -> None:
-        """R22: a manifest is removed, and another checkpoint is good if one was."""
-        step = step_of(name)
+    def removes(self, name: str, file: str) -> None:
+        """R22: of a file that is about to be removed."""
+        step, keep = step_of(name), self.keep.last
         assert step is not None
-        self.gone[step] = self.steps.pop(step)
-        self.gone[step].damaged_s = self.timeline.now_s
-        text = f"with step {step} the last good checkpoint is removed"
-        self._require(self.has_good() or not had_good, "R22", text)
-
-    def has_good(self) -> bool:
-        return any(self._fault(name) is None for name in self.files)
+        if file == MANIFEST_NAME:
+            newer = [other for other in self.files if other > name and self._fault(other) is None]
+            text = f"step {step} is removed, and {len(newer)} newer ones are good"
+            enough = keep is not None and len(newer) >= keep
+            is_good = self._fault(name) is None and self._is_whole
+            self._require(enough or not is_good, "R22", text)
+            self._well.discard(name)
+            self.gone[step] = self.steps.pop(step)
+            self.gone[step].damaged_s = self.timeline.now_s
+        elif name in self._well and not file.endswith(SUMS_SUFFIX):
+            entries = json.loads(self.files[name][MANIFEST_NAME][0])["files"]
+            named = any(entry["name"] == file for entry in entries)
+            self._require(not named, "R22", f"{file} of step {step} is removed, which is committed")
 
     def damage(self, *, hidden: bool) -> None:
         """A file of the newest step is cut short, where that is to be seen."""
         super().damage(hidden=hidden)
+        self._is_whole = False
         if self.steps and not hidden:
             files = self.files[step_directory(max(self.steps))]
             shard = next(name for name in sorted(files) if name.startswith("rank-"))
@@ -207,11 +223,12 @@ class Access:
         self.place = ""
         """The directory that it was last about to change."""
 
-    def phase(self, place: str, do: Callable[[], T]) -> T:
-        """Does it, late, twice, or in vain."""
+    def phase(self, place: str, do: Callable[[], T], *, critical: bool = False) -> T:
+        """Does it, late, twice, or in vain. critical: others look at what it does."""
         storage, random = self._storage, self._storage.random
         self.place = place
-        delay_s = random.uniform(*(LATE_S if random.random() < LATE_SHARE else QUICK_S))
+        is_late = random.random() < (CRITICAL_SHARE if critical else LATE_SHARE)
+        delay_s = random.uniform(*(LATE_S if is_late else QUICK_S))
         storage.timeline.sleep(delay_s)
         while (left_s := self._agent.store.stopped_until_s - storage.timeline.now_s) > 0:
             storage.timeline.sleep(left_s)
@@ -310,19 +327,17 @@ class PhasedStep:
                 self._put(name, data)
             return True
 
-        return self._access.phase(self._name, create)
+        return self._access.phase(self._name, create, critical=True)
 
     def remove(self, name: str, *, holding: bytes | None = None) -> None:
         def remove() -> None:
             present = self._files.get(name)
             if present is None or holding not in (None, present[0]):
                 return
-            had_good = name == MANIFEST_NAME and self._storage.has_good()
+            self._storage.removes(self._name, name)
             del self._files[name]
-            if name == MANIFEST_NAME:
-                self._storage.withdrawn(self._name, had_good)
 
-        self._access.phase(self._name, remove)
+        self._access.phase(self._name, remove, critical=True)
 
     def _put(self, name: str, data: bytes) -> None:
         files = self._storage.files.setdefault(self._name, {})
