@@ -454,6 +454,7 @@ class Agent:
                 ranks=held.ranks,
                 replacing=held.step in bad_steps,
                 bad_steps=bad_steps,
+                lasts=lambda: self.core.saved_held is held,
             )
             storage.save_part(part)
             wait()

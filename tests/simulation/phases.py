@@ -104,6 +104,8 @@ class PhasedStorage(Storage):
         try:
             self._save(part, PhasedDirectory(self, access))
         except ElasticZeroError:
+            if part.agent.storage is part.agent.cluster.storage:
+                part.agent.cluster.rules.cause("storage-fails")
             part.over(False)
         except greenlet.GreenletExit:
             self._left_open.add(access.place)
@@ -123,6 +125,7 @@ class PhasedStorage(Storage):
                 contents = bytes([draft.generation % 256]) * sum(spec.nbytes for spec in specs)
                 write_shard(storage, draft, rank, [contents])
             if 0 not in part.ranks:
+                self._await_commit(part)
                 return
             self._await_parts(part, draft, directory)
             saved = commit.commit(
@@ -143,6 +146,14 @@ class PhasedStorage(Storage):
             self._well.add(step_directory(draft.step))
         if saved and part.agent.standstills == stood_still:
             apply_retention(directory, draft, self.keep, bad_steps=part.bad_steps)
+
+    def _await_commit(self, part: Part) -> None:
+        """The node of rank 0 commits the step."""
+        until_s = self.timeline.now_s + PARTS_S
+        while part.name[1] not in self.steps and part.lasts() and self.timeline.now_s < until_s:
+            self.timeline.sleep(LOOK_AGAIN_S)
+            if part.agent.dead:
+                raise greenlet.GreenletExit
 
     def _await_parts(self, part: Part, draft: Manifest, directory: PhasedDirectory) -> None:
         storage = directory.step(step_directory(draft.step))

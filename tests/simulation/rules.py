@@ -40,7 +40,7 @@ TOLD_LATE_S = 4.5
 """Where watches lose what they were to tell, or requests are slow, it takes so much longer."""
 COUNTED_NEVER = frozenset(
     {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "slow-agent", "stop-agent"}
-    | {"freeze-agent", "loop-error"}
+    | {"freeze-agent", "loop-error", "storage-fails"}
     | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again", "storage-away"}
 )
 """Faults of machines and of storage: a job that meets no others is never given up."""

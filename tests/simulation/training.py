@@ -399,6 +399,8 @@ class Group:
             self._capture(checkpoint=True)
             saving = True
         if saving or any(worker.deaf for worker in self.workers.values()):
+            for worker in self._trainers():
+                worker.busy |= self.cluster.plan.phased and not worker.deaf  # it may take long
             self.cluster.timeline.after(0.1, self._finish_when_saved)
             return
         if storage and self.save is not None and not self.save.well and self.save.step == self.step:
