@@ -404,10 +404,12 @@ MUTANTS = (
         wrong="    if False:\n",
     ),
     Mutant(
-        name="an unknown word of a later release is no word",
-        file="protocol/documents.py",
-        right='Literal["other", "failure", "hang",',
-        wrong='Literal["failure", "hang",',
+        name="a document with an unknown field cannot be read",
+        file="../elasticzero/serialization.py",
+        right="    fields: dict[str, Any] = {}\n",
+        wrong="    fields: dict[str, Any] = {}\n"
+        "    if value.keys() - {name for name, _, _ in _fields(kind)}:\n"
+        "        raise RecordError(where)\n",
     ),
     Mutant(
         name="a node stays whose agent's loop has failed",
