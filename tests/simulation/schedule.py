@@ -63,7 +63,9 @@ FREEZE_SHARE = 0.1
 RELEASE_SHARE = 0.08
 """So many of the schedules with one run have agents of the release before, and of a later one."""
 PHASED_SHARE = 0.1
-"""So many of the schedules with storage save in phases, through the real code."""
+"""So many of the schedules of few nodes with storage save in phases, through the real code."""
+FEW_NODES = 7
+"""Of more nodes one would fail in nearly each save."""
 NAME_SHARE = 0.06
 """So many schedules have a machine that comes by the name of another one."""
 ERROR_SHARE = 0.07
@@ -166,7 +168,8 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
         plan = replace(plan, runs=2, faults=(*plan.faults, *_absences(drawn, plan)))
     if plan.runs == 1 and Random(f"{seed} releases").random() < RELEASE_SHARE:
         plan = replace(plan, releases=0.5)
-    if plan.storage and (phased := Random(f"{seed} phased")).random() < PHASED_SHARE:
+    phased = Random(f"{seed} phased")
+    if plan.storage and plan.nodes <= FEW_NODES and phased.random() < PHASED_SHARE:
         keep, every = phased.choice([None, 1, 1, 2]), phased.choice([2, 3, 5])
         plan = replace(plan, phased=True, keep=keep, checkpoint_every=every)
     added = (
