@@ -88,6 +88,20 @@ def bound_socket(host: str = EVERYWHERE, port: int = 0) -> socket.socket:
     raise problem or OSError(f"{host} has no address")
 
 
+def socket_at(host: str) -> socket.socket:
+    """Returns a TCP socket that is bound to a free port where other machines reach `host`, this
+    machine, and does not listen.
+
+    It is bound to that address alone. If the host is a name, or an address that a router
+    translates, it is bound to every address: others may reach this machine at any.
+    """
+    try:
+        ipaddress.ip_address(host)
+        return bound_socket(host)
+    except (ValueError, OSError):
+        return bound_socket()
+
+
 def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import queue
 import select
 import socket
@@ -211,7 +212,7 @@ def join(info: RankInfo, store: Store) -> MaxTree:
     tree = PrefixStore(f"{info.token}/tree", store)
     with ExitStack() as listening, ExitStack() as connections:
         if below:
-            listener = listening.enter_context(_listen(len(below) + MAX_UNAUTHENTICATED))
+            listener = listening.enter_context(_listen(info.host, len(below) + MAX_UNAUTHENTICATED))
             tree.set(str(info.rank), f"{info.host} {listener.getsockname()[1]}")
         up = None
         if above is not None:
@@ -225,7 +226,13 @@ def join(info: RankInfo, store: Store) -> MaxTree:
     return MaxTree(up, down)
 
 
-def _listen(backlog: int) -> socket.socket:
+def _listen(host: str, backlog: int) -> socket.socket:
+    """Returns a socket that listens at `host` alone, if that is an address of this machine; at
+    every address, if it is a name or an address that a router translates."""
+    with suppress(OSError, ValueError):
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=backlog)
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(

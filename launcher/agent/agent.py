@@ -61,6 +61,7 @@ from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import MEMBERS, WatchCache, members_of
 from elasticzero.launcher.workers.fork_server import ForkServer
+from elasticzero.launcher.workers.gloo_interface import check_members
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.preload import preloaded_modules
 from elasticzero.launcher.workers.process import Worker, kill_all
@@ -359,9 +360,14 @@ class Agent:
             world: World of the generation.
             index: Index of this node in its order of members.
             now_s: Present time, on the monotonic clock.
+
+        Raises:
+            UserError: A node of the world is not in the private network.
         """
         options = self.options
         token = self._agreed.secret
+        if options.private_network is not None:
+            check_members(options.private_network, world.members)
         reusable, self._spare = self._spare, {}
         assigned = assignments(options, world, index, token)
         first = world.first_rank(index)

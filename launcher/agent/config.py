@@ -17,6 +17,7 @@ from elasticzero.checkpoint.storage.base import within
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError, UserError
 from elasticzero.ipc.assignment import WorkerSettings
+from elasticzero.launcher.options.private_network import PrivateNetwork
 from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.options.validation import (
@@ -76,6 +77,9 @@ class AgentOptions:
     """Cloud whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
     keep_workers: bool = False
     """True: workers' processes outlive a generation where they can be reused."""
+    private_network: PrivateNetwork | None = None
+    """Network outside of which nothing of this node may listen for other nodes; None: it may
+    anywhere."""
     open_status: bool = False
     """True: the status that the agent serves needs no token."""
     console: ConsoleOutput = field(default_factory=ConsoleOutput)

@@ -61,7 +61,7 @@ from elasticzero.launcher.store.membership import (
     reachable_address,
 )
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
-from elasticzero.launcher.workers.gloo_interface import with_gloo_host
+from elasticzero.launcher.workers.gloo_interface import confined, with_gloo_host
 from elasticzero.serialization import RecordError
 from elasticzero.text import list_text, shown
 
@@ -175,12 +175,14 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             host = network.host or own_address(coordination.hosted)
         else:
             host = network.host or reachable_address(endpoints[0])
-        options = replace(options, launch=with_gloo_host(options.launch, host))
+        names = (host, *network.http_names)
+        options, host = _at_host(options, host)
         listening = listen_on_free_port(
             network.http_port, partial(listen, network.http_host), log_line
         )
         stack.enter_context(listening)
-        store_socket = bound_socket()
+        bind = partial(bound_socket, host)
+        store_socket = bind()
         me = Member(
             node=options.node,
             incarnation=new_incarnation(),
@@ -191,7 +193,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             zone=options.zone or "",
             run=run.number,
         )
-        membership = Membership(run, me, int(options.policy.lease_ttl_s), store_socket)
+        membership = Membership(run, me, int(policy.lease_ttl_s), store_socket, bind=bind)
         instruments = Instruments(metrics=metrics, pulse=pulse)
         agent = Agent(options, run, membership, instruments, agreed, launching.extensions)
         stack.enter_context(
@@ -201,9 +203,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
                 snapshots=agent.snapshots,
                 events=agent.events.newest,
                 token=lambda: agent.token,
-                tokenless=TokenlessAccess(
-                    open_status=options.open_status, names=(host, *network.http_names)
-                ),
+                tokenless=TokenlessAccess(open_status=options.open_status, names=names),
                 run=run.number,
             )
         )
@@ -233,6 +233,19 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         how = "" if options.open_status else " (elasticzero status --url prints it with the token)"
         log_line(f"the status page of the job is at {page_address(me)}{how}")
         return agent.run()
+
+
+def _at_host(options: AgentOptions, host: str) -> tuple[AgentOptions, str]:
+    """Returns the options with workers that listen where other nodes reach this one, and the
+    address that the others are to take.
+
+    Raises `UserError` if that is not in the private network: the one place where a node is refused
+    for it before it registers.
+    """
+    if options.private_network is None:
+        return replace(options, launch=with_gloo_host(options.launch, host)), host
+    launch, address = confined(options.launch, host, options.private_network)
+    return replace(options, launch=launch), address
 
 
 def _retry_store(

@@ -26,6 +26,12 @@ from elasticzero.launcher.cli.resolved_run import ResolvedRun, resolve_run
 from elasticzero.launcher.local.cluster import cluster_environment
 from elasticzero.launcher.local.command import agent_arguments, check_cluster, most_nodes
 from elasticzero.launcher.options.parser import Parser, shown_value
+from elasticzero.launcher.options.private_network import (
+    GLOO_INTERFACE_VARIABLE,
+    NCCL_INTERFACE_VARIABLE,
+    NCCL_TRANSPORT_VARIABLE,
+    SOCKETS,
+)
 from elasticzero.launcher.options.table import (
     ALL_RUN_OPTIONS,
     DRY_RUN,
@@ -36,7 +42,6 @@ from elasticzero.launcher.options.table import (
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.workers.fork_server import Launch
-from elasticzero.launcher.workers.gloo_interface import GLOO_INTERFACE_VARIABLE
 from elasticzero.options.option import Option, split_default
 from elasticzero.options.sources import Origin
 from elasticzero.text import count_text, print_result, table_text
@@ -195,8 +200,11 @@ def _environment_rows(
         variables["MASTER_ADDR"] = "(the address of rank 0's node)"
     if not args.log_dir:
         variables["TORCHELASTIC_ERROR_FILE"] = "(in the temporary directory of logs)"
-    if GLOO_INTERFACE_VARIABLE not in inherited:
-        variables[GLOO_INTERFACE_VARIABLE] = "(the interface of --host)"
+    interfaces = {GLOO_INTERFACE_VARIABLE: "(the interface of --host)"}
+    if options.private_network is not None:
+        interfaces[NCCL_INTERFACE_VARIABLE] = "(the interface of --host)"
+        interfaces[NCCL_TRANSPORT_VARIABLE] = SOCKETS
+    variables |= {name: text for name, text in interfaces.items() if name not in inherited}
     rows = []
     for name, value in sorted({**inherited, **variables}.items()):
         if name in variables:

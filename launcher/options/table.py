@@ -17,6 +17,8 @@ from dataclasses import replace
 
 from elasticzero.launcher.options.logs import LOG_OPTIONS
 from elasticzero.launcher.options.parser import Parser, add_command, add_options
+from elasticzero.launcher.options.private_network import FLAG as PRIVATE_NETWORK
+from elasticzero.launcher.options.private_network import private_network
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.options.option import Option, grouped
@@ -286,6 +288,16 @@ RUN_OPTIONS = (
             "Other nodes reach this node at this address; gloo uses its network interface. "
             "(default: the address from which this node reaches etcd)",
             metavar="ADDRESS",
+            in_local="absent",
+        ),
+        Option(
+            (PRIVATE_NETWORK,),
+            "Workers' groups and rank 0's store listen in this network alone, such as 10.8.0.0/24, "
+            "fd00::/64 or the interface wg0, or several, separated by commas; a node whose address "
+            "is not in it does not start.",
+            metavar="CIDR|IFACE",
+            parse=private_network,
+            field="private_network",
             in_local="absent",
         ),
         Option(

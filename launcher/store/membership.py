@@ -34,10 +34,10 @@ def new_incarnation() -> str:
     return secrets.token_hex(4)
 
 
-def bound_socket() -> socket.socket:
-    """Returns a TCP socket bound to a free port and not listening: the port stays reserved for rank
-    0's store."""
-    return addresses.bound_socket()
+def bound_socket(host: str = addresses.EVERYWHERE) -> socket.socket:
+    """Returns a TCP socket bound to a free port where other nodes reach `host`, and not listening:
+    the port stays reserved for rank 0's store."""
+    return addresses.socket_at(host)
 
 
 class Membership:

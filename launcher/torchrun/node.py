@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from elasticzero.errors import ElasticZeroError, StoreUnavailable
 from elasticzero.launcher.protocol.documents import Done, Member, World, to_bytes
@@ -116,7 +117,8 @@ class RendezvousNode:
         self.limits = limits
         self.host = host
         self._store, self._etcd, self._log_line = store, etcd, log_line
-        store_socket = bound_socket()
+        bind = partial(bound_socket, host)
+        store_socket = bind()
         me = Member(
             node=f"{socket.gethostname()}-{secrets.token_hex(4)}",
             incarnation=new_incarnation(),
@@ -125,7 +127,8 @@ class RendezvousNode:
             store_port=store_socket.getsockname()[1],
             nproc=1,
         )
-        self._membership = Membership(store, me, int(limits.lease_ttl_s), store_socket)
+        ttl_s = int(limits.lease_ttl_s)
+        self._membership = Membership(store, me, ttl_s, store_socket, bind=bind)
         self._wake, self._over = threading.Event(), threading.Event()
         self._observer = WatchCache(store, self._wake.set)
         self._recovery = StoreRecovery(

@@ -202,6 +202,18 @@ def test_many_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -
             rank.close()
 
 
+def test_a_rank_listens_where_the_others_reach_it_alone() -> None:
+    """It listened at every address of its machine, also of public interfaces."""
+    with met(2) as (store, join_rank), ThreadPoolExecutor(1) as pool:
+        top = pool.submit(join_rank, 0)
+        host, port = store.get("t/tree/0").decode().split()
+        assert host == "127.0.0.1"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", int(port)))
+        for rank in (join_rank(1), top.result(timeout=20)):
+            rank.close()
+
+
 def test_the_rank_that_does_not_come_is_named() -> None:
     with met(3, connect_timeout_s=2) as (_, join_rank), ThreadPoolExecutor(2) as pool:
         top = pool.submit(join_rank, 0)
