@@ -36,7 +36,8 @@ OWN_OPTIONS = grouped(
     "what is examined besides",
     Option(
         ("--peer",),
-        "This other node must be reached at all ports.",
+        "This other node must be reached at all ports; whether the way there is encrypted is said "
+        "too.",
         metavar="HOST",
         is_list=True,
         has_variable=False,
@@ -79,6 +80,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _examine(args: argparse.Namespace) -> MachineFacts:
     from elasticzero.ops.doctor import machine_probes as machine
     from elasticzero.ops.doctor import service_probes as service
+    from elasticzero.ops.doctor.path_probes import path_facts
 
     access = check_access(args)
     needed = _size("--snapshot-size", args.snapshot_size)
@@ -89,6 +91,7 @@ def _examine(args: argparse.Namespace) -> MachineFacts:
         etcd=service.etcd_facts(endpoints_of(args), access),
         port=service.port_facts(args.http_host, port, is_given=port_given is not None),
         peers=tuple(service.peer_facts(host, port or DEFAULT_HTTP_PORT) for host in peers),
+        paths=tuple(map(path_facts, peers)),
         memory=machine.shared_memory_facts(args.snapshot_dir, needed),
         storage=service.storage_facts(args.checkpoint_dir),
         gpu=machine.gpu_facts(),

@@ -53,6 +53,27 @@ class PeerFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PathFacts:
+    """Holds what was read of the way to another node, as texts."""
+
+    host: str
+    address: str = ""
+    """Address of the host that is taken; empty: none has a route."""
+    source: str = ""
+    """This machine's address on that route."""
+    route: str | None = None
+    """Answer of `ip -j route get`; None: there is none."""
+    interface: str = ""
+    """Interface that has the source address, which tells the route where `ip` does not."""
+    links: str | None = None
+    """Answer of `ip -j -d link show`; None: there is none."""
+    sysfs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Files of /sys/class/net by interface and name; the text of a folder is empty."""
+    policies: str | None = None
+    """Answer of `ip xfrm policy`; None: there is none, as where this user may not read them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemoryFacts:
     """Says how much room there is for snapshots."""
 
@@ -153,6 +174,8 @@ class MachineFacts:
     etcd: EtcdFacts
     port: PortFacts
     peers: tuple[PeerFacts, ...]
+    paths: tuple[PathFacts, ...] = ()
+    """Ways to the peers."""
     memory: SharedMemoryFacts
     storage: StorageFacts
     gpu: GpuFacts
