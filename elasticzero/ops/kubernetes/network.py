@@ -1,4 +1,9 @@
-"""Writes the NetworkPolicies: which pods may open a connection to agents and to etcd."""
+"""Writes the NetworkPolicies: which pods may open a connection to agents and to etcd.
+
+No port is open to all. What watches jobs from another namespace reaches the ports with metrics. The
+kubelet of a pod's machine reaches the pod whatever the policies say: probes, `kubectl port-forward`
+and `kubectl exec` need no rule.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,10 @@ from elasticzero.ops.kubernetes.naming import (
     labels_for,
     metadata_for,
 )
-from elasticzero.ops.kubernetes.options import RenderOptions
+from elasticzero.ops.kubernetes.options import NO_MONITORING, RenderOptions
+
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""Label that Kubernetes gives each namespace, with its name; nobody else can set it."""
 
 
 def _policy(name: str, options: RenderOptions, component: str, rules: list[Manifest]) -> Manifest:
@@ -39,15 +47,23 @@ def _ports(*ports: int) -> list[Manifest]:
     return [{"protocol": "TCP", "port": port} for port in ports]
 
 
+def _monitoring(options: RenderOptions, port: int) -> list[Manifest]:
+    """Returns the rule by which the namespace of the monitoring reaches a port; none without it."""
+    if options.monitoring == NO_MONITORING:
+        return []
+    labels = {NAMESPACE_NAME: options.monitoring}
+    return [{"from": [{"namespaceSelector": {"matchLabels": labels}}], "ports": _ports(port)}]
+
+
 def agents_policy(options: RenderOptions) -> Manifest:
     """Returns the policy of the agents.
 
-    Workers talk to each other on ports that the kernel chooses. Everyone else reaches the HTTP port
-    only, where all but metrics and health needs the job's token.
+    The run's own agents and workers reach each other on every port: the kernel chooses those of
+    rank 0's store, of gloo, NCCL and the control connections.
     """
     rules = [
         {"from": _from(labels_for(options, AGENT))},
-        {"ports": _ports(DEFAULT_HTTP_PORT)},
+        *_monitoring(options, DEFAULT_HTTP_PORT),
     ]
     return _policy(agents_service(options), options, AGENT, rules)
 
@@ -59,6 +75,6 @@ def etcd_policy(options: RenderOptions) -> Manifest:
     rules = [
         {"from": clients, "ports": _ports(CLIENT)},
         {"from": _from(labels_for(options, ETCD)), "ports": _ports(CLIENT, PEER)},
-        {"ports": _ports(METRICS)},
+        *_monitoring(options, METRICS),
     ]
     return _policy(etcd_name(options), options, ETCD, rules)

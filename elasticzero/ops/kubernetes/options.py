@@ -14,6 +14,7 @@ MAX_NAME = 40
 MAX_SCRIPT_BYTES = 900_000
 """Most bytes of a script in a ConfigMap, which may have 1 MiB in all."""
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 QUANTITY = re.compile(r"(\d+)([KMGT]i)")
 KEY = re.compile(r"[-._a-zA-Z0-9]+")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -36,6 +37,8 @@ SET_BY = {
     "ELASTICZERO_LAUNCH_ID": "it differs from Job to Job",
 }
 """Variables that --env does not change, with the reason."""
+NO_MONITORING = "none"
+"""Value of --monitoring with which nothing outside of the job reaches its metrics."""
 IN_MEMORY = "emptyDir"
 """Value of --etcd-storage with which etcd's data last as long as its pod."""
 
@@ -105,6 +108,8 @@ class RenderOptions:
     checkpoint_every: int = 500
     strategy: str = "ddp"
     kind: str = "job"
+    monitoring: str = "monitoring"
+    """Namespace of the pods that scrape metrics; `none`: there are none."""
     queue: str = ""
     """Kueue's LocalQueue that admits the job; empty: none."""
     make_queue: bool = False
@@ -211,6 +216,10 @@ def _check_choices(options: RenderOptions) -> None:
         )
     if options.make_queue and not options.queue:
         raise UserError("--make-queue needs --queue NAME")
+    if not NAMESPACE.fullmatch(options.monitoring):
+        raise UserError(
+            f"--monitoring {options.monitoring}: the name of a namespace, or none, is expected"
+        )
     if options.queue and not NAME.fullmatch(options.queue):
         raise UserError(f"--queue {options.queue}: the name of a LocalQueue is expected")
     checkpoints = options.checkpoints

@@ -130,6 +130,7 @@ def render_options(args: argparse.Namespace) -> RenderOptions:
         checkpoint_every=args.checkpoint_every,
         strategy=args.strategy,
         kind=args.kind,
+        monitoring=args.monitoring,
         queue=args.queue or "",
         make_queue=args.make_queue,
         etcd=EtcdOptions(

@@ -126,6 +126,14 @@ RENDER_OPTIONS = (
         "token and stores it in etcd)",
         metavar="SECRET",
     ),
+    _option(
+        PODS,
+        "--monitoring",
+        "The pods of this namespace may scrape the metrics of the agents and of etcd, which no "
+        "other namespace reaches; with none no other one does.",
+        "monitoring",
+        metavar="NAMESPACE",
+    ),
     _option(PODS, "--service-account", "Pods run as this ServiceAccount.", metavar="NAME"),
     _option(PODS, "--pull-secret", "This Secret opens the registry.", metavar="SECRET"),
     _option(

@@ -208,6 +208,8 @@ def test_bytes_of_a_quantity() -> None:
         ({"checkpoint_size": "100GB"}, "--checkpoint-size 100GB"),
         ({"grace_period_s": 1}, "--grace-period 1"),
         ({"make_queue": True}, "--make-queue needs --queue"),
+        ({"monitoring": "Monitoring"}, "--monitoring Monitoring: the name of a namespace"),
+        ({"monitoring": ""}, "--monitoring : the name of a namespace"),
         ({"script": "train.py"}, "must be absolute"),
         ({"script": LocalScript(file_name="my train.py", text="")}, "my train.py"),
         ({"script": LocalScript(file_name="a.py", text="#" * 900_001)}, "put it into the image"),
