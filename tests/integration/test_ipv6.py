@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import os
-import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -19,69 +15,13 @@ from elasticzero.launcher.local.cluster import Placement
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants
 from tests.integration.clusters import REGRESSION, elasticzero, events_in, story
+from tests.integration.ipv6_networks import Ipv6Networks, ipv6_networks
 from tests.support.deadlines import patience
-
-CLONE_NEWNET = 0x40000000
-PREFIX = "fd00:e1a5:71c2::"
-T = TypeVar("T")
-
-
-class Ipv6Networks:
-    """Network namespaces `a` and `b` without IPv4, joined by a cable."""
-
-    def __init__(self) -> None:
-        self._tag = f"ez6{os.getpid() & 0xFFFFFF:06x}"
-        self.names = {node: f"{self._tag}{node}" for node in "ab"}
-        self.addresses = {"a": f"{PREFIX}a", "b": f"{PREFIX}b"}
-        for name in self.names.values():
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
-        end = ("type", "veth", "peer", "name", "eth0", "netns", self.names["b"])
-        ip("-n", self.names["a"], "link", "add", "eth0", *end)
-        for node, name in self.names.items():
-            ip("-n", name, "addr", "add", f"{self.addresses[node]}/64", "dev", "eth0", "nodad")
-            ip("-n", name, "link", "set", "eth0", "up")
-
-    def prefix(self, node: str) -> tuple[str, ...]:
-        """The command that executes the words after it in the network of a node."""
-        return ("ip", "netns", "exec", self.names[node])
-
-    def inside(self, node: str, body: Callable[[], T]) -> T:
-        """What `body` returns, in a thread whose sockets and processes are in a node's network."""
-
-        def enter() -> T:
-            with open(f"/run/netns/{self.names[node]}") as namespace:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            return body()
-
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(enter).result()
-
-    def close(self) -> None:
-        for name in self.names.values():
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr.strip()}"
 
 
 @pytest.fixture
 def networks() -> Iterator[Ipv6Networks]:
-    trial = [["unshare", "-n", "ip", "link", "set", "lo", "up"], ["ip", "-6", "addr"]]
-    may = shutil.which("ip") is not None and not any(
-        subprocess.run(command, check=False, capture_output=True).returncode for command in trial
-    )
-    if not may and os.environ.get("CI") != "true":
-        pytest.skip("this machine allows no network namespaces")
-    made = Ipv6Networks()
-    try:
-        yield made
-    finally:
-        made.close()
+    yield from ipv6_networks()
 
 
 @pytest.mark.timeout(150)
