@@ -20,11 +20,13 @@ from elasticzero.launcher.addresses import (
     loopback,
     source_address,
 )
+from elasticzero.launcher.options.private_network import PrivateNetwork
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.membership import reachable_address
 from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, members_of
+from elasticzero.launcher.workers.gloo_interface import has_address
 
 LINGER_S = 30.0
 """Maximum seconds for which the node that runs the etcd waits for the others to read that the job
@@ -33,10 +35,19 @@ LOOK_EVERY_S = 0.1
 
 
 @contextmanager
-def hosted(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
+def hosted(
+    etcd: HostedEtcd, log_line: Callable[[str], None], network: PrivateNetwork | None = None
+) -> Iterator[bool]:
     """Runs the etcd where this node is the one to start it; yields whether it does.
 
-    Raises `OperatorError` where this node was told to start it and cannot.
+    Args:
+        etcd: The etcd, and which node starts it.
+        log_line: Prints a line for the user.
+        network: Network outside of which it may not listen; None: it may anywhere.
+
+    Raises:
+        OperatorError: This node was told to start it and cannot.
+        UserError: It would listen outside of the network.
     """
     address = listening_address(etcd.host)
     if etcd.starts_here and address is None:
@@ -53,6 +64,12 @@ def hosted(etcd: HostedEtcd, log_line: Callable[[str], None]) -> Iterator[bool]:
             )
         yield from _use_existing(etcd, log_line)
         return
+    if network is not None and not has_address(network, address):
+        everywhere = "every address" if address == EVERYWHERE else address
+        raise network.refusal(
+            f"the etcd that this node starts for all would listen at {everywhere}",
+            "name an address in it by --rdzv-endpoint or --master-addr, on every node",
+        )
     with ExitStack() as stack:
         try:
             stack.enter_context(EtcdServer(address=address, port=etcd.port))

@@ -132,7 +132,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
     """
     endpoints = coordination.endpoints
     metrics = Metrics()
-    policy = options.policy
+    policy, private = options.policy, options.private_network
     pulse = LoopPulse(policy.lease_ttl_s)
     metrics.identify(options.job, options.node, policy.strategy, policy.shard, policy.redundancy)
     for number in (signal.SIGTERM, *launching.signals):
@@ -148,7 +148,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             endpoints = [etcd.endpoint]
             log_line(f"--etcd is not given: this agent started an etcd at {etcd.endpoint}")
         elif coordination.hosted is not None:
-            hosts = stack.enter_context(hosted(coordination.hosted, log_line))
+            hosts = stack.enter_context(hosted(coordination.hosted, log_line, private))
         store = EtcdStore(
             endpoints,
             job_prefix(options.job),

@@ -62,6 +62,11 @@ def confined(launch: Launch, host: str, network: PrivateNetwork) -> tuple[Launch
     return _with_variables(launch, variables), str(address)
 
 
+def has_address(network: PrivateNetwork, host: str) -> bool:
+    """Returns whether a host is an address of this machine that is in the private network."""
+    return any(str(at) == host and network.has(name, at) for name, at in _addresses())
+
+
 def check_members(network: PrivateNetwork, members: Iterable[Member]) -> None:
     """Raises `UserError` if a node of a world is not in the private network.
 

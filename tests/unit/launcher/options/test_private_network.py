@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+import socket
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from elasticzero.errors import ExitCode, UserError
+from elasticzero.launcher.agent.etcd_hosting import hosted
 from elasticzero.launcher.options.private_network import (
     FLAG,
     Place,
@@ -20,7 +22,9 @@ from elasticzero.launcher.options.private_network import (
     private_network,
     selected_by_nccl,
 )
+from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.protocol.documents import Member
+from elasticzero.launcher.store.etcd.server import free_ports
 from elasticzero.launcher.workers import gloo_interface
 from elasticzero.launcher.workers.fork_server import Launch
 
@@ -245,6 +249,24 @@ def test_workers_of_this_machine_are_confined_to_its_loopback() -> None:
         gloo_interface.confined(LAUNCH, "127.0.0.1", network("10.8.0.0/24"))
     with pytest.raises(UserError, match=r"at no\.such\.host\.invalid, which is not in it"):
         gloo_interface.confined(LAUNCH, "no.such.host.invalid", network("127.0.0.0/8"))
+
+
+@pytest.mark.parametrize(
+    ("host", "where"), [("localhost", "127.0.0.1"), (socket.gethostname(), "every address")]
+)
+def test_an_etcd_that_would_listen_outside_is_not_started(host: str, where: str) -> None:
+    """Who reaches it commands the job."""
+    etcd = HostedEtcd(host=host, port=free_ports(1)[0], starts_here=True)
+    told: list[str] = []
+    refusal = f"the etcd that this node starts for all would listen at {where}"
+    with (
+        pytest.raises(UserError, match=refusal) as error,
+        hosted(etcd, told.append, network("203.0.113.0/24")),
+    ):
+        pass
+    assert "--rdzv-endpoint" in str(error.value) and not told
+    assert gloo_interface.has_address(network("lo"), "127.0.0.1")
+    assert not gloo_interface.has_address(network("127.0.0.0/8"), "::")
 
 
 def member(node: str, host: str, **changes: Any) -> Member:
