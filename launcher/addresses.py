@@ -42,6 +42,33 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def only_address(host: str) -> str:
+    """Returns the one address under which others reach a host of this machine, or `EVERYWHERE`.
+
+    A name may stand for another address on other machines: often this machine's own name is a
+    loopback address here alone.
+    """
+    host = without_brackets(host)
+    if _is_address(host):
+        return host
+    addresses: set[str] = set()
+    with suppress(OSError, UnicodeError):
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = {str(address[0]) for *_, address in infos}
+    if len(addresses) != 1:
+        return EVERYWHERE
+    (address,) = addresses
+    return EVERYWHERE if is_loopback(address) and host != "localhost" else address
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_local(address: str) -> bool:
     """Returns whether a socket of this machine can have the address."""
     try:
@@ -86,20 +113,6 @@ def bound_socket(host: str = EVERYWHERE, port: int = 0) -> socket.socket:
         except OSError as error:
             problem = problem or error
     raise problem or OSError(f"{host} has no address")
-
-
-def socket_at(host: str) -> socket.socket:
-    """Returns a TCP socket that is bound to a free port where other machines reach `host`, this
-    machine, and does not listen.
-
-    It is bound to that address alone. If the host is a name, or an address that a router
-    translates, it is bound to every address: others may reach this machine at any.
-    """
-    try:
-        ipaddress.ip_address(host)
-        return bound_socket(host)
-    except (ValueError, OSError):
-        return bound_socket()
 
 
 def _bound(family: int, address: tuple[object, ...]) -> socket.socket:

@@ -193,7 +193,8 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             zone=options.zone or "",
             run=run.number,
         )
-        membership = Membership(run, me, int(policy.lease_ttl_s), store_socket, bind=bind)
+        ttl_s = int(options.policy.lease_ttl_s)
+        membership = Membership(run, me, ttl_s, store_socket, bind=bind)
         instruments = Instruments(metrics=metrics, pulse=pulse)
         agent = Agent(options, run, membership, instruments, agreed, launching.extensions)
         stack.enter_context(

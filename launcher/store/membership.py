@@ -35,9 +35,15 @@ def new_incarnation() -> str:
 
 
 def bound_socket(host: str = addresses.EVERYWHERE) -> socket.socket:
-    """Returns a TCP socket bound to a free port where other nodes reach `host`, and not listening:
-    the port stays reserved for rank 0's store."""
-    return addresses.socket_at(host)
+    """Returns a TCP socket bound to a free port and not listening: the port stays reserved for rank
+    0's store.
+
+    It is bound to the address under which other nodes reach this one alone, where it is plain which
+    of this machine's that is.
+    """
+    with suppress(OSError):  # a router translates the address, or it is gone
+        return addresses.bound_socket(addresses.only_address(host))
+    return addresses.bound_socket()
 
 
 class Membership:

@@ -22,7 +22,7 @@ METHODS = ("listen", "create_server", "start_server", "bind")
 """Methods that open a port, whatever the object is."""
 CALLS = ("TCPStore", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "EtcdServer")
 """Classes that open a port when they are made."""
-NAMES = ("bound_socket", "socket_at")
+NAMES = ("bound_socket",)
 """Functions of the project that make a socket which is to listen."""
 HTTP, JOB, ELSEWHERE = "the HTTP port", "ports that the kernel chooses", "not in a rendered pod"
 LISTENERS = {

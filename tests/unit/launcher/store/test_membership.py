@@ -53,6 +53,22 @@ def node_1(store: LossyStore) -> Iterator[Membership]:
     membership.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("192.0.2.77", {"::", "0.0.0.0"}),
+        ("no.such.host.invalid", {"::", "0.0.0.0"}),
+    ],
+)
+def test_rank_0s_store_is_reached_where_other_nodes_reach_the_node(
+    host: str, bound: set[str]
+) -> None:
+    """It listened at every address. Only what a router translates, or a name, may mean any."""
+    with bound_socket(host) as reserved:
+        assert reserved.getsockname()[0] in bound
+
+
 def is_registered(store: LossyStore) -> bool:
     return "members/node-1" in store.read("members/node-1").entries
 
