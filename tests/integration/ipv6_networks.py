@@ -22,21 +22,39 @@ T = TypeVar("T")
 
 
 class Ipv6Networks:
-    """Network namespaces `a` and `b` without IPv4, joined by a cable."""
+    """Network namespaces `a` and `b` without IPv4, each with a cable to a switch."""
 
     def __init__(self) -> None:
         self._tag = f"ez6{os.getpid() & 0xFFFFFF:06x}"
         self.names = {node: f"{self._tag}{node}" for node in "ab"}
         self.addresses = {"a": f"{PREFIX}a", "b": f"{PREFIX}b"}
-        for name in self.names.values():
+        self._switch = f"{self._tag}s"
+        try:
+            self._lay_out()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lay_out(self) -> None:
+        ip("netns", "add", self._switch)
+        ip("-n", self._switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
+        ip("-n", self._switch, "link", "set", "br0", "up")
+        for node, name in self.names.items():
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
-        end = ("type", "veth", "peer", "name", "eth0", "netns", self.names["b"])
-        ip("-n", self.names["a"], "link", "add", "eth0", *end)
-        for node, name in self.names.items():
+            end = ("type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", self._switch, "link", "add", f"port{node}", *end)
+            ip("-n", self._switch, "link", "set", f"port{node}", "master", "br0", "up")
             ip("-n", name, "addr", "add", f"{self.addresses[node]}/64", "dev", "eth0", "nodad")
             ip("-n", name, "link", "set", "eth0", "up")
+
+    def cut(self, node: str) -> None:
+        """From now on no packet of the node comes or goes; its addresses stay."""
+        ip("-n", self._switch, "link", "set", f"port{node}", "down")
+
+    def mend(self, node: str) -> None:
+        ip("-n", self._switch, "link", "set", f"port{node}", "up")
 
     def lay(self, interface: str, prefix: str) -> dict[str, str]:
         """Lays another cable; returns the addresses that the nodes have at its ends."""
@@ -72,7 +90,7 @@ class Ipv6Networks:
             return pool.submit(enter).result()
 
     def close(self) -> None:
-        for name in self.names.values():
+        for name in (*self.names.values(), self._switch):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 

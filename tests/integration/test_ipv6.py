@@ -15,7 +15,7 @@ from elasticzero.launcher.local.cluster import Placement
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants
 from tests.integration.clusters import REGRESSION, elasticzero, events_in, story
-from tests.integration.ipv6_networks import Ipv6Networks, ipv6_networks
+from tests.integration.ipv6_networks import PREFIX, Ipv6Networks, ipv6_networks
 from tests.support.deadlines import patience
 
 
@@ -88,5 +88,39 @@ def test_nodes_with_addresses_of_their_own_need_no_host(
             assert [node.returncode for node in nodes] == [0, 0], outputs
             hosts = {e["host"] for e in events_in(tmp_path / job) if e["event"] == "serving"}
             assert hosts == set(networks.addresses.values())
+
+    networks.inside("a", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_node_that_is_cut_off_comes_back(
+    networks: Ipv6Networks, tmp_path: Path, job: str
+) -> None:
+    """Each node has a network of its own and is confined to the one that joins them."""
+    places = {
+        f"node-{number}": Placement(
+            command_prefix=networks.prefix(node), address=networks.addresses[node]
+        )
+        for number, node in enumerate("ab")
+    }
+
+    def body() -> None:
+        arguments = ["--nnodes", "1:2", "--strategy", "zero2", "--snapshot-every", "2"]
+        arguments += ["--lease-ttl", "3", "--require-private-network", f"{PREFIX}/64"]
+        arguments += [str(REGRESSION), "--epochs", "3", "--pause", "0.05"]
+        with EtcdServer(address="::") as etcd:
+            at = f"[{networks.addresses['a']}]:{etcd.endpoint.rpartition(':')[2]}"
+            with story(tmp_path, at, job, arguments, nodes=2, place=places.__getitem__) as told:
+                told.wait_for_step(10)
+                told.pause(0.5)
+                networks.cut("b")
+                told.wait_for_generation(2)
+                told.wait_for_first_step(2)
+                networks.mend("b")
+                told.wait_for_generation(3)
+                told.wait_for_first_step(3)
+                assert told.wait_for_end() == {"node-0": 0, "node-1": 0}, told.logs()
+            assert told.of("world")[-1]["tier"] == "ram", "no finished step was lost"
 
     networks.inside("a", body)
