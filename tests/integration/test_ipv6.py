@@ -108,7 +108,7 @@ def test_a_node_that_is_cut_off_comes_back(
     def body() -> None:
         arguments = ["--nnodes", "1:2", "--strategy", "zero2", "--snapshot-every", "2"]
         arguments += ["--lease-ttl", "3", "--require-private-network", f"{PREFIX}/64"]
-        arguments += [str(REGRESSION), "--epochs", "3", "--pause", "0.05"]
+        arguments += [str(REGRESSION), "--epochs", "8", "--pause", "0.05"]
         with EtcdServer(address="::") as etcd:
             at = f"[{networks.addresses['a']}]:{etcd.endpoint.rpartition(':')[2]}"
             with story(tmp_path, at, job, arguments, nodes=2, place=places.__getitem__) as told:

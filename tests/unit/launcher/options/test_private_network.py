@@ -233,7 +233,9 @@ def test_nccls_lists_are_read_as_nccl_reads_them(value: str, names: list[str]) -
     assert selected_by_nccl(value, ["eth0", "eth1", "lo", "wg0"]) == names
 
 
-LAUNCH = Launch(target="train.py", is_module=False, environment={"PATH": "/bin"}, directory="/")
+LAUNCH = Launch(
+    target="train.py", is_module=False, arguments=(), environment={"PATH": "/bin"}, directory="/"
+)
 
 
 def test_workers_of_this_machine_are_confined_to_its_loopback() -> None:
