@@ -11,7 +11,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,10 +56,27 @@ def confined(launch: Launch, host: str, network: PrivateNetwork) -> tuple[Launch
     Raises:
         UserError: This node, gloo or NCCL would listen outside of the network.
     """
+    variables, address = listening_place(host, network, launch.environment)
+    return _with_variables(launch, variables), address
+
+
+def listening_place(
+    host: str, network: PrivateNetwork, environment: Mapping[str, str]
+) -> tuple[dict[str, str], str]:
+    """Returns the variables that confine gloo and NCCL to a private network, and the address of
+    this node in it.
+
+    Args:
+        host: Name or address at which other nodes would reach this one.
+        network: The private network.
+        environment: Variables of the workers.
+
+    Raises:
+        UserError: This node, gloo or NCCL would listen outside of the network.
+    """
     places = list(_addresses())
     interface, address = place_in(network, host, _addresses_of(host), places)
-    variables = interface_variables(network, interface, places, launch.environment)
-    return _with_variables(launch, variables), str(address)
+    return interface_variables(network, interface, places, environment), str(address)
 
 
 def has_address(network: PrivateNetwork, host: str) -> bool:

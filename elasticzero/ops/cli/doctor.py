@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.options.parser import Parser, add_options
+from elasticzero.launcher.options.private_network import FLAG, private_network
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT, JOB_OPTIONS, RUN_OPTIONS
 from elasticzero.launcher.options.validation import check_access, endpoints_of
 from elasticzero.ops.doctor.facts import MachineFacts
@@ -18,7 +19,10 @@ from elasticzero.options.option import Option, grouped
 from elasticzero.options.values import port_number
 from elasticzero.text import bytes_of, count_text, print_result
 
-OF_RUN = ("checkpoint_dir", "snapshot_dir", "http_port", "http_host", "preemption")
+OF_RUN = (
+    *("checkpoint_dir", "snapshot_dir", "http_port", "http_host", "preemption"),
+    *("host", "require_private_network"),
+)
 """Options of `run` that say what is to be examined."""
 NOT_OF_JOB = ("job", "token_file")
 """Options of the commands on a running job that concern no machine."""
@@ -80,17 +84,19 @@ def _doctor(args: argparse.Namespace) -> int:
 def _examine(args: argparse.Namespace) -> MachineFacts:
     from elasticzero.ops.doctor import machine_probes as machine
     from elasticzero.ops.doctor import service_probes as service
-    from elasticzero.ops.doctor.path_probes import path_facts
+    from elasticzero.ops.doctor.path_probes import path_facts, private_network_facts
 
     access = check_access(args)
     needed = _size("--snapshot-size", args.snapshot_size)
     port_given = port_number("--http-port", args.http_port)
     port = DEFAULT_HTTP_PORT if port_given is None else port_given
     peers = args.peer or ()
+    network = private_network(FLAG, args.require_private_network)
     return MachineFacts(
         etcd=service.etcd_facts(endpoints_of(args), access),
         port=service.port_facts(args.http_host, port, is_given=port_given is not None),
         peers=tuple(service.peer_facts(host, port or DEFAULT_HTTP_PORT) for host in peers),
+        network=private_network_facts(network, args.host, endpoints_of(args)),
         paths=tuple(map(path_facts, peers)),
         memory=machine.shared_memory_facts(args.snapshot_dir, needed),
         storage=service.storage_facts(args.checkpoint_dir),

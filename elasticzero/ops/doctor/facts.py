@@ -53,6 +53,19 @@ class PeerFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateNetworkFacts:
+    """Says whether a node of this machine would start in the private network that it is confined
+    to."""
+
+    network: str
+    """The value of --require-private-network."""
+    address: str = ""
+    """Address at which other nodes would reach this one."""
+    error: str = ""
+    """Why the node would be refused; empty: it would not be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PathFacts:
     """Holds what was read of the way to another node, as texts."""
 
@@ -174,6 +187,8 @@ class MachineFacts:
     etcd: EtcdFacts
     port: PortFacts
     peers: tuple[PeerFacts, ...]
+    network: PrivateNetworkFacts | None = None
+    """None: no private network is required."""
     paths: tuple[PathFacts, ...] = ()
     """Ways to the peers."""
     memory: SharedMemoryFacts

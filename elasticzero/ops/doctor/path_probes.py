@@ -9,13 +9,16 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from elasticzero.errors import UserError
 from elasticzero.launcher.addresses import source_address, without_brackets
-from elasticzero.launcher.workers.gloo_interface import interface_of
-from elasticzero.ops.doctor.facts import PathFacts
+from elasticzero.launcher.options.private_network import FLAG, PrivateNetwork
+from elasticzero.launcher.store.membership import reachable_address
+from elasticzero.launcher.workers.gloo_interface import interface_of, listening_place
+from elasticzero.ops.doctor.facts import PathFacts, PrivateNetworkFacts
 
 INTERFACES = Path("/sys/class/net")
 FILES = ("type", "uevent", "iflink", "ifindex", "tun_flags", "device")
@@ -24,6 +27,29 @@ COMMAND_S = 5.0
 """Seconds within which `ip` must have answered."""
 MORE_FOLDERS = "/usr/sbin:/sbin"
 """Folders where `ip` is, which are not on the path of every user."""
+
+
+def private_network_facts(
+    network: PrivateNetwork | None, host: str | None, endpoints: Sequence[str]
+) -> PrivateNetworkFacts | None:
+    """Returns whether a node would start in its private network; None: it has none.
+
+    Args:
+        network: The private network; None: none is required.
+        host: Value of --host; None: it was not given.
+        endpoints: Endpoints of etcd, to which the route begins at the node's address.
+    """
+    if network is None:
+        return None
+    if host is None and not endpoints:
+        error = f"{FLAG} {network.text}: this node's address is not known; give --host or --etcd"
+        return PrivateNetworkFacts(network=network.text, error=error)
+    name = without_brackets(host) if host else reachable_address(endpoints[0])
+    try:
+        _, address = listening_place(name, network, os.environ)
+    except UserError as error:
+        return PrivateNetworkFacts(network=network.text, error=str(error))
+    return PrivateNetworkFacts(network=network.text, address=address)
 
 
 def path_facts(host: str) -> PathFacts:

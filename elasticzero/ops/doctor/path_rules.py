@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elasticzero.ops.doctor.facts import PathFacts
+from elasticzero.ops.doctor.facts import PathFacts, PrivateNetworkFacts
 from elasticzero.ops.doctor.finding import Finding
 
 TOPIC = "path"
@@ -88,6 +88,16 @@ def judge_path(facts: PathFacts) -> Finding:
         else f"run jobs in a network that is yours alone, or over WireGuard: {EXAMPLE}"
     )
     return _finding("note", f"{leaves} as they are: nothing on this machine encrypts them", advice)
+
+
+def judge_private_network(facts: PrivateNetworkFacts) -> Finding:
+    """Judges whether a node would start in its private network."""
+    topic = "private network"
+    if not facts.error:
+        text = f"other nodes reach this one at {facts.address}, which is in {facts.network}"
+        return Finding(topic=topic, level="ok", text=text)
+    what, _, step = facts.error.partition("; ")
+    return Finding(topic=topic, level="problem", text=what, advice=step)
 
 
 def _finding(level: Any, text: str, advice: str = "") -> Finding:

@@ -14,7 +14,7 @@ from elasticzero.ops.doctor.machine_rules import (
     judge_shared_memory,
     judge_versions,
 )
-from elasticzero.ops.doctor.path_rules import judge_path
+from elasticzero.ops.doctor.path_rules import judge_path, judge_private_network
 from elasticzero.ops.doctor.service_rules import (
     judge_cloud,
     judge_etcd,
@@ -31,6 +31,7 @@ def findings(facts: MachineFacts) -> list[Finding]:
         *judge_etcd(facts.etcd),
         judge_port(facts.port),
         *(judge_peer(peer) for peer in facts.peers),
+        *([] if facts.network is None else [judge_private_network(facts.network)]),
         *(judge_path(path) for path in facts.paths),
         judge_shared_memory(facts.memory),
         *judge_storage(facts.storage),

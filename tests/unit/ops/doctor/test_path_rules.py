@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from elasticzero.launcher.options.private_network import FLAG, private_network
 from elasticzero.ops.doctor.facts import PathFacts
+from elasticzero.ops.doctor.path_probes import private_network_facts
 from elasticzero.ops.doctor.path_rules import (
     interface_of_route,
     ipsec_policies,
     judge_path,
+    judge_private_network,
     link_kinds,
     policy_for,
 )
@@ -211,6 +214,21 @@ def test_policies_are_read_as_the_kernel_takes_them() -> None:
     first = policy_for(PARTIAL + OPTIONAL, "10.0.0.1", "10.0.0.2")
     assert first is not None and not first.is_partial and not first.demands_esp
     assert policy_for(POLICIES, "fd00::1", "fd00::2") is None
+
+
+def test_a_private_network_is_judged_before_the_node_starts() -> None:
+    inside = private_network_facts(private_network(FLAG, "127.0.0.0/8"), "127.0.0.1", [])
+    assert inside is not None
+    finding = judge_private_network(inside)
+    assert (finding.level, finding.advice) == ("ok", "")
+    assert finding.text == "other nodes reach this one at 127.0.0.1, which is in 127.0.0.0/8"
+    for host, endpoints in (("127.0.0.1", []), (None, []), (None, ["127.0.0.1:2379"])):
+        outside = private_network_facts(private_network(FLAG, "203.0.113.0/24"), host, endpoints)
+        assert outside is not None
+        finding = judge_private_network(outside)
+        assert finding.level == "problem" and finding.advice
+        assert finding.text.startswith(f"{FLAG} 203.0.113.0/24: ")
+    assert private_network_facts(None, "127.0.0.1", []) is None
 
 
 TEXTS = [ROUTE, LOCAL_ROUTE, f"[{LO},{ETH},{VETH},{WG},{TUN}]", POLICIES, PARTIAL, MARKED]
