@@ -204,7 +204,7 @@ def selected_by_nccl(value: str, names: Iterable[str]) -> list[str]:
 
 def listening_addresses(
     interface: str, places: Iterable[Place], family: int | None = None
-) -> list[Address]:
+) -> Sequence[Address]:
     """Returns the addresses at one of which gloo or NCCL listens on an interface.
 
     Args:

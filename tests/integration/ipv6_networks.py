@@ -103,8 +103,8 @@ def _socket_name(text: str) -> tuple[Address, int]:
     """The address and the port that the kernel prints as 32-bit words in hexadecimal."""
     host, port = text.split(":")
     data = bytes.fromhex(host)
-    words = [data[start : start + 4][::-1] for start in range(0, len(data), 4)]
-    return ipaddress.ip_address(b"".join(words)), int(port, 16)
+    groups = [data[start : start + 4][::-1] for start in range(0, len(data), 4)]
+    return ipaddress.ip_address(b"".join(groups)), int(port, 16)
 
 
 def ipv6_networks() -> Iterator[Ipv6Networks]:

@@ -179,12 +179,12 @@ def test_the_way_to_a_peer_over_a_real_interface(
     def body() -> Finding:
         if not ran("ip", *making.split()):
             pytest.skip(f"this kernel does not do: ip {making}")
-        for words in (
+        for command in (
             "link set lo up",
             "addr add 10.77.0.1/24 dev x7",
             "link set x7 up",
         ):
-            assert ran("ip", *words.split()), words
+            assert ran("ip", *command.split()), command
         if with_policy and not ran(*POLICY):
             pytest.skip("this kernel has no IPsec policies")
         local = judge_path(path_facts("10.77.0.1"))

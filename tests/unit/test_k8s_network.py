@@ -77,9 +77,9 @@ def test_the_threat_model_has_every_file_that_opens_a_port_of_a_node(root: Path)
 
 
 @cache
-def manifests_of(place: str, more: str = "") -> list[Manifest]:
+def manifests_of(place: str, options: str = "") -> list[Manifest]:
     command = arguments_of(place)
-    command[2:2] = more.split()
+    command[2:2] = options.split()
     return list(yaml.safe_load_all(printed(command)))
 
 

@@ -254,7 +254,7 @@ def test_no_text_is_too_odd_to_judge() -> None:
         odd += [text.replace(part, "�", 1) for part in ('"', "/", "src", "esp", ":")]
     for text in odd:
         for changes in ({"route": text}, {"links": text}, {"policies": text}):
-            level, sentence, _ = told(replace(FACTS, **changes))
+            level, sentence, _ = told(replace(FACTS, **changes))  # type: ignore[arg-type]
             assert level in ("ok", "note") and sentence
         assert isinstance(interface_of_route(text), str)
 
