@@ -36,6 +36,9 @@ from elasticzero.launcher.store.watch_cache import (
     reports_of,
 )
 
+VERIFY_AGAIN_S = 5.0
+"""Seconds between two reads of the registration of a node that waits for a place."""
+
 
 def needs_fresh_view(action: Action) -> bool:
     """Returns whether an action is done only if a fresh read of the store leads to it too.
@@ -83,6 +86,8 @@ class StoreWriter:
         self._token_digest = token_digest
         self._verified: PrefixState | None = None
         """Registrations among which this node's own was last looked for."""
+        self._verify_after_s: float | None = None
+        """Time before which this node's registration is not read; None: it waits for no place."""
 
     def adopt(self, token_digest: str) -> None:
         """Replaces the job's token by another one from now on."""
@@ -98,8 +103,29 @@ class StoreWriter:
         world, revision = self._observer.world()
         named = world is None or world.names(self._membership.me)
         self._note_replaced_registration()
+        self._verify_while_waiting(now_s, world)
         if named or not leaving:
             self._membership.check(now_s, named=named, world_revision=revision)
+
+    def _verify_while_waiting(self, now_s: float, world: World | None) -> None:
+        """Reads this node's registration now and then while the node waits for a place.
+
+        A restored backup may hold its lease and not its registration. No revision and no lease
+        tells the node of that, and no other node can know that it waits.
+
+        Args:
+            now_s: Present time, on the agent's clock.
+            world: The present world; None: there is none.
+        """
+        if world is not None and world.names(self._membership.me):
+            self._verify_after_s = None
+            return
+        due = self._verify_after_s is not None and now_s >= self._verify_after_s
+        if due or self._verify_after_s is None:
+            self._verify_after_s = now_s + VERIFY_AGAIN_S
+        if due:
+            with suppress(StoreUnavailable):
+                self._membership.verify()
 
     def _note_replaced_registration(self) -> None:
         """Has the registration put anew where something else is at its key: what cannot be read, or

@@ -19,7 +19,7 @@ from elasticzero.launcher.agent.core import (
     StoreSide,
 )
 from elasticzero.launcher.agent.observer import ClusterObserver
-from elasticzero.launcher.agent.store_writer import StoreWriter
+from elasticzero.launcher.agent.store_writer import VERIFY_AGAIN_S, StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
@@ -30,7 +30,7 @@ from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import Condition, Lease
 from elasticzero.launcher.store.job_run import RUN, RunStore, stored_run
 from elasticzero.launcher.store.membership import Membership, bound_socket
-from elasticzero.launcher.store.watch_cache import WORLD, WatchCache
+from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache
 from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
@@ -206,6 +206,31 @@ def test_a_world_of_a_later_run_ends_a_node(node: NodeWithoutProcesses) -> None:
     node.cycles_until("leave")
     assert node.core.exit_code is ExitCode.SUPERSEDED
     assert node.asked == ["leave"], "it starts no workers, though the world names it"
+
+
+def test_a_waiting_node_finds_that_its_registration_is_gone(node: NodeWithoutProcesses) -> None:
+    """A backup of before it came was restored; its lease is older, and is still renewed. A job that
+    needed the node waited for ever."""
+    members = (Member("b", "b-1", "127.0.0.1", 1, 2, 1),)
+    other = World(
+        generation=1,
+        token="t",
+        members=members,
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="",
+    )
+    node.store.write({WORLD: to_bytes(other), f"{MEMBERS}b": to_bytes(members[0])})
+    while node.core.turn() is None or node.core._store.cache.world()[0] is None:
+        assert node.changed.wait(DEADLINE_S)
+    node.core.turn()
+    node.server.write({}, [f"{MEMBERS}a"], (), 0)
+    began_s = node.now_s
+    while not node.store.read(f"{MEMBERS}a").entries:
+        node.core.turn()
+        node.now_s += 0.1
+        assert node.now_s - began_s < 2 * VERIFY_AGAIN_S
+    assert node.membership.lapses == 0
 
 
 def test_a_node_told_to_leave_exits_and_says_why(node: NodeWithoutProcesses) -> None:
