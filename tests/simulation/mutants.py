@@ -32,7 +32,7 @@ class Mutant:
     sure: bool = True
     """It has been seen to be found, within some hundred schedules."""
     further: tuple[tuple[str, str, str], ...] = ()
-    """Edits of other files: file, right and wrong."""
+    """Further edits: file, right and wrong."""
     search: Literal["seeds", "orders"] = "seeds"
     """The schedules that are run."""
 
@@ -320,10 +320,14 @@ MUTANTS = (
         wrong="",
     ),
     Mutant(
-        name="a world is written over one that its writer has not read",
+        name="a leader that was frozen before its write overwrites the next world",
         file="agent/store_writer.py",
         right="            unchanged(WORLD, entry),\n",
         wrong="",
+        further=(
+            ("agent/store_writer.py", "            self._membership.still_registered(),\n", ""),
+        ),
+        search="orders",
     ),
     Mutant(
         name="a world is written though the job is over",
@@ -336,6 +340,13 @@ MUTANTS = (
         file="store/membership.py",
         right="member_at(entry).incarnation == self.me.incarnation\n",
         wrong="True\n",
+    ),
+    Mutant(
+        name="a node that waits does not look whether it is registered",
+        file="agent/store_writer.py",
+        right="        if due:\n",
+        wrong="        if False:\n",
+        sure=False,
     ),
     Mutant(
         name="what etcd has lost is not written anew",
@@ -389,7 +400,6 @@ MUTANTS = (
         file="../checkpoint/steps/loose_files.py",
         right="    if _may_be_committed(storage, token):\n        if sums",
         wrong="    if False:\n        if sums",
-        sure=False,
     ),
     Mutant(
         name="retention keeps one step too few",
@@ -474,9 +484,9 @@ MUTANTS = (
 
 def edited(mutant: Mutant) -> dict[str, str]:
     """The files with their edits, by name."""
-    texts = {}
+    texts: dict[str, str] = {}
     for file, right, wrong in ((mutant.file, mutant.right, mutant.wrong), *mutant.further):
-        text = (ROOT / "launcher" / file).read_text()
+        text = texts.get(file) or (ROOT / "launcher" / file).read_text()
         assert text.count(right) == 1, f"{file} has no longer one: {right}"
         texts[file] = text.replace(right, wrong)
     return texts

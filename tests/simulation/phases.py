@@ -30,6 +30,7 @@ from tests.simulation.timeline import Timeline
 if TYPE_CHECKING:
     from tests.simulation.agents import Agent
 
+FEW_RANKS = 4
 QUICK_S, LATE_S = (0.001, 0.02), (1.0, 12.0)
 LATE_SHARE, FAILING_SHARE, TWICE_SHARE = 0.03, 0.02, 0.05
 CRITICAL_SHARE = 0.1
@@ -75,8 +76,10 @@ class PhasedStorage(Storage):
         self.files: Files = {}
         self.keep = RetentionPolicy(last=keep)
         self._require = require
+        self._queues: dict[Agent, list[Part]] = {}
+        """Of each node, which saves one part at a time."""
         self._active = 0
-        """Tasks."""
+        """Parts that are not over."""
         self._held: set[tuple[object, object]] = set()
         """Agent and snapshot of each part that is saved from memory now."""
         self._well: set[str] = set()
@@ -90,7 +93,10 @@ class PhasedStorage(Storage):
 
     def persist(self, part: Part) -> None:
         self._active += 1
-        self.timeline.task(lambda: self._run(part))
+        queue = self._queues.setdefault(part.agent, [])
+        queue.append(part)
+        if len(queue) == 1:
+            self.timeline.task(lambda: self._work(queue))
 
     def save_part(self, part: Part) -> None:
         key = (part.agent, part.name)
@@ -99,8 +105,19 @@ class PhasedStorage(Storage):
         self._held.add(key)
         self.persist(part)
 
-    def _run(self, part: Part) -> None:
-        access = Access(self, part.agent)
+    def _work(self, queue: list[Part]) -> None:
+        """One part after another, as long as the node's agent lives."""
+        while queue:
+            lives = self._run(queue[0])
+            over = queue[:1] if lives else queue[:]
+            del queue[: len(over)]
+            self._active -= len(over)
+            if lives and not self._active:
+                self._check_all()
+
+    def _run(self, part: Part) -> bool:
+        """Saves one part; returns whether the node's agent lives."""
+        access = Access(self, part)
         try:
             self._save(part, PhasedDirectory(self, access))
         except ElasticZeroError:
@@ -109,12 +126,10 @@ class PhasedStorage(Storage):
             part.over(False)
         except greenlet.GreenletExit:
             self._left_open.add(access.place)
-            return
+            return False
         finally:
             self._held.discard((part.agent, part.name))
-            self._active -= 1
-        if not self._active:
-            self._check_all()
+        return True
 
     def _save(self, part: Part, directory: PhasedDirectory) -> None:
         draft, stood_still = draft_of(part), part.agent.standstills
@@ -228,9 +243,11 @@ class PhasedStorage(Storage):
 class Access:
     """How the process of one save reaches the storage."""
 
-    def __init__(self, storage: PhasedStorage, agent: Agent) -> None:
+    def __init__(self, storage: PhasedStorage, part: Part) -> None:
         self._storage = storage
-        self._agent = agent
+        self._agent = part.agent
+        self._share = min(1.0, FEW_RANKS / part.name[2])
+        """Of many ranks one would be late, or fail, in nearly each save."""
         self.place = ""
         """The directory that it was last about to change."""
 
@@ -238,14 +255,15 @@ class Access:
         """Does it, late, twice, or in vain. critical: others look at what it does."""
         storage, random = self._storage, self._storage.random
         self.place = place
-        is_late = random.random() < (CRITICAL_SHARE if critical else LATE_SHARE)
+        late = CRITICAL_SHARE if critical else LATE_SHARE
+        is_late = random.random() < late * self._share
         delay_s = random.uniform(*(LATE_S if is_late else QUICK_S))
         storage.timeline.sleep(delay_s)
         while (left_s := self._agent.store.stopped_until_s - storage.timeline.now_s) > 0:
             storage.timeline.sleep(left_s)
         if self._agent.dead:
             raise greenlet.GreenletExit
-        draw = random.random()
+        draw = random.random() / self._share
         if storage.away or draw < FAILING_SHARE / 2:
             raise StorageError(f"{place}: no answer") from TimeoutError("no answer in time")
         result = do()

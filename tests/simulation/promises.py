@@ -187,7 +187,9 @@ class Promises:
         text = f"{alarm.reason}, though steps went on: {generation}"
         self._require(not goes_on, "R10", text)
         node = alarm.reason.removeprefix("the lease of ").removesuffix(" lapsed")
-        self._check_noticed(generation, node, stepped_s if is_current else 0.0)
+        plan, reached = self._cluster.plan, self._cluster.rules.reached.get(generation, 0)
+        if not (plan.phased and reached >= plan.total_steps):  # its last save may take long
+            self._check_noticed(generation, node, stepped_s if is_current else 0.0)
 
     def _check_noticed(self, generation: int, node: str, stepped_s: float) -> None:
         """R16."""
@@ -428,8 +430,9 @@ class Promises:
     def _owed(self, world: World) -> list[str]:
         """What a world that trains owes: nodes that wait while there is room; fewer members."""
         most, count = self._sizes[-1][1][1], len(world.members)
-        if self._lately_lost:
-            return []
+        lapsed = any((m.node, m.incarnation) not in self._since for m in world.members)
+        if self._lately_lost or (lapsed and self._cluster.namesakes):
+            return []  # a node whose name another one has keeps its place, and the world its size
         if count > most:
             return [f"{count - most} members too many"]
         if count == most or len(self._since) <= count or world.strikes:
