@@ -112,8 +112,8 @@ def refusal(
 
 
 def taken_by(directory: Directory, job: OwnerRecord) -> str | None:
-    """Returns why a job that writes into the directory may commit nothing more: another one has
-    taken it; None: it may.
+    """Returns why a job that writes into the directory may write nothing more: another one, or a
+    later run of it, has taken it; None: it may.
 
     The job's etcd may be another cluster by now, which has lost its data.
 
@@ -122,10 +122,39 @@ def taken_by(directory: Directory, job: OwnerRecord) -> str | None:
         job: The job.
     """
     owner, _ = read_owner(directory)
-    if owner is None or (owner.job == job.job and owner.run <= job.run):
-        return None
+    if owner is None or owner.job == job.job:
+        return _later_run_text(directory, owner, job.run)
     other = refusal(directory, job, lambda _: False)
     return other.text if other is not None else None
+
+
+def taken_by_later_run(directory: Directory, job: str, run: int) -> str | None:
+    """Returns why a process of a job's run may write nothing into the directory: a later run of the
+    job has taken it, whether that has ended or not; None: none has.
+
+    Args:
+        directory: The checkpoint directory.
+        job: Name of the job.
+        run: Number of the process's run.
+    """
+    owner, _ = read_owner(directory)
+    return _later_run_text(directory, owner if owner and owner.job == job else None, run)
+
+
+def _later_run_text(directory: Directory, owner: OwnerRecord | None, run: int) -> str | None:
+    """Returns which later run of the job has the directory; None: none has.
+
+    Args:
+        directory: The checkpoint directory.
+        owner: Record of the job; None: there is none.
+        run: Number of the asking process's run.
+    """
+    if owner is None or owner.run <= run:
+        return None
+    return (
+        f"run {owner.run} of job {owner.job!r} has taken the checkpoint directory "
+        f"{directory.where} from run {run}, which writes nothing more there"
+    )
 
 
 def claim(directory: Directory, job: OwnerRecord, is_gone: Callable[[OwnerRecord], bool]) -> None:

@@ -1,10 +1,12 @@
 """Removes old checkpoints and the leftovers of failed saves.
 
 The process that commits a step applies retention after it. Files that another save may still need
-stay: files of a newer generation, of this generation's next steps, and recently written files. An
-age is the difference between two files of the same storage, by its clock alone. Steps that tags
-name stay (rule Y3 in `tags`). A save that goes on nevertheless finds out (rules FC in
-`loose_files`). Nothing is removed through a link: a step's directory that is one is not listed.
+stay: files of a newer generation, of this generation's next steps, and recently written files. Of
+committed steps the run of the job is compared before the generation, which begins at 1 in each run;
+names of files do not state it. An age is the difference between two files of the same storage, by
+its clock alone. Steps that tags name stay (rule Y3 in `tags`). A save that goes on nevertheless
+finds out (rules FC in `loose_files`). Nothing is removed through a link: a step's directory that is
+one is not listed.
 """
 
 from __future__ import annotations
@@ -88,6 +90,9 @@ class SaveIdentity(Protocol):
     @property
     def token(self) -> str: ...
 
+    @property
+    def run(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingSave:
@@ -96,6 +101,8 @@ class PendingSave:
     step: int
     generation: int
     token: str
+    run: int
+    """Number of the job's run."""
 
 
 def apply_retention(
@@ -143,10 +150,11 @@ def apply_retention(
 def clean_up_after_manual_save(directory: Directory, committed: Manifest) -> CleanupResult:
     """Removes leftovers after a save that no job made, as `apply_retention` does.
 
-    Every step stays, and so do a job's files until they are a day old. The generation in
-    `committed` is that of the copied step, so it is not compared.
+    Every step stays, and so do a job's files until they are a day old. The run and the generation
+    in `committed` are those of the copied step, so they are not compared.
     """
-    return apply_retention(directory, replace(committed, generation=0), RetentionPolicy())
+    by_hand = replace(committed, run=1, generation=0)
+    return apply_retention(directory, by_hand, RetentionPolicy())
 
 
 def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
@@ -243,7 +251,7 @@ class _Cleaner:
                 return
             manifest = _parsed(storage, data)
             named = manifest.token if manifest is not None else None
-            if self._is_newer(named, times[MANIFEST_NAME]):
+            if self._is_newer(manifest, times[MANIFEST_NAME]):
                 return
             if manifest is not None and keep_for_tags(self._directory, manifest, self._tags):
                 return
@@ -278,7 +286,7 @@ class _Cleaner:
             token = manifest.token if manifest is not None else self._committed.token
             if token == self._committed.token or token_generation(token) is None:
                 return
-            if self._is_newer(token, times[MANIFEST_NAME]):
+            if self._is_newer(manifest, times[MANIFEST_NAME]):
                 return
             if any(map(token_of_file, storage.names())):
                 return
@@ -386,11 +394,19 @@ class _Cleaner:
         older = generation < self._committed.generation
         return older or self._ages.of_another_job(written_s)
 
-    def _is_newer(self, token: str | None, written_s: float) -> bool:
-        """Returns whether a newer generation of this job wrote a file."""
-        generation = token_generation(token) if token is not None else None
-        newer = generation is not None and generation > self._committed.generation
-        return newer and not self._ages.of_another_job(written_s)
+    def _is_newer(self, manifest: Manifest | None, written_s: float) -> bool:
+        """Returns whether a later run of this job, or a newer generation of this run, committed a
+        step.
+
+        Args:
+            manifest: Manifest of the step; None: it cannot be read.
+            written_s: Time at which it was written, by the storage's clock.
+        """
+        generation = token_generation(manifest.token) if manifest is not None else None
+        if manifest is None or generation is None:
+            return False
+        this = (self._committed.run, self._committed.generation)
+        return (manifest.run, generation) > this and not self._ages.of_another_job(written_s)
 
 
 def _is_committed(directory: Directory, committed: Manifest) -> bool:

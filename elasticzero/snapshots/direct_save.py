@@ -10,6 +10,7 @@ from elasticzero.checkpoint.format.manifest import Manifest, to_json, with_own_f
 from elasticzero.checkpoint.format.shards import write_shard
 from elasticzero.checkpoint.io.writer import TensorPiece, shard_bytes
 from elasticzero.checkpoint.steps import catalog, commit
+from elasticzero.checkpoint.steps.owner import taken_by_later_run
 from elasticzero.checkpoint.steps.retention import make_room
 from elasticzero.checkpoint.storage.base import Directory, out_of_space
 from elasticzero.checkpoint.storage.urls import open_directory
@@ -29,7 +30,7 @@ def write_directly(
     pieces: list[TensorPiece],
     trained: Collection[str],
 ) -> str:
-    """Writes this rank's shard to storage.
+    """Writes this rank's shard to storage, unless a later run of the job has taken the directory.
 
     If storage is full, checkpoints that retention may remove make room first.
 
@@ -45,13 +46,15 @@ def write_directly(
 
     Raises:
         NotFinite: Trained tensors are not finite.
-        StorageError: The shard cannot be written.
+        StorageError: The shard cannot be written, or a later run has the directory.
         OSError: The shard cannot be written.
     """
     rank = assignment.rank
 
     def write() -> str:
         check_finite(assignment, manifest, pieces, trained)
+        if reason := taken_by_later_run(directory, assignment.job, assignment.run):
+            raise StorageError(f"step {manifest.step} is not saved: {reason}")
         storage = commit.prepare(directory, manifest.step)
         file = write_shard(storage, manifest, rank, shard_bytes(manifest, rank, pieces))
         return to_json(with_own_file(manifest, rank, file)).decode()

@@ -6,8 +6,10 @@ the thread `saving` copies the sealed shards of a checkpoint to storage, one sav
 node of rank 0 commits, and has the manifest's tags name the step before anything is removed. The
 others wait until the step is committed; then `SaveFinished` is reported. A node that stood still
 for longer than its lease lasts commits nothing and removes nothing, for others may have gone on
-without it. A save from memory for a job that ends is tried again, less and less often, until the
-step is committed or the save is abandoned; each try that fails is reported as `SaveFailed`.
+without it. Nor does one whose directory another job, or a later run of this one, has taken; that
+one begins no save either. A save from memory for a job that ends is tried again, less and less
+often, until the step is committed or the save is abandoned; each try that fails is reported as
+`SaveFailed`.
 
 If space is short, leftovers of failed saves are removed first. A save may be requested twice, stop
 anywhere, and be begun again: the files show what is done.
@@ -322,7 +324,9 @@ class CheckpointSaver:
         assert self._checkpoint_dir is not None
         done = Tagged(step=job.step, generation=job.role.generation, tags=job.tags)
         try:
-            set_tags(open_directory(self._checkpoint_dir), job.step, job.tags)
+            directory = open_directory(self._checkpoint_dir)
+            self._check_not_taken(directory, f"step {job.step} gets no tag")
+            set_tags(directory, job.step, job.tags)
         except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
             return replace(done, error=one_line(error))
         return done
@@ -356,7 +360,12 @@ class CheckpointSaver:
         for shard in job.shards:
             with suppress(FileNotFoundError):
                 token = token_of_file(self._snapshots.file_of(shard)) or ""
-                save = PendingSave(step=shard.step, generation=shard.generation, token=token)
+                save = PendingSave(
+                    step=shard.step,
+                    generation=shard.generation,
+                    token=token,
+                    run=self._owner.run if self._owner is not None else 1,
+                )
                 done = make_room(open_directory(self._checkpoint_dir), save)
                 if done.files:
                     job.notes.append(f"{_removed(done)}, for want of space")
@@ -385,6 +394,7 @@ class CheckpointSaver:
     def _run_save(self, job: _Job, *, again: bool) -> SaveFinished:
         assert self._checkpoint_dir is not None
         directory = open_directory(self._checkpoint_dir)
+        self._check_not_taken(directory, f"step {job.step} is not saved")
         storage = directory.step(step_directory(job.step))
         replacing = job.step in job.role.bad_steps and not self._is_superseded(job)
         known_bad = catalog.manifest_bytes(storage) if replacing else None
@@ -454,7 +464,11 @@ class CheckpointSaver:
             committed: Manifest of the checkpoint that was just committed.
             job: The save that committed it.
         """
-        if reason := self._reason_not_to_commit(job):
+        try:
+            reason = self._reason_not_to_commit(job) or self._taken_by(directory)
+        except (ElasticZeroError, OSError) as error:
+            reason = one_line(error)
+        if reason is not None:
             return [f"old checkpoints and leftovers stay this time: {reason}"]
         since_s = 0.0
         if self._owner is not None:
@@ -491,6 +505,16 @@ class CheckpointSaver:
 
     def _taken_by(self, directory: Directory) -> str | None:
         return owner_record.taken_by(directory, self._owner) if self._owner is not None else None
+
+    def _check_not_taken(self, directory: Directory, what: str) -> None:
+        """Raises `StorageError` where another job, or a later run, has the directory.
+
+        Args:
+            directory: Directory of the checkpoints.
+            what: What is not done then.
+        """
+        if reason := self._taken_by(directory):
+            raise StorageError(f"{what}: {reason}")
 
     def _is_superseded(self, job: _Job) -> bool:
         with self._lock:

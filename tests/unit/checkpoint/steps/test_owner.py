@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from dataclasses import replace
@@ -98,6 +99,29 @@ def test_a_later_run_takes_the_directory_over(directory: Directory) -> None:
     assert record == later
     with pytest.raises(UserError, match="'first'"):
         owner.claim(directory, FIRST, gone)
+
+
+def test_an_earlier_run_may_write_nothing_though_the_later_one_is_over(
+    directory: Directory,
+) -> None:
+    """Its saver may wake hours later, and its etcd may be another cluster by then."""
+    owner.claim(directory, FIRST, unknown)
+    assert owner.taken_by_later_run(directory, "first", 1) is None
+    later = replace(FIRST, run=3, cluster="c3")
+    owner.claim(directory, later, gone)
+    owner.end(directory, later)
+    text = owner.taken_by(directory, replace(FIRST, run=2))
+    assert text is not None
+    assert re.fullmatch(
+        "run 3 of job 'first' has taken the checkpoint directory .* from run 2, which writes "
+        "nothing more there",
+        text,
+    )
+    assert owner.taken_by_later_run(directory, "first", 2) == text
+    assert owner.taken_by_later_run(directory, "first", 3) is None
+    assert owner.taken_by_later_run(directory, "second", 1) is None
+    assert owner.taken_by(directory, later) is None
+    owner.claim(directory, FIRST, unknown)  # a job that begins anew in another etcd
 
 
 def test_a_record_of_long_ago_holds_nobody_off(tmp_path: Path) -> None:

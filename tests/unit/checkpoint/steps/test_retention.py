@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -240,6 +241,59 @@ def test_what_is_not_of_a_save_is_never_touched(tmp_path: Path) -> None:
     assert steps(tmp_path) == [7]
     assert (tmp_path / "notes/rank-00000-of-00002-x.safetensors").exists()
     assert names(tmp_path, 1) == ["notes.txt"]
+
+
+ORDERS = tuple(itertools.product((1, 2), (1, 3, 5)))
+"""Runs, each with generations; a run begins with generation 1 again."""
+
+
+def draft_in(step: int, number: int, generation: int) -> Manifest:
+    """A save of a generation of that run."""
+    token = f"g{generation:06d}-{number:016x}"
+    return draft_of(LAYOUT, step=step, token=token, generation=generation, run=number)
+
+
+def empty(directory: Path, step: int) -> None:
+    """Take all files of a step but its manifest."""
+    for name in names(directory, step):
+        if name != MANIFEST_NAME:
+            (directory / step_directory(step) / name).unlink()
+
+
+@pytest.mark.parametrize("committed", ORDERS)
+@pytest.mark.parametrize("there", ORDERS)
+def test_the_run_counts_before_the_generation(
+    tmp_path: Path, there: tuple[int, int], committed: tuple[int, int]
+) -> None:
+    """A second run with generation 1 kept what a first one with generation 5 had left for a day,
+    and a saver of the first run removed what the second had committed."""
+    for step, order in {8: there, 9: committed}.items():
+        write_step(tmp_path, draft_in(step, *order), CONTENTS)
+    run(tmp_path, draft_in(9, *committed), RetentionPolicy(last=1))
+    assert steps(tmp_path) == ([9, 8] if there > committed else [9])
+
+
+@pytest.mark.parametrize("committed", ORDERS)
+@pytest.mark.parametrize("there", ORDERS)
+def test_an_emptied_step_of_an_earlier_run_goes(
+    tmp_path: Path, there: tuple[int, int], committed: tuple[int, int]
+) -> None:
+    """Its manifest has no file any more: its writer was killed before it looked again (FC1)."""
+    for step, order in {10: there, 9: committed}.items():
+        write_step(tmp_path, draft_in(step, *order), CONTENTS)
+    empty(tmp_path, 10)
+    run(tmp_path, draft_in(9, *committed))
+    assert steps(tmp_path) == ([10, 9] if there >= committed else [9])
+
+
+def test_a_save_by_hand_leaves_the_emptied_steps_of_every_run(tmp_path: Path) -> None:
+    """The run that its manifest states is that of the step that was copied."""
+    write(tmp_path, 10)
+    empty(tmp_path, 10)
+    by_hand = draft_of(LAYOUT, step=9, token="byhand", generation=3, run=2)
+    write_step(tmp_path, by_hand, CONTENTS)
+    assert not clean_up_after_manual_save(DiskDirectory(tmp_path), by_hand).problems
+    assert steps(tmp_path) == [10, 9]
 
 
 def test_a_manifest_that_does_not_parse_is_left_for_a_person(tmp_path: Path) -> None:

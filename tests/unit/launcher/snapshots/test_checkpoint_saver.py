@@ -21,6 +21,8 @@ from elasticzero.checkpoint.steps.owner import OwnerRecord
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.errors import StorageError
+from elasticzero.ipc.messages import Tagged, TagStep
 from elasticzero.launcher.snapshots import checkpoint_saver
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, StandstillCounter
 from elasticzero.launcher.snapshots.roles import SnapshotRole
@@ -129,6 +131,121 @@ def test_a_node_that_stood_still_after_its_commit_removes_nothing(
     assert [info.step for info in catalog.steps(DiskDirectory(tmp_path / "run"))] == [10, 9]
 
 
+def first_failure(saver: CheckpointSaver) -> str:
+    """Why a save of step 10 fails, which is tried again and again."""
+    saver.save_held([ShardName(2, 10, 0, 1)])
+    deadline_s = time.monotonic() + 60.0
+    events: list[SaveEvent] = []
+    while not events and time.monotonic() < deadline_s:
+        events = saver.events()
+        time.sleep(0.005)
+    assert isinstance(events[0], SaveFailed)
+    return events[0].error
+
+
+def all_files(directory: Path) -> dict[Path, int]:
+    """Every file, with the time of its last change."""
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_saver_of_an_earlier_run_writes_nothing(tmp_path: Path, clock: list[float]) -> None:
+    """A later run goes on in the same directory; its own files had been written before."""
+    directory = DiskDirectory(tmp_path / "run")
+    owner_record.claim(directory, JOB, lambda _: False)
+    saver = saver_of(tmp_path, JOB)
+    (finished,) = save(saver, 9)
+    assert isinstance(finished, SaveFinished) and finished.committed
+    owner_record.claim(directory, replace(JOB, run=2), lambda _: False)
+    before = all_files(directory.path)
+    assert "run 2 of job 'job' has taken the checkpoint directory" in first_failure(saver)
+    saver.tag(TagStep(generation=2, step=9, tags=("best",)))
+    saver.close(job_ended=True)
+    assert all_files(directory.path) == before
+
+
+def test_a_tag_of_an_earlier_run_is_not_written(tmp_path: Path, clock: list[float]) -> None:
+    directory = DiskDirectory(tmp_path / "run")
+    owner_record.claim(directory, JOB, lambda _: False)
+    saver = saver_of(tmp_path, JOB)
+    save(saver, 9)
+    owner_record.claim(directory, replace(JOB, run=2), lambda _: False)
+    saver.tag(TagStep(generation=2, step=9, tags=("best",)))
+    deadline_s = time.monotonic() + 60.0
+    while saver.saving and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    (tagged,) = saver.events()
+    assert isinstance(tagged, Tagged) and tagged.error is not None
+    assert "step 9 gets no tag: run 2 of job 'job'" in tagged.error
+    assert not (directory.path / "tags").exists()
+    saver.close()
+
+
+def test_a_saver_whose_run_ends_as_it_commits_commits_nothing(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shards are there, and the later run claims the directory just before the manifest."""
+    directory = DiskDirectory(tmp_path / "run")
+    owner_record.claim(directory, JOB, lambda _: False)
+    saver = saver_of(tmp_path, JOB)
+    check = commit._check_readable
+
+    def take(storage: Storage, data: bytes) -> None:
+        check(storage, data)
+        owner_record.claim(directory, replace(JOB, run=2), lambda _: False)
+
+    monkeypatch.setattr(commit, "_check_readable", take)
+    assert "run 2 of job 'job' has taken" in first_failure(saver)
+    saver.close()
+    assert catalog.steps(directory) == []
+
+
+def test_a_saver_whose_run_ends_after_its_commit_removes_nothing(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later run has written shards that an older generation would take for leftovers."""
+    directory = DiskDirectory(tmp_path / "run")
+    owner_record.claim(directory, JOB, lambda _: False)
+    saver = saver_of(tmp_path, JOB)
+    save(saver, 9)
+    really_set = tags.set_tags
+
+    def take(*arguments: object) -> None:
+        really_set(*arguments)  # type: ignore[arg-type]
+        owner_record.claim(directory, replace(JOB, run=2), lambda _: False)
+
+    monkeypatch.setattr(checkpoint_saver, "set_tags", take)
+    (finished,) = save(saver, 10)
+    assert isinstance(finished, SaveFinished) and finished.committed
+    assert "leftovers stay this time: run 2 of job 'job' has taken" in finished.notes[0]
+    assert [info.step for info in catalog.steps(directory)] == [10, 9]
+    saver.close()
+
+
+def test_a_commit_counts_though_the_owner_cannot_be_read_after_it(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is removed then; the next commit sees to it."""
+    directory = DiskDirectory(tmp_path / "run")
+    owner_record.claim(directory, JOB, lambda _: False)
+    saver = saver_of(tmp_path, JOB)
+    save(saver, 9)
+    really_set = tags.set_tags
+
+    def fail(*_: object) -> None:
+        raise StorageError("the storage does not answer")
+
+    def set_and_fail(*arguments: object) -> None:
+        really_set(*arguments)  # type: ignore[arg-type]
+        monkeypatch.setattr(owner_record, "taken_by", fail)
+
+    monkeypatch.setattr(checkpoint_saver, "set_tags", set_and_fail)
+    (finished,) = save(saver, 10)
+    assert isinstance(finished, SaveFinished) and finished.committed
+    assert "leftovers stay this time: the storage does not answer" in finished.notes[0]
+    assert [info.step for info in catalog.steps(directory)] == [10, 9]
+    saver.close()
+
+
 def test_a_save_fails_where_another_job_has_taken_the_directory(
     tmp_path: Path, clock: list[float]
 ) -> None:
@@ -139,14 +256,8 @@ def test_a_save_fails_where_another_job_has_taken_the_directory(
     assert isinstance(finished, SaveFinished) and finished.committed
     other = replace(JOB, job="other")
     owner_record.claim(directory, other, lambda _: True)
-    saver.save_held([ShardName(2, 10, 0, 1)])
-    deadline_s = time.monotonic() + 60.0
-    events: list[SaveEvent] = []
-    while not events and time.monotonic() < deadline_s:
-        events = saver.events()
-        time.sleep(0.005)
-    assert isinstance(events[0], SaveFailed) and "belongs to job 'other'" in events[0].error
-    assert directory.step(step_directory(10)).names() != []
+    assert "belongs to job 'other'" in first_failure(saver)
+    assert directory.step(step_directory(10)).names() == []
     saver.close(job_ended=True)
     assert owner_record.read_owner(directory)[0] == other
 
