@@ -13,6 +13,10 @@ from elasticzero.options.settings import TrainingSettings
 from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import ShardOver
 
+Tier = Literal["other", "fresh", "ram", "storage"]
+"""Names where the state of a generation is read from. `other`: a word of a later release, which no
+agent gives to a worker."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -29,7 +33,7 @@ class Source:
 class Resume:
     """Names the state that a generation starts from."""
 
-    tier: Literal["fresh", "ram", "storage"]
+    tier: Tier
     step: int = 0
     generation: int = 0
     """RAM tier: the generation that wrote the snapshot."""

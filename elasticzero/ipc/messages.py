@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from elasticzero.ipc.assignment import Assignment
+from elasticzero.ipc.assignment import Assignment, Tier
 from elasticzero.ipc.failure import Failed
 from elasticzero.options.settings import DataChange
 
@@ -67,7 +66,7 @@ class Restored:
     """Worker to agent: the state of `step` is loaded and training continues."""
 
     step: int
-    tier: Literal["fresh", "ram", "storage"]
+    tier: Tier
     connect_s: float
     """Time in seconds to set up the process group."""
     build_s: float

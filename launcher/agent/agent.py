@@ -55,7 +55,8 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
-from elasticzero.launcher.store.api import Store, job_prefix
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.job_run import RunStore
 from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
@@ -92,7 +93,7 @@ class Agent:
     def __init__(
         self,
         options: AgentOptions,
-        store: Store,
+        store: RunStore,
         membership: Membership,
         instruments: Instruments,
         agreed: Agreed,
@@ -163,6 +164,7 @@ class Agent:
             observer=self._cluster,
             writer=self._writer,
             recovery=self._recovery,
+            run=store,
         )
         self._core = AgentCore(options.policy, self, self, side, self.reporter, time.monotonic)
         self.saver = CheckpointSaver(

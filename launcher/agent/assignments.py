@@ -28,7 +28,8 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
         index: Index of the node in its order of members.
         token: The job's token, which workers use as a password.
     """
-    member = world.members[index]
+    member, shard = world.members[index], world.shard
+    assert shard != "other", "agents follow no such world"
     first = world.first_rank(index)
     connect_s, start_s = timeouts_s(world.fruitless)
     keepers = mirroring_ranks(world)
@@ -54,7 +55,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             host=member.host,
             store_fd=None,
             strategy=world.strategy,
-            shard=world.shard,
+            shard=shard,
             resume=world.resume,
             trained=index < world.trained,
             snapshot_root=str(options.snapshot_dir),

@@ -178,6 +178,14 @@ class DataRecovery(Protocol):
     def poll(self, now_s: float) -> None: ...
 
 
+class RunKey(Protocol):
+    """Binds writes to the job's run: see `RunStore`."""
+
+    @property
+    def unreadable(self) -> bool:
+        """Returns whether the key of the run could not be read when a write last met it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSide:
     """Groups the parts of one agent that work with the store."""
@@ -189,6 +197,8 @@ class StoreSide:
     writer: StoreWriter
     recovery: DataRecovery | None = None
     """None: nothing restores what the store has lost."""
+    run: RunKey | None = None
+    """None: nothing binds writes to a run."""
 
 
 class AgentCore:
@@ -352,6 +362,8 @@ class AgentCore:
             self.leave("drained by an operator")
         if not self._notices and store.cache.unreadable(World) is not None:
             self.leave("the world in etcd cannot be read")
+        if not self._notices and store.run is not None and store.run.unreadable:
+            self.leave("the number of the job's run in etcd cannot be read")
         workers = WorkerGroupState()
         if node.worker_group is not None:
             workers = node.worker_group.view(now_s)

@@ -165,7 +165,11 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             if not has_begun:
                 raise error
             log_line(f"{error}; the job has begun, and saves are tried when due")
-        run = RunStore(store, _retry_store(partial(stored_run, store), options))
+        run = RunStore(
+            store,
+            _retry_store(partial(stored_run, store), options),
+            lambda line: log_line(f"etcd's {job_prefix(options.job)}{line}"),
+        )
         options = replace(options, owner=_owner(options.job, run.number, store, endpoints))
         if coordination.storage_error is None and not has_begun:
             _claim_checkpoints(options, endpoints, coordination.access)

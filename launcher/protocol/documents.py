@@ -129,8 +129,8 @@ class World:
     skipped: SkippedCheckpoint | None = field(default=None, metadata=OMIT_DEFAULT)
     """Damaged checkpoint that `reason` mentions; None: it mentions none, or a version without this
     field wrote this document."""
-    shard: ShardOver = field(default="world", metadata=OMIT_DEFAULT)
-    """Ranks among which the strategy divides state."""
+    shard: ShardOver | Literal["other"] = field(default="world", metadata=OMIT_DEFAULT)
+    """Ranks among which the strategy divides state. `other`: a word of a later release."""
     redundancy: str = field(default="snapshot", metadata=OMIT_DEFAULT)
     """Source of a lost node's part of the state: a name of `REDUNDANCIES`."""
     micro_batch: int | None = field(default=None, metadata=OMIT_DEFAULT)

@@ -6,6 +6,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.spans import ShardOver
@@ -47,7 +48,9 @@ def _by_pairs(zones: Sequence[str]) -> list[int]:
     return [index for pair in pairs for index in pair] + ([row[half - 1]] if count % 2 else [])
 
 
-def alike(members: Sequence[Member], shard: ShardOver, workers: int | None = None) -> list[Member]:
+def alike(
+    members: Sequence[Member], shard: ShardOver | Literal["other"], workers: int | None = None
+) -> list[Member]:
     """Returns the members that one world may have: where each node divides the whole state among
     its workers, those with the same number of workers.
 

@@ -8,20 +8,23 @@ what is wrong with it, and `MEANINGS` what follows from that. No other error lea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from elasticzero.launcher.protocol.documents import (
+    FIRST_RUN,
     Alarm,
     Control,
     Done,
     Member,
     Report,
+    Run,
     World,
     world_from_bytes,
 )
 from elasticzero.launcher.store.api import Entry
-from elasticzero.serialization import RecordError, decode, parse_json
+from elasticzero.serialization import OTHER, RecordError, decode, parse_json
+from elasticzero.spans import REDUNDANCIES
 from elasticzero.text import shown
 
 T = TypeVar("T")
@@ -40,6 +43,7 @@ MEANINGS: Mapping[type[Any], str] = {
     Alarm: "it counts as an alarm, which ends its generation",
     World: "this node leaves with its state",
     Done: "the job goes on, and no new agent of it starts until the key is deleted",
+    Run: "no world and no end is written, and this node leaves with its state",
 }
 """Says, for each kind, what a document means that cannot be read."""
 
@@ -69,6 +73,28 @@ def check_place(entry: Entry, read: Any) -> None:
     """Raises `RecordError` for a registration at the key of another node."""
     if isinstance(read, Member) and entry.key.rpartition("/")[2] != read.node:
         raise RecordError(f"member.node: the key's name was expected, not {read.node!r:.60}")
+
+
+def check_followed(read: Any, strategies: Collection[str]) -> None:
+    """Raises `RecordError` for a world that an agent of this release cannot take part in.
+
+    A later release may have words for how state is divided, or for where it is read from, that this
+    one does not know. Commands show such a world.
+
+    Args:
+        read: A document; all but worlds pass.
+        strategies: Names of the strategies that are known.
+    """
+    if not isinstance(read, World):
+        return
+    unknown = {
+        "world.resume.tier": read.resume.tier == OTHER,
+        "world.shard": read.shard == OTHER,
+        "world.strategy": read.strategy not in strategies,
+        "world.redundancy": read.redundancy not in REDUNDANCIES,
+    }
+    if places := [place for place, is_unknown in unknown.items() if is_unknown]:
+        raise RecordError(f"{' and '.join(places)}: a word of this release was expected")
 
 
 def is_member(entry: Entry) -> bool:
@@ -113,6 +139,8 @@ def _check(read: Any) -> None:
                 numbers = (holding.generation, holding.step, *holding.ranks)
                 if min(numbers) < 0 or not 0 < holding.world_size <= MAX_RANKS:
                     raise RecordError("report.holdings: a snapshot was expected")
+        case Run(number=number) if number < FIRST_RUN:
+            raise RecordError(f"run.number: {FIRST_RUN} or more was expected, not {number}")
         case Control(nnodes=(least, most)):
             if not 1 <= least <= most <= MAX_RANKS:
                 raise RecordError(f"control.nnodes: MIN:MAX was expected, not {least}:{most}")

@@ -15,6 +15,9 @@ Rules:
     then, and `recovery` writes the higher number.
  5. Each document states its run, for readers compare it before anything else
     (`documents.compare_runs`).
+ 6. While the key cannot be read, no world and no end is written. Registrations, alarms and reports
+    are, as long as the key stays as it is: by these the nodes hand their state over and leave. No
+    process begins then.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ from elasticzero.launcher.store.api import (
     Watch,
     unchanged,
 )
+from elasticzero.launcher.store.decoding import document, unreadable_text
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, REPORTS, WORLD
-from elasticzero.serialization import decode, parse_json
+from elasticzero.serialization import RecordError
 
 RUN = "run"
 TRIES = 8
@@ -72,8 +76,8 @@ def number_in(entry: Entry | None) -> int:
     if entry is None:
         return FIRST_RUN
     try:
-        return decode(Run, parse_json(entry.value, RUN), RUN).number
-    except ValueError as error:
+        return document(Run, entry.value).number
+    except RecordError as error:
         raise StoreUnavailable(
             f"the key `{RUN}` of the job in etcd is not readable ({error}); nothing is written "
             "before it holds the number of the job's run again"
@@ -113,20 +117,32 @@ def begin_next_run(store: Store, over: Condition) -> bool:
     return revision is not None
 
 
+def _ignore(line: str) -> None:
+    return
+
+
 class RunStore:
     """Is the store of one run of the job: it refuses every write once a later run has begun."""
 
-    def __init__(self, store: Store, stored: StoredRun) -> None:
+    def __init__(
+        self, store: Store, stored: StoredRun, log_line: Callable[[str], None] = _ignore
+    ) -> None:
         """Creates the store of the run that was read.
 
         Args:
             store: The job's part of etcd.
             stored: The run, as it was read there.
+            log_line: Receives a line that begins with the key, once, where it cannot be read.
         """
         self._store = store
         self._stored = stored
+        self._log_line = log_line
+        self._named = False
+        """True once the key was named because it cannot be read."""
         self.number = stored.number
         """Number of the run."""
+        self.unreadable = False
+        """True if the key could not be read when a write last met it: this node leaves (rule 6)."""
 
     def write(
         self,
@@ -145,14 +161,18 @@ class RunStore:
             lease: Lease with which the keys end; None: they stay.
 
         Returns:
-            The revision of the write, or None when one of the other conditions did not hold.
+            The revision of the write, or None when one of the other conditions did not hold, or a
+                world or an end would be written while the key of the run cannot be read.
 
         Raises:
             RunEnded: A later run has begun; nothing was written.
             LeaseLost: The lease is gone.
             StoreUnavailable: It is not known whether the write took place.
         """
+        ends = WORLD in puts or DONE in puts
         for _ in range(TRIES):
+            if ends and self.unreadable and self._is_still_unreadable():
+                return None
             fenced = [*conditions, self._stored.unchanged()]
             revision = self._store.write(puts, deletes=deletes, conditions=fenced, lease=lease)
             if revision is not None or not self._has_changed():
@@ -161,9 +181,23 @@ class RunStore:
 
     def _has_changed(self) -> bool:
         """Reads the key anew; returns whether it has changed since it was read last."""
-        before, self._stored = self._stored, stored_run(self._store)
-        check_run(self.number, self._stored.number)
+        before, entry = self._stored, self._store.read(RUN, limit=1).entries.get(RUN)
+        try:
+            number = document(Run, entry.value).number if entry is not None else FIRST_RUN
+        except RecordError as error:
+            self.unreadable, number = True, self.number
+            if not self._named:
+                self._named = True
+                self._log_line(unreadable_text(Run, RUN, error))
+        else:
+            self.unreadable = False
+        self._stored = StoredRun(number, entry)
+        check_run(self.number, number)
         return before.unchanged() != self._stored.unchanged()
+
+    def _is_still_unreadable(self) -> bool:
+        self._has_changed()
+        return self.unreadable
 
     @property
     def reachable(self) -> bool:

@@ -8,7 +8,7 @@ once, and ends nothing: see `decoding`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from elasticzero.launcher.protocol.documents import (
@@ -25,12 +25,14 @@ from elasticzero.launcher.protocol.documents import (
 )
 from elasticzero.launcher.store.api import Entry, PrefixState, Store, Watch
 from elasticzero.launcher.store.decoding import (
+    check_followed,
     check_place,
     document,
     member_at,
     unreadable_text,
 )
 from elasticzero.serialization import RecordError
+from elasticzero.spans import STRATEGIES
 
 T = TypeVar("T")
 
@@ -69,6 +71,7 @@ class WatchCache:
         *,
         run: int = UNSTATED,
         log_line: Callable[[str], None] = _ignore,
+        strategies: Collection[str] = STRATEGIES,
     ) -> None:
         """Creates a cache that follows no prefix yet.
 
@@ -80,7 +83,10 @@ class WatchCache:
             run: Number of the agent's run of the job.
             log_line: Receives a line that begins with the key, once for each key whose document
                 cannot be read.
+            strategies: Names of the strategies of worlds that can be followed; any other world
+                cannot be read.
         """
+        self._strategies = strategies
         self._store = store
         self._read = read_document
         self._log_line = log_line
@@ -379,6 +385,7 @@ class WatchCache:
         try:
             read: T = self._read(kind, entry.value)
             check_place(entry, read)
+            check_followed(read, self._strategies)
         except RecordError as error:
             if entry.key not in self._named and len(self._named) < MAX_NAMED:
                 self._named.add(entry.key)

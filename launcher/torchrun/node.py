@@ -27,6 +27,7 @@ from elasticzero.launcher.store.membership import Membership, bound_socket, new_
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD, FirstSeen, WatchCache
 from elasticzero.launcher.torchrun.rules import (
+    STRATEGY,
     Action,
     AssignPlace,
     Refusal,
@@ -41,6 +42,7 @@ from elasticzero.launcher.torchrun.rules import (
     newcomers,
 )
 from elasticzero.serialization import RecordError
+from elasticzero.spans import STRATEGIES
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +132,7 @@ class RendezvousNode:
         ttl_s = int(limits.lease_ttl_s)
         self._membership = Membership(store, me, ttl_s, store_socket, bind=bind)
         self._wake, self._over = threading.Event(), threading.Event()
-        self._observer = WatchCache(store, self._wake.set)
+        self._observer = WatchCache(store, self._wake.set, strategies=(*STRATEGIES, STRATEGY))
         self._recovery = StoreRecovery(
             store, self._observer, self._membership, None, None, self._log_reason
         )

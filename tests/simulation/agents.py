@@ -171,10 +171,9 @@ class Agent:
         entry = cluster.etcd.read(RUN).entries.get(RUN)
         self.run = number_in(entry)
         """The run of the job that it belongs to."""
-        store: Store = RunStore(self.store, StoredRun(self.run, entry))
-        if host.release == "before":
-            store = self.store
-        elif host.release == "after":
+        bound = RunStore(self.store, StoredRun(self.run, entry))
+        store: Store = self.store if host.release == "before" else bound
+        if host.release == "after":
             self.store.stored = of_later_release
         self._store = store
         stated = UNSTATED if host.release == "before" else self.run
@@ -239,6 +238,7 @@ class Agent:
             observer=self.cluster_observer,
             writer=StoreWriter(store, self.observer, self.membership, self.cluster_observer),
             recovery=self._recovery,
+            run=bound,
         )
         self.core = AgentCore(cluster.plan.policy, self, self, side, self, host.clock)
         self._task = cluster.timeline.task(self._run)

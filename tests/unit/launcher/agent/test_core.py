@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +82,7 @@ class NodeWithoutProcesses:
             subscriptions=subscriptions,
             observer=cluster,
             writer=StoreWriter(store, cache, self.membership, cluster),
+            run=store,
         )
         policy = JobPolicy(min_nodes=1, max_nodes=1)
         self.core = AgentCore(policy, self, self, side, self, lambda: self.now_s)
@@ -249,6 +251,44 @@ def test_a_node_leaves_where_the_world_is_odd(node: NodeWithoutProcesses) -> Non
     assert node.core.notice is not None
     assert node.core.notice.reason == "the world in etcd cannot be read"
     assert node.store.read(WORLD).entries[WORLD].value == b"not json"
+
+
+def test_a_node_leaves_where_the_run_is_odd(node: NodeWithoutProcesses) -> None:
+    """It waited for ever to write what it had decided."""
+    node.server.write({RUN: b"not json"}, (), (), 0)
+    node.cycles_until("leave")
+    assert node.core.exit_code is ExitCode.LEFT
+    assert node.asked == ["leave"]
+    assert node.core.notice is not None
+    assert node.core.notice.reason == "the number of the job's run in etcd cannot be read"
+    stored = node.store.read("").entries
+    assert WORLD not in stored and stored[RUN].value == b"not json"
+
+
+WORDS = ("resume.tier", "shard", "strategy", "redundancy")
+
+
+@pytest.mark.parametrize("place", WORDS)
+def test_a_node_leaves_where_the_world_has_a_later_word(
+    place: str, node: NodeWithoutProcesses
+) -> None:
+    """The world names it, and its workers would fail by what they do not know."""
+    following = World(
+        generation=1,
+        token="t",
+        members=(node.membership.me,),
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="",
+    )
+    value = json.loads(to_bytes(following))
+    (value["resume"] if place == "resume.tier" else value)[place.rpartition(".")[2]] = "orbital"
+    written = json.dumps(value).encode()
+    node.server.write({WORLD: written}, (), (), 0)
+    node.cycles_until("leave")
+    assert node.core.exit_code is ExitCode.LEFT
+    assert "start" not in node.asked
+    assert node.store.read(WORLD).entries[WORLD].value == written
 
 
 @pytest.mark.parametrize("key", ["done", "control", "alarm/0", "members/zz", "reports/0/zz"])

@@ -10,7 +10,7 @@ import pytest
 
 from elasticzero.errors import RunEnded, StoreUnavailable
 from elasticzero.launcher.protocol.documents import Alarm, Done, Member, Report, Run, to_bytes
-from elasticzero.launcher.store.api import Condition
+from elasticzero.launcher.store.api import Condition, PrefixState
 from elasticzero.launcher.store.job_run import (
     RUN,
     RunStore,
@@ -61,11 +61,53 @@ def test_two_restarts_at_once_agree_on_one_run(server: MemoryServer) -> None:
 
 
 def test_a_key_that_cannot_be_read_lets_nothing_be_written(server: MemoryServer) -> None:
+    lines: list[str] = []
+    store = RunStore(MemoryStore(server), stored_run(MemoryStore(server)), lines.append)
+    server.write({RUN: b"not json"}, (), (), 0)
+    for key in (WORLD, DONE):
+        assert store.write({key: b"1"}) is None
+        assert key not in store.read("").entries
+    assert store.unreadable
+    (line,) = lines
+    assert line.startswith("run cannot be read (run: no JSON")
+    assert line.endswith("no world and no end is written, and this node leaves with its state")
+    with pytest.raises(StoreUnavailable, match="the key `run` of the job in etcd is not readable"):
+        stored_run(store)
+
+
+def test_a_node_hands_over_its_state_while_the_key_cannot_be_read(server: MemoryServer) -> None:
+    """By reports and alarms, which no agent of a later run takes for its own; none of these could
+    be written, and no node left."""
     store = RunStore(MemoryStore(server), stored_run(MemoryStore(server)))
     server.write({RUN: b"not json"}, (), (), 0)
-    with pytest.raises(StoreUnavailable, match="the key `run` of the job in etcd is not readable"):
-        store.write({WORLD: b"1"})
-    assert WORLD not in store.read("").entries
+    for key in (f"{ALARM}1", f"{REPORTS}1/a", f"{MEMBERS}a"):
+        assert store.write({key: b"1"}), key
+    assert store.unreadable
+    server.write({RUN: b"still not json"}, (), (), 0)
+    assert store.write({f"{REPORTS}1/a": b"2"})
+    server.write({RUN: to_bytes(Run(number=1))}, (), (), 0)
+    assert store.write({WORLD: b"1"}), "the key holds a number again"
+    assert not store.unreadable
+    server.write({RUN: to_bytes(Run(number=2))}, (), (), 0)
+    with pytest.raises(RunEnded):
+        store.write({f"{REPORTS}1/a": b"3"})
+
+
+def test_no_world_is_written_while_the_key_changes_from_one_odd_value_to_another(
+    server: MemoryServer,
+) -> None:
+    class Changing(MemoryStore):
+        def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
+            state = super().read(prefix, limit=limit)
+            if prefix == RUN:
+                server.write({RUN: b"odd %d" % state.revision}, (), (), 0)
+            return state
+
+    server.write({RUN: to_bytes(Run(number=1))}, (), (), 0)
+    store = RunStore(Changing(server), stored_run(MemoryStore(server)))
+    server.write({RUN: b"odd"}, (), (), 0)
+    assert store.write({WORLD: b"1"}) is None
+    assert WORLD not in MemoryStore(server).read("").entries
 
 
 def test_a_refused_write_of_the_present_run_is_no_end(server: MemoryServer) -> None:

@@ -318,6 +318,47 @@ def test_a_word_of_a_later_release_is_other(kind: type[Any], field: str) -> None
     examine(key, data)
 
 
+WORDS = ("resume.tier", "shard", "strategy", "redundancy")
+
+
+def with_word(place: str) -> bytes:
+    """A world with a word of a later release."""
+    value = json.loads(JOB[WORLD])
+    (value["resume"] if place == "resume.tier" else value)[place.rpartition(".")[2]] = "orbital"
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize("place", WORDS)
+def test_a_world_with_a_word_of_a_later_release(place: str, node: Node) -> None:
+    """Agents leave with the state of the world before; commands show it as it is."""
+    node.turn()
+    before, _ = node.cache.world()
+    data = with_word(place)
+    node.store.write({WORLD: data})
+    node.turn()
+    assert node.cache.world()[0] == before and node.cache.unreadable(World) is not None
+    (line,) = node.lines
+    assert line.startswith(f"world cannot be read (world.{place}: a word of this release")
+    assert node.store.read(WORLD).entries[WORLD].value == data
+    read_by_a_command(node.store)
+    job, _, _ = read_stored_job(node.store, "stopped", None)
+    assert job.world is not None and job.world.generation == GENERATION
+    examine(WORLD, data)
+
+
+@pytest.mark.parametrize("place", WORDS[:2])
+def test_a_word_of_a_later_release_in_a_world_is_other(place: str) -> None:
+    world = document(World, with_word(place))
+    assert (world.resume.tier if place == "resume.tier" else world.shard) == "other"
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_the_number_of_a_run_is_one_or_more(number: int) -> None:
+    """0 is what a document has that states none."""
+    with pytest.raises(RecordError, match=f"run.number: 1 or more was expected, not {number}"):
+        document(Run, to_bytes(Run(number=number)))
+
+
 def test_a_blame_of_a_later_release_explains_little() -> None:
     key = f"{reports_of(GENERATION)}node-0"
     failure = {"rank": 0, "blame": "cosmic rays", "message": "m"}
