@@ -21,6 +21,9 @@ class ExitCode(IntEnum):
     """etcd, or the requested number of nodes, could not be reached in time."""
     FAILED = 70
     """The job failed and must not be retried."""
+    DEFECT = 71
+    """This agent's loop failed again and again, by a defect or by trouble of its machine. The job
+    goes on without the node, which may come back."""
     LEFT = 75
     """This node left (drained, evicted); it may come back."""
     SUPERSEDED = 76

@@ -152,7 +152,7 @@ EXIT_CODES = """\
 
 `elasticzero run` ends with one of these codes; the other commands use those that apply. Only 0 says
 that the job is done. What started the command (Kubernetes, systemd, Slurm) may start it again after
-69 and 75; after 64 and 70 that is useless, and after 76 it needs the options of the new run."""
+69, 71 and 75; after 64 and 70 that is useless, and after 76 it needs the options of the new run."""
 
 ERROR_CLASSES = """\
 ## Errors

@@ -22,7 +22,8 @@ Rules of the loop:
     one that the new generation resumes from.
  7. An unexpected error ends its turn and not the process: the node leaves at the next boundary,
     with its state handed over. Once MAX_ERRORS turns have failed, the loop cannot be trusted to do
-    that: the workers are stopped by their own protocol, and the agent ends as one that has failed.
+    that: the workers are stopped by their own protocol, and the agent exits with a code that says
+    that it has failed, and not the job.
     An error that names what the user or the operator must do stops them and ends the agent at once.
     An error of the operating system, such as too many open files, may pass: the turn is repeated,
     and counts as failed only once no turn has been whole for MACHINE_TROUBLE_S.
@@ -304,7 +305,7 @@ class AgentCore:
         if self._errors == 1:
             self.leave(f"an unexpected error in the agent's loop ({name})")
         if self._errors >= MAX_ERRORS:
-            self.exit_code = ExitCode.FAILED
+            self.exit_code = ExitCode.DEFECT
             self._node.stop_workers(f"the agent of this node fails ({name})")
             self._listener.exits(
                 f"the agent ends: its loop has failed {self._errors} times, and its workers are "

@@ -193,7 +193,7 @@ def _outcome(cluster: Cluster, lines: ClusterConsole) -> ExitCode:
     codes = {name: node.process.returncode for name, node in cluster.nodes.items()}
     if ExitCode.DONE in codes.values():
         return ExitCode.DONE
-    for exit_code in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNAVAILABLE):
+    for exit_code in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.DEFECT, ExitCode.UNAVAILABLE):
         ended = [name for name, code in codes.items() if code == exit_code]
         if ended:
             lines.quote(ended, traced=cluster.output is not None)

@@ -106,7 +106,7 @@ def test_a_loop_that_always_fails_stops_and_saves(
     with faulty(tmp_path, etcd, job, *options, nodes=1) as told:
         told.wait_for_step(5)
         fault_file(tmp_path).write_text(ALWAYS)
-        assert told.wait_for_end() == {"node-0": 70}, told.logs()
+        assert told.wait_for_end() == {"node-0": 71}, told.logs()
         log = told.node(0).log.read_text()
         stopping = told.of("stopping")
     assert "its loop has failed 3 times, and its workers are stopped" in log

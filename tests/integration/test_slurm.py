@@ -200,6 +200,7 @@ exit {code}
         (64, "FAILED", 0),
         (69, "COMPLETED", 1),
         (70, "FAILED", 0),
+        (71, "COMPLETED", 1),
         (75, "COMPLETED", 1),
     ],
 )

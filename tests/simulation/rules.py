@@ -483,10 +483,12 @@ class Rules:
     def _check_failed(self, agent: Agent) -> None:
         """R21: of an agent that ends by errors of its loop."""
         ended = self._cluster.done is not None or self._cluster.first_end is not None
-        if agent.exit_code is not ExitCode.FAILED or (ended and not agent.failures):
-            return
         text = f"{agent.host.name} ends as failed"
-        self.require(agent.failures >= MAX_ERRORS or ended, "R21", f"{text}, and nothing has")
+        if agent.exit_code is ExitCode.FAILED:
+            self.require(ended, "R21", f"{text} with its job, and that has not ended")
+        if agent.exit_code is not ExitCode.DEFECT:
+            return
+        self.require(agent.failures >= MAX_ERRORS, "R21", f"{text}, and its loop has not")
         group = agent.worker_group
         live = group is not None and any(worker.alive for worker in group.workers)
         self.require(not live, "R21", f"{text}, and its workers run")

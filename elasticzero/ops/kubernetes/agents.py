@@ -1,8 +1,9 @@
 """Writes the agents: an Indexed Job with one agent in each pod.
 
 One pod that exits with 0 ends the Job, for an agent does so only when the job is over. Exit codes
-64 and 70 fail the Job at once. A pod that exits with 75, or is preempted, is replaced by another
-node: the name of a node is its pod's index and uid.
+64 and 70 fail the Job at once. A pod that exits with 71 or 75, or is preempted, is replaced by
+another node: the name of a node is its pod's index and uid. `backoffLimitPerIndex` counts all but
+preemptions.
 """
 
 from __future__ import annotations

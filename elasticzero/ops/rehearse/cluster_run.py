@@ -279,7 +279,7 @@ class FaultedJob:
         ]
         if ExitCode.DONE in codes:
             return int(ExitCode.DONE)
-        for code in (ExitCode.USAGE, ExitCode.FAILED, ExitCode.UNAVAILABLE):
+        for code in (ExitCode.USAGE, ExitCode.FAILED, ExitCode.DEFECT, ExitCode.UNAVAILABLE):
             if code in codes:
                 return int(code)
         return next(iter(codes), int(ExitCode.FAILED))

@@ -324,7 +324,7 @@ def test_a_loop_that_fails_again_stops_its_workers(node: NodeWithoutProcesses, n
     node.cycles_until("leave")
     failed = [f"failed {count}: odd" for count in range(1, MAX_ERRORS + 1)]
     assert node.asked == [*failed, "stop workers", "leave"]
-    assert node.core.exit_code == ExitCode.FAILED
+    assert node.core.exit_code == ExitCode.DEFECT
 
 
 def test_too_many_open_files_may_pass(node: NodeWithoutProcesses) -> None:
