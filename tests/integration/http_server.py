@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from typing import BinaryIO
 
 from elasticzero.launcher.http.routes import Answer, Route
@@ -44,6 +45,17 @@ class Hog:
             return Answer(content=b"none is left\n")
 
 
+def serving(routes: Mapping[str, Route]) -> AgentServer:
+    """An agent's server with these routes, on a free port, and no snapshots."""
+    return AgentServer(
+        listen("127.0.0.1", 0),
+        routes=routes,
+        snapshots=NoSnapshots(),
+        events=no_events,
+        token=lambda: Secret(TOKEN),
+    )
+
+
 def main() -> None:
     if limit := int(sys.argv[1]):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -53,13 +65,7 @@ def main() -> None:
         "/status": Route(answer=lambda query: Answer(content=b"{}\n"), served_to="token holders"),
         "/hog": Route(answer=Hog().answer, served_to="token holders"),
     }
-    with AgentServer(
-        listen("127.0.0.1", 0),
-        routes=routes,
-        snapshots=NoSnapshots(),
-        events=no_events,
-        token=lambda: Secret(TOKEN),
-    ) as server:
+    with serving(routes) as server:
         print(server.port, flush=True)
         while True:
             time.sleep(60)

@@ -18,9 +18,8 @@ import pytest
 
 from elasticzero.launcher.http import limits
 from elasticzero.launcher.http.routes import Answer, Route
-from elasticzero.launcher.http.server import AgentServer, listen
-from elasticzero.launcher.secrets import Secret
-from tests.integration.http_server import PAGE, TOKEN, NoSnapshots, no_events
+from elasticzero.launcher.http.server import AgentServer
+from tests.integration.http_server import PAGE, TOKEN, serving
 from tests.integration.http_stranger import ATTACKS
 from tests.support.deadlines import patience
 
@@ -158,13 +157,7 @@ def server() -> Iterator[AgentServer]:
         "/healthz": Route(answer=lambda query: Answer(content=b"ok\n"), served_to="everyone"),
         "/status": Route(answer=lambda query: Answer(content=SECRET), served_to="token holders"),
     }
-    with AgentServer(
-        listen("127.0.0.1", 0),
-        routes=routes,
-        snapshots=NoSnapshots(),
-        events=no_events,
-        token=lambda: Secret(TOKEN),
-    ) as running:
+    with serving(routes) as running:
         yield running
 
 

@@ -107,6 +107,18 @@ def assert_all_good(directory: Directory) -> None:
     assert not faults
 
 
+def before_the_manifest(patch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Has something happen once: a committer has seen all shards, and has no manifest yet."""
+    check = commit._check_readable
+
+    def freeze(target: Storage, data: bytes) -> None:
+        check(target, data)
+        patch.setattr(commit, "_check_readable", check)
+        happens()
+
+    patch.setattr(commit, "_check_readable", freeze)
+
+
 @each_kind
 def test_a_committer_frozen_before_the_manifest(
     kind: str, place: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,16 +127,10 @@ def test_a_committer_frozen_before_the_manifest(
     directory = opened(kind, place)
     assert whole_save(directory, 80, OLD, ALL)
     storage = shards(directory, 100, OLD)
-    check = commit._check_readable
-
-    def freeze(target: Storage, data: bytes) -> None:
-        check(target, data)
-        if target.where == storage.where and OLD in data.decode():
-            monkeypatch.setattr(commit, "_check_readable", check)
-            assert whole_save(directory, 90, NEW, LAST)
-
-    monkeypatch.setattr(commit, "_check_readable", freeze)
+    committed: list[bool] = []
+    before_the_manifest(monkeypatch, lambda: committed.append(whole_save(directory, 90, NEW, LAST)))
     assert commit.commit(storage, draft(100, OLD), wait_s=0.0)
+    assert committed == [True]
     assert_all_good(directory)
     assert state(directory)[90] == (NEW, None)
 
@@ -137,15 +143,13 @@ def test_a_committer_frozen_before_it_replaces_a_damaged_step(
     directory = opened(kind, place)
     assert whole_save(directory, 100, DAMAGED, ALL)
     storage = shards(directory, 100, OLD)
-    check = commit._check_readable
-
-    def freeze(target: Storage, data: bytes) -> None:
-        check(target, data)
-        monkeypatch.setattr(commit, "_check_readable", check)
-        assert whole_save(directory, 100, NEW, ALL, replacing=True)
-
-    monkeypatch.setattr(commit, "_check_readable", freeze)
+    committed: list[bool] = []
+    before_the_manifest(
+        monkeypatch,
+        lambda: committed.append(whole_save(directory, 100, NEW, ALL, replacing=True)),
+    )
     assert not commit.commit(storage, draft(100, OLD), wait_s=0.0, replacing=True)
+    assert committed == [True]
     assert state(directory) == {100: (NEW, None)}
 
 
@@ -425,16 +429,12 @@ def test_removed_shards_withdraw_the_manifest(
 ) -> None:
     directory = opened(kind, place)
     storage = shards(directory, 100, OLD)
-    check_readable = commit._check_readable
-
-    def remove(target: Storage, data: bytes) -> None:
-        check_readable(target, data)
-        names = [name for name in storage.names() if OLD in name]
-        assert remove_loose(storage, OLD, names) == sorted(names)
-
-    monkeypatch.setattr(commit, "_check_readable", remove)
+    names = [name for name in storage.names() if OLD in name]
+    removed: list[str] = []
+    before_the_manifest(monkeypatch, lambda: removed.extend(remove_loose(storage, OLD, names)))
     with pytest.raises(StorageError, match=r"the shards of 2 ranks \(0, 1\) of 2 were removed"):
         commit.commit(storage, draft(100, OLD), wait_s=0.0)
+    assert removed == sorted(names)
     assert storage.names() == []
 
 
@@ -445,13 +445,7 @@ def test_a_withdrawn_manifest_gives_the_replaced_one_back(
     directory = opened(kind, place)
     assert whole_save(directory, 100, DAMAGED, ALL)
     storage = shards(directory, 100, OLD)
-    check_readable = commit._check_readable
-
-    def remove(target: Storage, data: bytes) -> None:
-        check_readable(target, data)
-        storage.remove(draft(100, OLD).file_name(1))
-
-    monkeypatch.setattr(commit, "_check_readable", remove)
+    before_the_manifest(monkeypatch, lambda: storage.remove(draft(100, OLD).file_name(1)))
     with pytest.raises(StorageError, match=r"the shards of rank 1 of 2 were removed"):
         commit.commit(storage, draft(100, OLD), wait_s=0.0, replacing=True)
     assert state(directory) == {100: (DAMAGED, None)}
