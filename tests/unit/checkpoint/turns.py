@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from elasticzero.checkpoint.storage import disk
 from elasticzero.checkpoint.storage.base import Bytes, Directory, Storage
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError
+from tests.unit.checkpoint.disk_faults import CREATING, OTHERS
 
 
 class Stopped(BaseException):
@@ -140,15 +145,84 @@ class TurnDirectory:
             self._directory.check_writable()
 
 
+class CallTurns:
+    """While entered, each call into the operating system of a process of `Turns` is a request."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._processes: dict[int, int] = {}
+        """The process that each thread is."""
+        self._inside = threading.local()
+        self._real: list[tuple[Any, str, Callable[..., Any]]] = []
+
+    def enter(self, process: int) -> None:
+        """Makes this thread a process."""
+        self._processes[threading.get_ident()] = process
+
+    def __enter__(self) -> CallTurns:
+        called = [(os, name) for name in (*CREATING, *OTHERS)] + [(disk, "exchange")]
+        self._real = [(module, name, getattr(module, name)) for module, name in called]
+        for module, name, real in self._real:
+            setattr(module, name, self._by_turns(real))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, real in self._real:
+            setattr(module, name, real)
+
+    def _by_turns(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            process = self._processes.get(threading.get_ident())
+            if process is None or getattr(self._inside, "call", False):
+                return real(*arguments, **options)
+            with self._turns.request(process):
+                self._inside.call = True
+                try:
+                    return real(*arguments, **options)
+                finally:
+                    self._inside.call = False
+
+        return call
+
+
 def run_by_turns(
     directory: Directory, works: Sequence[Callable[[Directory], object]], turns: Turns
 ) -> list[BaseException | None]:
-    """Runs two processes' work; returns the error of each."""
+    """Runs two processes' work by turns of requests to storage; returns the error of each."""
+    return _run_both(
+        lambda process: works[process](TurnDirectory(directory, turns, process)), turns
+    )
+
+
+def run_by_calls(
+    directory: DiskDirectory, works: Sequence[Callable[[Directory], object]], turns: Turns
+) -> list[BaseException | None]:
+    """Runs two processes' work by turns of calls into the system; returns the error of each.
+
+    Each does all in one thread: see `one_by_one`.
+    """
+    calls = CallTurns(turns)
+
+    def work(process: int) -> None:
+        calls.enter(process)
+        works[process](directory)
+
+    with calls:
+        return _run_both(work, turns)
+
+
+def one_by_one(items: Iterable[Any], work: Callable[[Any], Any], *, threads: int = 1) -> list[Any]:
+    """Does in one thread what `run_parallel` does in several."""
+    return [work(item) for item in items]
+
+
+def _run_both(work: Callable[[int], object], turns: Turns) -> list[BaseException | None]:
+    """Runs the work of process 0 and of process 1; returns the error of each."""
     errors: list[BaseException | None] = [None, None]
 
     def run(process: int) -> None:
         try:
-            works[process](TurnDirectory(directory, turns, process))
+            work(process)
         except (ElasticZeroError, OSError, Stopped) as error:
             errors[process] = error
         finally:

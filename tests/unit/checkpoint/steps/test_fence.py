@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,14 +45,6 @@ ALL = RetentionPolicy()
 Work = Callable[[Directory], object]
 
 each_kind = pytest.mark.parametrize("kind", ["disk", "object"])
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """In memory, where fsync takes no time."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as path:
-        yield Path(path)
 
 
 def opened(kind: str, place: Path) -> Directory:
@@ -251,7 +242,7 @@ CASES = {
     "retention of both": Case(
         prepare_kept,
         lambda d: apply_retention(d, draft(100, OLD), LAST),
-        lambda d: (save(d, 110, NEW, LAST), apply_retention(d, draft(100, OLD), LAST)),
+        lambda d: (whole_save(d, 110, NEW, LAST), apply_retention(d, draft(100, OLD), LAST)),
     ),
     "discarded by one of two": Case(prepare_two, discard, lambda d: save(d, 100, OLD, ALL)),
     "room made": Case(
@@ -336,10 +327,11 @@ def switches(place: Path, case: Case, kind: str) -> list[tuple[int, int]]:
 
 
 @each_case
-def test_some_orders_of_two_switches(place: Path, case: str) -> None:
-    orders = switches(place, CASES[case], "object")
-    for first, second in random.Random(case).sample(orders, min(40, len(orders))):
-        run_noted("object", place, CASES[case], (first, second))
+@pytest.mark.parametrize(("kind", "count"), [("object", 40), ("disk", 12)])
+def test_some_orders_of_two_switches(kind: str, count: int, place: Path, case: str) -> None:
+    orders = switches(place, CASES[case], kind)
+    for first, second in random.Random(case).sample(orders, min(count, len(orders))):
+        run_noted(kind, place, CASES[case], (first, second))
 
 
 @pytest.mark.slow
