@@ -23,10 +23,14 @@ from elasticzero.checkpoint.steps import verify
 from elasticzero.checkpoint.steps.retention import COMMIT_S
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.processes import process_state
 from elasticzero.spans import Span
 from elasticzero.state.model import LoadTarget
 from tests.integration.scripts.save_until_killed import state
+from tests.support.deadlines import patience
 
+WAIT_S = 60.0
+"""A generous deadline."""
 FOREVER = 1_000_000
 """A last step that is never reached."""
 
@@ -73,6 +77,14 @@ def serving(script: str, root: Path) -> Iterator[Savers]:
         yield Savers(process)
         assert process.stdin is not None
         process.stdin.close()
+
+
+def wait_for_state(processes: Sequence[int], states: str) -> None:
+    """Until each process has one of these states, as in /proc/PID/stat."""
+    deadline_s = time.monotonic() + patience(WAIT_S)
+    while any(process_state(process) not in states for process in processes):
+        assert time.monotonic() < deadline_s, [process_state(process) for process in processes]
+        time.sleep(0.005)
 
 
 def kill_soon(dice: random.Random, processes: Sequence[int], within_s: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from tests.integration.killing import (
     kill_soon,
     let_a_minute_pass,
     serving,
+    wait_for_state,
 )
 
 WAIT_S = 30.0
@@ -70,6 +72,51 @@ def test_many_kills(savers: Savers, tmp_path: Path) -> None:
         except BaseException as error:
             error.add_note(f"KILLS_SEED={seed} KILLS=1 repeats it")
             raise
+
+
+def steps_there(place: DiskDirectory) -> dict[int, int]:
+    """The generation of each committed step, all of which are whole."""
+    return {info.step: assert_right(info.storage) for info in catalog.steps(place)}
+
+
+@pytest.mark.parametrize(
+    ("first", "aged"),
+    [
+        (2, True),
+        (3, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_saver_frozen_before_its_manifest_wakes(
+    savers: Savers, tmp_path: Path, first: int, aged: bool
+) -> None:
+    """The next generation saves the same step or later ones meanwhile, and applies retention. Where
+    the frozen save is beaten, or old enough, its shards are removed; its step existed without."""
+    place = DiskDirectory(tmp_path)
+    savers.save(tmp_path, 1, 1, 1, WAIT_S)
+    committer, other = savers.start(tmp_path, 2, 2, 2, WAIT_S, True)
+    try:
+        wait_for_state([committer], "T")
+        os.kill(other, signal.SIGKILL)  # its shard is there
+        if aged:
+            let_a_minute_pass(tmp_path)
+        wait_for_state(savers.start(tmp_path, 3, first, 5, WAIT_S), "Z")
+        before = steps_there(place)
+        assert before == {4: 3, 5: 3}
+    finally:
+        os.kill(committer, signal.SIGCONT)
+    ended = savers.wait()
+    assert ended.pop(other) == -signal.SIGKILL
+    assert not any(ended.values()), ended
+    after = steps_there(place)
+    assert before.items() <= after.items()
+    removed = aged or first == 2
+    assert after.keys() - before.keys() == (set() if removed else {2})
+    let_a_minute_pass(tmp_path)
+    savers.save(tmp_path, 4, 6, 7, WAIT_S)
+    assert assert_right(catalog.resolve(tmp_path)) == 4
+    assert_nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(5))

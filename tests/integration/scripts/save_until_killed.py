@@ -1,8 +1,12 @@
 """Saves one step after the other, each of two ranks in a process of its own.
 
-An order is `[directory, generation, first step, last step, seconds to wait for the other rank]`.
+An order is `[directory, generation, first step, last step, seconds to wait for the other rank]`,
+and perhaps True besides: rank 0 stops itself (SIGSTOP) when it has seen all shards of the first
+step, just before its manifest.
 """
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +23,7 @@ from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.io.writer import SaveCoordination, TensorPiece, write_checkpoint
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
+from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError, StorageError
 from tests.integration.scripts.processes import fork, serve
@@ -75,7 +80,29 @@ def save(directory: Path, rank: int, generation: int, step: int, wait_s: float) 
         time.sleep(0.001)
 
 
-def run(directory: str, rank: int, generation: int, first: int, last: int, wait_s: float) -> None:
+def stop_before_the_manifest() -> None:
+    """Stops this process once, when it goes on to create a manifest."""
+    check = commit._check_readable
+
+    def stop(storage: Storage, data: bytes) -> None:
+        check(storage, data)
+        commit._check_readable = check
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    commit._check_readable = stop
+
+
+def run(
+    directory: str,
+    rank: int,
+    generation: int,
+    first: int,
+    last: int,
+    wait_s: float,
+    stops: bool = False,
+) -> None:
+    if stops and rank == 0:
+        stop_before_the_manifest()
     for step in range(first, last + 1):
         try:
             save(Path(directory), rank, generation, step, wait_s)

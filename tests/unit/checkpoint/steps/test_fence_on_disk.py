@@ -1,4 +1,4 @@
-"""Two generations write one directory on a disk, and change turns between two calls into the system.
+"""Two generations write one directory on a disk, by turns between two calls into the system.
 
 A request to a disk is several calls: `test_fence` changes turns between requests.
 """
