@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from elasticzero.launcher.store.etcd import server as embedded
 from elasticzero.launcher.store.etcd.connection import rpc
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
+from tests.integration.etcd_relay import Relay
 from tests.support.deadlines import patience
 from tests.watching import DEADLINE_S, Told, has
 
@@ -358,45 +358,6 @@ def test_a_lost_answer_is_looked_up_and_never_written_twice(
         assert world.value in (b"1", b"2")
     else:
         assert result == world.mod_revision and world.value == b"2"
-
-
-class Relay:
-    """A way to etcd that can fall silent: connections stay open, and nothing passes."""
-
-    def __init__(self, endpoint: str) -> None:
-        host, _, port = endpoint.rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._sockets = [self._listener]
-        self._open = threading.Event()
-        self._open.set()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def freeze(self) -> None:
-        self._open.clear()
-
-    def close(self) -> None:
-        self._open.set()
-        for s in self._sockets:
-            with contextlib.suppress(OSError):
-                s.shutdown(socket.SHUT_RDWR)
-            s.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
-                self._sockets += [client, server]
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                self._open.wait()
-                sink.sendall(data)
 
 
 def test_an_endpoint_silent_from_the_start_is_left_for_the_next(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,17 +23,20 @@ from elasticzero.launcher.store.job_run import RUN
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from elasticzero.processes import descendants
 from tests.integration.clusters import REGRESSION, Story, story
+from tests.integration.etcd_relay import Relay
 from tests.integration.test_elastic_training import check_weights
 
 TTL_S = 2
+CUT_S = 34.0
+"""Longer than any request to etcd and its pauses."""
 STEPS = {"first": 34, "second": 102}
 EPOCHS = {"first": 1, "second": 3}
 
 
-def job_arguments(run: str, checkpoints: Path, nodes: str) -> list[str]:
+def job_arguments(run: str, checkpoints: Path, nodes: str, *, ttl_s: int = TTL_S) -> list[str]:
     """Options of a run: the second one has more steps, and another directory."""
     return [
-        *("--nnodes", nodes, "--settle", "0.5", "--lease-ttl", str(TTL_S)),
+        *("--nnodes", nodes, "--settle", "0.5", "--lease-ttl", str(ttl_s)),
         *("--checkpoint-dir", str(checkpoints / run)),
         *(["--restart"] if run == "second" else []),
         *(str(REGRESSION), "--pause", "0.05", "--epochs", str(EPOCHS[run])),
@@ -89,6 +93,43 @@ def check_gave_way(told: Story, away: Node) -> None:
     assert not [event for event in events if event["event"] == "store_recovery"], told.logs()
 
 
+def come_back(
+    told: Story,
+    etcd: EtcdServer,
+    checkpoints: Path,
+    away: Node,
+    wake: Callable[[], None],
+    pause_s: float = 0.3,
+) -> None:
+    """The job ends and is begun again; then the node that was away wakes, and gives way.
+
+    pause_s: that of the second run's steps, which must outlast the absence.
+    """
+    job = told.cluster.job
+    told.pause(0.0)
+    finish_without(told, away)
+    told.pause(pause_s)
+    begin_again(told, checkpoints, "1:2")
+    before = len(told.told)
+
+    def steps() -> int:
+        return sum(event["event"] == "step" for _, event in told.told[before:])
+
+    told.wait("steps of the second run", lambda: steps() > 3)
+    old_files = files_in(checkpoints / "first")
+    wake()
+    check_gave_way(told, away)
+    documents = stored(etcd, job)
+    assert documents[WORLD]["run"] == 2 and DONE not in documents
+    assert f"{MEMBERS}{away.name}" not in documents
+    codes = told.wait_for_end()
+    assert sorted(codes.values()) == [0, ExitCode.SUPERSEDED], told.logs()
+    documents = stored(etcd, job)
+    assert documents[RUN] == {"number": 2}
+    assert documents[DONE]["run"] == 2 and documents[DONE]["step"] == STEPS["second"]
+    assert files_in(checkpoints / "first") == old_files, "no saver of the first run went on"
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("frozen", ["node", pytest.param("agent", marks=pytest.mark.slow)])
 def test_a_node_that_was_away_leaves_the_next_run_alone(
@@ -104,27 +145,37 @@ def test_a_node_that_was_away_leaves_the_next_run_alone(
         told.wait_for_step(5)
         away = told.cluster.nodes[told.of("world")[0]["members"][1]]
         pids = freeze(away, whole=frozen == "node")
-        finish_without(told, away)
-        told.pause(0.3)
-        begin_again(told, tmp_path, "1:2")
-        before = len(told.told)
+        come_back(told, etcd, tmp_path, away, lambda: send(pids, signal.SIGCONT))
+    check_weights(tmp_path / "second", reference)
 
-        def steps() -> int:
-            return sum(event["event"] == "step" for _, event in told.told[before:])
 
-        told.wait("steps of the second run", lambda: steps() > 3)
-        old_files = files_in(tmp_path / "first")
-        send(pids, signal.SIGCONT)
-        check_gave_way(told, away)
-        documents = stored(etcd, job)
-        assert documents[WORLD]["run"] == 2 and DONE not in documents
-        assert f"{MEMBERS}{away.name}" not in documents
-        codes = told.wait_for_end()
-    assert sorted(codes.values()) == [0, ExitCode.SUPERSEDED], told.logs()
-    documents = stored(etcd, job)
-    assert documents[RUN] == {"number": 2}
-    assert documents[DONE]["run"] == 2 and documents[DONE]["step"] == STEPS["second"]
-    assert files_in(tmp_path / "first") == old_files, "no saver of the first run went on"
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_cut_off_from_etcd_leaves_the_next_run_alone(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """It trained on with the other, finished, and took what it then found in etcd for lost data."""
+    first = job_arguments("first", tmp_path, "1:2", ttl_s=3)
+    with (
+        closing(Relay(etcd.endpoint)) as relay,
+        story(tmp_path, etcd.endpoint, job, first, nodes=1) as told,
+    ):
+        told.pause(1.0)
+        told.wait_for_first_step(1)
+        direct = list(told.cluster.command)
+        told.cluster.command = [relay.endpoint if w == etcd.endpoint else w for w in direct]
+        away = told.cluster.start_node()
+        told.cluster.command = direct
+        told.wait("both", lambda: any(len(e["members"]) == 2 for e in told.of("world")))
+        told.wait_for_first_step(told.generation)
+        relay.freeze()
+        cut_s = time.monotonic()
+
+        def mend() -> None:
+            told.wait("the cut's end", lambda: time.monotonic() > cut_s + CUT_S)
+            relay.thaw()
+
+        come_back(told, etcd, tmp_path, away, mend, pause_s=0.6)
     check_weights(tmp_path / "second", reference)
 
 
