@@ -68,7 +68,11 @@ from elasticzero.launcher.workers.preload import preloaded_modules
 from elasticzero.launcher.workers.process import Worker, kill_all
 
 REST_S = 0.25
-"""Seconds between two turns of the loop, in which it also receives steps, while nothing happens."""
+"""Seconds between two turns of the loop while little happens, and while workers' output is
+repeated."""
+LONG_REST_S, LONG_REST_SHARE_OF_TTL = 1.0, 0.25
+"""Maximum seconds between two turns, and their maximum share of the lease's TTL, while no timer is
+due: each turn receives steps, and looks for workers that are suspended or outlast their time."""
 BUSY_S = 0.02
 """Seconds between two turns of the loop while a round is open or workers start."""
 LONG_ROUND_S = 5.0
@@ -167,6 +171,7 @@ class Agent:
             run=store,
         )
         self._core = AgentCore(options.policy, self, self, side, self.reporter, time.monotonic)
+        membership.call_at_lapse(self.wake)
         self.saver = CheckpointSaver(
             self.snapshots,
             options.training.checkpoint_dir,
@@ -235,7 +240,7 @@ class Agent:
             self._compute.turn(view, self.token)
 
     def _sleep(self, seen: tuple[View, Decision] | None) -> None:
-        pause_s = BUSY_S if seen is not None and self._is_busy(*seen) else REST_S
+        pause_s = self._pause_s(*seen) if seen is not None else REST_S
         server = self._server.fileno()
         if self._wake_read in readable(
             [self._wake_read, *([server] if server >= 0 else [])], pause_s
@@ -243,13 +248,24 @@ class Agent:
             with suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
 
+    def _pause_s(self, view: View, decision: Decision) -> float:
+        """Returns the seconds until the next turn, if nothing wakes the loop."""
+        group = self._group
+        examining = group is not None and group.progress_monitor.examining
+        left_s = self._core.due_s(view, decision) - time.monotonic()
+        if examining or left_s <= REST_S:
+            return BUSY_S if examining or self._is_busy(view, decision) else REST_S
+        console = self.options.console
+        if group is not None and any(console.repeated_streams(w.local_rank) for w in group.workers):
+            return REST_S
+        ttl_s = self.options.policy.lease_ttl_s
+        return min(left_s, LONG_REST_S, LONG_REST_SHARE_OF_TTL * ttl_s)
+
     def _is_busy(self, view: View, decision: Decision) -> bool:
         training = view.workers.restored and view.round_s is None and not decision.actions
         long_round = view.round_s is not None and time.monotonic() - view.round_s > LONG_ROUND_S
         idle = training or view.world is None or view.outside_s is not None or long_round
-        group = self._group
-        examining = group is not None and group.progress_monitor.examining
-        return bool(decision.actions) or not idle or examining
+        return bool(decision.actions) or not idle
 
     def _log_present_nodes(self, view: View) -> None:
         if view.done is not None or (view.world is not None and view.round_s is None):

@@ -20,7 +20,10 @@ Rules of the loop:
     maintains and writes nothing more; `decide` ends it (A13).
  6. A start retires the workers of the older generation first, and all of their snapshots but the
     one that the new generation resumes from.
- 7. An unexpected error ends its turn and not the process: the node leaves at the next boundary,
+ 7. Where nothing wakes the loop, it turns again when the next timer is due (`due_s`): a lapsed time
+    of the protocol, a retry, a search. In a state in which things follow fast on one another it
+    turns soon, and every few moments its node looks after the workers.
+ 8. An unexpected error ends its turn and not the process: the node leaves at the next boundary,
     with its state handed over. Once MAX_ERRORS turns have failed, the loop cannot be trusted to do
     that: the workers are stopped by their own protocol, and the agent exits with a code that says
     that it has failed, and not the job.
@@ -33,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Protocol
 
 from elasticzero.errors import (
@@ -63,7 +67,7 @@ from elasticzero.launcher.protocol.actions import (
     WriteDone,
     WriteWorld,
 )
-from elasticzero.launcher.protocol.decide import decide
+from elasticzero.launcher.protocol.decide import decide, quiet_until_s
 from elasticzero.launcher.protocol.documents import UNSTATED, World
 from elasticzero.launcher.protocol.drain import merge_notices
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -176,6 +180,11 @@ class Listener(Protocol):
 class DataRecovery(Protocol):
     """Writes into the store what it has lost of the job: see `StoreRecovery`."""
 
+    @property
+    def due_s(self) -> float:
+        """Returns the time at which `poll` has something to do again; infinite: it has nothing to
+        do until something changes."""
+
     def poll(self, now_s: float) -> None: ...
 
 
@@ -243,6 +252,8 @@ class AgentCore:
         """Number of a later run of the job that a write has met; UNSTATED: none."""
         self.whole_s = 0.0
         """Time at which the last turn ended that no unexpected error has cut short."""
+        self._looked_s = 0.0
+        """Time of the last look at everything."""
         self._errors = 0
         """Number of turns that an unexpected error has ended."""
 
@@ -272,7 +283,7 @@ class AgentCore:
         return self._saved_held
 
     def turn(self) -> tuple[View, Decision] | None:
-        """Does one cycle; returns None if an error has cut it short (rule 7).
+        """Does one cycle; returns None if an error has cut it short (rule 8).
 
         Raises:
             ElasticZeroError: The error says what the user or the operator must do.
@@ -333,12 +344,22 @@ class AgentCore:
                 self._end_run(error)
         return view, decision
 
+    def due_s(self, view: View, decision: Decision) -> float:
+        """Returns the time at which the loop must turn again though nothing wakes it, after a turn
+        that has returned these; a time that is past means soon."""
+        store, now_s = self._store, self._looked_s
+        quiet_s = quiet_until_s(view, decision, now_s, self.policy)
+        recovery_s = inf if store.recovery is None else store.recovery.due_s
+        watch_s = store.subscriptions.due_s(view, now_s, self.policy)
+        return min(quiet_s, recovery_s, watch_s, store.membership.due_s, store.writer.due_s)
+
     def _end_run(self, error: RunEnded) -> None:
         """Notes that a later run has begun; the next turn of the loop ends this agent."""
         self._later_run = max(self._later_run, error.later)
         self._node.wake()
 
     def _observe_and_decide(self, now_s: float) -> tuple[View, Decision]:
+        self._looked_s = now_s
         saving = self._memory.saving()  # before the message of its end is taken in
         self._maintain(now_s)
         view = self._observe(now_s, saving=saving)

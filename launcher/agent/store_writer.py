@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.agent.observer import ClusterObserver
@@ -106,6 +107,12 @@ class StoreWriter:
         self._verify_while_waiting(now_s, world)
         if named or not leaving:
             self._membership.check(now_s, named=named, world_revision=revision)
+
+    @property
+    def due_s(self) -> float:
+        """Returns the time at which `keep_registered` reads the registration of a node that waits;
+        infinite: it waits for no place."""
+        return inf if self._verify_after_s is None else self._verify_after_s
 
     def _verify_while_waiting(self, now_s: float, world: World | None) -> None:
         """Reads this node's registration now and then while the node waits for a place.

@@ -6,6 +6,7 @@ A thousand agents share one store, so each watches what its present role needs, 
 from __future__ import annotations
 
 from contextlib import suppress
+from math import inf
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.protocol.documents import Member, Report, World
@@ -80,6 +81,8 @@ class Subscriptions:
         """This agent's report, as it was put last."""
         self._read_report_after_s = 0.0
         """Time before which that report is not read."""
+        self._has_read = False
+        """True if the last update has read something, which the next view shows."""
         self._own_report: tuple[str, PrefixState] | None = None
         """Key of this agent's report, and what was last read there."""
 
@@ -95,10 +98,33 @@ class Subscriptions:
             now_s: Present time, on the clock of the view's times.
             policy: Limits and times, without operators' changes.
         """
+        self._has_read = False
         if view.outside_s is not None and policy.spares is not None:
             self._find_room(view, now_s, policy)
         self._read_own_report(view, now_s)
         self._follow(view, now_s, policy)
+
+    def due_s(self, view: View, now_s: float, policy: JobPolicy) -> float:
+        """Returns the time at which `update` has something to do again for a view that does not
+        change; infinite: it has not.
+
+        Args:
+            view: What this agent sees.
+            now_s: Present time, on the clock of the view's times.
+            policy: Limits and times, without operators' changes.
+        """
+        times_s = [now_s if self._has_read else self._own_report_due_s(view)]
+        world = view.world
+        index = world.find(view.me.node, view.me.incarnation) if world is not None else None
+        if index is None:
+            if self._oldest_is_gone(view.me.node):
+                times_s.append(self._find_oldest_after_s or now_s)
+            if view.outside_s is not None and policy.spares is not None:
+                times_s.append(self._room_due_s(view, now_s, policy))
+        elif world is not None and index >= STANDBY:
+            begins_s = _late_s(view, world, index, policy), _quiet_s(view, index, now_s, policy)
+            times_s += [at_s for at_s in begins_s if at_s >= now_s]
+        return min(times_s)
 
     def is_oldest(self, node: str) -> bool:
         """Returns whether the registration of `node` is the oldest, as far as is known."""
@@ -115,7 +141,8 @@ class Subscriptions:
         """
         room = _room(view, policy)
         case = (room, self._membership.revision)
-        return _has_waited(view, now_s, policy) and self._surplus == (case, True)
+        waited = now_s >= _has_waited_s(view, now_s, policy)
+        return waited and self._surplus == (case, True)
 
     def own_report(self, key: str) -> PrefixState | None:
         """Returns what was last read at `key`, the key of this agent's report; None: nothing was
@@ -139,6 +166,15 @@ class Subscriptions:
             key = f"{prefix}{view.me.node}"
             with suppress(StoreUnavailable):
                 self._own_report = (key, self._store.read(key))
+                self._has_read = True
+
+    def _own_report_due_s(self, view: View) -> float:
+        """Returns the time at which this agent's report is read next; infinite: it is not."""
+        report, world = view.my_report, view.world
+        if report is None or world is None or report.phase not in LASTING:
+            return inf
+        watched = self._observer.get(reports_of(world.generation)) is not None
+        return inf if watched else self._read_report_after_s
 
     def _follow(self, view: View, now_s: float, policy: JobPolicy) -> None:
         """Watches what this agent's role needs, and no more: a thousand agents share one store.
@@ -156,8 +192,7 @@ class Subscriptions:
             index = world.find(view.me.node, view.me.incarnation)
             in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
             stands_by = index is not None and index < STANDBY
-            wait_s = 0.0 if view.control.stop else 4 * policy.alive_s
-            late = index is not None and in_round_s > wait_s + _stagger_s(world, index)
+            late = index is not None and now_s > _late_s(view, world, index, policy)
             if index is None and not view.leaving:
                 prefixes.add(self._find_oldest(view.me.node, now_s))
             alone = False
@@ -197,6 +232,7 @@ class Subscriptions:
             self._find_oldest_after_s = now_s + SEARCH_AGAIN_S
             with suppress(StoreUnavailable):
                 self._oldest = next(iter(self._read_oldest(1)), None)
+                self._has_read = True
         return self._prefix_of_oldest(node)
 
     def _read_oldest(self, count: int) -> list[Entry]:
@@ -222,7 +258,7 @@ class Subscriptions:
             now_s: Present time, on the clock of the view's times.
             policy: Limits and times, without operators' changes.
         """
-        if not _has_waited(view, now_s, policy):
+        if now_s < _has_waited_s(view, now_s, policy):
             return
         room = _room(view, policy)
         case = (room, self._membership.revision)
@@ -236,6 +272,20 @@ class Subscriptions:
                 before = [entry.key.removeprefix(MEMBERS) for entry in first]
                 ahead = sum(node not in useless for node in before)
                 self._surplus = (case, view.me.node not in before and ahead >= room)
+                self._has_read = True
+
+    def _room_due_s(self, view: View, now_s: float, policy: JobPolicy) -> float:
+        """Returns the time at which it may be found that this node is one too many; infinite: it is
+        not.
+
+        Args:
+            view: What this agent sees.
+            now_s: Present time, on the clock of the view's times.
+            policy: Limits and times, without operators' changes.
+        """
+        if self._surplus == ((_room(view, policy), self._membership.revision), False):
+            return inf
+        return max(self._find_room_after_s, _has_waited_s(view, now_s, policy))
 
     def _count_earlier_nodes(self) -> int:
         """Returns how many nodes were registered when this one was, as far as the store can
@@ -276,9 +326,9 @@ def _room(view: View, policy: JobPolicy) -> int:
     return policy.max_nodes + (policy.spares or 0)
 
 
-def _has_waited(view: View, now_s: float, policy: JobPolicy) -> bool:
-    """Returns whether this node has been outside the world for so long that the loss of a member is
-    known.
+def _has_waited_s(view: View, now_s: float, policy: JobPolicy) -> float:
+    """Returns the time from which on this node has been outside the world for so long that the loss
+    of a member is known.
 
     Args:
         view: What this agent sees.
@@ -286,7 +336,23 @@ def _has_waited(view: View, now_s: float, policy: JobPolicy) -> bool:
         policy: Limits and times, of which the TTL of a lease counts.
     """
     since_s = max(view.outside_s or now_s, view.store.outage_end_s)
-    return now_s - since_s >= SURPLUS_TTLS * policy.lease_ttl_s
+    return since_s + SURPLUS_TTLS * policy.lease_ttl_s
+
+
+def _late_s(view: View, world: World, index: int, policy: JobPolicy) -> float:
+    """Returns the time after which the member at `index` watches all others in a round that the
+    first members do not end; infinite: no round is open.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view.
+        index: Index of this node in the world's order; later members begin later.
+        policy: Limits and times, of which `alive_s` counts.
+    """
+    if view.round_s is None:
+        return inf
+    wait_s = 0.0 if view.control.stop else 4 * policy.alive_s
+    return view.round_s + wait_s + _stagger_s(world, index)
 
 
 def _stagger_s(world: World, index: int) -> float:

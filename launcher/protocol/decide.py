@@ -46,6 +46,7 @@ conditioned on that document's revision.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 from elasticzero.errors import ExitCode, later_run_text
@@ -79,6 +80,7 @@ from elasticzero.launcher.protocol.hang_rules import (
     EXAMINATION_LIMIT_S,
     HANG_STOP_S,
     STOPPED_S,
+    due_s,
     overdue,
     step_limit_s,
 )
@@ -91,7 +93,7 @@ from elasticzero.launcher.protocol.leader import (
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from elasticzero.launcher.protocol.regroup import close_round, others_may_save, save_held
 from elasticzero.launcher.protocol.termination import exit_code_of
-from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.protocol.view import GroupOrder, GroupOutcome, View
 
 ALIKE_S = 1.0
 """Seconds for which workers that begin are not stopped after another node's bad input."""
@@ -128,6 +130,57 @@ def decide(view: View, now_s: float, policy: JobPolicy) -> Decision:
     if view.round_s is not None:
         return _round(view, world, now_s, policy)
     return _training(view, world, now_s, policy)
+
+
+def quiet_until_s(view: View, decision: Decision, now_s: float, policy: JobPolicy) -> float:
+    """Returns the time until which `decide` decides the same for a view that does not change.
+
+    It is computed where agents wait for what wakes them: for the first world, for a place, for the
+    next world, or for a change while their workers train. In every other state it is `now_s`.
+
+    Args:
+        view: What this agent sees of its node, the store and the cluster.
+        decision: What was decided from it.
+        now_s: Time of that, on the monotonic clock of the view's times.
+        policy: Limits of the user and times of the protocol, without operators' changes.
+    """
+    policy = with_operator_overrides(policy, view.control)
+    world = view.world
+    odd = view.leaving or view.later_run or view.done is not None or view.remnants
+    odd |= view.control.stop or view.workers.sealing or not view.store.reachable
+    if decision.actions or odd:
+        return now_s
+    if world is None:
+        return now_s if view.oldest else view.began_s + policy.join_timeout_s
+    if world.find(view.me.node, view.me.incarnation) is None:
+        waits = view.members is None and not view.surplus and not view.workers.running
+        return inf if waits else now_s
+    if view.round_s is None:
+        return _trains_until_s(view, world, now_s, policy)
+    if view.workers.running or view.members is not None or view.reports is not None:
+        return now_s
+    return view.round_s + policy.alive_s if view.alarm is None else inf
+
+
+def _trains_until_s(view: View, world: World, now_s: float, policy: JobPolicy) -> float:
+    """Returns the time until which nothing is to be decided about workers that train.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, which names this registration; no round is open.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
+    workers = view.workers
+    trains = (workers.restored or workers.plain) and workers.outcome is GroupOutcome.OPEN
+    trains &= workers.order is GroupOrder.TRAIN and not workers.failed
+    trains &= workers.examination == "none"
+    changes = view.missing_since_s or any(not world.names(m) for m in (view.members or {}).values())
+    if not trains or changes:
+        return now_s
+    limit_s = step_limit_s(workers, policy)
+    in_loop_s = due_s(limit_s, in_loop=True) - max(workers.silent_s, workers.frozen_s)
+    return now_s + min(in_loop_s, due_s(limit_s, in_loop=False) - workers.before_step_s)
 
 
 def _give_way(view: View) -> Decision:

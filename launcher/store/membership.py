@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from zlib import crc32
 
 from elasticzero.errors import StoreUnavailable, UserError
@@ -79,6 +80,8 @@ class Membership:
         self._lease: Lease | None = None
         self._retry_s = 0.0
         self._tries = 0
+        self._is_due = False
+        """True if the last check has found that the node is to be registered anew."""
         self._last_confirmed_s = 0.0
         self._last_check_s = 0.0
         self._registered = member
@@ -97,6 +100,8 @@ class Membership:
         """Revision at which the registration was put."""
         self.lapses = 0
         """Number of times the lease was lost."""
+        self._lapsed: Callable[[], None] | None = None
+        """Called when a lease was lost."""
 
     @property
     def key(self) -> str:
@@ -116,6 +121,20 @@ class Membership:
     def outage_end_s(self) -> float:
         """Returns the end of the last outage that this node has noticed."""
         return self._outage_end_s
+
+    @property
+    def due_s(self) -> float:
+        """Returns the time at which `check` has something to do again; infinite: it has nothing
+        to do until something changes."""
+        return self._retry_s if self._is_due or not self.is_registered else inf
+
+    def call_at_lapse(self, call: Callable[[], None]) -> None:
+        """Has `call` be called, in a thread of the store, whenever the lease is lost."""
+        self._lapsed = call
+
+    def _note_lapse(self) -> None:
+        if self._lapsed is not None:
+            self._lapsed()
 
     def note_outage(self, ended_s: float) -> None:
         """Notes that the store was away until then.
@@ -207,7 +226,8 @@ class Membership:
         self._last_check_s = now_s
         self._last_confirmed_s = max(self._last_confirmed_s, lease.confirmed_s)
         left_out = not named and self._seen_revision != world_revision
-        if (self._is_registered and not lease.lost and not left_out) or now_s < self._retry_s:
+        self._is_due = not self._is_registered or lease.lost or left_out
+        if not self._is_due or now_s < self._retry_s:
             return
         self._retry_s = now_s + self._pause_s()
         self._tries += 1
@@ -216,13 +236,13 @@ class Membership:
         with suppress(StoreUnavailable, LeaseLost):
             if left_out and self._is_in_place():
                 self._seen_revision = world_revision
-                self._tries = 0
+                self._tries, self._is_due = 0, False
                 return
             if not named and self.me.incarnation == self._registered.incarnation:
                 self.renew_incarnation()
             if self.register():
                 self._seen_revision = world_revision
-                self._tries = 0
+                self._tries, self._is_due = 0, False
 
     def renew_incarnation(self) -> None:
         """Draws another incarnation, under which the node registers next."""
@@ -260,7 +280,7 @@ class Membership:
                 self._lease.close(revoke=False)
                 self.lapses += 1
             self._is_registered = False
-            self._lease = self._store.lease(self._ttl_s)
+            self._lease = self._store.lease(self._ttl_s, on_lost=self._note_lapse)
         condition = Condition(key=self.key, mod_revision=before)
         put = {self.key: to_bytes(self.me)}
         revision = self._store.write(put, conditions=[condition], lease=self._lease)

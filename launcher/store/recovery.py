@@ -27,6 +27,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Protocol
 
 from elasticzero.errors import StoreUnavailable
@@ -87,6 +88,18 @@ class StoreRecovery:
         self._loss_suspected = False
         self._check_record_after_s = 0.0
         """Time before which the token's record is not read."""
+
+    @property
+    def due_s(self) -> float:
+        """Returns the time at which `poll` has something to do again; infinite: it has nothing to
+        do until something changes."""
+        changed = self._membership.lapses != self._lapses or self._store.history != self._history
+        if changed:
+            return 0.0
+        if self._due_s is not None:
+            return self._due_s
+        suspected = self._loss_suspected or self._observer.retained
+        return self._check_record_after_s if suspected else inf
 
     def adopt(self, agreed: Agreed) -> None:
         """Replaces the job's token by another one from now on."""

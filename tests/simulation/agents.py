@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 import greenlet
@@ -39,6 +40,8 @@ agent looks again so soon."""
 ROUND_PAUSE_S = 0.25
 LONG_ROUND_S = 5.0
 """In a round an agent looks at least so often; in one that lasts as seldom as at other times."""
+LONGEST_PAUSE_S = 2.0
+"""An agent that does not know when its next timer is due looks at least so often."""
 JOIN_AGAIN_S = 0.5
 SETTLE_S = 0.05
 TOKEN = Secret("the token of every job")
@@ -88,6 +91,10 @@ class LateRecovery:
 
     def __init__(self) -> None:
         self.actual: StoreRecovery | None = None
+
+    @property
+    def due_s(self) -> float:
+        return self.actual.due_s if self.actual is not None else inf
 
     def poll(self, now_s: float) -> None:
         if self.actual is not None:
@@ -221,14 +228,8 @@ class Agent:
         self.look = SlowLook(cluster.storage, cluster.random, self.wake)
         subscriptions = Subscriptions(store, self.observer, self.membership)
         self.cluster_observer = ClusterObserver(
-            store,
-            self.observer,
-            self.membership,
-            subscriptions,
-            host.memory,
-            self.look,
-            Refusals(cluster),
-            cluster.draw,
+            *(store, self.observer, self.membership, subscriptions, host.memory, self.look),
+            *(Refusals(cluster), cluster.draw),
         )
         self._recovery = LateRecovery()
         side = StoreSide(
@@ -299,6 +300,8 @@ class Agent:
     # -- the loop
 
     def _run(self) -> None:
+        if self.plan.rests:
+            self.membership.call_at_lapse(self.wake)
         agreed = self._agree() if self.plan.loses_data else None
         self._join()
         self._recovery.actual = StoreRecovery(
@@ -477,15 +480,21 @@ class Agent:
     # -- waiting
 
     def _sleep(self, view: View | None, decision: Decision | None) -> None:
-        """Until something happens, or a while; looks less often while nothing does."""
+        """Until something happens, or the next timer is due, or a while; looks less often while
+        nothing does."""
         timeline, plan = self.cluster.timeline, self.plan
+        left_s = 0.0
+        if plan.rests and view is not None and decision is not None:
+            left_s = self.core.due_s(view, decision) - self.host.clock()
         if (decision is not None and decision.actions) or self._awake:
             self._pause_s = FIRST_PAUSE_S
+        elif left_s > REST_S:
+            self._pause_s = min(left_s, plan.poll_s)
         elif view is None or self._woken or self.store.unregistered:
             self._pause_s = REST_S
         else:
             in_round = view.round_s is not None and self.host.clock() - view.round_s < LONG_ROUND_S
-            longest_s = min(plan.poll_s, ROUND_PAUSE_S) if in_round else plan.poll_s
+            longest_s = min(plan.poll_s, ROUND_PAUSE_S if in_round else LONGEST_PAUSE_S)
             self._pause_s = min(self._pause_s * plan.pause_growth, longest_s)
         self._woken = False
         if not self._awake:

@@ -146,7 +146,7 @@ class SimulatedStore(Link):
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> SimulatedLease:
         sent_s = self.clock()
         lease_id = self._request(lambda: self.etcd.grant(ttl_s))
-        self.kept = SimulatedLease(self, lease_id, ttl_s, sent_s)
+        self.kept = SimulatedLease(self, lease_id, ttl_s, sent_s, on_lost)
         return self.kept
 
     def close(self) -> None:
@@ -269,8 +269,16 @@ class Watch:
 class SimulatedLease:
     """A lease that is renewed at a third of its TTL; only etcd's own word makes it lost."""
 
-    def __init__(self, link: Link, lease_id: int, ttl_s: int, sent_s: float) -> None:
+    def __init__(
+        self,
+        link: Link,
+        lease_id: int,
+        ttl_s: int,
+        sent_s: float,
+        on_lost: Callable[[], None] | None,
+    ) -> None:
         self.id = lease_id
+        self._on_lost = on_lost
         self._last_took_s = 0.0
         self.ttl_s = ttl_s
         self.lost = False
@@ -323,6 +331,8 @@ class SimulatedLease:
         link.hears()
         if not link.etcd.renew(self.id):
             self.lost = True
+            if self._on_lost is not None:
+                self._on_lost()
             return
         if took_s > max(self.ttl_s / 6, 0.5, SLOWER * self._last_took_s):
             link.record_late_reply()

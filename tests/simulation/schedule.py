@@ -125,6 +125,8 @@ class Plan:
     """The share of requests, and of watches' news, that is late or lost."""
     poll_s: float = 1.0
     """An agent to which nothing happens looks so often."""
+    rests: bool = False
+    """An agent rests until its next timer is due, as real ones do, and at most for poll_s."""
     pause_growth: float = 4.0
     """Until then each of its pauses is so many times the one before."""
     names_from: int = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.simulation.cluster import Cluster
@@ -19,6 +21,15 @@ def test_small_clusters_keep_every_rule(seeds: range) -> None:
 @pytest.mark.timeout(600)
 def test_large_clusters_keep_every_rule() -> None:
     check_large(QUICK_LARGE)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", [0, 50])
+def test_agents_that_rest_until_a_timer_is_due_keep_every_rule(first: int) -> None:
+    """They look only when something wakes them, or when their next timer is due."""
+    for seed in range(first, first + 50):
+        plan = replace(draw(seed), rests=True, poll_s=60.0)
+        Cluster(plan).run()
 
 
 def test_a_seed_runs_the_same_way_each_time() -> None:

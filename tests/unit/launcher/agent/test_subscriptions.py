@@ -17,9 +17,11 @@ STEP_S = 300.0
 ALL_BEGUN_S = QUIET_S + QUIET_SPREAD_S + 1.0
 
 
-@pytest.fixture(params=[1, 10], ids=["names from 1", "names from 10"])
+@pytest.fixture(params=[(1, 0.25), (10, 1e6)], ids=["looks often", "looks when a timer is due"])
 def cluster(request: pytest.FixtureRequest) -> Cluster:
-    """A world of many nodes, whose first step does not end for long."""
+    """A world of many nodes, whose first step does not end for long; some names begin with the
+    first one's, where that is given by the first number."""
+    names_from, poll_s = request.param
     plan = Plan(
         seed=2,
         nodes=NODES,
@@ -31,9 +33,10 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
         connect_s=60.0,
         long_kernels=False,
         trouble=0.0,
-        poll_s=0.25,
+        poll_s=poll_s,
+        rests=poll_s > 1.0,
         apart_s=0.0,
-        names_from=request.param,
+        names_from=names_from,
     )
     cluster = Cluster(plan)
     for _ in range(NODES):
