@@ -40,7 +40,7 @@ TOLD_LATE_S = 4.5
 """Where watches lose what they were to tell, or requests are slow, it takes so much longer."""
 COUNTED_NEVER = frozenset(
     {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "slow-agent", "stop-agent"}
-    | {"freeze-agent", "loop-error", "storage-fails"}
+    | {"freeze-agent", "loop-error"}
     | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again", "storage-away"}
 )
 """Faults of machines and of storage: a job that meets no others is never given up."""
@@ -446,6 +446,7 @@ class Rules:
         plan = self._cluster.plan
         often = len(self._causes) > plan.policy.max_restarts
         often |= self._causes.count("crash-worker") > 1  # B3 of `failure_policy`
+        often |= "storage-fails" in self._causes and "could not be saved" in done.reason  # E5
         often |= self.promises.few_are_good(done)
         explained = often or bool(plan.crash_at) or "damage" in self._causes
         explained &= bool(set(self._causes) - COUNTED_NEVER - HARMLESS)
