@@ -119,7 +119,7 @@ class PhasedStorage(Storage):
         """Saves one part; returns whether the node's agent lives."""
         access = Access(self, part)
         try:
-            self._save(part, PhasedDirectory(self, access))
+            self._save(part, access)
         except ElasticZeroError:
             if part.agent.storage is part.agent.cluster.storage:
                 part.agent.cluster.rules.cause("storage-fails")
@@ -131,7 +131,8 @@ class PhasedStorage(Storage):
             self._held.discard((part.agent, part.name))
         return True
 
-    def _save(self, part: Part, directory: PhasedDirectory) -> None:
+    def _save(self, part: Part, access: Access) -> None:
+        directory = PhasedDirectory(self, access)
         draft, stood_still = draft_of(part), part.agent.standstills
         storage = commit.prepare(directory, draft.step)
         try:
@@ -153,6 +154,7 @@ class PhasedStorage(Storage):
                 ),
             )
         except ElasticZeroError:
+            access.discards = True
             for rank in part.ranks:
                 commit.discard(directory, draft, rank)
             raise
@@ -190,7 +192,7 @@ class PhasedStorage(Storage):
         self.steps[step] = Checkpoint(generation, self.timeline.now_s)
         self.committed(generation, step)
 
-    def removes(self, name: str, file: str) -> None:
+    def removes(self, name: str, file: str, access: Access) -> None:
         """R22: of a file that is about to be removed."""
         step, keep = step_of(name), self.keep.last
         assert step is not None
@@ -203,7 +205,11 @@ class PhasedStorage(Storage):
             self._well.discard(name)
             self.gone[step] = self.steps.pop(step)
             self.gone[step].damaged_s = self.timeline.now_s
-        elif name in self._well and not file.endswith(SUMS_SUFFIX):
+        elif file.endswith(SUMS_SUFFIX):
+            access.looked_s = self.timeline.now_s
+        elif name in self._well and access.discards and self.steps[step].at_s > access.looked_s:
+            self._well.discard(name)  # another node has tried the save again since (FC4)
+        elif name in self._well:
             entries = json.loads(self.files[name][MANIFEST_NAME][0])["files"]
             named = any(entry["name"] == file for entry in entries)
             self._require(not named, "R22", f"{file} of step {step} is removed, which is committed")
@@ -248,6 +254,10 @@ class Access:
         self._agent = part.agent
         self._share = min(1.0, FEW_RANKS / part.name[2])
         """Of many ranks one would be late, or fail, in nearly each save."""
+        self.discards = False
+        """It removes what it has written of a save that has failed."""
+        self.looked_s = 0.0
+        """When it removed checksums, and so looked for the manifest (FC2 of `loose_files`)."""
         self.place = ""
         """The directory that it was last about to change."""
 
@@ -363,7 +373,7 @@ class PhasedStep:
             present = self._files.get(name)
             if present is None or holding not in (None, present[0]):
                 return
-            self._storage.removes(self._name, name)
+            self._storage.removes(self._name, name, self._access)
             del self._files[name]
 
         self._access.phase(self._name, remove, critical=True)
