@@ -39,6 +39,15 @@ def slow_head(port: int) -> None:
             time.sleep(0.05)
 
 
+def slow_body(port: int) -> None:
+    """A body of 1 GB, of which 64 KB come at a time."""
+    with connect(port) as s:
+        s.sendall(b"POST /status HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n")
+        while True:
+            s.sendall(b"a" * 65_536)
+            time.sleep(0.05)
+
+
 def idle(port: int) -> None:
     with connect(port) as s:
         s.recv(1)
@@ -59,7 +68,8 @@ def flood(port: int) -> None:
 
 
 ATTACKS: dict[str, Callable[[int], None]] = {
-    attack.__name__: attack for attack in (large_head, slow_head, idle, unread_answer, flood)
+    attack.__name__: attack
+    for attack in (large_head, slow_head, slow_body, idle, unread_answer, flood)
 }
 
 
