@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,6 +135,45 @@ def test_an_odd_world_has_all_leave_with_their_state(
             told.cluster.start_node(name="node-0")
             codes = told.wait_for_end()
             assert codes == {"node-0": 0}, told.logs()
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_an_odd_run_has_all_leave_with_their_state_once_they_must_write(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """They wrote no alarm either, so that the job stood still until somebody mended the key."""
+    checkpoints = tmp_path / "checkpoints"
+    with store_of(etcd, job) as store:
+        with story(tmp_path, etcd.endpoint, job, arguments(checkpoints), nodes=2) as told:
+            told.wait("both", lambda: any(len(e["members"]) == 2 for e in told.of("world")))
+            told.wait_for_first_step(told.generation)
+            store.write({"run": ODD})
+            steps_on(told)
+            step = told.step
+            (worker, *_) = told.cluster.workers_of(told.node(1))
+            os.kill(worker, signal.SIGKILL)
+            told.wait("the end of both", lambda: not told.cluster.running())
+            codes = told.wait_for_end()
+            assert codes == {"node-0": 75, "node-1": 75}, told.logs()
+            assert f"{job_prefix(job)}run cannot be read" in console(told)
+            assert "Traceback" not in console(told)
+        newest = catalog.newest_good(open_directory(checkpoints))
+        assert newest is not None and newest >= step
+        assert store.read("run").entries["run"].value == ODD
+
+        again = tmp_path / "again"
+        again.mkdir()
+        few_s = [*arguments(checkpoints)[:2], "--join-timeout", "3", *arguments(checkpoints)[2:]]
+        with story(again, etcd.endpoint, job, few_s, nodes=1) as told:
+            assert told.wait_for_end() == {"node-0": 69}, told.logs()
+            assert "the key `run` of the job in etcd is not readable" in " ".join(
+                console(told).split()
+            )
+            store.write({}, deletes=["run"])
+            told.cluster.start_node(name="node-0")
+            assert told.wait_for_end() == {"node-0": 0}, told.logs()
     check_weights(checkpoints, reference)
 
 
