@@ -19,9 +19,9 @@ from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
-from tests.integration.certificates import LOOPBACK, Authority, Pair
 from tests.integration.clusters import REGRESSION, elasticzero
 from tests.integration.etcd_members import Members, Tls
+from tests.support.certificates import LOOPBACK, Authority, Pair
 from tests.support.deadlines import patience
 from tests.watching import DEADLINE_S, Told, has
 

@@ -29,8 +29,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.torchrun.node import rendezvous_prefix
-from tests.integration.certificates import LOOPBACK, Authority
 from tests.integration.etcd_members import Members, Tls
+from tests.support.certificates import LOOPBACK, Authority
 from tests.support.deadlines import patience
 
 PATIENCE_S = 60.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+BOTH_ENDS = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 LOOPBACK = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
 
 
@@ -37,13 +39,17 @@ class Authority:
         self.cert = folder / f"{name}.pem"
         self.cert.write_bytes(_pem(builder.sign(self._key, hashes.SHA256())))
 
-    def sign(self, name: str, *addresses: x509.GeneralName) -> Pair:
+    def sign(
+        self,
+        name: str,
+        *addresses: x509.GeneralName,
+        usages: Sequence[x509.ObjectIdentifier] = BOTH_ENDS,
+    ) -> Pair:
         """A certificate of a server at these addresses, or of the client `name`."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = _builder(subject, self.subject, key.public_key()).add_extension(
-            x509.ExtendedKeyUsage(usage), critical=False
+            x509.ExtendedKeyUsage(usages), critical=False
         )
         if addresses:
             builder = builder.add_extension(x509.SubjectAlternativeName(addresses), critical=False)
