@@ -6,6 +6,9 @@ Rules:
 3. Nodes of one job use one token. A node that was given another one, or none where one is needed,
    does not join. Nor does any node where the record cannot be read.
 4. The record in the store is written once. It stays when the job ends and begins again.
+5. The record also says where the job's certificates come from (`TlsMode`), for all nodes and
+   commands: with the first record the job has begun with it, and goes on with it. A record that
+   does not say so is of a job without TLS. A node that was given another mode does not join.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from elasticzero.launcher.protocol.documents import to_bytes
 from elasticzero.launcher.secrets import TOKEN as VARIABLE
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import Condition, Entry, Store
-from elasticzero.serialization import RecordError, decode, parse_json
+from elasticzero.launcher.tls.credentials import TlsMode
+from elasticzero.serialization import OMIT_DEFAULT, RecordError, decode, parse_json
 from elasticzero.text import shown
 
 KEY = "token"
@@ -38,6 +42,8 @@ class Record:
     """SHA-256 of the token, in hexadecimal."""
     token: str | None = field(default=None, repr=False)
     """The token itself where no node was given one."""
+    tls: TlsMode = field(default="off", metadata=OMIT_DEFAULT)
+    """Says where the certificates of the job come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +76,24 @@ def check_given(token: Secret | None) -> Secret | None:
     return token
 
 
-def agree_on_token(store: Store, node_token: Secret | None) -> Agreed:
+def agree_on_token(store: Store, node_token: Secret | None, tls: TlsMode | None = None) -> Agreed:
     """Returns the token of this node's job, and puts it into the store if none is there.
 
-    Raises `UserError` if the job has another one.
+    Args:
+        store: The job's part of etcd.
+        node_token: The token that this node was given; None: none.
+        tls: Where this node was told to take certificates from; None: it does as the others of its
+            job. The first one makes them of the token if it was given one.
+
+    Raises:
+        UserError: The job has another token, or does otherwise.
     """
     candidate = node_token or Secret(secrets.token_urlsafe(32))
+    is_given = node_token is not None
     record = Record(
-        digest=_digest(candidate), token=candidate.reveal if node_token is None else None
+        digest=_digest(candidate),
+        token=None if is_given else candidate.reveal,
+        tls=tls or ("job" if is_given else "off"),
     )
     absent = Condition(key=KEY, mod_revision=0)
     while (entry := _entry(store)) is None:
@@ -85,6 +101,12 @@ def agree_on_token(store: Store, node_token: Secret | None) -> Agreed:
         if revision is not None:
             return Agreed(candidate, record, revision)
     stored = record_in(entry)
+    if tls not in (None, stored.tls):
+        raise UserError(
+            f"--tls {tls} was given to this node, and the job has begun with --tls {stored.tls}; "
+            "leave --tls out to do as the job's other nodes. To change it, stop them and delete "
+            f"the key `{KEY}` of the job in etcd"
+        )
     if node_token is None and stored.token is not None:
         return Agreed(Secret(stored.token), stored, entry.mod_revision)
     if node_token is not None and hmac.compare_digest(stored.digest, _digest(node_token)):
@@ -113,6 +135,13 @@ def token_for_operator(store: Store, operator_token: Secret | None) -> Secret | 
     return operator_token
 
 
+def stored_tls(store: Store) -> TlsMode:
+    """Returns where the certificates of a job come from; raises `UserError` if that is not
+    readable."""
+    entry = _entry(store)
+    return "off" if entry is None else record_in(entry).tls
+
+
 def record_in(entry: Entry) -> Record:
     """Returns the record that an entry holds; raises `UserError`, which does not show what stands
     there, if it is none."""
@@ -129,11 +158,13 @@ def record_in(entry: Entry) -> Record:
 
 
 def is_record_of(entry: Entry, agreed: Agreed) -> bool:
-    """Returns whether an entry holds the record of this token; False if it cannot be read."""
+    """Returns whether an entry holds the record of this token, with the job's mode; False if it
+    cannot be read."""
     try:
-        return record_in(entry).digest == agreed.record.digest
+        stored = record_in(entry)
     except UserError:
         return False
+    return (stored.digest, stored.tls) == (agreed.record.digest, agreed.record.tls)
 
 
 def _entry(store: Store) -> Entry | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -13,6 +14,7 @@ from elasticzero.errors import UserError
 from elasticzero.launcher import secrets as secret
 from elasticzero.launcher.secrets import Secret, forget_secrets, read_secret
 from elasticzero.launcher.store import job_token
+from elasticzero.launcher.tls.credentials import TLS_MODES, TlsMode
 from elasticzero.launcher.workers.process import worker_environment
 from tests.support.memory_store import MemoryServer, MemoryStore
 
@@ -159,3 +161,46 @@ def test_a_record_that_cannot_be_read_is_refused(value: bytes, server: MemorySer
             assert "secret-of-the-job" not in str(no.value)
     agreed = job_token.Agreed(GIVEN, job_token.Record(digest="0"), 1)
     assert not job_token.is_record_of(store.read("token").entries["token"], agreed)
+
+
+@pytest.mark.parametrize(
+    ("token", "tls", "mode"),
+    [(None, None, "off"), (GIVEN, None, "job"), (GIVEN, "off", "off"), (None, "files", "files")],
+)
+def test_a_job_goes_on_with_the_certificates_it_began_with(
+    server: MemoryServer, token: Secret | None, tls: TlsMode | None, mode: TlsMode
+) -> None:
+    store = MemoryStore(server)
+    assert job_token.stored_tls(store) == "off"
+    assert job_token.agree_on_token(store, token, tls).record.tls == mode
+    assert job_token.agree_on_token(store, token).record.tls == mode
+    assert job_token.agree_on_token(store, token, mode).record.tls == mode
+    assert job_token.stored_tls(store) == mode
+    for other in TLS_MODES:
+        if other != mode:
+            with pytest.raises(UserError, match=f"--tls {other} .* begun with --tls {mode}"):
+                job_token.agree_on_token(store, token, other)
+
+
+def test_a_job_of_the_release_before_goes_on_without_tls(server: MemoryServer) -> None:
+    store = MemoryStore(server)
+    digest = hashlib.sha256(GIVEN.reveal.encode()).hexdigest()
+    store.write({"token": json.dumps({"digest": digest, "token": None}).encode()})
+    assert job_token.agree_on_token(store, GIVEN).record.tls == "off"
+    with pytest.raises(UserError, match="begun with --tls off"):
+        job_token.agree_on_token(store, GIVEN, "job")
+
+
+def test_a_job_without_tls_stores_what_the_release_before_stores(server: MemoryServer) -> None:
+    store = MemoryStore(server)
+    job_token.agree_on_token(store, GIVEN, "off")
+    assert stored(store).keys() == {"digest", "token"}
+
+
+def test_a_record_of_another_mode_is_not_the_jobs(server: MemoryServer) -> None:
+    """A node that comes first to a store that has lost its data writes what is its default."""
+    store, emptied = MemoryStore(server), MemoryStore(MemoryServer(time.monotonic))
+    agreed = job_token.agree_on_token(store, GIVEN, "off")
+    assert job_token.is_record_of(store.read("token").entries["token"], agreed)
+    job_token.agree_on_token(emptied, GIVEN)
+    assert not job_token.is_record_of(emptied.read("token").entries["token"], agreed)

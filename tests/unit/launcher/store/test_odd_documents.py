@@ -22,6 +22,7 @@ from elasticzero.errors import OperatorError, StoreUnavailable, UserError
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.cli.job_access import OperatorCredentials
 from elasticzero.launcher.cli.status import read_stored_job, status_text
 from elasticzero.launcher.observability.job_status import collect_status, pending_drains
 from elasticzero.launcher.protocol.actions import WriteDone, WriteWorld
@@ -169,7 +170,7 @@ class Node:
 def read_by_a_command(store: MemoryStore) -> None:
     """Reads the job as `elasticzero status` does; it may refuse in one sentence."""
     try:
-        job, phases, _ = read_stored_job(store, "stopped", None)
+        job, phases, _ = read_stored_job(store, "stopped", OperatorCredentials())
     except (UserError, OperatorError) as error:
         assert str(error).isprintable() or "\n" not in str(error)
         return
@@ -341,7 +342,7 @@ def test_a_world_with_a_word_of_a_later_release(place: str, node: Node) -> None:
     assert line.startswith(f"world cannot be read (world.{place}: a word of this release")
     assert node.store.read(WORLD).entries[WORLD].value == data
     read_by_a_command(node.store)
-    job, _, _ = read_stored_job(node.store, "stopped", None)
+    job, _, _ = read_stored_job(node.store, "stopped", OperatorCredentials())
     assert job.world is not None and job.world.generation == GENERATION
     examine(WORLD, data)
 
