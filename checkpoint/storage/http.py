@@ -7,6 +7,7 @@ import http.client
 import os
 import select
 import socket
+import ssl
 import threading
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -29,28 +30,38 @@ class HttpStorage:
     """
 
     def __init__(
-        self, base_url: str, token: str, *, timeout_s: float = 10.0, run: int | None = None
+        self,
+        base_url: str,
+        token: str,
+        *,
+        timeout_s: float = 10.0,
+        run: int | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Prepares to read; the first request connects.
 
         Args:
-            base_url: URL of the step, `http://host:port/snapshots/<generation>/<step>`.
+            base_url: URL of the step, `http://host:port/snapshots/<generation>/<step>`, or with
+                https.
             token: The job's token.
             timeout_s: Seconds for which the server may be silent.
             run: Number of the job's run that the server must be of; None: of any.
+            tls: Context of the connections of an https:// address; None for http://.
 
         Raises:
-            UserError: The URL is not an http:// address.
+            UserError: The URL is not such an address.
         """
         parts = urllib.parse.urlsplit(base_url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise UserError(f"{base_url!r} is not an http:// address")
+        scheme = "http" if tls is None else "https"
+        if parts.scheme != scheme or not parts.hostname:
+            raise UserError(f"{base_url!r} is not an {scheme}:// address")
         self.where = base_url.rstrip("/")
         self._path = parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"}
         if run is not None:
             self._headers[RUN_HEADER] = str(run)
         self._server = (parts.hostname, parts.port or 80)
+        self._tls = tls
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._abandoned = False
@@ -107,7 +118,7 @@ class HttpStorage:
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = _CancellableConnection(*self._server, self._timeout_s)
+            connection = _CancellableConnection(*self._server, self._timeout_s, self._tls)
         try:
             with self._lock:
                 if self._abandoned:
@@ -171,9 +182,10 @@ class HttpStorage:
 class _CancellableConnection(http.client.HTTPConnection):
     """Connects so that another thread can cancel it at any moment, also during the set-up."""
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, port, timeout=timeout_s)
         self._timeout_s = timeout_s
+        self._tls = tls
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._end: socket.socket | None = None
@@ -196,12 +208,11 @@ class _CancellableConnection(http.client.HTTPConnection):
             sock = socket.socket(family, kind, protocol)
             try:
                 self._dial(sock, address)
+                self.sock = sock if self._tls is None else self._tls.wrap_socket(sock)
+                return
             except OSError as error:
                 sock.close()
                 lost = error
-            else:
-                self.sock = sock
-                return
         assert lost is not None  # a name without an address raises an error of its own
         raise lost
 

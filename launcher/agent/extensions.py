@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from elasticzero.ipc.messages import Message
 from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.routes import Route
 from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.workers.group import Ended
 
 log = logging.getLogger(__name__)
@@ -56,12 +56,12 @@ class AgentExtension:
     def recorded(self, event: Mapping[str, Any]) -> None:
         """Notes an event that was written into the agent's log."""
 
-    def turn(self, view: View, token: Secret) -> None:
+    def turn(self, view: View, access: AgentAccess) -> None:
         """Notes what the agent sees in a turn of its loop.
 
         Args:
             view: What it sees.
-            token: The job's token.
+            access: How the job's agents are reached.
         """
 
     def routes(self) -> Mapping[str, Route]:
@@ -101,9 +101,9 @@ class Extensions:
         """Passes on an event of the agent's log."""
         self._call(lambda extension: extension.recorded(event))
 
-    def turn(self, view: View, token: Secret) -> None:
+    def turn(self, view: View, access: AgentAccess) -> None:
         """Passes on what the agent sees in a turn of its loop."""
-        self._call(lambda extension: extension.turn(view, token))
+        self._call(lambda extension: extension.turn(view, access))
 
     def routes(self) -> dict[str, Route]:
         """Returns what all extensions serve, by path."""

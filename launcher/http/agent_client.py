@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elasticzero.checkpoint.storage.http import RUN_HEADER
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.protocol.documents import UNSTATED, Member
-from elasticzero.launcher.secrets import Secret
 
 QUERY_TIMEOUT_S = 2.0
 """Seconds within which an agent must answer; it is shown as silent otherwise."""
@@ -24,7 +24,7 @@ STATUS = "/status"
 
 def query_agents(
     members: Iterable[Member],
-    token: Secret,
+    access: AgentAccess,
     *,
     timeout_s: float = QUERY_TIMEOUT_S,
     threads: int = MAX_PARALLEL_QUERIES,
@@ -33,7 +33,7 @@ def query_agents(
 
     Args:
         members: The agents' registrations.
-        token: The job's token.
+        access: How the job's agents are reached.
         timeout_s: Seconds after which an agent that has not answered is left out.
         threads: Maximum number of requests at a time.
     """
@@ -46,7 +46,7 @@ def query_agents(
                 member = waiting.pop()
             except IndexError:
                 return
-            answer = query_agent(member, token, STATUS, timeout_s)
+            answer = query_agent(member, access, STATUS, timeout_s)
             if answer is not None:
                 answers[member.node] = answer
 
@@ -63,19 +63,19 @@ def query_agents(
 
 
 def query_agent(
-    member: Member, token: Secret, path: str, timeout_s: float = QUERY_TIMEOUT_S
+    member: Member, access: AgentAccess, path: str, timeout_s: float = QUERY_TIMEOUT_S
 ) -> Mapping[str, Any] | None:
     """Returns the object that an agent serves; None if it serves none in time.
 
     Args:
         member: The agent's registration.
-        token: The job's token.
+        access: How the job's agents are reached.
         path: Path of the object.
         timeout_s: Seconds for the answer.
     """
-    connection = http.client.HTTPConnection(member.host, member.http_port, timeout=timeout_s)
+    connection = access.connection(member, timeout_s)
     try:
-        headers = {"Authorization": f"Bearer {token.reveal}"}
+        headers = {"Authorization": f"Bearer {access.token.reveal}"}
         if member.run != UNSTATED:
             headers[RUN_HEADER] = str(member.run)
         connection.request("GET", path, headers=headers)

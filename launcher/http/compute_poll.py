@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import query_agents
 from elasticzero.launcher.observability.compute_time import WorkerTimes, worker_times
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.secrets import Secret
 
 POLL_S = 10.0
 """Least seconds from one poll of all agents to the next."""
@@ -39,7 +39,7 @@ class ComputePoll:
         """Returns the times that are known of the world's workers, by node and local rank."""
         return self._times
 
-    def turn(self, view: View, token: Secret) -> None:
+    def turn(self, view: View, access: AgentAccess) -> None:
         """Asks for newer times when that is due, where this agent leads and the workers train."""
         world, now_s = view.world, time.monotonic()
         if world is None or view.round_s is not None or not is_leader(view):
@@ -52,12 +52,12 @@ class ComputePoll:
                 self._polling = True
                 self._next_s = now_s + max(POLL_S, POLL_A_NODE_S * len(world.members))
                 threading.Thread(
-                    target=self._ask, args=(world, token), name="elasticzero-compute", daemon=True
+                    target=self._ask, args=(world, access), name="elasticzero-compute", daemon=True
                 ).start()
 
-    def _ask(self, world: World, token: Secret) -> None:
+    def _ask(self, world: World, access: AgentAccess) -> None:
         try:
-            statuses = query_agents(world.members, token, threads=THREADS)
+            statuses = query_agents(world.members, access, threads=THREADS)
             times = worker_times(world.generation, statuses)
             with self._lock:
                 if world.generation == self._generation:

@@ -2,11 +2,13 @@
 
 Clients without the job's token can cost an agent only what is limited here. No thread of their own
 waits for their bytes, and few threads respond to them at a time. A request that shows the token
-gets a thread at once, however many others wait.
+gets a thread at once, however many others wait. Over TLS a client may show a certificate of the job
+in place of the token.
 
  RE1  The reception's thread owns every connection: it alone registers, drops and counts them. A
       connection is in one state: it *waits* for a head, is *queued*, or is *answered* by a thread.
- RE2  A head has at most `HEAD_BYTES`, and is whole `HEAD_TIMEOUT_S` after its first byte.
+ RE2  A head has at most `HEAD_BYTES`, and is whole `HEAD_TIMEOUT_S` after its first byte. TLS is
+      set up within as much, counted from the connection on.
  RE3  Of requests without the token, `MAX_ANSWERED` are answered at a time. A queued one takes the
       place of one that takes longer than `SLOW_S`, and that of an address with fewer goes first.
  RE4  The thread that answers a request gives the connection back when it is done, in any case.
@@ -22,6 +24,7 @@ import queue
 import re
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -31,6 +34,9 @@ from http import HTTPStatus
 
 from elasticzero.launcher.http import limits
 from elasticzero.launcher.http.limits import Connections, RefusalLog, max_connections
+from elasticzero.launcher.protocol.documents import UNSTATED
+from elasticzero.launcher.tls.contexts import TlsContexts
+from elasticzero.launcher.tls.credentials import node_name_in
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +52,9 @@ PAUSE_S = 0.1
 """Seconds for which no connection is accepted after the process had no descriptor for one."""
 DISCARDED_BYTES = 1 << 18
 """Maximum bytes of a refused request that are read, so that its client gets the response."""
+HANDSHAKE = b"\x16"
+"""First byte of every connection over TLS (RFC 8446, section 5.1)."""
+NOT_TLS = "this server speaks HTTPS"
 _END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
 _OUT_OF_MEANS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -58,17 +67,48 @@ class HeadTooLong(Exception):
         self.status = status
 
 
+class NotTls(Exception):
+    """Reports that a client speaks something else than TLS."""
+
+
 class Client:
     """Holds one connection, and what has come of the head of its next request."""
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
+    def __init__(
+        self, connection: socket.socket, address: str, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Begins to wait for the first request.
+
+        Args:
+            connection: The connection, which `Client` takes over.
+            address: IP address of the client.
+            tls: Context in which TLS is set up first; None: there is no TLS.
+
+        Raises:
+            OSError: The connection is closed.
+        """
         connection.setblocking(False)
         self.connection = connection
         self.address = address.removeprefix(limits.MAPPED)
         self.has_token = False
+        """True if the connection has shown the job's token, or a certificate of the job."""
+        self.has_certificate = False
+        self.run = UNSTATED
+        """Run of the job that the client's certificate states."""
         self._data = bytearray()
         self._last_s = time.monotonic()
         self._began_s: float | None = None
+        self._tls: ssl.SSLSocket | None = None
+        self._is_set_up, self._speaks_tls = tls is None, False
+        if tls is not None:
+            self._began_s = self._last_s
+            self._tls = self.connection = tls.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self._tls is not None
 
     def authenticate(self) -> None:
         """Records that the connection has shown the job's token."""
@@ -92,19 +132,46 @@ class Client:
 
         Raises:
             HeadTooLong: The head is too long.
+            NotTls: The client speaks something else than TLS.
             OSError: The connection is closed.
         """
-        try:
-            part = self.connection.recv(limits.HEAD_BYTES + 1 - len(self._data))
-        except (BlockingIOError, InterruptedError):
+        if not self._is_set_up and not self._set_up():
             return None
-        if not part:
-            raise ConnectionResetError("the client has closed the connection")
-        self._last_s = time.monotonic()
-        self._data += part
-        return self.take_head()
+        while (head := self._take_head()) is None:
+            try:
+                part = self.connection.recv(limits.HEAD_BYTES + 1 - len(self._data))
+            except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return None
+            if not part:
+                raise ConnectionResetError("the client has closed the connection")
+            self._last_s = time.monotonic()
+            self._data += part
+        return head
 
-    def take_head(self) -> bytes | None:
+    def _set_up(self) -> bool:
+        """Goes on with the handshake of TLS; returns whether it is done.
+
+        What the server sends in it finds room in an empty socket; where it does not, the connection
+        ends at its deadline.
+        """
+        assert self._tls is not None
+        try:
+            if not self._speaks_tls:  # a method of the class below reads what is not encrypted
+                if socket.socket.recv(self._tls, 1, socket.MSG_PEEK) not in (HANDSHAKE, b""):
+                    raise NotTls
+                self._speaks_tls = True
+            self._tls.do_handshake()
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        certificate = self._tls.getpeercert()
+        if certificate:
+            name = node_name_in(certificate)
+            self.run = UNSTATED if name is None else name.run
+            self.has_certificate = True
+        self._is_set_up, self._began_s, self._last_s = True, None, time.monotonic()
+        return True
+
+    def _take_head(self) -> bytes | None:
         """Returns the next request's head if it is whole; what follows it stays.
 
         Raises:
@@ -132,31 +199,40 @@ class Client:
         self.connection.setblocking(False)
         self._last_s = time.monotonic()
 
-    def refuse(self, status: HTTPStatus, headers: Mapping[str, str]) -> None:
+    def refuse(self, status: HTTPStatus, why: str, headers: Mapping[str, str]) -> None:
         """Sends a response that has no more than a status, as far as that needs no waiting.
 
         Args:
             status: Status of the response.
+            why: Text of the response.
             headers: Its headers, besides those that every response has.
         """
-        text = f"{status.phrase}\n"
+        text = f"{why}\n"
         lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
         values = {**headers, "Content-Type": "text/plain", "Content-Length": str(len(text))}
         lines += [f"{name}: {value}" for name, value in values.items()]
         response = "\r\n".join([*lines, "Connection: close", "", text])
+        plain = socket.socket  # its methods read and write what is not encrypted
         with suppress(OSError):
-            self.connection.send(response.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            self.connection.shutdown(socket.SHUT_WR)
+            if self._tls is not None and self._is_set_up:
+                self._tls.send(response.encode())
+            else:
+                flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                plain.send(self.connection, response.encode(), flags)
+            plain.shutdown(self.connection, socket.SHUT_WR)
             discarded = 0
             while discarded < DISCARDED_BYTES:
-                if not (part := self.connection.recv(1 << 16, socket.MSG_DONTWAIT)):
+                if not (part := plain.recv(self.connection, 1 << 16, socket.MSG_DONTWAIT)):
                     break
                 discarded += len(part)
 
     def shut(self) -> None:
-        """Ends the connection; its descriptor stays."""
+        """Ends the connection; its descriptor stays.
+
+        So does its state of TLS, for another thread may be about to write: that of `ssl` drops it.
+        """
         with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
 
 
 class Reception:
@@ -170,6 +246,7 @@ class Reception:
         has_token: Callable[[bytes], bool],
         headers: Mapping[str, str],
         refusals: RefusalLog,
+        tls: TlsContexts | None = None,
     ) -> None:
         """Begins to accept.
 
@@ -180,11 +257,12 @@ class Reception:
             has_token: Returns whether a head shows the job's token.
             headers: Headers of the responses that the reception itself sends.
             refusals: Log of refused requests.
+            tls: Contexts of the connections; None: they are not encrypted.
         """
         listening.setblocking(False)
         self._listening = listening
         self._answer, self._has_token = answer, has_token
-        self._headers, self._refusals = headers, refusals
+        self._headers, self._refusals, self._tls = headers, refusals, tls
         self._connections: Connections[Client] = Connections(max_connections())
         self._waiting: set[Client] = set()
         self._queued: dict[Client, bytes] = {}
@@ -261,11 +339,16 @@ class Reception:
                     self._make_room()
                     return
                 continue  # the client has gone again
-            client = Client(connection, str(address[0]))
+            try:
+                tls = self._tls.server() if self._tls is not None else None
+                client = Client(connection, str(address[0]), tls)
+            except OSError:
+                connection.close()
+                continue
             closed = self._connections.add(client)
             if closed is not client:
                 self._waiting.add(client)
-                self._ready.register(connection, selectors.EVENT_READ, client)
+                self._ready.register(client.connection, selectors.EVENT_READ, client)
             if closed is not None:
                 self._refusals.add(closed.address, "there are too many connections")
                 self._drop(closed)
@@ -285,24 +368,34 @@ class Reception:
             head = client.receive()
         except HeadTooLong as error:
             self._refuse(client, error.status)
-        except OSError:
+        except NotTls:
+            self._refuse(client, HTTPStatus.BAD_REQUEST, NOT_TLS)
+        except OSError as error:
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+                self._refusals.add(client.address, f"no TLS with it: {error.reason}")
             self._drop(client)
         else:
+            if client.has_certificate and not client.has_token:
+                self._authenticate(client)
             if head is not None:
                 self._take_request(client, head)
 
-    def _refuse(self, client: Client, status: HTTPStatus) -> None:
+    def _authenticate(self, client: Client) -> None:
+        client.authenticate()
+        self._connections.authenticate(client)
+
+    def _refuse(self, client: Client, status: HTTPStatus, why: str = "") -> None:
+        why = why or status.phrase
         if not client.has_token:
-            self._refusals.add(client.address, f"{status.value}, {status.phrase}")
-        client.refuse(status, self._headers)
+            self._refusals.add(client.address, f"{status.value}, {why}")
+        client.refuse(status, why, self._headers)
         self._drop(client)
 
     def _take_request(self, client: Client, head: bytes) -> None:
         """Has a request answered: at once if it shows the token, in its turn otherwise."""
         self._stop_waiting(client)
-        if self._has_token(head):
-            client.authenticate()
-            self._connections.authenticate(client)
+        if client.has_certificate or self._has_token(head):
+            self._authenticate(client)
             self._start(client, head)
         else:
             self._queued[client] = head
@@ -370,13 +463,7 @@ class Reception:
         client.resume()
         self._waiting.add(client)
         self._ready.register(client.connection, selectors.EVENT_READ, client)
-        try:
-            head = client.take_head()
-        except HeadTooLong as error:
-            self._refuse(client, error.status)
-        else:
-            if head is not None:
-                self._take_request(client, head)
+        self._receive(client)  # TLS may have read the next request, of which no descriptor tells
 
     def _close_returned(self) -> None:
         with suppress(queue.Empty):

@@ -5,7 +5,8 @@ What is served at a path, and to whom, is a `Route`. Metrics, health and the sta
 holds nothing of the job, are open: scrapes, probes and browsers expect that. All else needs the
 job's token, except the status where `open_status` is set. Only GET and HEAD are allowed. What
 clients without the token may cost is limited by `Reception`, and by the name that they have for
-this server: see `HostNames`.
+this server: see `HostNames`. Over TLS a certificate of the job stands for the token, but for the
+name: a browser shows a certificate whatever page asks for it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from elasticzero.launcher.http.routes import TEXT, Route
 from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.protocol.documents import UNSTATED, compare_runs
 from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.tls.contexts import TlsContexts
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ SAFE_HEADERS = {
 cache keeps it."""
 CONNECTIONS_QUEUED = 4096
 """Maximum number of connections that the kernel holds until they are accepted."""
+ENCRYPTED_BYTES = 256 << 10
+"""Bytes of a file that are encrypted at a time."""
 HEALTH = "/healthz"
 """Path that is served under every name of this server: it says nothing but `ok` or why not, and a
 probe that was refused would end the agent."""
@@ -139,6 +143,7 @@ class AgentServer:
         token: Callable[[], Secret],
         tokenless: TokenlessAccess | None = None,
         run: int = UNSTATED,
+        tls: TlsContexts | None = None,
     ) -> None:
         """Begins to serve.
 
@@ -151,6 +156,7 @@ class AgentServer:
             token: returns the job's token.
             tokenless: what clients without the token may do; None: as little as by default.
             run: number of the agent's run of the job; requests of another run are refused.
+            tls: contexts of its connections; None: it serves without TLS.
         """
         self.routes = routes
         self.snapshots = snapshots
@@ -168,12 +174,20 @@ class AgentServer:
             has_token=self._has_token,
             headers=SAFE_HEADERS,
             refusals=self.refusals,
+            tls=tls,
         )
 
     def _answer(self, client: Client, head: bytes) -> bool:
         """Answers a request; returns whether its connection is kept."""
         client.connection.settimeout(limits.IDLE_TIMEOUT_S)
-        request: Any = _Request(self, head, has_token=self._has_token(head))
+        request: Any = _Request(
+            self,
+            head,
+            has_token=self._has_token(head),
+            has_certificate=client.has_certificate,
+            certified_run=client.run,
+            is_encrypted=client.is_encrypted,
+        )
         handler = _Handler(client.connection, (client.address, 0), request)
         return not handler.close_connection
 
@@ -203,6 +217,11 @@ class _Request:
     head: bytes
     has_token: bool
     """True if the request itself shows the job's token."""
+    has_certificate: bool
+    """True if the client has shown a certificate of the job."""
+    certified_run: int
+    """Run of the job that the certificate states."""
+    is_encrypted: bool
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -221,6 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.close()
         self.rfile = io.BytesIO(self.server.head)
         self._has_token = self.server.has_token
+        self._is_trusted = self._has_token or self.server.has_certificate
 
     def handle(self) -> None:
         self.close_connection = True
@@ -239,8 +259,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Drops what the base class logs of a client that was too slow."""
 
     def _log_refusal(self, why: str) -> None:
-        """Logs a refused request, unless it has shown the token: then the response suffices."""
-        if not self._has_token:
+        """Logs a refused request, unless it may read everything: then the response suffices."""
+        if not self._is_trusted:
             self.server.agent.refusals.add(self.client_address[0], why)
 
     def _respond(self, *, body: bool) -> None:
@@ -317,19 +337,23 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _check_token(self) -> None:
-        if not self._has_token:
+        if not self._is_trusted:
             raise RequestRefused(
                 HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
             )
         self._check_run()
 
     def _check_run(self) -> None:
-        """Refuses a request that states another run of the job than the agent's."""
-        stated, run = self.headers.get(RUN_HEADER, ""), self.server.agent.run
-        if stated.isdecimal() and compare_runs(int(stated[:9]), run):
-            raise RequestRefused(
-                HTTPStatus.CONFLICT, f"this agent is of run {run} of the job, not of run {stated}"
-            )
+        """Refuses a request that states another run of the job than the agent's, or whose client
+        has a certificate of another one."""
+        run, header = self.server.agent.run, self.headers.get(RUN_HEADER, "")
+        stated = int(header[:9]) if header.isdecimal() else UNSTATED
+        for other in (stated, self.server.certified_run):
+            if compare_runs(other, run):
+                raise RequestRefused(
+                    HTTPStatus.CONFLICT,
+                    f"this agent is of run {run} of the job, not of run {other}",
+                )
 
     def _send_events(self, *, body: bool) -> None:
         """Sends the newest part of the event log: of at most so many bytes as `?most=` says."""
@@ -376,10 +400,30 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_file(self, file: BinaryIO, start: int, stop: int) -> None:
         self.wfile.flush()
         sent = 0
-        if stop > start:
+        if stop > start and self.server.is_encrypted:
+            sent = self._send_encrypted(file, start, stop - start)
+        elif stop > start:
             sent = self.connection.sendfile(file, start, stop - start)
         if sent < stop - start:  # the file has become shorter: the client must not wait for more
             self.close_connection = True
+
+    def _send_encrypted(self, file: BinaryIO, start: int, count: int) -> int:
+        """Sends a part of a file over TLS; returns how many bytes there were.
+
+        `SSLSocket.sendfile` does the same by 8 KiB at a time, which takes twice as long.
+
+        Args:
+            file: The file.
+            start: First byte.
+            count: Number of bytes.
+        """
+        file.seek(start)
+        buffer = memoryview(bytearray(min(count, ENCRYPTED_BYTES)))
+        left = count
+        while left and (size := file.readinto(buffer[: min(left, len(buffer))])):  # type: ignore[attr-defined]
+            self.connection.sendall(buffer[:size])
+            left -= size
+        return count - left
 
     def _send(
         self,

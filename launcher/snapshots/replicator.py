@@ -210,8 +210,9 @@ class SnapshotReplicator:
                 root, overflow = self._snapshots.root, self._snapshots.overflow
                 self._replica_slots[slot] = Slots(root, f"replica-{slot}", overflow)
             slots = self._replica_slots[slot]
-        url = f"http://{replica_source.address}/snapshots/{role.generation}/{step.number}"
-        source = HttpStorage(url, role.password, timeout_s=self._silence_s, run=role.run)
+        scheme, tls = ("http", None) if role.tls is None else ("https", role.tls.client())
+        url = f"{scheme}://{replica_source.address}/snapshots/{role.generation}/{step.number}"
+        source = HttpStorage(url, role.password, timeout_s=self._silence_s, run=role.run, tls=tls)
         with self._lock:
             self._sources.add(source)
         try:

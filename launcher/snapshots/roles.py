@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from elasticzero.checkpoint.ram.store import ShardName
 from elasticzero.ipc.messages import Captured
+from elasticzero.launcher.tls.contexts import TlsContexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class SnapshotRole:
     replica_source: ReplicaSource | None = None
     password: str = field(default="", repr=False)
     """The job's token, with which other nodes' snapshots are read."""
+    tls: TlsContexts | None = field(default=None, repr=False, compare=False)
+    """Contexts of the connections to other nodes; None: the job is without TLS."""
     bad_steps: frozenset[int] = frozenset()
     """Steps whose checkpoints were found damaged; a save of such a step replaces the checkpoint."""
     run: int = 1

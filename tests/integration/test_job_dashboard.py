@@ -19,6 +19,7 @@ import pytest
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.extensions import AgentContext
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import STATUS
 from elasticzero.launcher.http.routes import Answer, Route, json_answer
 from elasticzero.launcher.http.server import AgentServer, listen
@@ -101,7 +102,7 @@ class Served:
             if not index:
                 view = replace(view, members={m.node: m for m in members}, reports=reports)
             self.agents[one.node].step = 10 + index
-            dashboards[one.node].turn(view, Secret(TOKEN))
+            dashboards[one.node].turn(view, AgentAccess(Secret(TOKEN)))
 
     def _status(self, name: str, query: str) -> Answer:
         return json_answer(self.agents[name].status())

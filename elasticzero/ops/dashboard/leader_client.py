@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import query_agent
 from elasticzero.launcher.protocol.documents import Member
-from elasticzero.launcher.secrets import Secret
 
 LEADER_TIMEOUT_S = 3.0
 """Seconds within which the leading agent must answer; it may wait for other agents itself."""
@@ -17,12 +17,12 @@ JOB, OWN_JOB, JOB_PAGE = "/job", "/job/own", "/job/page"
 leader has it in the form of the status page's body."""
 
 
-def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] | None:
+def query_leader(members: Iterable[Member], access: AgentAccess) -> Mapping[str, Any] | None:
     """Asks agents for the status of the job, until one says that it leads the job.
 
     Args:
         members: the agents in the order in which they would lead.
-        token: the job's token.
+        access: how the job's agents are reached.
 
     Returns:
         The status of the job, as the leader serves it; None: no agent that leads the job has
@@ -33,7 +33,7 @@ def query_leader(members: Iterable[Member], token: Secret) -> Mapping[str, Any] 
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             break
-        status = query_agent(member, token, OWN_JOB, left_s)
+        status = query_agent(member, access, OWN_JOB, left_s)
         if status is not None and status.get("leads"):
             return status
     return None

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.secrets import Secret
 from elasticzero.ops.dashboard.history import JobHistory
 from elasticzero.ops.dashboard.leader_client import query_leader
 
@@ -38,13 +38,15 @@ class JobMemory:
         self._has_joined = False
         self._ended = threading.Event()
 
-    def turn(self, view: View, status: Callable[[], Mapping[str, Any]], token: Secret) -> None:
+    def turn(
+        self, view: View, status: Callable[[], Mapping[str, Any]], access: AgentAccess
+    ) -> None:
         """Notes what the events do not say; called in each turn of the agent's loop.
 
         Args:
             view: what the agent sees in this turn.
             status: returns what the agent serves at `/status`, of which the goodput is noted.
-            token: the job's token, with which the leader is asked.
+            access: how the leader is asked.
         """
         now_s = time.monotonic()
         if now_s >= self._goodput_due_s:
@@ -55,14 +57,14 @@ class JobMemory:
             self._has_joined = True
             if world.generation > 1:
                 self._thread = threading.Thread(
-                    target=self._ask, args=(world, token), name="elasticzero-history", daemon=True
+                    target=self._ask, args=(world, access), name="elasticzero-history", daemon=True
                 )
                 self._thread.start()
 
-    def _ask(self, world: World, token: Secret) -> None:
+    def _ask(self, world: World, access: AgentAccess) -> None:
         others = [member for member in world.members if member.node != self._node]
         for _ in range(TRIES):
-            leader_status = query_leader(others, token)
+            leader_status = query_leader(others, access)
             if leader_status is not None:
                 self.history.continues(leader_status["history"])
                 return

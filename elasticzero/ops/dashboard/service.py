@@ -15,9 +15,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import query_agents
 from elasticzero.launcher.http.routes import Answer, Route, json_answer
 from elasticzero.launcher.observability.job_status import (
@@ -28,7 +30,6 @@ from elasticzero.launcher.observability.job_status import (
 from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.secrets import Secret
 from elasticzero.ops.dashboard.body import status_page_body
 from elasticzero.ops.dashboard.leader_client import JOB, JOB_PAGE, OWN_JOB, query_leader
 from elasticzero.ops.dashboard.memory import JobMemory
@@ -58,8 +59,8 @@ class DashboardExtension(AgentExtension):
         self._node = context.options.node
         self._status = context.status
         self._memory = JobMemory(self._node)
-        self._seen: tuple[View, Secret] | None = None
-        """The view of the agent's last turn, and the job's token; None: it has made no turn."""
+        self._seen: tuple[View, AgentAccess] | None = None
+        """The view of the agent's last turn, and how agents are reached; None: it has made none."""
         self._lock = threading.Lock()
         self._latest: Mapping[str, Any] = {}
         self._until_s = 0.0
@@ -67,9 +68,9 @@ class DashboardExtension(AgentExtension):
     def recorded(self, event: Mapping[str, Any]) -> None:
         self._memory.history.take(event)
 
-    def turn(self, view: View, token: Secret) -> None:
-        self._seen = view, token
-        self._memory.turn(view, self._status, token)
+    def turn(self, view: View, access: AgentAccess) -> None:
+        self._seen = view, access
+        self._memory.turn(view, self._status, access)
 
     def routes(self) -> dict[str, Route]:
         """Returns the page, and the status of the job from the leader and from this agent."""
@@ -87,9 +88,9 @@ class DashboardExtension(AgentExtension):
         """
         seen = self._seen
         if seen is not None and pass_on:
-            view, token = seen
+            view, access = seen
             if not is_leader(view):
-                status = query_leader(_candidates(view), token)
+                status = query_leader(_candidates(view), access)
                 if status is not None:
                     return status
         with self._lock:
@@ -99,9 +100,11 @@ class DashboardExtension(AgentExtension):
                 self._until_s = time.monotonic() + waits_s
             return self._latest
 
-    def _made(self, seen: tuple[View, Secret] | None) -> Mapping[str, Any]:
+    def _made(self, seen: tuple[View, AgentAccess] | None) -> Mapping[str, Any]:
         view = seen[0] if seen is not None else None
         job = job_in_view(self._name, view)
+        if seen is not None:
+            job = replace(job, scheme=seen[1].scheme)
         statuses: dict[str, Mapping[str, Any]] = {}
         leads = seen is not None and is_leader(seen[0])
         if seen is not None and leads:

@@ -22,12 +22,12 @@ from elasticzero.concurrency import run_parallel
 from elasticzero.ipc.messages import Message
 from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import query_agent
 from elasticzero.launcher.http.routes import Answer, Route, json_answer
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.workers.group import Ended
 from elasticzero.ops.trackers.averages import Row, StepAverages, least
 from elasticzero.ops.trackers.node_scalars import NodeScalars
@@ -60,7 +60,7 @@ class Lead:
 
     world: World
     me: Member
-    token: Secret
+    access: AgentAccess
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,7 @@ class TrackerFeed(AgentExtension):
         after = _AFTER.match(query)
         return json_answer(self._scalars.answer(int(after[1]) if after else 0), end="")
 
-    def turn(self, view: View, token: Secret) -> None:
+    def turn(self, view: View, access: AgentAccess) -> None:
         """Notes which world this agent leads; called in each turn of the agent's loop."""
         self._write_events()
         world = view.world
@@ -139,7 +139,7 @@ class TrackerFeed(AgentExtension):
         if not is_leader(view):
             self._lead = None
         elif self._may_write:
-            self._lead = Lead(world=world, me=view.me, token=token)
+            self._lead = Lead(world=world, me=view.me, access=access)
         if self._lead is not None and self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="elasticzero-trackers", daemon=True
@@ -278,7 +278,7 @@ class TrackerFeed(AgentExtension):
     def _answer(self, source: _Source, lead: Lead) -> Mapping[str, Any] | None:
         if source.member == lead.me:
             return self._scalars.since(source.serial)
-        return query_agent(source.member, lead.token, f"{SCALARS}?after={source.serial}")
+        return query_agent(source.member, lead.access, f"{SCALARS}?after={source.serial}")
 
     def _through(self, lead: Lead) -> int | None:
         """Returns the last step that is complete on all nodes that have answered within `HOLD_S`;

@@ -13,6 +13,7 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Logged, Message
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension, Extensions
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.routes import Answer, Route
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -31,7 +32,7 @@ WORLD = World(
     reason="test",
 )
 VIEW = View(me=ME, world=WORLD)
-TOKEN = Secret("the-job's-own-password")
+ACCESS = AgentAccess(Secret("the-job's-own-password"))
 
 
 class Watching(AgentExtension):
@@ -54,7 +55,7 @@ class Watching(AgentExtension):
     def recorded(self, event: Mapping[str, Any]) -> None:
         self._note("recorded")
 
-    def turn(self, view: View, token: Secret) -> None:
+    def turn(self, view: View, access: AgentAccess) -> None:
         self._note("turn")
 
     def routes(self) -> Mapping[str, Route]:
@@ -87,7 +88,7 @@ def played(context: AgentContext, *made: AgentExtension) -> Extensions:
         extensions.started(WORLD, (0,))
         extensions.received(0, Logged(step=1, scalars={"loss": 0.5}))
         extensions.recorded({"event": "start", "time": 1.0})
-        extensions.turn(VIEW, TOKEN)
+        extensions.turn(VIEW, ACCESS)
     extensions.close("finished")
     return extensions
 
