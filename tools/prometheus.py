@@ -69,17 +69,18 @@ def write_targets(file: Path, addresses: Sequence[str]) -> None:
 
 @contextmanager
 def prometheus(
-    program: str, folder: Path, rules_file: Path, addresses: Sequence[str]
+    program: str, folder: Path, rules_file: Path, addresses: Sequence[str], authority: str = ""
 ) -> Iterator[Prometheus]:
     """Runs a server that scrapes both paths of these agents each second.
 
     folder: a new directory of the server; `write_targets(folder / "targets.json", …)` names other
-    agents.
+    agents. authority: certificate by which it knows them, as PEM; empty: they have no TLS.
     """
     folder.mkdir()
+    (folder / "ca.pem").write_text(authority)
     write_targets(folder / "targets.json", addresses)
     config = folder / "prometheus.yml"
-    config.write_text(yaml.safe_dump(_configuration(folder, rules_file)))
+    config.write_text(yaml.safe_dump(_configuration(folder, rules_file, encrypted=bool(authority))))
     port = _free_port()
     command = [program, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
@@ -102,13 +103,16 @@ def prometheus(
         process.wait(30)
 
 
-def _configuration(folder: Path, rules_file: Path) -> Mapping[str, Any]:
+def _configuration(folder: Path, rules_file: Path, *, encrypted: bool) -> Mapping[str, Any]:
+    """Returns the configuration that docs/monitoring.md describes."""
+    tls = {"scheme": "https", "tls_config": {"ca_file": str(folder / "ca.pem")}}
     targets = {"files": [str(folder / "targets.json")], "refresh_interval": "1s"}
     jobs = [
         {
             "job_name": "elasticzero" + path.replace("/", "-"),
             "metrics_path": path,
             "file_sd_configs": [targets],
+            **(tls if encrypted else {}),
         }
         for path in ("/metrics", "/metrics/job")
     ]

@@ -74,6 +74,18 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("the same, and return once it has ended, or fail after a minute",
          "elasticzero stop --wait --wait-timeout 60 --etcd etcd-host:2379 --job my-run"),
     ),
+    "tls": (
+        ("the certificate for a Prometheus that scrapes the job",
+         "elasticzero tls ca --job my-run --token-file token > my-run-ca.pem"),
+        ("the same; the environment has the token",
+         "ELASTICZERO_TOKEN=$TOKEN elasticzero tls ca --job my-run"),
+    ),
+    "tls ca": (
+        ("the certificate for a Prometheus that scrapes the job",
+         "elasticzero tls ca --job my-run --token-file token > my-run-ca.pem"),
+        ("the same; the environment has the token",
+         "ELASTICZERO_TOKEN=$TOKEN elasticzero tls ca --job my-run"),
+    ),
     "doctor": (
         ("this machine alone",
          "elasticzero doctor"),

@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "Computes the memory that each strategy needs for a model on a cluster.",
     "k8s": "Renders manifests for Kubernetes, and changes jobs there by kubectl.",
     "checkpoint": "Inspects, verifies, compares and converts checkpoints.",
+    "tls": "Prints the certificate by which the agents of a job are known.",
     "show": "Prints a file that comes with the package: dashboard, alerts, batch script, examples.",
     "completion": "Prints a script that completes commands and options in a shell.",
     "help": "Shows the help of a command.",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elasticzero.options.settings import TrainingSettings
+from elasticzero.security.certificates import Credentials
 from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import ShardOver
 
@@ -134,6 +135,8 @@ class Assignment(TrainingSettings):
     state."""
     password: str = field(default="", repr=False)
     """The job's token, with which other nodes' snapshots are read."""
+    tls: Credentials | None = field(default=None, repr=False)
+    """Certificate of the node, and the authorities of the job's; None: the job is without TLS."""
     keep: bool = False
     """True if the process may outlive its generation and take part in the next."""
     known_errors: tuple[KnownError, ...] = ()

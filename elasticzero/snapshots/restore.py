@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from elasticzero.errors import CheckpointMismatch
 from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
+from elasticzero.security.certificates import client_context
 from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
 from elasticzero.snapshots.round_trip import check_modules, check_optimizers, check_shares
@@ -39,21 +41,34 @@ def open_source(assignment: Assignment) -> Checkpoint:
         assert assignment.checkpoint_dir is not None
         directory = open_directory(assignment.checkpoint_dir)
         return open_step(directory.step(step_directory(resume.step)))
+    shown = assignment.tls
+    tls = client_context(shown.authorities, shown) if shown is not None else None
     own_first = sorted(resume.sources, key=lambda source: source.node != assignment.node)
     places: dict[int, list[Readable]] = {}
     for source in own_first:
-        places.setdefault(source.rank, []).append(_place(source, resume, assignment))
+        places.setdefault(source.rank, []).append(_place(source, resume, assignment, tls))
     return open_snapshot(places, resume.generation, resume.step)
 
 
-def _place(source: Source, resume: Resume, assignment: Assignment) -> Readable:
+def _place(
+    source: Source, resume: Resume, assignment: Assignment, tls: ssl.SSLContext | None
+) -> Readable:
+    """Returns where a shard is read from.
+
+    Args:
+        source: One of the nodes that hold it.
+        resume: The snapshot.
+        assignment: The worker's assignment.
+        tls: Context of connections to other nodes; None: the job is without TLS.
+    """
     generation, step = resume.generation, resume.step
     if source.node == assignment.node:
         world_size = len({source.rank for source in resume.sources})
         shard = ShardName(generation, step, source.rank, world_size)
         return DiskStorage(snapshots_of(assignment).path_of(shard), durable=False)
-    url = f"http://{source.address}/snapshots/{generation}/{step}"
-    return HttpStorage(url, assignment.password, run=assignment.run)
+    scheme = "http" if tls is None else "https"
+    url = f"{scheme}://{source.address}/snapshots/{generation}/{step}"
+    return HttpStorage(url, assignment.password, run=assignment.run, tls=tls)
 
 
 def snapshots_of(assignment: Assignment) -> SnapshotStore:

@@ -40,6 +40,7 @@ from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.agent.status import LoopPulse, agent_routes
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.compute_poll import ComputePoll
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.http.routes import Route
@@ -211,6 +212,12 @@ class Agent:
         return self._agreed.secret
 
     @property
+    def access(self) -> AgentAccess:
+        """Returns how the job's agents are reached."""
+        tls = self.options.tls
+        return AgentAccess(self.token, tls.client if tls is not None else None)
+
+    @property
     def worker_group(self) -> WorkerGroup | None:
         """Returns this node's workers of the present generation."""
         return self._group
@@ -233,11 +240,11 @@ class Agent:
 
     def _show(self, view: View) -> None:
         """Passes on what a turn has seen; nothing that goes wrong here concerns the job."""
-        self._extensions.turn(view, self.token)
+        self._extensions.turn(view, self.access)
         with contained("the line about the nodes that are waited for"):
             self._log_present_nodes(view)
         with contained("the poll of the workers' own times"):
-            self._compute.turn(view, self.token)
+            self._compute.turn(view, self.access)
 
     def _sleep(self, seen: tuple[View, Decision] | None) -> None:
         pause_s = self._pause_s(*seen) if seen is not None else REST_S
@@ -389,7 +396,7 @@ class Agent:
         reusable, self._spare = self._spare, {}
         assigned = assignments(options, world, index, token)
         first = world.first_rank(index)
-        self.saver.begin(snapshot_role(world, index, token))
+        self.saver.begin(snapshot_role(world, index, token, options.tls))
         group = WorkerGroup(
             self._server,
             world.generation,
@@ -419,7 +426,8 @@ class Agent:
 
         This node came to a store that had lost its data, and made a token of its own.
         """
-        agreed = agree_on_token(self._store, self._configured_token())
+        mode = self._agreed.record.tls
+        agreed = agree_on_token(self._store, self._configured_token(), mode)
         self._agreed = agreed
         self._writer.adopt(agreed.digest)
         self._recovery.adopt(agreed)

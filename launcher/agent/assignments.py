@@ -11,6 +11,7 @@ from elasticzero.launcher.protocol.documents import FIRST_RUN, World
 from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_sources
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
+from elasticzero.launcher.tls.contexts import TlsContexts
 from elasticzero.launcher.workers.error_file import error_file
 from elasticzero.serialization import field_values
 
@@ -45,6 +46,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             generation=world.generation,
             token=world.token,
             password=token.reveal,
+            tls=None if options.tls is None else options.tls.credentials,
             rank=first + local_rank,
             local_rank=local_rank,
             world_size=world.world_size,
@@ -89,13 +91,16 @@ def timeouts_s(fruitless: int) -> tuple[float, float]:
     return min(CONNECT_S * 2**fruitless, CONNECT_MAX_S), min(START_S * 2**fruitless, START_MAX_S)
 
 
-def snapshot_role(world: World, index: int, token: Secret) -> SnapshotRole:
+def snapshot_role(
+    world: World, index: int, token: Secret, tls: TlsContexts | None = None
+) -> SnapshotRole:
     """Returns this node's part in holding and saving the state of a generation.
 
     Args:
         world: World of the generation.
         index: Index of this node in its order of members.
         token: The job's token, which opens the snapshots of other nodes.
+        tls: Contexts of the connections to other nodes; None: the job is without TLS.
     """
     sources = replica_sources([member.zone for member in world.members])
     other = sources[index] if sources else None
@@ -103,6 +108,7 @@ def snapshot_role(world: World, index: int, token: Secret) -> SnapshotRole:
         generation=world.generation,
         token=world.token,
         password=token.reveal,
+        tls=tls,
         world_size=world.world_size,
         ranks=world.ranks(index),
         replica_source=None

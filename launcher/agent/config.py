@@ -32,6 +32,7 @@ from elasticzero.launcher.options.validation import (
 )
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
+from elasticzero.launcher.tls.contexts import TlsContexts
 from elasticzero.launcher.workers.console_output import ConsoleOutput, check_ranks, check_streams
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.log_rotation import LogLimit
@@ -91,6 +92,9 @@ class AgentOptions:
     """Trackers that get the job's scalars."""
     owner: OwnerRecord | None = None
     """Names the job in its checkpoint directory; None until its etcd has answered."""
+    tls: TlsContexts | None = field(default=None, compare=False)
+    """Contexts of connections between the job's agents; None: the job is without TLS, or its etcd
+    has not answered."""
 
 
 def agent_options(

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -39,6 +39,7 @@ from elasticzero.launcher.observability.job_status import page_address
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.observability.output import terminal
 from elasticzero.launcher.options.rendezvous import HostedEtcd
+from elasticzero.launcher.options.tls_settings import TlsSettings
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher
 from elasticzero.launcher.protocol.documents import Done, Member
 from elasticzero.launcher.protocol.termination import exit_code_of
@@ -61,6 +62,8 @@ from elasticzero.launcher.store.membership import (
     reachable_address,
 )
 from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
+from elasticzero.launcher.tls.credentials import NodeName
+from elasticzero.launcher.tls.setup import node_contexts
 from elasticzero.launcher.workers.gloo_interface import confined, with_gloo_host
 from elasticzero.serialization import RecordError
 from elasticzero.text import list_text, shown
@@ -93,6 +96,7 @@ class Coordination:
     access: Access
     token: Secret | None
     """Token of the job, if one was given."""
+    tls: TlsSettings = field(default_factory=TlsSettings)
     restart: bool
     """True: a job that is done begins again."""
     storage_error: StorageError | None = None
@@ -173,7 +177,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         options = replace(options, owner=_owner(options.job, run.number, store, endpoints))
         if coordination.storage_error is None and not has_begun:
             _claim_checkpoints(options, endpoints, coordination.access)
-        agreed = _retry_store(partial(agree_on_token, run, coordination.token), options)
+        agreed = _retry_store(
+            partial(agree_on_token, run, coordination.token, coordination.tls.mode), options
+        )
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)
             host = network.host or own_address(coordination.hosted)
@@ -181,6 +187,14 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             host = network.host or reachable_address(endpoints[0])
         names = (host, *network.http_names)
         options, host = _at_host(options, host)
+        tls = node_contexts(
+            agreed.record.tls,
+            NodeName(job=options.job, run=run.number, node=options.node),
+            agreed.secret,
+            (host, *names),
+            coordination.tls.files,
+        )
+        options = replace(options, tls=tls)
         listening = listen_on_free_port(
             network.http_port, partial(listen, network.http_host), log_line
         )
@@ -210,9 +224,11 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
                 token=lambda: agent.token,
                 tokenless=TokenlessAccess(open_status=options.open_status, names=names),
                 run=run.number,
+                tls=tls,
             )
         )
-        agent.reporter.note("serving", port=me.http_port, host=host)
+        scheme = agent.access.scheme
+        agent.reporter.note("serving", port=me.http_port, host=host, scheme=scheme)
         for number in (signal.SIGTERM, *launching.signals):
             signal.signal(number, partial(_terminate, agent))
         try:
@@ -236,7 +252,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             f"{options.log_dir}{muted}"
         )
         how = "" if options.open_status else " (elasticzero status --url prints it with the token)"
-        log_line(f"the status page of the job is at {page_address(me)}{how}")
+        log_line(f"the status page of the job is at {page_address(me, scheme=scheme)}{how}")
         return agent.run()
 
 

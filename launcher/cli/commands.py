@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from elasticzero.errors import ElasticZeroError
+from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 from elasticzero.launcher.addresses import without_brackets
-from elasticzero.launcher.options.parser import Parser
+from elasticzero.launcher.options.parser import Parser, add_options
 from elasticzero.launcher.options.table import (
+    JOB_OPTIONS,
     add_job_options,
     add_local_options,
     add_run_options,
@@ -27,6 +28,7 @@ from elasticzero.launcher.options.validation import (
     parse_nnodes,
     parse_nproc,
 )
+from elasticzero.launcher.store.job_token import HOW
 from elasticzero.options.resolve import with_source
 
 if TYPE_CHECKING:
@@ -96,12 +98,24 @@ def _add_control_options(parser: Parser) -> None:
     parser.set_defaults(run_command=_control)
 
 
+def _add_tls(parser: Parser) -> None:
+    commands = parser.add_subparsers(
+        dest="tls_command", required=True, metavar="COMMAND", parser_class=Parser
+    )
+    text = "Prints the certificate of the authority that a job's nodes make of the job's token."
+    command = commands.add_parser("ca", help=text, description=text, allow_abbrev=False)
+    of_the_token = [o for o in JOB_OPTIONS if o.name in ("job", "token_file")]
+    add_options(command, of_the_token, required=("job",))
+    command.set_defaults(run_command=_tls_ca)
+
+
 CORE_COMMANDS: dict[str, Callable[[Parser], None]] = {
     "local": _add_local,
     "status": _add_status,
     "drain": _add_drain,
     "scale": _add_scale,
     "stop": _add_control_options,
+    "tls": _add_tls,
 }
 """Functions that give a command's parser its options and its `run_command`, which takes the parsed
 arguments and returns the exit code. `run` is missing: see `add_run`."""
@@ -140,6 +154,7 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
         endpoints=endpoints_of(args),
         access=resolved.access,
         token=resolved.token,
+        tls=resolved.tls,
         restart=args.restart,
         storage_error=resolved.storage_error,
         hosted=rendezvous.hosted,
@@ -176,6 +191,7 @@ def _local(args: argparse.Namespace) -> int:
 def check_local(args: argparse.Namespace) -> None:
     """Checks the options of `local` that its agents get; raises `UserError`."""
     from elasticzero.launcher.agent.config import console_of
+    from elasticzero.launcher.options.tls_settings import check_tls
 
     check_script(args.script, is_module=args.module, is_program=args.no_python)
     parse_nproc(args.nproc_per_node)
@@ -186,16 +202,30 @@ def check_local(args: argparse.Namespace) -> None:
         check_name(args.job, "--job")
     parse_common_options(args)
     check_access(args)
-    given_token(args)
+    check_tls(args, given_token(args))
 
 
 def _status(args: argparse.Namespace) -> int:
+    from elasticzero.launcher.cli.job_access import operator_credentials
     from elasticzero.launcher.cli.status import print_page_address, status
 
-    access, token = check_access(args), given_token(args)
+    access, operator = check_access(args), operator_credentials(args)
     if args.url:
-        return int(print_page_address(args.job, endpoints_of(args), access, token))
-    return int(status(args.job, endpoints_of(args), access, token, as_json=args.json))
+        return int(print_page_address(args.job, endpoints_of(args), access, operator))
+    return int(status(args.job, endpoints_of(args), access, operator, as_json=args.json))
+
+
+def _tls_ca(args: argparse.Namespace) -> int:
+    from elasticzero.launcher.cli.job_access import print_authority
+
+    token = given_token(args)
+    if token is None:
+        raise UserError(
+            f"the authority of a job is made of its token: give {HOW}; a token that the first "
+            "node has made and stored in etcd makes none"
+        )
+    print_authority(check_name(args.job, "--job"), token)
+    return int(ExitCode.DONE)
 
 
 def _control(args: argparse.Namespace) -> int:

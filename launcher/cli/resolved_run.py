@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from elasticzero.errors import StorageError
 from elasticzero.launcher.agent.config import AgentOptions, agent_options
 from elasticzero.launcher.options.rendezvous import Rendezvous, check_rendezvous
+from elasticzero.launcher.options.tls_settings import TlsSettings, check_tls
 from elasticzero.launcher.options.torchrun import check_signals, without_effect
 from elasticzero.launcher.options.validation import check_access, given_token, parse_nnodes
 from elasticzero.launcher.secrets import Secret, forget_secrets
@@ -26,6 +27,7 @@ class ResolvedRun:
     rendezvous: Rendezvous
     access: Access
     token: Secret | None
+    tls: TlsSettings
     signals: tuple[signal.Signals, ...]
     """Signals at which this node leaves, besides SIGTERM."""
     storage_error: StorageError | None
@@ -44,6 +46,7 @@ def resolve_run(args: argparse.Namespace) -> ResolvedRun:
     least, most = parse_nnodes(args.nnodes)
     rendezvous = check_rendezvous(args, most)
     access, token = check_access(args), given_token(args)
+    tls = check_tls(args, token)
     forget_secrets(os.environ)
     signals = check_signals(args.signals_to_handle)
     options, storage_error = agent_options(args, (least, most))
@@ -53,6 +56,7 @@ def resolve_run(args: argparse.Namespace) -> ResolvedRun:
         rendezvous=rendezvous,
         access=access,
         token=token,
+        tls=tls,
         signals=signals,
         storage_error=storage_error,
         lines=(*rendezvous.lines, *without_effect(vars(args))),

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.cli.control import open_job_store, read_job
+from elasticzero.launcher.cli.job_access import OperatorCredentials, access_for_operator
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import query_agents
 from elasticzero.launcher.observability.job_status import Job, collect_status, page_address
 from elasticzero.launcher.protocol.documents import Report
 from elasticzero.launcher.protocol.failure_policy import AGAIN
-from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.etcd.access import Access
-from elasticzero.launcher.store.job_token import HOW, token_for_operator
+from elasticzero.launcher.store.job_token import HOW
 from elasticzero.launcher.store.watch_cache import reports_of
 from elasticzero.serialization import RecordError
 from elasticzero.text import count_text, duration_text, print_error, print_result, table_text
@@ -30,7 +32,7 @@ def status(
     name: str,
     endpoints: Sequence[str],
     access: Access,
-    operator_token: Secret | None,
+    operator: OperatorCredentials,
     *,
     as_json: bool,
 ) -> ExitCode:
@@ -40,20 +42,22 @@ def status(
         name: The job's name.
         endpoints: Members of etcd.
         access: TLS and user for etcd.
-        operator_token: The job's token, if the operator has it.
+        operator: What the operator has given to read the job with.
         as_json: Whether to print JSON in place of lines for people.
 
     Raises:
         UserError: etcd has no such job.
     """
     with open_job_store(name, endpoints, access) as store:
-        job, phases, token = read_stored_job(store, name, operator_token)
+        job, phases, agents = read_stored_job(store, name, operator)
     for line in job.unreadable:
         print_error(line)
-    if token is None and job.done is None:
+    if agents is None and job.done is None:
         print_error(f"the status of the nodes needs the job's token: give {HOW}")
     statuses = (
-        query_agents(job.members.values(), token) if job.done is None and token is not None else {}
+        query_agents(job.members.values(), agents)
+        if job.done is None and agents is not None
+        else {}
     )
     job_status = collect_status(job, phases, statuses)
     print_result(json.dumps(job_status, indent=2) if as_json else status_text(job_status))
@@ -61,33 +65,34 @@ def status(
 
 
 def read_stored_job(
-    store: Store, name: str, operator_token: Secret | None
-) -> tuple[Job, dict[str, str], Secret | None]:
+    store: Store, name: str, operator: OperatorCredentials
+) -> tuple[Job, dict[str, str], AgentAccess | None]:
     """Reads a job, with what only its store has.
 
     Args:
         store: The job's store.
         name: The job's name.
-        operator_token: The job's token, if the operator has it.
+        operator: What the operator has given to read the job with.
 
     Returns:
-        The job, the phase that each member has reported, and the job's token.
+        The job, the phase that each member has reported, and how its agents are reached; None: the
+        job's token is not known.
 
     Raises:
-        UserError: etcd has no such job.
+        UserError: etcd has no such job, or what the operator has given is not right.
     """
     job = read_job(store, name)
-    token = token_for_operator(store, operator_token)
+    access = access_for_operator(store, name, operator)
     reports = store.read(reports_of(job.world.generation)).entries if job.world is not None else {}
     phases = {}
     for key, entry in reports.items():
         with suppress(RecordError):  # an odd report counts as none
             phases[key.rpartition("/")[2]] = str(document(Report, entry.value).phase)
-    return job, phases, token
+    return replace(job, scheme=access.scheme), phases, access.agents
 
 
 def print_page_address(
-    name: str, endpoints: Sequence[str], access: Access, operator_token: Secret | None
+    name: str, endpoints: Sequence[str], access: Access, operator: OperatorCredentials
 ) -> ExitCode:
     """Prints the address of the job's status page with the token in its fragment.
 
@@ -95,19 +100,19 @@ def print_page_address(
         name: The job's name.
         endpoints: Members of etcd.
         access: TLS and user for etcd.
-        operator_token: The job's token, if the operator has it.
+        operator: What the operator has given to read the job with.
 
     Raises:
         UserError: The job has ended, has no node, or its token is not known.
     """
     with open_job_store(name, endpoints, access) as store:
-        job, _, token = read_stored_job(store, name, operator_token)
+        job, _, agents = read_stored_job(store, name, operator)
     if job.leader is None:
         why = f"has ended: {job.done.reason}" if job.done is not None else "has no node now"
         raise UserError(f"job {name!r} {why}; agents serve the status page while they run")
-    if token is None:
+    if agents is None:
         raise UserError(f"the status page needs the job's token, which etcd does not hold: {HOW}")
-    print_result(page_address(job.leader, token))
+    print_result(page_address(job.leader, agents.token, scheme=job.scheme))
     return ExitCode.DONE
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticzero.errors import ExitCode
+from elasticzero.launcher.addresses import host_and_port
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.protocol.leader import PLAIN_END
 from elasticzero.text import count_text, print_error, print_foreign
@@ -129,7 +130,8 @@ class ClusterConsole:
         at_s = event["time"]
         match event["event"]:
             case "serving":
-                self._pages[node] = f"http://{event['host']}:{event['port']}/"
+                scheme = event.get("scheme", "http")
+                self._pages[node] = f"{scheme}://{host_and_port(event['host'], event['port'])}/"
             case "registered":
                 self.print_line(f"{node} is here", at_s)
             case "world" if event["generation"] > self._generation:

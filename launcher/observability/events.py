@@ -80,7 +80,11 @@ _SAVED = {
 EVENTS: Mapping[EventName, EventSpec] = {
     "serving": EventSpec(
         "The agent's HTTP server listens.",
-        {"port": "port of the server", "host": "address under which other nodes reach this one"},
+        {
+            "port": "port of the server",
+            "host": "address under which other nodes reach this one",
+            "scheme": "https where the job has TLS, else http",
+        },
     ),
     "registered": EventSpec(
         "The node is registered in etcd.",

@@ -60,6 +60,8 @@ class Job:
     going on; 0: no such thing is there."""
     unreadable: tuple[str, ...] = ()
     """A line on each document that cannot be read."""
+    scheme: str = "http"
+    """Scheme of what its agents serve: http, or https."""
 
     @property
     def placed(self) -> tuple[Member, ...]:
@@ -88,16 +90,17 @@ class Job:
         return next(iter(registered or self.members.values()), None)
 
 
-def page_address(member: Member, token: Secret | None = None) -> str:
+def page_address(member: Member, token: Secret | None = None, *, scheme: str = "http") -> str:
     """Returns the address of the status page that a node's agent serves.
 
     Args:
         member: The agent's registration.
         token: The job's token, which comes after the address as its fragment; browsers send none to
             servers.
+        scheme: Scheme of what the job's agents serve.
     """
     fragment = f"#token={quote(token.reveal, safe='')}" if token is not None else ""
-    return f"http://{member.address}/{fragment}"
+    return f"{scheme}://{member.address}/{fragment}"
 
 
 def pending_drains(job: Job) -> tuple[Drain, ...]:
@@ -164,7 +167,7 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
         "resume_step": world.resume.step if world is not None else 0,
         "reason": world.reason if world is not None else "waiting for nodes",
         "leader": leader_node,
-        "page": page_address(leader) if leader is not None else None,
+        "page": page_address(leader, scheme=job.scheme) if leader is not None else None,
         "step": _greatest(member_statuses, "step"),
         "total_steps": leader_status.get("total_steps"),
         "steps_per_s": leader_status.get("steps_per_s"),

@@ -19,6 +19,7 @@ from elasticzero.launcher.options.logs import LOG_OPTIONS
 from elasticzero.launcher.options.parser import Parser, add_command, add_options
 from elasticzero.launcher.options.private_network import FLAG as PRIVATE_NETWORK
 from elasticzero.launcher.options.private_network import private_network
+from elasticzero.launcher.options.tls import TLS_AUTHORITIES, TLS_OPTIONS
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.options.option import Option, grouped
@@ -54,7 +55,7 @@ DRY_RUN = Option(
 COMMAND_OPTIONS = (CONFIG, DRY_RUN)
 """Options of `run` and `local` that concern the command itself and no job."""
 
-JOB_OPTIONS = grouped(
+_JOB_AND_ETCD = grouped(
     "job and etcd",
     Option(
         ("--etcd", "--rdzv-endpoint"),
@@ -103,6 +104,7 @@ JOB_OPTIONS = grouped(
         metavar="FILE",
     ),
 )
+JOB_OPTIONS = (*_JOB_AND_ETCD, TLS_AUTHORITIES)
 """Options that say which job, and how to reach it: for `run`, and for the commands on a running
 job."""
 
@@ -281,6 +283,7 @@ RUN_OPTIONS = (
         ),
     ),
     *LOG_OPTIONS,
+    *TLS_OPTIONS,
     *grouped(
         "network",
         Option(

@@ -3,8 +3,9 @@
 make chaos                               # many seeds, and 60 faults in ten minutes
 CHAOS_SEED=7 python -m pytest -m chaos tests/chaos -k one_seed
 
-Each node has a network of its own, where the machine allows namespaces. Where it does not, all
-share loopback and no cable is cut: the tests say so by skipping when all else has passed.
+The agents use TLS between each other. Each node has a network of its own, where the machine allows
+namespaces. Where it does not, all share loopback and no cable is cut: the tests say so by skipping
+when all else has passed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.local.cluster import on_loopback
+from elasticzero.launcher.secrets import TOKEN
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.chaos.networks import Networks, NoNetworks
 from tests.chaos.strikes import Strikes
@@ -34,6 +36,7 @@ MIRROR = ("--redundancy", "mirror")
 NODE = ("--shard", "node", "--nproc-per-node", "2")
 LONG = [(strategy,) for strategy in STRATEGIES] + [(name, *MIRROR) for name in STRATEGIES[1:]]
 STEP_S = 0.2
+WITH_TLS = {TOKEN: "a-token-from-which-certificates-are-made"}
 
 
 @pytest.fixture
@@ -116,7 +119,15 @@ def play(
     address = networks.address if networks is not None else "127.0.0.1"
     with (
         EtcdServer(address=address) as etcd,
-        story(tmp_path, etcd.endpoint, job, arguments, nodes=NODES, place=place) as told,
+        story(
+            tmp_path,
+            etcd.endpoint,
+            job,
+            arguments,
+            nodes=NODES,
+            environments=[WITH_TLS] * NODES,
+            place=place,
+        ) as told,
     ):
         told.wait("training", lambda: told.step >= 2)
         strikes = Strikes(told, etcd, networks, dice, NODES)

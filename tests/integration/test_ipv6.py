@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,15 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.local.cluster import Placement
+from elasticzero.launcher.secrets import TOKEN, Secret
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.launcher.tls.authority import JobAuthority
 from elasticzero.processes import descendants
 from tests.integration.clusters import REGRESSION, elasticzero, events_in, story
 from tests.integration.ipv6_networks import PREFIX, Ipv6Networks, ipv6_networks
 from tests.support.deadlines import patience
+
+JOB_TOKEN = "the-token-of-this-very-job"
 
 
 @pytest.fixture
@@ -57,7 +62,10 @@ def test_nodes_train_and_lose_one_where_the_loopback_is_ipv6(
 def test_nodes_with_addresses_of_their_own_need_no_host(
     networks: Ipv6Networks, tmp_path: Path, job: str
 ) -> None:
-    """As pods of a cluster that has IPv6 alone; each has an address of its link too."""
+    """As pods of a cluster that has IPv6 alone; each has an address of its link too. They use TLS
+    with certificates that name these addresses."""
+    environment = {**os.environ, TOKEN: JOB_TOKEN}
+    authority = JobAuthority(Secret(JOB_TOKEN), job).certificate
 
     def body() -> None:
         with EtcdServer(address="::") as etcd:
@@ -70,7 +78,10 @@ def test_nodes_with_addresses_of_their_own_need_no_host(
                 command = elasticzero(*arguments, str(REGRESSION), "--epochs", "1")
                 nodes.append(
                     subprocess.Popen(
-                        [*networks.prefix(node), *command], stderr=subprocess.PIPE, text=True
+                        [*networks.prefix(node), *command],
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        env=environment,
                     )
                 )
             assert nodes[0].stderr is not None
@@ -80,7 +91,10 @@ def test_nodes_with_addresses_of_their_own_need_no_host(
                 lines.append(nodes[0].stderr.readline())
             serving = next(e for e in events_in(tmp_path / job) if e["event"] == "serving")
             for host in (networks.addresses["a"], "::1"):
-                connection = http.client.HTTPConnection(host, serving["port"], timeout=30)
+                context = ssl.create_default_context(cadata=authority)
+                connection = http.client.HTTPSConnection(
+                    host, serving["port"], timeout=30, context=context
+                )
                 connection.request("GET", "/metrics")
                 assert connection.getresponse().status == 200
                 connection.close()

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real job in which a worker is killed, and answers every query."""
+"""A real Prometheus scrapes a job with TLS, a worker is killed, and every query is answered."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.launcher.secrets import TOKEN, Secret
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.launcher.tls.authority import JobAuthority
 from tests.integration.clusters import REGRESSION, story
 from tests.support.promql import panel_queries, rules, selectors
 from tools.prometheus import Prometheus, as_grafana_sends, prometheus
 
+JOB_TOKEN = "the-token-of-this-very-job"
 SLOW = "node-2"
 EMPTY = {
     "GPU utilization": "there is no GPU",
@@ -32,14 +35,16 @@ def test_prometheus_answers_every_query_about_a_job_with_a_killed_worker(
     arguments += [str(REGRESSION), "--pause", "0.1", "--tokens", "128", "--epochs", "10"]
     slow = tmp_path / "slow"
     slow.write_text("0.3")
-    environments = [{}, {}, {"TESTER_PAUSE_FILE": str(slow)}]
+    token = {TOKEN: JOB_TOKEN}
+    environments = [token, token, {**token, "TESTER_PAUSE_FILE": str(slow)}]
+    authority = JobAuthority(Secret(JOB_TOKEN), job).certificate
     rules_file = root / "k8s" / "components" / "monitoring" / "rules.yaml"
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=3, environments=environments) as told:
         told.wait_for_step(2)
         ports = {node: e["port"] for node, e in told.told if e["event"] == "serving"}
         addresses = [f"127.0.0.1:{port}" for port in ports.values()]
         with prometheus(
-            server, tmp_path / "prometheus", rules_file, addresses
+            server, tmp_path / "prometheus", rules_file, addresses, authority
         ) as prometheus_server:
             told.wait(
                 "scrapes of generation 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.processes import descendants
-from tests.integration.certificates import LOOPBACK, Authority
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.clusters import elasticzero as command
 from tests.integration.etcd_members import Members, Tls
 from tests.integration.test_elastic_training import check_samples, check_weights
+from tests.support.certificates import LOOPBACK, Authority
 
 PASSWORD, JOB_TOKEN = "the-users-password-in-etcd", "the-token-of-this-very-job"
 
@@ -66,10 +67,19 @@ def test_a_run_behind_locks_survives_a_killed_node(
             told.wait_for_step(15)
             check_no_process_shows(told, agents_may=True)
             port = told.of("serving")[0]["port"]
+            certificate = subprocess.run(
+                command("tls", "ca", "--job", job),
+                capture_output=True,
+                text=True,
+                env={**os.environ, **secrets},
+                timeout=60,
+                check=True,
+            ).stdout
+            context = ssl.create_default_context(cadata=certificate)
             request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/status", headers={"Authorization": f"Bearer {JOB_TOKEN}"}
+                f"https://127.0.0.1:{port}/status", headers={"Authorization": f"Bearer {JOB_TOKEN}"}
             )
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=30, context=context) as answer:
                 status = answer.read().decode()
             assert json.loads(status)["job"] == job
             shown = subprocess.run(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from elasticzero.errors import UserError
 from elasticzero.launcher.options.parser import Parser, add_options
 from elasticzero.launcher.options.table import JOB_OPTIONS, add_job_options
-from elasticzero.launcher.options.validation import check_access, endpoints_of, given_token
+from elasticzero.launcher.options.validation import check_access, endpoints_of
 
 
 def _add_top(parser: Parser) -> None:
@@ -102,17 +102,19 @@ arguments and returns the exit code."""
 def _top(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("rich") is None:
         raise UserError("elasticzero top needs the package rich: pip install 'elasticzero[top]'")
+    from elasticzero.launcher.cli.job_access import operator_credentials
     from elasticzero.ops.cli.top import top
 
     if not 0.1 <= args.interval <= 3600:
         raise UserError(f"--interval {args.interval:g}: 0.1 to 3600 seconds are expected")
-    access, token = check_access(args), given_token(args)
+    access, operator = check_access(args), operator_credentials(args)
     endpoints = endpoints_of(args)
-    shown = top(args.job, endpoints, access, token, interval_s=args.interval, once=args.once)
+    shown = top(args.job, endpoints, access, operator, interval_s=args.interval, once=args.once)
     return int(shown)
 
 
 def _report(args: argparse.Namespace) -> int:
+    from elasticzero.launcher.cli.job_access import operator_credentials
     from elasticzero.ops.cli.report import report_on_job, report_on_logs
 
     if args.directory is not None:
@@ -122,5 +124,5 @@ def _report(args: argparse.Namespace) -> int:
             "give a directory of logs (elasticzero report LOG_DIR), or --job ID and --etcd "
             "HOST:PORT of a running job"
         )
-    access, token = check_access(args), given_token(args)
-    return int(report_on_job(args.job, endpoints_of(args), access, token, args.output))
+    access, operator = check_access(args), operator_credentials(args)
+    return int(report_on_job(args.job, endpoints_of(args), access, operator, args.output))

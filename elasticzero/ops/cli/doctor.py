@@ -24,7 +24,7 @@ OF_RUN = (
     *("host", "require_private_network"),
 )
 """Options of `run` that say what is to be examined."""
-NOT_OF_JOB = ("job", "token_file")
+NOT_OF_JOB = ("job", "token_file", "tls_ca")
 """Options of the commands on a running job that concern no machine."""
 
 

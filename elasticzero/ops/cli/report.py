@@ -17,12 +17,13 @@ from pathlib import Path
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ExitCode, OperatorError, UserError
 from elasticzero.launcher.cli.control import open_job_store, read_job
+from elasticzero.launcher.cli.job_access import OperatorCredentials, access_for_operator
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.server import LEFT_OUT_HEADER
 from elasticzero.launcher.observability.event_log import EVENTS_FILE, KEPT_BYTES
 from elasticzero.launcher.protocol.documents import Member
-from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.etcd.access import Access
-from elasticzero.launcher.store.job_token import HOW, token_for_operator
+from elasticzero.launcher.store.job_token import HOW
 from elasticzero.ops.report.html.page import report_page
 from elasticzero.ops.report.html.sentences import headline
 from elasticzero.ops.report.log_files import LogFile, find_logs, read_run
@@ -55,7 +56,11 @@ def report_on_logs(directory: str, name: str | None, output: str) -> ExitCode:
 
 
 def report_on_job(
-    name: str, endpoints: Sequence[str], access: Access, operator_token: Secret | None, output: str
+    name: str,
+    endpoints: Sequence[str],
+    access: Access,
+    operator: OperatorCredentials,
+    output: str,
 ) -> ExitCode:
     """Writes the report on a running job, from the logs that its agents serve.
 
@@ -63,7 +68,7 @@ def report_on_job(
         name: the job's name.
         endpoints: HOST:PORT or URL of each member of etcd.
         access: certificates, user and password for etcd.
-        operator_token: the job's token, if the operator has it.
+        operator: what the operator has given to read the job with.
         output: path of the page; `-` writes it to stdout.
 
     Raises:
@@ -73,19 +78,19 @@ def report_on_job(
     _check_output(output)
     with open_job_store(name, endpoints, access) as store:
         job = read_job(store, name)
-        token = token_for_operator(store, operator_token)
+        agents = access_for_operator(store, name, operator).agents
     if job.done is not None:
         raise UserError(
             f"job {name!r} is over ({job.done.reason}), and its agents serve no logs any more; "
             "give the directory of its logs: elasticzero report LOG_DIR"
         )
-    if token is None:
+    if agents is None:
         raise UserError(f"the logs of the agents need the job's token: give {HOW}")
     placed = [member.node for member in job.placed]
     order = {node: place for place, node in enumerate(placed)}
     members = sorted(job.members.values(), key=lambda m: order.get(m.node, len(order)))
     with tempfile.TemporaryDirectory(prefix="elasticzero-report-") as folder:
-        files, silent = _fetch(members, token, Path(folder))
+        files, silent = _fetch(members, agents, Path(folder))
         if not files:
             raise OperatorError(
                 f"none of the agents of job {name!r} has sent its log: "
@@ -98,13 +103,13 @@ def report_on_job(
 
 
 def _fetch(
-    members: Sequence[Member], token: Secret, folder: Path
+    members: Sequence[Member], agents: AgentAccess, folder: Path
 ) -> tuple[list[LogFile], list[str]]:
     """Fetches the logs of agents, all at a time.
 
     Args:
         members: the agents, the leader first.
-        token: the job's token, with which agents serve their logs.
+        agents: how the agents are reached.
         folder: folder below which the logs are written.
 
     Returns:
@@ -118,7 +123,7 @@ def _fetch(
         path = folder / str(index) / EVENTS_FILE
         path.parent.mkdir()
         try:
-            cut_bytes = _fetch_log(member, token, path, most_bytes)
+            cut_bytes = _fetch_log(member, agents, path, most_bytes)
         except (OSError, ValueError, http.client.HTTPException) as error:
             return f"{member.node} at {member.address} ({str(error) or type(error).__name__})"
         return LogFile(member.node, path, cut_bytes)
@@ -128,12 +133,12 @@ def _fetch(
     return files, [one for one in answers if isinstance(one, str)]
 
 
-def _fetch_log(member: Member, token: Secret, path: Path, most_bytes: int) -> int:
+def _fetch_log(member: Member, agents: AgentAccess, path: Path, most_bytes: int) -> int:
     """Writes the newest part of an agent's log to a file.
 
     Args:
         member: the agent's registration, which has its address.
-        token: the job's token, with which agents serve their logs.
+        agents: how the agents are reached.
         path: the file, which is written anew.
         most_bytes: bytes of the log that the agent is asked for at most.
 
@@ -143,8 +148,8 @@ def _fetch_log(member: Member, token: Secret, path: Path, most_bytes: int) -> in
     Raises:
         ValueError: the agent refuses the request.
     """
-    headers = {"Authorization": f"Bearer {token.reveal}"}
-    connection = http.client.HTTPConnection(member.host, member.http_port, timeout=TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {agents.token.reveal}"}
+    connection = agents.connection(member, TIMEOUT_S)
     with closing(connection), path.open("wb") as file:
         connection.request("GET", f"/events?most={most_bytes}", headers=headers)
         answer = connection.getresponse()

@@ -31,9 +31,10 @@ from elasticzero.errors import (
     UserError,
 )
 from elasticzero.launcher.cli.control import open_job_store
+from elasticzero.launcher.cli.job_access import OperatorCredentials
 from elasticzero.launcher.cli.status import read_stored_job
+from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.observability.job_status import Job, collect_status
-from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW
@@ -68,18 +69,18 @@ class Reading:
 class JobReader:
     """Reads a job again and again, from etcd and from its agents."""
 
-    def __init__(self, store: Store, name: str, operator_token: Secret | None) -> None:
+    def __init__(self, store: Store, name: str, operator: OperatorCredentials) -> None:
         """Reads nothing before the first `read`.
 
         Args:
             store: store that holds the job's state.
             name: the job's name.
-            operator_token: the job's token, if the operator has it.
+            operator: what the operator has given to read the job with.
         """
         self._store = store
         self._name = name
-        self._operator_token = operator_token
-        self._stored: tuple[Job, Mapping[str, str], Secret | None] | None = None
+        self._operator = operator
+        self._stored: tuple[Job, Mapping[str, str], AgentAccess | None] | None = None
         self._history: Mapping[str, Any] = {}
         self._store_error: str | None = None
         self._store_due_s = 0.0
@@ -91,11 +92,11 @@ class JobReader:
             UserError: etcd has no such job.
             StoreUnavailable: etcd has not answered once.
         """
-        job, phases, token = self._read_stored()
+        job, phases, agents = self._read_stored()
         status: Mapping[str, Any] | None = None
-        if job.done is None and token is not None:
+        if job.done is None and agents is not None:
             order = {m.node: m for m in (*job.placed, *job.members.values())}
-            status = query_leader(order.values(), token)
+            status = query_leader(order.values(), agents)
         silent = status is None
         if status is None:
             seen = collect_status(job, phases, {})
@@ -105,16 +106,16 @@ class JobReader:
             status=status,
             store_error=self._store_error,
             silent=silent and job.done is None and bool(job.placed),
-            token_missing=token is None and job.done is None,
+            token_missing=agents is None and job.done is None,
         )
 
-    def _read_stored(self) -> tuple[Job, Mapping[str, str], Secret | None]:
+    def _read_stored(self) -> tuple[Job, Mapping[str, str], AgentAccess | None]:
         """Returns what etcd holds of the job, or what it held while it did answer."""
         stored = self._stored
         if stored is not None and time.monotonic() < self._store_due_s:
             return stored
         try:
-            stored = read_stored_job(self._store, self._name, self._operator_token)
+            stored = read_stored_job(self._store, self._name, self._operator)
         except AccessRefused:
             raise
         except StoreUnavailable as error:
@@ -131,7 +132,7 @@ def top(
     name: str,
     endpoints: Sequence[str],
     access: Access,
-    operator_token: Secret | None,
+    operator: OperatorCredentials,
     *,
     interval_s: float,
     once: bool,
@@ -142,7 +143,7 @@ def top(
         name: the job's name.
         endpoints: HOST:PORT or URL of each member of etcd.
         access: certificates, user and password for etcd.
-        operator_token: the job's token, if the operator has it.
+        operator: what the operator has given to read the job with.
         interval_s: seconds between two readings.
         once: whether the screen is printed once instead.
 
@@ -152,7 +153,7 @@ def top(
     """
     console = Console(highlight=False)
     with open_job_store(name, endpoints, access) as store:
-        reader = JobReader(store, name, operator_token)
+        reader = JobReader(store, name, operator)
         if once:
             height = console.size.height if console.is_terminal else None
             console.print(screen_of(reader.read(), 0.0, console.width, height))

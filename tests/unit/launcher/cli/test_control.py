@@ -11,6 +11,7 @@ from elasticzero.cli.main import main
 from elasticzero.errors import ExitCode, OperatorError, UserError
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.cli.control import drain, read_job, scale, stop, update_control
+from elasticzero.launcher.cli.job_access import OperatorCredentials
 from elasticzero.launcher.cli.status import read_stored_job
 from elasticzero.launcher.observability.job_status import Job
 from elasticzero.launcher.protocol.documents import (
@@ -291,5 +292,5 @@ def test_an_odd_world_is_one_sentence(store: MemoryStore) -> None:
 
 def test_an_odd_report_has_no_phase(store: MemoryStore) -> None:
     store.write({"reports/1/a": ODD, "reports/1/b": b'{"incarnation": "1", "phase": "restored"}'})
-    _, phases, _ = read_stored_job(store, JOB, None)
+    _, phases, _ = read_stored_job(store, JOB, OperatorCredentials())
     assert phases == {"b": "restored"}
