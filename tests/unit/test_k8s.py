@@ -267,10 +267,13 @@ def test_every_port_is_the_agents(
 ) -> None:
     port = options.DEFAULT_HTTP_PORT
     assert agent["ports"] == [{"name": "http", "containerPort": port}]
+    is_plain = environment(agent)[f"{PREFIX}TLS"] == "off"
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert agent[probe]["httpGet"] == {"path": "/healthz", "port": "http"}
+        scheme = {} if is_plain else {"scheme": "HTTPS"}
+        assert agent[probe]["httpGet"] == {"path": "/healthz", "port": "http", **scheme}
     annotations = job["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(port)
+    assert annotations["prometheus.io/scheme"] == ("http" if is_plain else "https")
     service = only(manifests, "Service", "-agents")
     assert service["spec"]["ports"] == [{"name": "http", "port": port, "targetPort": "http"}]
     policy = only(manifests, "NetworkPolicy", "-agents")

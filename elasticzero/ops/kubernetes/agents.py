@@ -9,6 +9,7 @@ preemptions.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
@@ -17,6 +18,7 @@ from elasticzero.ops.kubernetes.etcd import etcd_endpoints
 from elasticzero.ops.kubernetes.naming import (
     AGENT,
     Manifest,
+    agents_secret,
     agents_service,
     checkpoint_claim,
     client_secret,
@@ -47,7 +49,7 @@ STARTUP_PROBES = JOIN_TIMEOUT_S // PROBE_S + 12
 LOST_NODE_S = 60
 """Seconds after which a pod is given up whose machine does not answer; Kubernetes waits 300."""
 SCRIPTS, CHECKPOINTS, LOGS = "/scripts", "/checkpoints", "/var/log/elasticzero"
-CERTIFICATES = "/etc/elasticzero/etcd"
+CERTIFICATES, AGENT_CERTIFICATES = "/etc/elasticzero/etcd", "/etc/elasticzero/tls"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 LAUNCH = "metadata.labels['batch.kubernetes.io/controller-uid']"
 """The uid of the Kubernetes Job, which its pods have as a label."""
@@ -156,6 +158,7 @@ def job_spec(options: RenderOptions, container_name: str = "agent") -> Manifest:
                 "labels": labels_for(options, AGENT),
                 "annotations": {
                     "prometheus.io/scrape": "true",
+                    "prometheus.io/scheme": "http" if options.tls_mode == "off" else "https",
                     "prometheus.io/port": str(DEFAULT_HTTP_PORT),
                     "prometheus.io/path": "/metrics",
                 },
@@ -213,6 +216,7 @@ def _tolerations(options: RenderOptions) -> list[Manifest]:
 def _container(options: RenderOptions, name: str) -> Manifest:
     pod = options.pod
     devices = {GPU: str(pod.gpus)} if pod.gpus else {}
+    health = partial(http_probe, "/healthz", "http", encrypted=options.tls_mode != "off")
     source = {"envFrom": [{"secretRef": {"name": secret}} for secret in pod.secrets]}
     return secured_container(
         name,
@@ -221,17 +225,11 @@ def _container(options: RenderOptions, name: str) -> Manifest:
         **(source if pod.secrets else {}),
         env=_variables(options),
         ports=[{"name": "http", "containerPort": DEFAULT_HTTP_PORT}],
-        startupProbe=http_probe(
-            "/healthz",
-            "http",
-            periodSeconds=PROBE_S,
-            timeoutSeconds=5,
-            failureThreshold=STARTUP_PROBES,
+        startupProbe=health(
+            periodSeconds=PROBE_S, timeoutSeconds=5, failureThreshold=STARTUP_PROBES
         ),
-        readinessProbe=http_probe("/healthz", "http", periodSeconds=PROBE_S, timeoutSeconds=5),
-        livenessProbe=http_probe(
-            "/healthz", "http", periodSeconds=20, timeoutSeconds=10, failureThreshold=6
-        ),
+        readinessProbe=health(periodSeconds=PROBE_S, timeoutSeconds=5),
+        livenessProbe=health(periodSeconds=20, timeoutSeconds=10, failureThreshold=6),
         resources={
             "requests": {"cpu": options.cpus, "memory": options.memory, **devices},
             "limits": {"memory": options.memory, **devices},
@@ -300,7 +298,15 @@ def fixed_variables(options: RenderOptions) -> list[Manifest]:
         # To stdout, where the cluster collects it, and to a volume of bounded size.
         "ELASTICZERO_LOG_DIR": LOGS,
         "ELASTICZERO_TEE": "true",
+        # Probes and scrapes name the scheme, so that no node follows another mode of the job.
+        "ELASTICZERO_TLS": options.tls_mode,
     }
+    if options.tls_mode == "files":
+        variables |= {
+            "ELASTICZERO_TLS_CA": f"{AGENT_CERTIFICATES}/ca.crt",
+            "ELASTICZERO_TLS_CERT": f"{AGENT_CERTIFICATES}/tls.crt",
+            "ELASTICZERO_TLS_KEY": f"{AGENT_CERTIFICATES}/tls.key",
+        }
     if etcd.tls:
         variables |= {
             "ELASTICZERO_ETCD_CACERT": f"{CERTIFICATES}/ca.crt",
@@ -326,6 +332,8 @@ def _mounts(options: RenderOptions) -> list[Manifest]:
         mounts.append(mount("script", SCRIPTS, read_only=True))
     if options.etcd.tls:
         mounts.append(mount("etcd-certificates", CERTIFICATES, read_only=True))
+    if options.tls_mode == "files":
+        mounts.append(mount("agent-certificates", AGENT_CERTIFICATES, read_only=True))
     return mounts
 
 
@@ -347,4 +355,6 @@ def _volumes(options: RenderOptions) -> list[Manifest]:
         volumes.append({"name": "script", "configMap": {"name": _script_name(options, script)}})
     if options.etcd.tls:
         volumes.append(secret_volume("etcd-certificates", client_secret(options)))
+    if options.tls_mode == "files":
+        volumes.append(secret_volume("agent-certificates", agents_secret(options)))
     return volumes

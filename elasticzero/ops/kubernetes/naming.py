@@ -68,5 +68,10 @@ def client_secret(options: RenderOptions) -> str:
     return f"{etcd_name(options)}-client-tls"
 
 
+def agents_secret(options: RenderOptions) -> str:
+    """Returns the name of the Secret that holds the certificate of the agents (`--tls files`)."""
+    return f"{agents_service(options)}-tls"
+
+
 def checkpoint_claim(options: RenderOptions) -> str:
     return f"{options.name}-checkpoints"

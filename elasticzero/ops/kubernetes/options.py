@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elasticzero.errors import UserError
+from elasticzero.launcher.tls.credentials import TlsMode
 from elasticzero.ops.kubernetes.clouds import CLOUDS, CloudNodes, Grace, grace_of
 
 MAX_NAME = 40
@@ -30,6 +31,10 @@ SET_BY = {
     "ELASTICZERO_GRACE": "--grace-period sets it",
     "ELASTICZERO_CHECKPOINT_DIR": "--checkpoints sets it",
     "ELASTICZERO_TOKEN": "--token-secret sets it",
+    "ELASTICZERO_TLS": "--tls sets it",
+    "ELASTICZERO_TLS_CERT": "--tls sets it",
+    "ELASTICZERO_TLS_KEY": "--tls sets it",
+    "ELASTICZERO_TLS_CA": "--tls sets it",
     "ELASTICZERO_HTTP_PORT": "probes, the Service and the NetworkPolicy name the same port",
     "ELASTICZERO_NODE_NAME": "it differs from pod to pod",
     "ELASTICZERO_HOST": "it differs from pod to pod",
@@ -116,6 +121,9 @@ class RenderOptions:
     """True: the queue is rendered too, with room for the most nodes."""
     etcd: EtcdOptions = field(default_factory=EtcdOptions)
     pod: PodOptions = field(default_factory=PodOptions)
+    tls: TlsMode | None = None
+    """Where the agents' certificates come from; None: from the job's token if it has a Secret, and
+    else there are none."""
 
     def __post_init__(self) -> None:
         check_job_name(self.name, "--name")
@@ -130,6 +138,8 @@ class RenderOptions:
         _check_sizes(self)
         _check_script(self.script)
         _check_etcd(self.etcd)
+        if self.tls == "job" and not self.pod.token_secret:
+            raise UserError("--tls job makes certificates of the job's token: give --token-secret")
         for name in self.pod.environment:
             if not VARIABLE.fullmatch(name):
                 raise UserError(f"--env {name}: KEY=VALUE is expected")
@@ -140,6 +150,10 @@ class RenderOptions:
     def job(self) -> str:
         """Returns the job's id, which is also the name of its Kubernetes object."""
         return f"{self.name}-{self.run}" if self.run else self.name
+
+    @property
+    def tls_mode(self) -> TlsMode:
+        return self.tls or ("job" if self.pod.token_secret else "off")
 
     @property
     def cloud(self) -> CloudNodes:

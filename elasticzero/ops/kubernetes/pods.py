@@ -52,8 +52,10 @@ def field_variable(name: str, path: str) -> Manifest:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def http_probe(path: str, port: str, **times: int) -> Manifest:
-    return {"httpGet": {"path": path, "port": port}, **times}
+def http_probe(path: str, port: str, *, encrypted: bool = False, **times: int) -> Manifest:
+    """Returns a probe by HTTP, or by HTTPS: the kubelet shows no certificate, and checks none."""
+    scheme = {"scheme": "HTTPS"} if encrypted else {}
+    return {"httpGet": {"path": path, "port": port, **scheme}, **times}
 
 
 def spread_over_zones(labels: Mapping[str, str]) -> list[Manifest]:

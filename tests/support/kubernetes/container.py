@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -109,12 +110,23 @@ class Container:
 
 
 def answers(address: str, probe: Probe) -> bool:
-    """Makes one `httpGet`; a status from 200 to 399 is a success."""
+    """Makes one `httpGet`; a status from 200 to 399 is a success. As the kubelet it checks no
+    certificate."""
     connection = http.client.HTTPConnection(address, probe.port, timeout=probe.timeout_s)
+    if probe.encrypted:
+        connection = http.client.HTTPSConnection(
+            address, probe.port, timeout=probe.timeout_s, context=unchecked_context()
+        )
     with closing(connection), suppress(OSError, http.client.HTTPException):
         connection.request("GET", probe.path, headers={"Connection": "close"})
         return 200 <= connection.getresponse().status < 400
     return False
+
+
+def unchecked_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -30,6 +30,7 @@ class Probe:
 
     path: str
     port: int
+    encrypted: bool = False
     initial_delay_s: float = 0.0
     period_s: float = 10.0
     timeout_s: float = 1.0
@@ -56,6 +57,7 @@ def _probe(probe: Manifest, ports: Mapping[str, int]) -> Probe:
     return Probe(
         path=get.get("path", "/"),
         port=ports[get["port"]] if isinstance(get["port"], str) else get["port"],
+        encrypted=get.get("scheme", "HTTP") == "HTTPS",
         initial_delay_s=probe.get("initialDelaySeconds", 0),
         period_s=probe.get("periodSeconds", 10),
         timeout_s=probe.get("timeoutSeconds", 1),

@@ -131,9 +131,11 @@ def test_the_pod_monitor_finds_the_agents_and_both_paths(root: Path, folder: Pat
     endpoints = spec["podMetricsEndpoints"]
     assert [endpoint["path"] for endpoint in endpoints] == ["/metrics", "/metrics/job"]
     for endpoint in endpoints:
-        assert endpoint.keys() == {"port", "path", "interval", "relabelings"}
-        (relabeling,) = endpoint["relabelings"]
-        assert relabeling["targetLabel"] == "metrics_path"
+        assert endpoint.keys() == {"port", "path", "interval", "tlsConfig", "relabelings"}
+        path, scheme = endpoint["relabelings"]
+        assert path["targetLabel"] == "metrics_path"
+        assert scheme["targetLabel"] == "__scheme__"
+        assert scheme["sourceLabels"] == ["__meta_kubernetes_pod_annotation_prometheus_io_scheme"]
     manifests = list(yaml.safe_load_all((root / "k8s" / "base" / "agents.yaml").read_text()))
     (template,) = (m["spec"]["template"] for m in manifests if m["kind"] == "Job")
     assert spec["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()

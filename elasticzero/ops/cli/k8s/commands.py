@@ -151,6 +151,7 @@ def render_options(args: argparse.Namespace) -> RenderOptions:
             service_account=args.service_account or "",
             pull_secret=args.pull_secret or "",
         ),
+        tls=args.tls,
     )
 
 

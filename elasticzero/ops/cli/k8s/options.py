@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elasticzero.launcher.tls.credentials import TLS_MODES
 from elasticzero.memory_estimate import AUTO
 from elasticzero.ops.kubernetes.clouds import CLOUDS
 from elasticzero.ops.kubernetes.options import KINDS
@@ -133,6 +134,14 @@ RENDER_OPTIONS = (
         "other namespace reaches; with none no other one does.",
         "monitoring",
         metavar="NAMESPACE",
+    ),
+    _option(
+        PODS,
+        "--tls",
+        "The agents use TLS with certificates that they make of the token, or with those of the "
+        "Secret NAME-agents-tls, or none; probes and scrapes do so too. A job that has begun goes "
+        "on as it was. (default: job with --token-secret, else off)",
+        choices=TLS_MODES,
     ),
     _option(PODS, "--service-account", "Pods run as this ServiceAccount.", metavar="NAME"),
     _option(PODS, "--pull-secret", "This Secret opens the registry.", metavar="SECRET"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elasticzero.errors import UserError
+from elasticzero.launcher.tls.credentials import TlsMode
 from elasticzero.ops.kubernetes.clouds import CLOUDS, grace_of
 from elasticzero.ops.kubernetes.options import (
     SET_BY,
@@ -220,6 +221,7 @@ def test_bytes_of_a_quantity() -> None:
         ({"pod": PodOptions(environment={"A B": "1"})}, "--env A B"),
         ({"pod": PodOptions(environment={"ELASTICZERO_HTTP_PORT": "1"})}, "the same port"),
         ({"etcd": EtcdOptions(members=2)}, "--etcd-members 2"),
+        ({"tls": "job"}, "--tls job .* give --token-secret"),
         ({"etcd": EtcdOptions(endpoints="e:2379", tls=True)}, "without https://"),
         ({"etcd": EtcdOptions(endpoints="e:2379", backup=True)}, "--etcd-backup is for an etcd"),
     ],
@@ -227,6 +229,39 @@ def test_bytes_of_a_quantity() -> None:
 def test_what_is_refused_names_the_option(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace(OPTIONS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("secret", "tls", "mode"),
+    [
+        ("", None, "off"),
+        ("token", None, "job"),
+        ("token", "off", "off"),
+        ("", "files", "files"),
+        ("token", "files", "files"),
+    ],
+)
+def test_agents_probes_and_scrapes_have_one_scheme(
+    secret: str, tls: TlsMode | None, mode: str
+) -> None:
+    manifests = rendered(pod=PodOptions(token_secret=secret), tls=tls)
+    agent = agent_of(agents_of(manifests))
+    assert variables(manifests)["ELASTICZERO_TLS"] == mode
+    schemes = {
+        agent[probe]["httpGet"].get("scheme", "HTTP")
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
+    annotations = agents_of(manifests)["spec"]["template"]["metadata"]["annotations"]
+    schemes.add(annotations["prometheus.io/scheme"].upper())
+    assert schemes == {"HTTP" if mode == "off" else "HTTPS"}
+    files = {n: v for n, v in variables(manifests).items() if n.startswith("ELASTICZERO_TLS_")}
+    mounts = {one["name"]: one["mountPath"] for one in agent["volumeMounts"]}
+    assert ("agent-certificates" in mounts) == bool(files) == (mode == "files")
+    if files:
+        secrets = {v["name"]: v.get("secret") for v in pod_of(agents_of(manifests))["volumes"]}
+        assert secrets["agent-certificates"]["secretName"] == "train-agents-tls"
+        place = mounts["agent-certificates"]
+        assert set(files.values()) == {f"{place}/{n}" for n in ("ca.crt", "tls.crt", "tls.key")}
 
 
 @pytest.mark.parametrize("changes", [{"checkpoints": "s3://b"}, {"etcd": EtcdOptions(tls=True)}])
