@@ -244,6 +244,7 @@ def test_handshakes_that_do_not_go_on_hold_nobody_up(
 
 def test_a_handshake_has_a_deadline(server: AgentServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(limits, "IDLE_TIMEOUT_S", 1000.0)
     with socket.create_connection(("127.0.0.1", server.port), timeout=patience(30)) as connection:
         connection.sendall(b"\x16")
         assert connection.recv(100) == b""
