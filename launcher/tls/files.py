@@ -97,9 +97,8 @@ class FileCredentials:
                 self._refused = stamp
                 log.warning("the changed certificate is not used, the earlier one is: %s", error)
             return
-        if stamp == _stamp(self._files):  # all of it was read of one certificate
-            self._stamp, self._credentials = stamp, credentials
-            log.info("TLS: the certificate in %s has changed, and is used", self._files.certificate)
+        self._stamp, self._credentials = stamp, credentials
+        log.info("TLS: the certificate in %s has changed, and is used", self._files.certificate)
 
 
 def read_authorities(path: str) -> str:
