@@ -44,6 +44,36 @@ def test_a_socket_for_one_address_takes_no_other() -> None:
     assert not addresses.is_local("192.0.2.77")
 
 
+@pytest.mark.parametrize(
+    ("host", "resolved", "expected"),
+    [
+        ("10.0.0.7", [], "10.0.0.7"),
+        ("[fd00::7]", [], "fd00::7"),
+        ("node-a", ["10.0.0.7"], "10.0.0.7"),
+        ("node-a", ["10.0.0.7", "10.0.0.7"], "10.0.0.7"),
+        ("node-a", ["10.0.0.7", "fd00::7"], addresses.EVERYWHERE),
+        ("node-a", ["127.0.1.1"], addresses.EVERYWHERE),
+        ("node-a", [], addresses.EVERYWHERE),
+        ("localhost", ["127.0.0.1"], "127.0.0.1"),
+        ("localhost", ["::1", "127.0.0.1"], addresses.EVERYWHERE),
+        ("", [], addresses.EVERYWHERE),
+        (addresses.EVERYWHERE, [], addresses.EVERYWHERE),
+    ],
+)
+def test_a_host_is_one_address_where_that_is_plain(
+    monkeypatch: pytest.MonkeyPatch, host: str, resolved: list[str], expected: str
+) -> None:
+    """A name may be a loopback address on its own machine alone."""
+
+    def getaddrinfo(name: str, port: object, **options: object) -> list[tuple[object, ...]]:
+        if not resolved:
+            raise socket.gaierror("no such name")
+        return [(0, 0, 0, "", (address, 0)) for address in resolved]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert addresses.only_address(host) == expected
+
+
 def test_a_machine_without_ipv6_binds_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     with addresses.bound_socket() as sock:

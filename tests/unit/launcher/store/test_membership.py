@@ -73,6 +73,15 @@ def is_registered(store: LossyStore) -> bool:
     return "members/node-1" in store.read("members/node-1").entries
 
 
+def test_the_port_of_rank_0_is_open_at_the_node_s_address_alone() -> None:
+    """An address that is none of this machine's may be one that a router translates."""
+    with bound_socket("127.0.0.1") as bound:
+        assert bound.getsockname()[0] == "127.0.0.1"
+    for elsewhere in ("192.0.2.77", "no.such.host.invalid"):
+        with bound_socket(elsewhere) as bound:
+            assert bound.getsockname()[0] in ("::", "0.0.0.0")
+
+
 def test_a_dropped_node_registers_beside_one_of_a_longer_name(
     store: LossyStore, node_1: Membership
 ) -> None:
