@@ -8,6 +8,7 @@ they are part of the training state already.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from json import dumps, loads
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from elasticzero.comm.broadcast_value import broadcast_value
 from elasticzero.data.loader import map_tensors
 from elasticzero.errors import UserError
 from elasticzero.nested import flatten, unflatten
@@ -123,10 +125,8 @@ def of_rank_zero(state: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized():
         return _made(json, tensors)
     small = {name: t.cpu() for name, t in tensors.items() if t.numel() <= SMALL_ELEMENTS}
-    shared = [(json, small)]
-    dist.broadcast_object_list(shared, src=0)
-    json, small = shared[0]
-    return _made(json, {**tensors, **small})
+    text, small = broadcast_value((dumps(json), small))
+    return _made(loads(text), {**tensors, **small})
 
 
 def _made(json: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.data import DataLoader
 
+from elasticzero.comm.broadcast_value import broadcast_value
 from elasticzero.entry_point import run
 from elasticzero.errors import UserError
 from elasticzero.integrations.launch_environment import hide
@@ -215,11 +217,26 @@ class Elastic(Strategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns one rank's value on all ranks: paths, and what `session.track` can keep too.
+
+        Args:
+            obj: the value of this rank.
+            src: the rank whose value counts.
+
+        Raises:
+            UserError: the value is of another kind, for which it would have to be pickled.
+        """
         if self.world_size == 1:
             return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src=src)
-        return objects[0]
+        is_path = isinstance(obj, PurePath)
+        try:
+            is_path, value = broadcast_value((is_path, str(obj) if is_path else obj), src)
+        except UserError as error:
+            raise UserError(
+                f"the Elastic strategy broadcasts no {type(obj).__name__} of this kind, for it "
+                f"sends no pickle to other ranks: {error}"
+            ) from None
+        return Path(value) if is_path else value
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Returns the tensors of all ranks, stacked; in a world of one, the tensor as it is.

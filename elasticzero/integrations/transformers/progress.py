@@ -12,6 +12,7 @@ import transformers
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_callback import TrainerState
 
+from elasticzero.comm.broadcast_value import broadcast_value
 from elasticzero.session import Session
 from elasticzero.state.schedules import warn_of_changed_rates
 
@@ -120,10 +121,8 @@ class TrainerProgress:
         """Gives all ranks the trainer's state of rank 0; all call this together."""
         trainer.state = dataclasses.replace(trainer.state, stateful_callbacks=exported(trainer))
         told = dataclasses.asdict(trainer.state)
-        texts = [json.dumps({k: v for k, v in told.items() if k not in OF_THE_PROCESS})]
-        if dist.is_initialized():
-            dist.broadcast_object_list(texts, src=0)
-        self._shared = texts[0]
+        text = json.dumps({k: v for k, v in told.items() if k not in OF_THE_PROCESS})
+        self._shared = broadcast_value(text) if dist.is_initialized() else text
         trainer.state = self._state(trainer)
 
     def recall(self, trainer: transformers.Trainer) -> TrainerState | None:
