@@ -21,8 +21,8 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from typing import Any
 from rendezvous_crowd import CrowdOptions
 from rendezvous_report import Phase, Report, Round, Size
 
+from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import WORLD
@@ -40,6 +42,9 @@ CROWD = HERE / "rendezvous_crowd.py"
 TTL_S = 5
 FEW = 10
 """Clients in the first process of several: the first ones lead, and must not wait for the many."""
+LEAST_SHARE = 0.5
+"""Of those that stay so many are enough for the next world. Whoever answers too slowly for it comes
+back into a later one, and the round of the benchmark lasts until all have a place."""
 SETTLE_S = 2.0
 """Between generation 1 and the measured rest."""
 RECEIVED = "grpc_server_msg_received_total"
@@ -49,8 +54,11 @@ SENT_BYTES = "etcd_network_client_grpc_sent_bytes_total"
 class Crowd:
     """One process of clients, and what it said."""
 
-    def __init__(self, options: CrowdOptions) -> None:
+    def __init__(self, options: CrowdOptions, ask: Callable[[int], None]) -> None:
+        """ask: called when its leader asks all workers of a generation for a boundary."""
         self.clients = options.clients
+        self._ask = ask
+        self._sending = threading.Lock()
         self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._events: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
@@ -65,13 +73,18 @@ class Crowd:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._heard.put(json.loads(line))
+            heard = json.loads(line)
+            if heard["event"] == "boundary":
+                self._ask(heard["generation"])
+            else:
+                self._heard.put(heard)
         self._heard.put({"event": "ended"})
 
     def order(self, word: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{word}\n")
-        self._process.stdin.flush()
+        with self._sending:
+            self._process.stdin.write(f"{word}\n")
+            self._process.stdin.flush()
 
     def wait(self, event: str, patience_s: float, **fields: Any) -> dict[str, Any]:
         """The event of that name with these fields; each is given once."""
@@ -163,21 +176,25 @@ def crowds_of(
     few = FEW if processes > 1 else 0
     cuts = [few + (stay - few) * n // processes for n in range(processes + 1)] + [agents]
     cuts = [0, *cuts] if few else cuts
-    crowds = [
-        Crowd(
-            CrowdOptions(
-                endpoint=endpoint,
-                job=job,
-                first=first,
-                clients=end - first,
-                nodes=agents,
-                least=stay,
-                ttl_s=TTL_S,
-                share=options.connections == "shared",
-            )
+    crowds: list[Crowd] = []
+
+    def ask_for_boundary(generation: int) -> None:
+        for crowd in crowds:
+            with suppress(OSError):  # the process of those that vanish is gone
+                crowd.order(f"boundary {generation}")
+
+    for first, end in itertools.pairwise(cuts):
+        one = CrowdOptions(
+            endpoint=endpoint,
+            job=job,
+            first=first,
+            clients=end - first,
+            nodes=agents,
+            least=max(1, int(LEAST_SHARE * stay)),
+            ttl_s=TTL_S,
+            share=options.connections == "shared",
         )
-        for first, end in itertools.pairwise(cuts)
-    ]
+        crowds.append(Crowd(one, ask_for_boundary))
     try:
         yield crowds[:-1], crowds[-1]
     finally:
@@ -216,7 +233,7 @@ def play(agents: int, number: int, options: argparse.Namespace) -> Round:
         rest_began = Measured(etcd, everyone)
         time.sleep(options.rest)
         rested = Measured(etcd, everyone)
-        world_bytes = _world_bytes(etcd.endpoint, job)
+        world_bytes, _ = _world(etcd.endpoint, job)
         calm = Measured(etcd, stay)
         killed_s = vanish.kill()
         for crowd in stay:
@@ -224,12 +241,14 @@ def play(agents: int, number: int, options: argparse.Namespace) -> Round:
         regrouped_s = last(stay, "knows", 2) - killed_s
         last(stay, "reported", 2)
         regrouped = Measured(etcd, stay)
+        next_world_bytes, generation = _world(etcd.endpoint, job)
         return Round(
             registered_s=registered_s,
             formed_s=formed_s,
             regrouped_s=regrouped_s,
             world_bytes=world_bytes,
-            next_world_bytes=_world_bytes(etcd.endpoint, job),
+            next_world_bytes=next_world_bytes,
+            worlds=generation - 1,
             rss_bytes=rested.rss_bytes,
             forming=formed.since(before, agents),
             resting=rested.since(rest_began, agents),
@@ -237,9 +256,11 @@ def play(agents: int, number: int, options: argparse.Namespace) -> Round:
         )
 
 
-def _world_bytes(endpoint: str, job: str) -> int:
+def _world(endpoint: str, job: str) -> tuple[int, int]:
+    """The size of the present world's document, and its generation."""
     with EtcdStore([endpoint], job_prefix(job)) as store:
-        return len(store.read(WORLD).entries[WORLD].value)
+        value = store.read(WORLD).entries[WORLD].value
+    return len(value), document(World, value).generation
 
 
 def arguments() -> argparse.Namespace:

@@ -5,8 +5,8 @@ the loop of an agent around them, `AgentCore`. Two of them share nothing, but th
 their process to etcd where that is asked for. Workers are pretended: they start at once, train for
 ever, and take STOP_S to stop.
 
-Orders come on stdin, a word a line (go, fail, mark); what happened goes out on stdout, a JSON
-object a line, with times of the machine's monotonic clock, which all processes share.
+Orders come on stdin, one a line (go, fail, mark, boundary N); what happened goes out on stdout, a
+JSON object a line, with times of the machine's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,13 @@ from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.protocol.actions import Decision, PutReport, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import Failure, Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
-from elasticzero.launcher.protocol.view import GroupStage, View, WorkerGroupState
+from elasticzero.launcher.protocol.view import (
+    GroupOrder,
+    GroupOutcome,
+    GroupStage,
+    View,
+    WorkerGroupState,
+)
 from elasticzero.launcher.retry import retry_call
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import job_prefix
@@ -50,8 +56,10 @@ from elasticzero.serialization import decode
 THREADS = 8
 """Each takes care of its share of the clients, one at a time."""
 REST_S, BUSY_S, LONG_ROUND_S = 0.25, 0.02, 5.0
-"""How often a client looks at the clock when nothing happens, as agents do; BUSY_S is for whom the
+"""How often a client turns while it knows of no later timer, as agents do; BUSY_S is for whom the
 others wait, in a round that is not long."""
+LOOK_S = 60.0
+"""A thread looks at least so often whose time has come."""
 STOP_S = 0.05
 """Workers that end leave their state in memory first."""
 STEP = 7
@@ -79,9 +87,11 @@ class CrowdOptions:
 class PretendedWorkers:
     """A node's one worker, of one generation."""
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[int], None]) -> None:
+        """ask: has all workers of a generation come to a boundary, as the control word would."""
         self._workers = WorkerGroupState()
         self._ends_s = float("inf")
+        self._ask = ask
 
     @property
     def generation(self) -> int:
@@ -105,16 +115,28 @@ class PretendedWorkers:
         """What happens to every worker when one of its group dies."""
         failure = Failure(rank=rank, blame="peer", message="connection closed by peer", step=STEP)
         self._workers = replace(self._workers, failure=failure)
-        self._ends_s = min(self._ends_s, now_s + STOP_S)
+        self._end(now_s)
 
     def stop(self, reason: str, now_s: float) -> None:
         self._workers = replace(self._workers, aborted_s=now_s)
-        self._ends_s = min(self._ends_s, now_s + STOP_S)
+        self._end(now_s)
+
+    def leave_at_boundary(self, now_s: float) -> None:
+        """All ranks have left their loop together, for a node is to join."""
+        if self._ends_s == float("inf"):
+            self._workers = replace(self._workers, outcome=GroupOutcome.AT_BOUNDARY)
+            self._end(now_s)
+
+    def _end(self, now_s: float) -> None:
+        if self._ends_s == float("inf"):
+            self._workers = replace(self._workers, stepped_s=now_s)  # until now there were steps
+            self._ends_s = now_s + STOP_S
 
     def view(self, now_s: float) -> WorkerGroupState:
         if now_s >= self._ends_s:
             return replace(self._workers, running=0)
-        return self._workers if self._workers.failed else replace(self._workers, stepped_s=now_s)
+        stepping = self._ends_s == float("inf")
+        return replace(self._workers, stepped_s=now_s) if stepping else self._workers
 
     @property
     def progress_monitor(self) -> PretendedWorkers:
@@ -124,10 +146,13 @@ class PretendedWorkers:
         raise AssertionError("no worker hangs")
 
     def request(self, flags: int) -> None:
-        raise AssertionError("no worker is asked to stop at a boundary")
+        self._workers = replace(self._workers, requested=flags, order=GroupOrder.STOP_AT_BOUNDARY)
+        self._ask(self.generation)
 
     def kill(self, *, spare_saving: bool = False) -> None:
-        raise AssertionError("no worker is to be killed")
+        """Their node has no place in the next world, for it was too slow to answer."""
+        self._workers = replace(self._workers, order=GroupOrder.KILL)
+        self._ends_s = 0.0
 
     def kill_unresponsive(self) -> None:
         raise AssertionError("no worker is deaf")
@@ -184,7 +209,9 @@ class Client:
             nproc=1,
         )
         self.membership = Membership(self.store, me, options.ttl_s, sock)
-        self.workers = PretendedWorkers()
+        self.workers = PretendedWorkers(crowd.ask_for_boundary)
+        self._told: dict[str, set[int]] = {"knows": set(), "reported": set()}
+        """What it has said, of the first world (1) and of any after that (2)."""
         look = CheckpointProbe(None, self.wake)
         subscriptions = Subscriptions(self.store, self.observer, self.membership)
         cluster = ClusterObserver(
@@ -245,6 +272,7 @@ class Client:
         self.core.policy = self.policy if world is None else self._after
         self._trouble = False
         view, decision = self.core.cycle()
+        due_s = self.core.due_s(view, decision)
         rest_s = REST_S
         in_round_s = now_s - view.round_s if view.round_s is not None else float("inf")
         busy = view.reports is not None or decision.actions
@@ -253,8 +281,8 @@ class Client:
         for action in decision.actions:
             restored = isinstance(action, PutReport) and action.report.phase == "restored"
             if restored and not self._trouble:
-                self._crowd.count("reported", self.workers.generation, time.monotonic())
-        self.due_s = min(now_s + rest_s, self.workers.due_s(now_s))
+                self._tell("reported")
+        self.due_s = min(max(now_s + rest_s, due_s), self.workers.due_s(now_s))
 
     @property
     def worker_group(self) -> PretendedWorkers | None:
@@ -298,7 +326,14 @@ class Client:
         self.workers.start(world.generation, now_s)
         if index == 0:
             self.membership.take_store_socket().close()
-        self._crowd.count("knows", world.generation, time.monotonic())
+        self._tell("knows")
+
+    def _tell(self, what: str) -> None:
+        """Say, once each, that it has done this for the first world and for one after that."""
+        number = min(self.workers.generation, 2)
+        if number not in self._told[what]:
+            self._told[what].add(number)
+            self._crowd.count(what, number, time.monotonic())
 
     def save_held(self, held: SaveHeldSnapshot) -> None:
         raise AssertionError(f"{self.name}: nothing is to be saved")
@@ -338,6 +373,17 @@ class Crowd:
         for client in random.sample(self.clients, len(self.clients)):
             client.workers.lose_a_peer(0, now_s)
             client.wake()
+
+    def ask_for_boundary(self, generation: int) -> None:
+        """Have all workers of a generation, in all processes, come to a boundary."""
+        self.tell("boundary", generation=generation)
+
+    def leave_at_boundary(self, generation: int) -> None:
+        now_s = time.monotonic()
+        for client in self.clients:
+            if client.workers.generation == generation:
+                client.workers.leave_at_boundary(now_s)
+                client.wake()
 
     def wake(self, client: Client) -> None:
         if not client.queued:
@@ -379,7 +425,7 @@ class Crowd:
             if left_s <= 0:
                 yield soonest
             with suppress(queue.Empty):
-                yield self._due[index].get(timeout=max(0.0, left_s))
+                yield self._due[index].get(timeout=min(max(0.0, left_s), LOOK_S))
 
 
 def main() -> None:
@@ -387,8 +433,11 @@ def main() -> None:
     crowd = Crowd(options)
     crowd.connect()
     crowd.tell("ready")
-    for order in map(str.strip, sys.stdin):
-        match order:
+    for order in sys.stdin:
+        word, _, number = order.strip().partition(" ")
+        match word:
+            case "boundary":
+                crowd.leave_at_boundary(int(number))
             case "go":
                 crowd.go()
             case "fail":
