@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from elasticzero.launcher.protocol.documents import (
@@ -35,6 +36,8 @@ MAX_LABEL = 63
 """Number of characters of a part of a host's name, between dots."""
 MAX_REASON_CHARACTERS = 200
 """Number of characters of what is wrong with a document that a line repeats."""
+HOSTS_KEPT = 4096
+"""Number of addresses that are checked once, though each world names them again."""
 _ABSENT = "it counts as absent; delete the key unless an agent of another release wrote it"
 MEANINGS: Mapping[type[Any], str] = {
     Member: _ABSENT,
@@ -165,14 +168,15 @@ def _check_world(world: World) -> None:
 
 
 def _check_members(members: tuple[Member, ...], where: str) -> None:
-    ranks = 0
     for member in members:
-        _check_port(member.http_port, f"{where}.http_port")
-        _check_port(member.store_port, f"{where}.store_port")
-        _check_host(member.host, f"{where}.host")
+        if not 0 <= member.http_port <= MAX_PORT or not 0 <= member.store_port <= MAX_PORT:
+            _check_port(member.http_port, f"{where}.http_port")
+            _check_port(member.store_port, f"{where}.store_port")
+        if not _is_host(member.host):
+            raise RecordError(f"{where}.host: an address was expected, not {member.host!r:.60}")
         if member.nproc < 1:
             raise RecordError(f"{where}.nproc: a number of workers was expected")
-        ranks += member.nproc
+    ranks = sum(member.nproc for member in members)
     if ranks > MAX_RANKS:
         raise RecordError(f"{where}: at most {MAX_RANKS} workers were expected, not {ranks}")
 
@@ -182,15 +186,15 @@ def _check_port(port: int, where: str) -> None:
         raise RecordError(f"{where}: a port was expected, not {port}")
 
 
-def _check_host(host: str, where: str) -> None:
-    """Refuses an address for which Python's sockets raise another error than an `OSError`."""
-    valid = host.isprintable()
+@lru_cache(maxsize=HOSTS_KEPT)
+def _is_host(host: str) -> bool:
+    """Returns whether Python's sockets raise no other error for an address than an `OSError`."""
+    if not host.isprintable():
+        return False
     if not host.isascii():
         try:
             host.encode("idna")
         except UnicodeError:
-            valid = False
-    elif not all(0 < len(label) <= MAX_LABEL for label in host.removesuffix(".").split(".")):
-        valid = False
-    if not valid:
-        raise RecordError(f"{where}: an address was expected, not {host!r:.60}")
+            return False
+        return True
+    return all(0 < len(label) <= MAX_LABEL for label in host.removesuffix(".").split("."))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from elasticzero.launcher.protocol.documents import (
@@ -101,6 +102,8 @@ class WatchCache:
         """Entry of each key, with the document that it held; None where it cannot be read."""
         self._named: set[str] = set()
         """Keys of documents that cannot be read, and were named."""
+        self._worlds: tuple[tuple[Entry, World | None], ...] = ()
+        """Entries of the last two worlds, with what they hold; None: it cannot be read."""
         self._last_world: World | None = None
         """Newest world that could be read."""
         self._world_unread = False
@@ -191,12 +194,18 @@ class WatchCache:
         return one.token == other.token or outranks(one, other)
 
     def _world_in(self, entry: Entry) -> World | None:
-        """Returns the world that an entry holds; None if it cannot be read. Any thread may ask."""
-        try:
-            world: World = self._read(World, entry.value)
-        except RecordError:
-            return None
-        return world
+        """Returns the world that an entry holds, decoded once; None if it cannot be read.
+
+        Any thread may ask.
+        """
+        for other, world in self._worlds:
+            if other is entry or other == entry:
+                return world
+        read: World | None = None
+        with suppress(RecordError):
+            read = self._read(World, entry.value)
+        self._worlds = ((entry, read), *self._worlds[:1])
+        return read
 
     def _may_be_restarted(self, previous: PrefixState, current: PrefixState) -> bool:
         """Returns whether a job that was begun again could look like data that have shrunk.
@@ -209,8 +218,11 @@ class WatchCache:
         before, after = previous.entries.get(WORLD) or of_alarms, current.entries.get(WORLD)
         if before is None:
             return True
-        world = self._read(World, before.value)
-        same = after is not None and self._read(World, after.value).token == world.token
+        world = self._world_in(before)
+        following = self._world_in(after) if after is not None else None
+        if world is None:
+            return True
+        same = following is not None and following.token == world.token
         return world.run == UNSTATED and not same
 
     def _retain(self, entries: Mapping[str, Entry]) -> None:
@@ -382,8 +394,9 @@ class WatchCache:
         return result
 
     def _decode(self, entry: Entry, kind: type[T]) -> T | None:
+        world: Any = self._world_in(entry) if kind is World else None
         try:
-            read: T = self._read(kind, entry.value)
+            read: T = world if world is not None else self._read(kind, entry.value)
             check_place(entry, read)
             check_followed(read, self._strategies)
         except RecordError as error:
