@@ -20,7 +20,7 @@ from tests.unit.renders import PLACES, arguments_of, printed
 PRODUCT = ("elasticzero", "launcher", "checkpoint")
 METHODS = ("listen", "create_server", "start_server", "bind")
 """Methods that open a port, whatever the object is."""
-CALLS = ("TCPStore", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "EtcdServer")
+CALLS = ("TCPStore", "TorchStore", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "EtcdServer")
 """Classes that open a port when they are made."""
 NAMES = ("bound_socket",)
 """Functions of the project that make a socket which is to listen."""
