@@ -339,6 +339,10 @@ def test_every_etcd_endpoint_is_a_member(
         assert asked == ([any_member] if backup else endpoints)
 
 
+def test_no_page_in_a_browser_can_write_to_etcd(etcd: Manifest) -> None:
+    assert flags_of(agent_of(etcd))["enable-grpc-gateway"] == "false"
+
+
 def test_etcd_is_kept_small(manifests: list[Manifest], etcd: Manifest) -> None:
     flags = flags_of(agent_of(etcd))
     assert flags["auto-compaction-mode"] == "periodic"

@@ -201,6 +201,8 @@ def etcd_arguments(etcd: EtcdOptions) -> list[str]:
         "initial-cluster-state": "$(INITIAL_STATE)",
         "initial-cluster-token": service,
         "listen-metrics-urls": f"http://[::]:{METRICS}",
+        # By a forwarded port, a browser's page of any site could send requests of JSON to it.
+        "enable-grpc-gateway": "false",
         "auto-compaction-mode": "periodic",
         "auto-compaction-retention": "10m",
         "quota-backend-bytes": str(QUOTA_BYTES),

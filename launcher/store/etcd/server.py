@@ -183,6 +183,8 @@ class EtcdServer:
             # It listens there last, and no other etcd does: health at the clients' port may be that
             # of another one, which was there first.
             "listen-metrics-urls": f"http://{near}:{self._health_port}",
+            # A page of any site may send requests of JSON to it by a browser, and read the answers.
+            "enable-grpc-gateway": "false",
             "auto-compaction-mode": "periodic",
             "auto-compaction-retention": "5m",
             "log-level": "warn",
