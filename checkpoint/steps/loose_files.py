@@ -11,7 +11,8 @@ Rules:
  FC3  A manifest is replaced or removed only if it still has the bytes that were read (`instead_of`
      and `holding` of a storage). A process that finds other bytes decides anew.
  FC4  A process that has removed all files of a save looks for its manifest once more, and withdraws
-     it: the save may have been tried again meanwhile.
+     it if it names one of them: the save may have been tried again meanwhile. Another save of the
+     same token, such as that of a snapshot which one node holds whole, has other files.
 Invariant: a step whose manifest exists has its files, once every process has made its next request.
 A process that is killed between its manifest and the list of FC1 may leave a step without files,
 which is not good; retention of a newer generation removes that manifest.
@@ -58,7 +59,7 @@ def remove_loose(storage: Storage, token: str, names: Collection[str]) -> list[s
         if name != sums:
             storage.remove(name)
     manifest = manifest_bytes(storage)
-    if manifest is not None and _token(storage, manifest) == token:
+    if manifest is not None and _names_any(storage, manifest, token, set(names)):
         storage.remove(MANIFEST_NAME, holding=manifest)
     return sorted(names)
 
@@ -67,6 +68,23 @@ def _may_be_committed(storage: Storage, token: str) -> bool:
     """Returns whether a step's manifest names the files of a save, or cannot be understood."""
     manifest = manifest_bytes(storage)
     return manifest is not None and _token(storage, manifest) in (token, None)
+
+
+def _names_any(storage: Storage, manifest: bytes, token: str, names: Collection[str]) -> bool:
+    """Returns whether a manifest is of a save, and names one of these files.
+
+    Args:
+        storage: The step's files.
+        manifest: Contents of the manifest.
+        token: Token of the save.
+        names: Names of shard and checksum files.
+    """
+    try:
+        parsed = parse_manifest(storage, manifest)
+    except CheckpointDamaged:
+        return False
+    files = [name for file in parsed.files for name in (file.name, file.name + SUMS_SUFFIX)]
+    return parsed.token == token and any(name in names for name in files)
 
 
 def _token(storage: Storage, manifest: bytes) -> str | None:

@@ -511,6 +511,25 @@ def test_a_save_that_is_tried_again_during_the_removal_is_withdrawn(place: Path)
     assert state(directory) == {}
 
 
+def test_another_save_of_the_token_outlives_the_removal(place: Path) -> None:
+    """A node that holds the snapshot whole saves it in a file of its own, while the part of a save
+    that has failed is removed. The last good step was withdrawn, though nothing of it was gone."""
+    directory = DiskDirectory(place)
+    storage = shards(directory, 100, OLD)
+    layout = simple_layout(world_size=1, numel=100)
+    whole = replace(draft_of(layout, step=100, token=OLD), generation=5)
+
+    def save_whole() -> None:
+        write_ranks(storage, whole, CONTENTS)
+        assert commit.commit(storage, whole, wait_s=0.0)
+
+    assert isinstance(storage, DiskStorage)
+    names = [name for name in storage.names() if OLD in name]
+    remove_loose(Meanwhile(storage, draft(100, OLD).file_name(1), save_whole), OLD, names)
+    assert state(directory) == {100: (OLD, None)}
+    assert not set(names) & set(storage.names())
+
+
 @each_kind
 def test_a_manifest_without_any_file_of_an_older_generation_goes(kind: str, place: Path) -> None:
     """Its committer was killed between the manifest and its look at the files."""
