@@ -165,10 +165,12 @@ class SimulatedStore(Link):
         if left == 1:
             freeze()
 
-    def _sit_out(self) -> None:
-        """A process that is stopped sends nothing."""
+    def _sit_out(self) -> float:
+        """A process that is stopped sends nothing; returns for how long."""
+        began_s = self.timeline.now_s
         while (left_s := self.stopped_until_s - self.timeline.now_s) > 0:
             self.timeline.sleep(left_s)
+        return self.timeline.now_s - began_s
 
     def _request(self, serve: Callable[[], Any], *, writes: bool = False) -> Any:
         """What etcd answers, after the time that takes; raises `StoreUnavailable`."""
@@ -177,7 +179,7 @@ class SimulatedStore(Link):
         self.before_request()
         if writes:
             self._count_write()
-        self._sit_out()
+        frozen_s = self._sit_out()
         draw = random.random()
         slow = draw < 2 * self.trouble
         position = self.seen.position()
@@ -195,7 +197,7 @@ class SimulatedStore(Link):
             timeline.sleep(served_s + etcd.answer_s / 2)
         if etcd.state == "killed" or random.random() < self.trouble / 2:
             self._fail("refuses connections")
-        etcd.writer = self
+        etcd.writer, etcd.frozen_s = self, frozen_s
         answer = serve()
         cluster, revision, losses = etcd.cluster, etcd.revision, etcd.losses
         timeline.sleep(random.uniform(0.0003, 0.002) + etcd.answer_s / 2)

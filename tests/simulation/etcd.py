@@ -96,6 +96,8 @@ class Etcd:
         """Whose write is being done."""
         self.late = False
         """Its sender has given it up."""
+        self.frozen_s = 0.0
+        """For so long its sender was frozen before it was sent."""
         self.written: Callable[[str, Entry], None] = lambda key, entry: None
         """Told of every put."""
         self.removed: Callable[[str, Entry], None] = lambda key, entry: None

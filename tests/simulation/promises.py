@@ -136,7 +136,8 @@ class Promises:
 
     @property
     def _read_s(self) -> float:
-        return TROUBLED_READ_S if self._cluster.plan.trouble else READ_S
+        usual_s = TROUBLED_READ_S if self._cluster.plan.trouble else READ_S
+        return usual_s + self._cluster.etcd.frozen_s
 
     # -- what happens
 
@@ -283,7 +284,9 @@ class Promises:
             if agent is not None and not agent.leaving and not self._cluster.plan.trouble:
                 same = agent.membership.me.incarnation == member.incarnation
                 slow = report is not None and report.phase == "alive" and lasts_s > policy.stop_s
-                hears = same and not slow and agent.hears_for(LISTENS_S)
+                hears = (
+                    same and not slow and agent.hears_for(LISTENS_S + self._cluster.etcd.frozen_s)
+                )
                 self._require(not hears, "R11", f"{text}, which lives and hears")
             same_process = report is not None and report.incarnation == member.incarnation
             if report is None or not same_process or report.phase not in ("alive", "stopped"):
