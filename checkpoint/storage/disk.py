@@ -47,7 +47,8 @@ _EXCHANGES, _PAUSE_S = 100, 0.001
 """Maximum number of times that two files exchange their names in one replacement, and the longest
 pause between them. More than two are needed only where several writers replace the same file within
 microseconds."""
-
+_REMAKES = 8
+"""Maximum number of times that a step's directory is made again for one file."""
 
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
@@ -108,8 +109,20 @@ class DiskStorage:
     def write(
         self, name: str, chunks: Iterable[Bytes], *, size: int | None = None, cached: bool = True
     ) -> None:
+        """Creates or replaces the file as the protocol says.
+
+        A process that removes leftovers may have taken the directory of a step for one that a
+        failed save has left, as long as it is empty: then it is made again.
+
+        Args:
+            name: The file's name.
+            chunks: Its bytes.
+            size: Number of bytes of `chunks`; None: it is not known.
+            cached: False: the file need not go through the page cache.
+        """
         with self._as_storage_error("write", name), self._staged(name) as staged:
-            self._write_file(staged, chunks, size, cached=cached)
+            fd = self._create(staged, remake=not self._writes_through_link)
+            self._write_file(fd, chunks, size, cached=cached)
             os.replace(staged, self.path / name)
             self._sync_directory()
 
@@ -132,7 +145,7 @@ class DiskStorage:
             self._as_storage_error("create", name, or_missing=True),
             self._staged(name) as staged,
         ):
-            self._write_file(staged, [data], len(data))
+            self._write_file(self._create(staged), [data], len(data))
             if instead_of is None:
                 created = _name_new(staged, self.path / name)
             else:
@@ -192,11 +205,32 @@ class DiskStorage:
             with suppress(OSError):
                 os.unlink(staged)
 
-    def _write_file(
-        self, path: Path, chunks: Iterable[Bytes], size: int | None, *, cached: bool = True
-    ) -> None:
+    def _create(self, path: Path, *, remake: bool = False) -> int:
+        """Returns the descriptor of a new file.
+
+        Args:
+            path: The file, which does not exist.
+            remake: Whether its directory is made if it does not exist.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(path, flags, 0o666)
+        for _ in range(_REMAKES if remake else 0):
+            try:
+                return os.open(path, flags, 0o666)
+            except FileNotFoundError:
+                _make_directories(self.path)
+        return os.open(path, flags, 0o666)
+
+    def _write_file(
+        self, fd: int, chunks: Iterable[Bytes], size: int | None, *, cached: bool = True
+    ) -> None:
+        """Writes a new file and closes it.
+
+        Args:
+            fd: Its descriptor.
+            chunks: Its bytes.
+            size: Number of bytes of `chunks`; None: it is not known.
+            cached: False: the file need not go through the page cache.
+        """
         try:
             if size:
                 reserve(fd, size)

@@ -196,6 +196,23 @@ def test_a_size_that_is_too_large_does_not_lengthen_the_file(tmp_path: Path) -> 
     assert disk.size("file") == 3
 
 
+def test_a_step_that_is_removed_while_it_is_empty_is_made_again(tmp_path: Path) -> None:
+    """Retention took the directory that a newer save had just made for one of a failed save."""
+    directory, name = DiskDirectory(tmp_path), "step-000000000001"
+    storage = directory.make(name)
+    directory.remove(name)
+    assert not (tmp_path / name).exists()
+    storage.write("a", [b"x"], size=1)
+    assert storage.names() == ["a"]
+    storage.remove("a")
+    directory.remove(name)
+    with pytest.raises(StorageError, match="cannot create b"):
+        storage.create_exclusive("b", b"x")
+    with pytest.raises(FileNotFoundError):
+        DiskStorage(tmp_path / name).write("a", [b"x"])
+    assert not (tmp_path / name).exists(), "a manifest, and shared memory, need their directory"
+
+
 def test_a_step_is_made_in_a_directory_that_many_make_at_once(tmp_path: Path) -> None:
     directory = DiskDirectory(tmp_path / "new" / "place")
     with ThreadPoolExecutor(8) as pool:
