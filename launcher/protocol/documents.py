@@ -59,7 +59,8 @@ class Member:
     """Part of the cluster that may fail as a whole, such as a zone of a cloud or a rack; empty: not
     known."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
-    """Number of the job's run. A world states it once, for all of its members."""
+    """Number of the job's run; UNSTATED: the node is of the release before. A world states it once,
+    for all of its members."""
 
     @property
     def address(self) -> str:
@@ -141,6 +142,9 @@ class World:
     """Time of the job by class until this world was written; None: not stated."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
+    proofs: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True if its members, and the nodes that hold the state that it starts from, prove the job's
+    token to each other where they can. False: one of them may be of the release before."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
@@ -320,19 +324,25 @@ def world_from_bytes(data: bytes) -> World:
         raise RecordError("world: an object with an object `resume` was expected")
     rows = value.pop("members", None)
     zones = decode(tuple[str, ...], value.pop("zones", []), "world.zones")
-    members = decode_rows(Member, _with_zones(rows, zones), "world.members")
     sources = decode_rows(Source, value["resume"].pop("sources", None), "world.resume.sources")
     world = decode(World, {**value, "members": []}, "world")
+    run = world.run if world.proofs else UNSTATED
+    members = decode_rows(Member, _complete_rows(rows, zones, run), "world.members")
     return replace(world, members=members, resume=replace(world.resume, sources=sources))
 
 
-def _with_zones(rows: Any, zones: tuple[str, ...]) -> Any:
-    """Returns rows of members that end with their zones, empty ones where there are none, and with
-    no run of their own."""
+def _complete_rows(rows: Any, zones: tuple[str, ...], run: int) -> Any:
+    """Returns rows of members that end with their zones and the run.
+
+    Args:
+        rows: The rows as they are stored; what is no row stays as it is.
+        zones: Zones of the first members; the others have none.
+        run: Run that all members state; UNSTATED: one of them may state none.
+    """
     if not isinstance(rows, list):
         return rows
     pairs = zip_longest(rows, zones[: len(rows)], fillvalue="")
-    return [[*row, zone, UNSTATED] if isinstance(row, list) else row for row, zone in pairs]
+    return [[*row, zone, run] if isinstance(row, list) else row for row, zone in pairs]
 
 
 def compare_runs(run: int, other: int) -> int:

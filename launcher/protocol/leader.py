@@ -37,6 +37,7 @@ Rules of liveness, for L3; a lapsed lease is only a suspicion:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from elasticzero.errors import ExitCode
@@ -50,7 +51,14 @@ from elasticzero.launcher.protocol.actions import (
     WriteWorld,
     wait,
 )
-from elasticzero.launcher.protocol.documents import Alarm, Done, Member, Report, World
+from elasticzero.launcher.protocol.documents import (
+    UNSTATED,
+    Alarm,
+    Done,
+    Member,
+    Report,
+    World,
+)
 from elasticzero.launcher.protocol.failure_policy import (
     quarantine_reason,
     quarantined,
@@ -115,6 +123,12 @@ def candidates_of(view: View) -> list[Member]:
     """Returns the nodes that are registered, and not drained: L10."""
     members = (view.members or {}).values()
     return [member for member in members if not view.control.drains(member)]
+
+
+def all_state_runs(documents: Iterable[Member | Report]) -> bool:
+    """Returns whether all of these documents are of nodes that can prove the job's token: those of
+    the release before state no run."""
+    return all(document.run != UNSTATED for document in documents)
 
 
 def unlike(odd: Member, member: Member) -> str:
@@ -182,6 +196,7 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
         reason=cause + skipped_checkpoint_note(view, resume),
         bad_steps=view.bad_steps,
         skipped=skipped_checkpoint(view, resume, cause),
+        proofs=all_state_runs(members),
     )
     return Decision((WriteWorld(first),), first.reason)
 
@@ -249,6 +264,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         left_out=tuple(batch for batch in world.left_out if batch.step > resume.step),
         setbacks=world.setbacks,
         strikes=world.strikes,
+        proofs=all_state_runs(members),
     )
     return Decision((WriteWorld(following),), following.reason)
 

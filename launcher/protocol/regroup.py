@@ -31,6 +31,7 @@ from elasticzero.launcher.protocol.failure_policy import (
 from elasticzero.launcher.protocol.hang_rules import deadlocked, left_alone
 from elasticzero.launcher.protocol.leader import (
     NAMES_SHOWN,
+    all_state_runs,
     answers_of,
     candidates_of,
     joiners_of,
@@ -229,11 +230,25 @@ def left_out_after(
     return tuple(sorted(after, key=lambda batch: batch.step))
 
 
-def _with_registered_zones(members: Iterable[Member], view: View) -> list[Member]:
-    """Returns members of a world with the zones that they registered with, which the world lacks if
-    one of its members had none."""
-    zones = {(m.node, m.incarnation): m.zone for m in (view.members or {}).values()}
-    return [replace(m, zone=zones.get((m.node, m.incarnation), m.zone)) for m in members]
+def _as_registered(members: Iterable[Member], view: View) -> list[Member]:
+    """Returns members of a world with the zones and runs that they registered with, which the world
+    lacks if one of its members had none."""
+    registered = {(m.node, m.incarnation): m for m in (view.members or {}).values()}
+    pairs = ((m, registered.get((m.node, m.incarnation), m)) for m in members)
+    return [replace(m, zone=latest.zone, run=latest.run) for m, latest in pairs]
+
+
+def _take_proofs(view: View, members: Iterable[Member], resume: Resume) -> bool:
+    """Returns whether all nodes that have to do with the next world can prove the job's token.
+
+    Args:
+        view: What this agent sees.
+        members: Members of the next world, as they are registered.
+        resume: State that it starts from, of which nodes may hold a part that leave now.
+    """
+    holders = {source.node for source in resume.sources}
+    reports = [report for node, report in (view.reports or {}).items() if node in holders]
+    return all_state_runs((*members, *reports))
 
 
 def _next_world(
@@ -256,11 +271,12 @@ def _next_world(
     present = {m.node for m in (*joiners, *outcome.staying)}
     waiting = still_quarantined(outcome.aside, following.strikes, present, policy.min_nodes)
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, outcome.staying))
-    members = order_members(world, new, _with_registered_zones(old, view), policy.max_nodes)
+    members = order_members(world, new, _as_registered(old, view), policy.max_nodes)
     if len(members) < policy.min_nodes:
         return wait(f"{len(members)} of at least {policy.min_nodes} nodes are left; state is kept")
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
-    following = replace(following, members=members, trained=before)
+    proofs = _take_proofs(view, members, following.resume)
+    following = replace(following, members=members, trained=before, proofs=proofs)
     reason = _why(view, world, following, outcome)
     failure = cause[1] if cause is not None and cause[1].bad_step is not None else None
     if failure is None:
