@@ -7,6 +7,8 @@ ruff (SLF001, TID251) refuses private names and `torch._C` in every other file.
 Check after an upgrade of torch:
  - `torch._C._distributed_c10d` has the stores, which `torch.distributed` does not declare to type
    checkers;
+ - torch's C++ calls the methods of a store that is a class of Python by the names that they have
+   there, but for `deleteKey` and `getNumKeys`; `tests/unit/comm/store` calls all of them so;
  - `_world.pg_map` has every process group of this process as a key, the default one too;
  - `_world.group_count` grows with every group that is made;
  - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
@@ -33,6 +35,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 from weakref import WeakMethod
 
@@ -53,9 +56,11 @@ __all__ = [
     "GradientReady",
     "HashStore",
     "PrefixStore",
+    "PythonStore",
     "StepCheck",
     "Store",
     "TCPStore",
+    "TorchStore",
     "as_data_worker",
     "buffers_of",
     "call_before_compiling",
@@ -83,6 +88,40 @@ __all__ = [
 
 OWN_GROUP = "elasticzero"
 """Description of the process groups that are not the script's."""
+
+
+class PythonStore(Store):
+    """Base class of a store in Python that torch's process groups call from C++.
+
+    A reference of C++ does not keep the object of Python, without which a call from C++ fails.
+    """
+
+    @property
+    def default_timeout(self) -> timedelta:
+        """Returns how long a wait takes that has no limit of its own; `set_timeout` sets it."""
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout
+
+    def deleteKey(self, key: str) -> bool:
+        return self.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        return self.num_keys()
+
+    def has_extended_api(self) -> bool:
+        """Returns True: the store has `append`, `multi_get` and `multi_set`."""
+        return True
+
+    def clone(self) -> PythonStore:
+        """Returns this store, which several threads may use."""
+        return self
+
+
+class TorchStore(TCPStore):
+    """torch's own store, with the method by which ours is closed."""
+
+    def close(self) -> None:
+        """Does nothing: torch closes a store with the last reference to it."""
 
 
 def script_groups() -> int:

@@ -26,10 +26,10 @@ from elasticzero.comm import barriers, nccl
 from elasticzero.comm.barriers import LEAST, Call
 from elasticzero.comm.control_tree import WIDTH, MaxTree, join
 from elasticzero.comm.gloo import destroy_process_group
-from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.comm.rendezvous import ClosableStore, RankInfo
 from elasticzero.data.hashing import mix64
 from elasticzero.errors import OperatorError
-from elasticzero.torch_internals import OWN_GROUP, PrefixStore, TCPStore, collectives_begun
+from elasticzero.torch_internals import OWN_GROUP, PrefixStore, collectives_begun
 
 DESTROY_TIMEOUT_S = 0.5
 """Time in seconds after which the destruction of a group counts as hanging."""
@@ -56,6 +56,7 @@ class ProcessGroups:
         device: torch.device,
         tree: MaxTree,
         sockets: frozenset[str],
+        store: ClosableStore | None = None,
     ) -> None:
         """Takes over the groups that `connect` has set up.
 
@@ -65,9 +66,12 @@ class ProcessGroups:
             tree: The tree by which ranks exchange a few numbers.
             sockets: The TCP connections of the default group, named as `socket_fds` does; `shut`
                 closes them.
+            store: The store of the ranks, which lives as long as the groups: torch's C++ keeps no
+                object of Python; None: nobody uses it any more.
         """
         self.rank_info = info
         self.control_tree = tree
+        self._store = store
         self._sockets = sockets
         self._rows: list[dist.ProcessGroup] = []
         """The groups that `divide` has made."""
@@ -365,6 +369,8 @@ class ProcessGroups:
         if aborting is not None:
             aborting.join()
         self.control_tree.close()
+        if self._store is not None:
+            self._store.close()
 
     def close(self) -> None:
         """Closes the groups; call it once no work runs on them."""
@@ -409,7 +415,7 @@ def device_of(info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank % count)
 
 
-def connect(info: RankInfo, device: torch.device, store: TCPStore) -> ProcessGroups:
+def connect(info: RankInfo, device: torch.device, store: ClosableStore) -> ProcessGroups:
     """Sets up the groups of the ranks at this rendezvous.
 
     The loss of a peer raises an error of torch. The caller needs a watchdog as its limit, because
@@ -418,11 +424,19 @@ def connect(info: RankInfo, device: torch.device, store: TCPStore) -> ProcessGro
     Args:
         info: This rank's place, the token that keeps generations apart, and the time limits.
         device: The device of the tensors that collectives take; a GPU means NCCL, the CPU gloo.
-        store: The store that `rendezvous` has returned.
+        store: The store that `rendezvous` has returned; the groups close it.
 
     Returns:
         The groups, whose ranks have all made one collective.
     """
+    try:
+        return _connect(info, device, store)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _connect(info: RankInfo, device: torch.device, store: ClosableStore) -> ProcessGroups:
     before = {name for name, _ in socket_fds()}
     if device.type == "cuda":
         nccl.disable_torch_watchdog()
@@ -438,7 +452,8 @@ def connect(info: RankInfo, device: torch.device, store: TCPStore) -> ProcessGro
     tree = join(info, store)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return ProcessGroups(info, device, tree, frozenset(_own_sockets(before, info.master_port)))
+    sockets = frozenset(_own_sockets(before, info.master_port))
+    return ProcessGroups(info, device, tree, sockets, store)
 
 
 def socket_fds() -> Iterable[tuple[str, int]]:

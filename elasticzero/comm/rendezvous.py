@@ -1,5 +1,8 @@
 """Waits for all ranks of a generation at rank 0's store before their process group is set up.
 
+The store is ours, and takes those alone who prove that they belong to the generation; or it is
+torch's, while nodes of the release before are in the world, which know no other.
+
 Scripts do not start equally fast: one node imports from a cold disk, and another node's process was
 kept from the generation before. The ranks that have come wait for the rest for
 `RankInfo.start_timeout_s`. The time to set the process group up counts from when all have come.
@@ -13,13 +16,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 
+from elasticzero.comm.store import client
+from elasticzero.comm.store.client import RankStore
+from elasticzero.comm.store.server import StoreServer
+from elasticzero.comm.store.wire import generation_secret
 from elasticzero.errors import RetryError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.text import list_text
-from elasticzero.torch_internals import PrefixStore, TCPStore
+from elasticzero.torch_internals import PrefixStore, TorchStore
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +40,8 @@ REPORT_AFTER_S = 10.0
 """Time in seconds after which a waiting rank reports the ranks that it waits for."""
 RANKS_SHOWN = 16
 
+T = TypeVar("T")
+ClosableStore = RankStore | TorchStore
 Allow = Callable[[float], None]
 """Sets the time limit, in seconds, of the next step, in place of the limit before it. torch's store
 can block far past its own timeout."""
@@ -51,6 +62,9 @@ class RankInfo:
     """Token of the generation."""
     password: str = field(default="", repr=False)
     """Token of the job, by which a process proves that it belongs to the job."""
+    proofs: bool = True
+    """True if ranks prove the job's token where they meet; False: one of them may be of the release
+    before, which knows torch's store alone."""
     host: str = "127.0.0.1"
     """Address at which other ranks reach this one."""
     connect_timeout_s: float = 30.0
@@ -67,7 +81,7 @@ class RankInfo:
         return cls(**{**shared, "local_rank": assignment.visible_local_rank})
 
 
-def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
+def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> ClosableStore:
     """Connects to rank 0's store, and returns it once every rank has registered there.
 
     A peer that goes away later is an error of torch's own.
@@ -81,54 +95,101 @@ def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> TCPStore:
             come within `info.start_timeout_s`.
     """
     deadline_s = time.monotonic() + info.start_timeout_s
-    if info.store_fd is None:
-        allow(info.start_timeout_s + info.connect_timeout_s)
-        _wait_for_host(info, deadline_s)
-    allow(info.connect_timeout_s)
-    store = _store(info)
-    allow(max(0.0, deadline_s - time.monotonic()) + info.connect_timeout_s)
-    arrivals = PrefixStore(f"{info.token}/here", store)
-    arrivals.set(str(info.rank), "1")
-    if arrivals.add("count", 1) == info.world_size:
-        arrivals.set("all", "1")
-    elif info.rank == 0:
-        _poll_for_all(info, arrivals, deadline_s)
-    else:
-        _wait_for_all(info, arrivals, deadline_s)
-    allow(info.connect_timeout_s)
+    store = _store(info, allow, deadline_s)
+    try:
+        allow(max(0.0, deadline_s - time.monotonic()) + info.connect_timeout_s)
+        arrivals = PrefixStore(f"{info.token}/here", store)
+        arrivals.set(str(info.rank), "1")
+        if arrivals.add("count", 1) == info.world_size:
+            arrivals.set("all", "1")
+        elif info.rank == 0:
+            _poll_for_all(info, arrivals, deadline_s)
+        else:
+            _wait_for_all(info, arrivals, deadline_s)
+        allow(info.connect_timeout_s)
+    except BaseException:
+        store.close()
+        raise
     return store
 
 
-def _store(info: RankInfo) -> TCPStore:
+def _store(info: RankInfo, allow: Allow, deadline_s: float) -> ClosableStore:
+    """Returns the store, on rank 0 once it listens and on others once they have reached it.
+
+    Args:
+        info: This rank's place.
+        allow: Sets the time limit of the step that follows.
+        deadline_s: The end of the wait for rank 0's script, by the monotonic clock.
+
+    Raises:
+        RetryError: Rank 0's host is not reached in time.
+        DistNetworkError: Rank 0 cannot listen.
+    """
+    if info.store_fd is not None:
+        allow(info.connect_timeout_s)
+        return _server(info) if info.proofs else _torch_server(info)
+    allow(info.start_timeout_s + info.connect_timeout_s)
+    if not info.proofs:
+        _try_until_reached(info, deadline_s, partial(_probe, info))
+        allow(info.connect_timeout_s)
+        return _torch_client(info)
+    channel = _try_until_reached(info, deadline_s, partial(_connect, info))
+    return RankStore(channel, info.connect_timeout_s)
+
+
+def _torch_client(info: RankInfo) -> TorchStore:
     timeout = timedelta(seconds=info.connect_timeout_s)
     address, port, size = info.master_address, info.master_port, info.world_size
-    if info.store_fd is None:
-        return TCPStore(address, port, size, timeout=timeout, wait_for_workers=False)
-    return TCPStore(
-        address,
-        port,
-        size,
+    return TorchStore(address, port, size, timeout=timeout, wait_for_workers=False)
+
+
+def _torch_server(info: RankInfo) -> TorchStore:
+    return TorchStore(
+        info.master_address,
+        info.master_port,
+        info.world_size,
         is_master=True,
-        timeout=timeout,
+        timeout=timedelta(seconds=info.connect_timeout_s),
         wait_for_workers=False,
         master_listen_fd=info.store_fd,
         use_libuv=True,
     )
 
 
-def _wait_for_host(info: RankInfo, deadline_s: float) -> None:
-    """Waits until rank 0's store listens, because a dead or silent host would block torch's store.
+def _server(info: RankInfo) -> RankStore:
+    """Returns the store of rank 0, which closes its server."""
+    secret = generation_secret(info.token, info.password)
+    listener = socket.socket(fileno=info.store_fd)
+    try:
+        server = StoreServer(listener, info.world_size, secret)
+    except OSError as error:
+        listener.close()
+        raise DistNetworkError(f"rank 0 cannot listen at its port: {error}") from None
+    return RankStore(client.Channel(server.local), info.connect_timeout_s, server.close)
+
+
+def _try_until_reached(info: RankInfo, deadline_s: float, reach: Callable[[float], T]) -> T:
+    """Returns what `reach` returns, once rank 0's store listens.
 
     A host that refuses the connection runs, and rank 0's script may still be starting.
+
+    Args:
+        info: This rank's place, and the time limits.
+        deadline_s: The end of the wait for rank 0's script, by the monotonic clock.
+        reach: Tries once, within so many seconds for each address; raises `OSError` if that fails.
+
+    Raises:
+        RetryError: Rank 0 is not reached in time.
     """
     host, port = info.master_address, info.master_port
     began_s = seen_s = time.monotonic()
     reported = False
     while True:
         left_s = seen_s + info.connect_timeout_s - time.monotonic()
-        problem = _probe(host, port, max(0.05, min(PROBE_S, left_s)))
-        if problem is None:
-            return
+        try:
+            return reach(max(0.05, min(PROBE_S, left_s)))
+        except (OSError, ExceptionGroup) as error:
+            problem = _of_any_address(error)
         now_s = time.monotonic()
         if isinstance(problem, ConnectionRefusedError):
             seen_s = now_s
@@ -145,25 +206,24 @@ def _wait_for_host(info: RankInfo, deadline_s: float) -> None:
         time.sleep(pause_s)
 
 
-def _probe(host: str, port: int, limit_s: float) -> OSError | None:
-    """Tries once to connect.
+def _connect(info: RankInfo, limit_s: float) -> client.Channel:
+    secret = generation_secret(info.token, info.password)
+    address = info.master_address, info.master_port
+    return client.connect(address, info.rank, secret, limit_s)
 
-    Args:
-        host: Name or address of the host.
-        port: TCP port on it.
-        limit_s: Seconds that the try may take for one address.
 
-    Returns:
-        The error, or None if the host was reached; where several addresses fail, a refusal counts.
-    """
-    try:
-        socket.create_connection((host, port), limit_s, all_errors=True).close()
-    except OSError as error:
+def _probe(info: RankInfo, limit_s: float) -> None:
+    """Connects once, and closes the connection: a dead or silent host would block torch's store."""
+    address = info.master_address, info.master_port
+    socket.create_connection(address, limit_s, all_errors=True).close()
+
+
+def _of_any_address(error: OSError | ExceptionGroup) -> Exception:
+    """Returns the error of a host's only address; where several addresses fail, a refusal
+    counts."""
+    if not isinstance(error, ExceptionGroup):
         return error
-    except ExceptionGroup as group:
-        errors = [error for error in group.exceptions if isinstance(error, OSError)]
-        return min(errors, key=lambda error: not isinstance(error, ConnectionRefusedError))
-    return None
+    return min(error.exceptions, key=lambda e: not isinstance(e, ConnectionRefusedError))
 
 
 def _wait_for_all(info: RankInfo, arrivals: PrefixStore, deadline_s: float) -> None:

@@ -154,6 +154,9 @@ class Assignment(TrainingSettings):
     """Number of the job's run; a later one begins by `--restart`."""
     mirrored_by: int | None = None
     """Rank that keeps a live copy of this worker's part; None: none does."""
+    proofs: bool = True
+    """True if ranks prove the job's token where they meet; False: one of them may be of the release
+    before, which knows torch's store alone."""
 
     @property
     def row(self) -> int:

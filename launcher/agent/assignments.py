@@ -46,6 +46,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             generation=world.generation,
             token=world.token,
             password=token.reveal,
+            proofs=world.proofs,
             tls=None if options.tls is None else options.tls.credentials,
             rank=first + local_rank,
             local_rank=local_rank,

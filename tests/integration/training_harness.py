@@ -224,6 +224,7 @@ class Running:
     ) -> None:
         self.pool = pool
         self.workers = workers
+        self.assignments = assignments
         self._reports_held = reports_held
         self.overs: list[SaveFinished] = []
         """Every save that has ended, on whatever node."""

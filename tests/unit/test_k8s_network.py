@@ -30,6 +30,7 @@ LISTENERS = {
     "launcher/agent/main.py": JOB,  # reserves rank 0's store; the etcd of its own needs no --etcd
     "launcher/store/membership.py": JOB,
     "elasticzero/comm/rendezvous.py": JOB,
+    "elasticzero/comm/store/server.py": JOB,
     "elasticzero/comm/control_tree.py": JOB,
     "launcher/addresses.py": ELSEWHERE,  # the functions that the others call
     "launcher/agent/etcd_hosting.py": ELSEWHERE,  # pods are given an etcd by --etcd

@@ -30,6 +30,7 @@ def test_rank_info_takes_every_field_of_the_assignment() -> None:
         start_timeout_s=2.0,
         collective_timeout_s=3.0,
         password="p",
+        proofs=False,
         settings=WorkerSettings(devices=("4", "5")),
     )
     info = RankInfo.from_assignment(assignment)
