@@ -222,7 +222,8 @@ def scale(store: Store, name: str, least_most: tuple[int, int], wait_s: float | 
 
     def change(job: Job) -> Control:
         _check_running(job, f"scale {least}:{most}")
-        return replace(job.control, nnodes=least_most)
+        scaled = job.control.scaled + 1
+        return replace(job.control, nnodes=least_most, scaled=scaled)
 
     job, changed = update_control(store, name, change)
     already = "" if changed else " already"

@@ -265,6 +265,8 @@ class Control:
     """Fewest and most nodes; None: the numbers that the agents were given."""
     stop: bool = False
     """True if the job shall end at the next boundary."""
+    scaled: int = field(default=0, compare=False, metadata=OMIT_DEFAULT)
+    """Number of times that operators have set `nnodes`; of two numbers the later request counts."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
 
@@ -377,12 +379,15 @@ def merged(before: Control, stored: Control) -> Control:
     """Returns what operators ask where the store has lost its data: what was known, and what the
     store has now.
 
-    No request is ever withdrawn; of two sizes the one that was known counts.
+    No request is ever withdrawn. Of two sizes the later one counts, for agents may know different
+    ones; if it cannot be told, the one that was known.
     """
+    last = stored if stored.scaled > before.scaled or before.nnodes is None else before
     drains = tuple(drain for drain in stored.drain if drain not in before.drain)
     return Control(
         drain=(*before.drain, *drains),
-        nnodes=before.nnodes if before.nnodes is not None else stored.nnodes,
+        nnodes=last.nnodes,
         stop=before.stop or stored.stop,
+        scaled=last.scaled,
         run=max(before.run, stored.run),
     )

@@ -214,7 +214,8 @@ class Faults:
         if cluster.etcd.state != "up":
             self._timeline.after(0.3, lambda: self._operate(**asked))
         elif cluster.done is None:
-            cluster.asked = replace(cluster.asked, **asked)
+            scaled = cluster.asked.scaled + ("nnodes" in asked)
+            cluster.asked = replace(cluster.asked, **asked, scaled=scaled)
             cluster.etcd.writer = None
             cluster.etcd.write({CONTROL: to_bytes(cluster.asked)}, (), (), 0)
             cluster.rules.asked(cluster.asked)

@@ -206,3 +206,10 @@ def test_no_wish_of_operators_is_lost() -> None:
     assert both.drain == (Drain(node="a", incarnation="1"), Drain(node="b", incarnation="1"))
     assert both.nnodes == (2, 3) and both.stop
     assert merged(Control(), stored) == stored
+
+
+def test_of_two_sizes_the_later_one_counts() -> None:
+    """Two agents know different ones, and the one that is behind writes last."""
+    behind, ahead = Control(nnodes=(2, 3), scaled=1), Control(nnodes=(1, 2), scaled=2)
+    for both in (merged(behind, ahead), merged(ahead, behind)):
+        assert both.nnodes == (1, 2) and both.scaled == 2
