@@ -59,8 +59,8 @@ class Member:
     """Part of the cluster that may fail as a whole, such as a zone of a cloud or a rack; empty: not
     known."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
-    """Number of the job's run; UNSTATED: the node is of the release before. A world states it once,
-    for all of its members."""
+    """Number of the job's run; UNSTATED: the node is of the release before, which takes the token
+    in place of proofs. A world states it once, for all of its members."""
 
     @property
     def address(self) -> str:
@@ -143,8 +143,8 @@ class World:
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
     proofs: bool = field(default=False, metadata=OMIT_DEFAULT)
-    """True if its members, and the nodes that hold the state that it starts from, prove the job's
-    token to each other where they can. False: one of them may be of the release before."""
+    """True if its members, and the nodes that hold the state that it starts from, prove the secret
+    to each other and do not show it. False: one of them may be of the release before."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 

@@ -24,6 +24,8 @@ the oldest registration. Its rules:
      end, for which they would stop (L6 and L7; A11 for a node that leaves).
  L10 A drained registration is taken into no world, even if its node may not know of it yet.
  L11 With --shard node all nodes of a world have as many workers; others wait.
+ L12 From the job's second run on, a node of the release before is taken into no world: it cannot
+     derive the secret of the run.
 Rules of liveness, for L3; a lapsed lease is only a suspicion:
  V1  It counts only while the agent's own lease is confirmed, and the store has been well for a TTL.
  V2  It does not count while steps prove that the member is alive: a step was finished with it after
@@ -52,6 +54,7 @@ from elasticzero.launcher.protocol.actions import (
     wait,
 )
 from elasticzero.launcher.protocol.documents import (
+    FIRST_RUN,
     UNSTATED,
     Alarm,
     Done,
@@ -120,14 +123,16 @@ def answers_of(view: View) -> dict[str, Report]:
 
 
 def candidates_of(view: View) -> list[Member]:
-    """Returns the nodes that are registered, and not drained: L10."""
+    """Returns the nodes that are registered, not drained (L10), and not of a release that cannot
+    take part in this run (L12)."""
     members = (view.members or {}).values()
-    return [member for member in members if not view.control.drains(member)]
+    takes_any = view.me.run <= FIRST_RUN
+    return [m for m in members if not view.control.drains(m) and (takes_any or m.run != UNSTATED)]
 
 
 def all_state_runs(documents: Iterable[Member | Report]) -> bool:
-    """Returns whether all of these documents are of nodes that can prove the job's token: those of
-    the release before state no run."""
+    """Returns whether all of these documents are of nodes that prove the secret, and do not show
+    it: those of the release before state no run."""
     return all(document.run != UNSTATED for document in documents)
 
 

@@ -239,7 +239,7 @@ def _as_registered(members: Iterable[Member], view: View) -> list[Member]:
 
 
 def _take_proofs(view: View, members: Iterable[Member], resume: Resume) -> bool:
-    """Returns whether all nodes that have to do with the next world can prove the job's token.
+    """Returns whether all nodes that have to do with the next world prove the secret.
 
     Args:
         view: What this agent sees.
