@@ -15,11 +15,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from elasticzero.checkpoint.storage.base import Views, explain
+from elasticzero.checkpoint.storage.signed_requests import RANGE_HEADER, RUN_HEADER, RequestSigner
 from elasticzero.errors import StorageError, UserError
 
-RUN_HEADER = "ElasticZero-Run"
-"""Header of a request: number of the requesting process's run of the job. An agent of another run
-refuses it."""
 _GIVEN_UP = "the server was abandoned"
 
 
@@ -32,21 +30,24 @@ class HttpStorage:
     def __init__(
         self,
         base_url: str,
-        token: str,
+        secret: str,
         *,
         timeout_s: float = 10.0,
         run: int | None = None,
         tls: ssl.SSLContext | None = None,
+        proofs: bool = True,
     ) -> None:
         """Prepares to read; the first request connects.
 
         Args:
             base_url: URL of the step, `http://host:port/snapshots/<generation>/<step>`, or with
                 https.
-            token: The job's token.
+            secret: Secret of the job's run.
             timeout_s: Seconds for which the server may be silent.
             run: Number of the job's run that the server must be of; None: of any.
             tls: Context of the connections of an https:// address; None for http://.
+            proofs: Whether requests prove the secret; False: they show it, as a server of the
+                release before expects.
 
         Raises:
             UserError: The URL is not such an address.
@@ -57,9 +58,8 @@ class HttpStorage:
             raise UserError(f"{base_url!r} is not an {scheme}:// address")
         self.where = base_url.rstrip("/")
         self._path = parts.path.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"}
-        if run is not None:
-            self._headers[RUN_HEADER] = str(run)
+        self._headers = {} if run is None else {RUN_HEADER: str(run)}
+        self._secret, self._proofs = secret, proofs
         self._server = (parts.hostname, parts.port or 80)
         self._tls = tls
         self._timeout_s = timeout_s
@@ -83,7 +83,7 @@ class HttpStorage:
         size = sum(map(len, buffers))
         if not size:
             return 0
-        headers = {"Range": f"bytes={start}-{start + size - 1}"}
+        headers = {RANGE_HEADER: f"bytes={start}-{start + size - 1}"}
         with self._connected() as connection:
             response = self._request(connection, "GET", name, headers)
             if response.status == 416:
@@ -118,7 +118,10 @@ class HttpStorage:
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = _CancellableConnection(*self._server, self._timeout_s, self._tls)
+            signer = RequestSigner(self._secret, proofs=self._proofs)
+            connection = _CancellableConnection(
+                *self._server, self._timeout_s, tls=self._tls, signer=signer
+            )
         try:
             with self._lock:
                 if self._abandoned:
@@ -143,8 +146,7 @@ class HttpStorage:
         path = f"{self._path}/{urllib.parse.quote(name, safe='')}"
         for last_try in (connection.sock is None, True):
             try:
-                connection.request(method, path, headers=self._headers | headers)
-                return connection.getresponse()
+                return connection.signer.send(connection, method, path, self._headers | headers)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if last_try:
@@ -182,8 +184,26 @@ class HttpStorage:
 class _CancellableConnection(http.client.HTTPConnection):
     """Connects so that another thread can cancel it at any moment, also during the set-up."""
 
-    def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout_s: float,
+        *,
+        tls: ssl.SSLContext | None,
+        signer: RequestSigner,
+    ) -> None:
+        """Connects on demand.
+
+        Args:
+            host: Name or address of the server.
+            port: Its port.
+            timeout_s: Seconds for which the server may be silent.
+            tls: Context of the connection; None: it is without TLS.
+            signer: Signs the requests of this connection.
+        """
         super().__init__(host, port, timeout=timeout_s)
+        self.signer = signer
         self._timeout_s = timeout_s
         self._tls = tls
         self._lock = threading.Lock()

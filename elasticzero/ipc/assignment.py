@@ -134,7 +134,7 @@ class Assignment(TrainingSettings):
     """Time in seconds for which the last checkpoint is retried if the worker alone holds its
     state."""
     password: str = field(default="", repr=False)
-    """The job's token, with which other nodes' snapshots are read."""
+    """Secret of the job's run, by which a worker proves that it belongs to it."""
     tls: Credentials | None = field(default=None, repr=False)
     """Certificate of the node, and the authorities of the job's; None: the job is without TLS."""
     keep: bool = False
@@ -155,8 +155,8 @@ class Assignment(TrainingSettings):
     mirrored_by: int | None = None
     """Rank that keeps a live copy of this worker's part; None: none does."""
     proofs: bool = True
-    """True if ranks prove the job's token where they meet; False: one of them may be of the release
-    before, which knows torch's store alone."""
+    """True if the nodes prove the secret to each other; False: one may be of the release before,
+    which expects to be shown it."""
 
     @property
     def row(self) -> int:

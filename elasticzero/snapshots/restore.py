@@ -68,7 +68,9 @@ def _place(
         return DiskStorage(snapshots_of(assignment).path_of(shard), durable=False)
     scheme = "http" if tls is None else "https"
     url = f"{scheme}://{source.address}/snapshots/{generation}/{step}"
-    return HttpStorage(url, assignment.password, run=assignment.run, tls=tls)
+    return HttpStorage(
+        url, assignment.password, run=assignment.run, tls=tls, proofs=assignment.proofs
+    )
 
 
 def snapshots_of(assignment: Assignment) -> SnapshotStore:

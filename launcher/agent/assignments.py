@@ -13,6 +13,7 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
 from elasticzero.launcher.tls.contexts import TlsContexts
 from elasticzero.launcher.workers.error_file import error_file
+from elasticzero.security.proofs import run_secret
 from elasticzero.serialization import field_values
 
 CONNECT_S, CONNECT_MAX_S = 10.0, 300.0
@@ -27,7 +28,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
         options: Options of the node.
         world: World of the generation.
         index: Index of the node in its order of members.
-        token: The job's token, which workers use as a password.
+        token: The job's token, from which the secret of the run is derived that workers get.
     """
     member, shard = world.members[index], world.shard
     assert shard != "other", "agents follow no such world"
@@ -45,7 +46,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             node=options.node,
             generation=world.generation,
             token=world.token,
-            password=token.reveal,
+            password=run_secret(token.reveal, world.run),
             proofs=world.proofs,
             tls=None if options.tls is None else options.tls.credentials,
             rank=first + local_rank,
@@ -100,7 +101,7 @@ def snapshot_role(
     Args:
         world: World of the generation.
         index: Index of this node in its order of members.
-        token: The job's token, which opens the snapshots of other nodes.
+        token: The job's token, from which the secret of the run is derived.
         tls: Contexts of the connections to other nodes; None: the job is without TLS.
     """
     sources = replica_sources([member.zone for member in world.members])
@@ -108,7 +109,8 @@ def snapshot_role(
     return SnapshotRole(
         generation=world.generation,
         token=world.token,
-        password=token.reveal,
+        password=run_secret(token.reveal, world.run),
+        proofs=world.proofs,
         tls=tls,
         world_size=world.world_size,
         ranks=world.ranks(index),

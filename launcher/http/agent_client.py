@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elasticzero.checkpoint.storage.http import RUN_HEADER
+from elasticzero.checkpoint.storage.signed_requests import RUN_HEADER, RequestSigner
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.protocol.documents import UNSTATED, Member
+from elasticzero.launcher.secrets import Secret
+from elasticzero.security.proofs import run_secret
 
 QUERY_TIMEOUT_S = 2.0
 """Seconds within which an agent must answer; it is shown as silent otherwise."""
@@ -75,14 +77,36 @@ def query_agent(
     """
     connection = access.connection(member, timeout_s)
     try:
-        headers = {"Authorization": f"Bearer {access.token.reveal}"}
-        if member.run != UNSTATED:
-            headers[RUN_HEADER] = str(member.run)
-        connection.request("GET", path, headers=headers)
-        response = connection.getresponse()
+        response = request_agent(connection, member, access.token, path)
         value = json.loads(response.read(MAX_BYTES)) if response.status == 200 else None
     except (OSError, ValueError, RecursionError, http.client.HTTPException):
         return None
     finally:
         connection.close()
     return value if isinstance(value, dict) else None
+
+
+def request_agent(
+    connection: http.client.HTTPConnection, member: Member, token: Secret, target: str
+) -> http.client.HTTPResponse:
+    """Sends a request to an agent: one that proves the secret of the agent's run of the job.
+
+    An agent whose registration states no run is of the release before, and is shown the token.
+
+    Args:
+        connection: Connection to the agent; it connects on demand.
+        member: The agent's registration.
+        token: The job's token.
+        target: Path and query.
+
+    Returns:
+        The response, whose body is not read yet.
+
+    Raises:
+        OSError: The connection is broken.
+        HTTPException: The agent does not answer as HTTP has it.
+    """
+    states_run = member.run != UNSTATED
+    headers = {RUN_HEADER: str(member.run)} if states_run else {}
+    signer = RequestSigner(run_secret(token.reveal, member.run), proofs=states_run)
+    return signer.send(connection, "GET", target, headers)

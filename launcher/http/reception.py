@@ -1,9 +1,9 @@
 """Accepts an agent's HTTP connections, and reads the heads of their requests, in one thread.
 
 Clients without the job's token can cost an agent only what is limited here. No thread of their own
-waits for their bytes, and few threads respond to them at a time. A request that shows the token
-gets a thread at once, however many others wait. Over TLS a client may show a certificate of the job
-in place of the token.
+waits for their bytes, and few threads respond to them at a time. A request that shows the token, or
+proves it, gets a thread at once, however many others wait. Over TLS a client may show a certificate
+of the job in place of both.
 
  RE1  The reception's thread owns every connection: it alone registers, drops and counts them. A
       connection is in one state: it *waits* for a head, is *queued*, or is *answered* by a thread.
@@ -14,6 +14,8 @@ in place of the token.
  RE4  The thread that answers a request gives the connection back when it is done, in any case.
       Until then the reception closes no descriptor of it; it only shuts the connection.
  RE5  Where the process can open no more descriptors, an unauthenticated connection is closed.
+ RE6  A request for a nonce is answered by the reception itself, at once. So a client that has the
+      secret waits for no thread before it can prove that.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from contextlib import suppress
 from http import HTTPStatus
 
 from elasticzero.launcher.http import limits
+from elasticzero.launcher.http.authentication import Authenticator, Verdict
 from elasticzero.launcher.http.limits import Connections, RefusalLog, max_connections
 from elasticzero.launcher.protocol.documents import UNSTATED
 from elasticzero.launcher.tls.contexts import TlsContexts
@@ -56,6 +59,7 @@ HANDSHAKE = b"\x16"
 """First byte of every connection over TLS (RFC 8446, section 5.1)."""
 NOT_TLS = "this server speaks HTTPS"
 _END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _OUT_OF_MEANS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -207,24 +211,36 @@ class Client:
             why: Text of the response.
             headers: Its headers, besides those that every response has.
         """
-        text = f"{why}\n"
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
-        values = {**headers, "Content-Type": "text/plain", "Content-Length": str(len(text))}
-        lines += [f"{name}: {value}" for name, value in values.items()]
-        response = "\r\n".join([*lines, "Connection: close", "", text])
+        values = {**headers, "Content-Type": "text/plain", "Connection": "close"}
         plain = socket.socket  # its methods read and write what is not encrypted
         with suppress(OSError):
-            if self._tls is not None and self._is_set_up:
-                self._tls.send(response.encode())
-            else:
-                flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                plain.send(self.connection, response.encode(), flags)
+            self._send(_response(status, values, f"{why}\n"))
             plain.shutdown(self.connection, socket.SHUT_WR)
             discarded = 0
             while discarded < DISCARDED_BYTES:
                 if not (part := plain.recv(self.connection, 1 << 16, socket.MSG_DONTWAIT)):
                     break
                 discarded += len(part)
+
+    def challenge(self, headers: Mapping[str, str]) -> bool:
+        """Hands out a nonce, and waits for the next request; returns False where that fails.
+
+        It fails where the kernel has no room for the response. It also fails where the client has
+        sent more without waiting: the reception must not answer many requests in one turn.
+
+        Args:
+            headers: Headers of the response.
+        """
+        response = _response(HTTPStatus.UNAUTHORIZED, headers, "")
+        with suppress(OSError):
+            return not self._data and self._send(response) == len(response)
+        return False
+
+    def _send(self, response: bytes) -> int:
+        """Sends what the kernel takes of a response at once; returns the number of bytes."""
+        if self._tls is not None and self._is_set_up:
+            return self._tls.send(response)
+        return socket.socket.send(self.connection, response, _AT_ONCE)
 
     def shut(self) -> None:
         """Ends the connection; its descriptor stays.
@@ -235,6 +251,20 @@ class Client:
             socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
 
 
+def _response(status: HTTPStatus, headers: Mapping[str, str], text: str) -> bytes:
+    """Returns a whole response.
+
+    Args:
+        status: Its status.
+        headers: Its headers, besides its length.
+        text: Its body.
+    """
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
+    values = {**headers, "Content-Length": str(len(text))}
+    lines += [f"{name}: {value}" for name, value in values.items()]
+    return "\r\n".join([*lines, "", text]).encode()
+
+
 class Reception:
     """Accepts connections until it is closed, and has their requests answered."""
 
@@ -242,8 +272,8 @@ class Reception:
         self,
         listening: socket.socket,
         *,
-        answer: Callable[[Client, bytes], bool],
-        has_token: Callable[[bytes], bool],
+        answer: Callable[[Client, bytes, Verdict], bool],
+        authenticator: Authenticator,
         headers: Mapping[str, str],
         refusals: RefusalLog,
         tls: TlsContexts | None = None,
@@ -254,14 +284,14 @@ class Reception:
             listening: A listening socket, which is closed in the end.
             answer: Answers the request with this head on the connection, in a thread of its own.
                 It returns whether the connection is kept for another request.
-            has_token: Returns whether a head shows the job's token.
+            authenticator: Judges each head once, and hands out nonces.
             headers: Headers of the responses that the reception itself sends.
             refusals: Log of refused requests.
             tls: Contexts of the connections; None: they are not encrypted.
         """
         listening.setblocking(False)
         self._listening = listening
-        self._answer, self._has_token = answer, has_token
+        self._answer, self._authenticator = answer, authenticator
         self._headers, self._refusals, self._tls = headers, refusals, tls
         self._connections: Connections[Client] = Connections(max_connections())
         self._waiting: set[Client] = set()
@@ -392,14 +422,27 @@ class Reception:
         self._drop(client)
 
     def _take_request(self, client: Client, head: bytes) -> None:
-        """Has a request answered: at once if it shows the token, in its turn otherwise."""
+        """Has a request answered: at once if its client has the secret, in its turn otherwise."""
+        verdict = self._authenticator.judge(head)
+        is_trusted = client.has_certificate or verdict.is_holder
+        if verdict.is_challenged and not is_trusted:
+            self._hand_out_nonce(client, verdict)
+            return
         self._stop_waiting(client)
-        if client.has_certificate or self._has_token(head):
+        if is_trusted:
             self._authenticate(client)
-            self._start(client, head)
+            self._start(client, head, verdict)
         else:
             self._queued[client] = head
             self._answer_queued()
+
+    def _hand_out_nonce(self, client: Client, verdict: Verdict) -> None:
+        """Answers a request that lacks a nonce, or whose proof is not right (RE6)."""
+        if verdict is Verdict.REFUSED:
+            self._refusals.add(client.address, "its proof is wrong, or was used before")
+        nonce = {"WWW-Authenticate": self._authenticator.challenge()}
+        if not client.challenge({**self._headers, **nonce}):
+            self._drop(client)
 
     def _answer_queued(self) -> None:
         """Starts to answer queued requests (RE3)."""
@@ -410,7 +453,7 @@ class Reception:
                 self._end_slowest(strangers, counts)
                 return
             turn = min(self._queued, key=lambda client: counts[client.address])
-            self._start(turn, self._queued.pop(turn))
+            self._start(turn, self._queued.pop(turn), Verdict.STRANGER)
 
     def _end_slowest(self, strangers: Mapping[Client, float], counts: Counter[str]) -> None:
         """Shuts the connection that is answered for longest, if that is too long.
@@ -425,10 +468,10 @@ class Reception:
         if time.monotonic() - strangers[slowest] > SLOW_S:
             slowest.shut()
 
-    def _start(self, client: Client, head: bytes) -> None:
+    def _start(self, client: Client, head: bytes, verdict: Verdict) -> None:
         self._answered[client] = time.monotonic()
         thread = threading.Thread(
-            target=self._serve, args=(client, head), name="http request", daemon=True
+            target=self._serve, args=(client, head, verdict), name="http request", daemon=True
         )
         try:
             thread.start()
@@ -436,10 +479,10 @@ class Reception:
             del self._answered[client]
             self._drop(client)
 
-    def _serve(self, client: Client, head: bytes) -> None:
+    def _serve(self, client: Client, head: bytes, verdict: Verdict) -> None:
         is_kept = False
         try:
-            is_kept = self._answer(client, head)
+            is_kept = self._answer(client, head, verdict)
         except Exception:  # the client left, or was slow: that is no error of this agent
             log.debug("connection from %s ended by an error", client.address, exc_info=True)
         finally:

@@ -2,17 +2,17 @@
 of snapshots.
 
 What is served at a path, and to whom, is a `Route`. Metrics, health and the status page, which
-holds nothing of the job, are open: scrapes, probes and browsers expect that. All else needs the
-job's token, except the status where `open_status` is set. Only GET and HEAD are allowed. What
-clients without the token may cost is limited by `Reception`, and by the name that they have for
-this server: see `HostNames`. Over TLS a certificate of the job stands for the token, but for the
-name: a browser shows a certificate whatever page asks for it.
+holds nothing of the job, are open: scrapes, probes and browsers expect that. All else needs a proof
+of the secret of the job's run, or the job's token (see `authentication`), except the status where
+`open_status` is set. Only GET and HEAD are allowed. What clients without the token may cost is
+limited by `Reception`, and by the name that they have for this server: see `HostNames`. Over TLS a
+certificate of the job stands for the token, but for the name: a browser shows a certificate
+whatever page asks for it.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import io
 import logging
 import os
@@ -24,15 +24,16 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO, Protocol
 
-from elasticzero.checkpoint.storage.http import RUN_HEADER
+from elasticzero.checkpoint.storage.signed_requests import RUN_HEADER, SCHEME
 from elasticzero.errors import OperatorError
 from elasticzero.launcher.addresses import bound_socket, host_and_port
 from elasticzero.launcher.http import limits
+from elasticzero.launcher.http.authentication import Authenticator, Verdict
 from elasticzero.launcher.http.limits import HostNames, RefusalLog
 from elasticzero.launcher.http.reception import Client, Reception
 from elasticzero.launcher.http.routes import TEXT, Route
 from elasticzero.launcher.observability.event_log import LogPart
-from elasticzero.launcher.protocol.documents import UNSTATED, compare_runs
+from elasticzero.launcher.protocol.documents import FIRST_RUN, UNSTATED, compare_runs
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.tls.contexts import TlsContexts
 
@@ -61,7 +62,6 @@ probe that was refused would end the agent."""
 _MOST = re.compile(r"\?most=(\d{1,12})\Z")
 _SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
-_BEARER = re.compile(rb"\nauthorization:[ \t]*bearer[ \t]+([^\r\n]*)", re.IGNORECASE)
 
 
 class RequestRefused(Exception):
@@ -161,7 +161,6 @@ class AgentServer:
         self.routes = routes
         self.snapshots = snapshots
         self.events = events
-        self.token = token
         self.run = run
         tokenless = tokenless or TokenlessAccess()
         self.open_status = tokenless.open_status
@@ -171,32 +170,25 @@ class AgentServer:
         self._reception = Reception(
             listening,
             answer=self._answer,
-            has_token=self._has_token,
+            authenticator=Authenticator(token, run),
             headers=SAFE_HEADERS,
             refusals=self.refusals,
             tls=tls,
         )
 
-    def _answer(self, client: Client, head: bytes) -> bool:
+    def _answer(self, client: Client, head: bytes, verdict: Verdict) -> bool:
         """Answers a request; returns whether its connection is kept."""
         client.connection.settimeout(limits.IDLE_TIMEOUT_S)
         request: Any = _Request(
             self,
             head,
-            has_token=self._has_token(head),
+            verdict,
             has_certificate=client.has_certificate,
             certified_run=client.run,
             is_encrypted=client.is_encrypted,
         )
         handler = _Handler(client.connection, (client.address, 0), request)
         return not handler.close_connection
-
-    def _has_token(self, head: bytes) -> bool:
-        """Returns whether a head shows the job's token."""
-        match = _BEARER.search(head)
-        if match is None:
-            return False
-        return hmac.compare_digest(match[1].strip(), self.token().reveal.encode())
 
     def close(self) -> None:
         """Stops listening and ends all connections."""
@@ -215,8 +207,7 @@ class _Request:
 
     agent: AgentServer
     head: bytes
-    has_token: bool
-    """True if the request itself shows the job's token."""
+    verdict: Verdict
     has_certificate: bool
     """True if the client has shown a certificate of the job."""
     certified_run: int
@@ -239,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.rfile.close()
         self.rfile = io.BytesIO(self.server.head)
-        self._has_token = self.server.has_token
+        self._has_token = self.server.verdict.is_holder
         self._is_trusted = self._has_token or self.server.has_certificate
 
     def handle(self) -> None:
@@ -276,6 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_events(body=body)
             elif path.startswith("/snapshots/"):
                 self._check_token()
+                self._check_proof()
                 self._send_snapshot(path, body=body)
             else:
                 raise RequestRefused(
@@ -342,6 +334,20 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.UNAUTHORIZED, "this needs the job's token", WWW_Authenticate="Bearer"
             )
         self._check_run()
+
+    def _check_proof(self) -> None:
+        """Refuses a request that shows the token in place of a proof, where no node does so.
+
+        Nodes of the release before do, in a job's first run. A process of an earlier run has the
+        token, but no proof of this run's secret.
+        """
+        is_proven = self.server.has_certificate or self.server.verdict is Verdict.PROOF
+        if not is_proven and self.server.agent.run > FIRST_RUN:
+            raise RequestRefused(
+                HTTPStatus.UNAUTHORIZED,
+                "a snapshot needs a proof of the secret of this run",
+                WWW_Authenticate=SCHEME,
+            )
 
     def _check_run(self) -> None:
         """Refuses a request that states another run of the job than the agent's, or whose client

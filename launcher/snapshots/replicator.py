@@ -212,7 +212,14 @@ class SnapshotReplicator:
             slots = self._replica_slots[slot]
         scheme, tls = ("http", None) if role.tls is None else ("https", role.tls.client())
         url = f"{scheme}://{replica_source.address}/snapshots/{role.generation}/{step.number}"
-        source = HttpStorage(url, role.password, timeout_s=self._silence_s, run=role.run, tls=tls)
+        source = HttpStorage(
+            url,
+            role.password,
+            timeout_s=self._silence_s,
+            run=role.run,
+            tls=tls,
+            proofs=role.proofs,
+        )
         with self._lock:
             self._sources.add(source)
         try:

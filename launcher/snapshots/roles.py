@@ -31,13 +31,16 @@ class SnapshotRole:
     ranks: tuple[int, ...]
     replica_source: ReplicaSource | None = None
     password: str = field(default="", repr=False)
-    """The job's token, with which other nodes' snapshots are read."""
+    """Secret of the job's run, with which other nodes' snapshots are read."""
     tls: TlsContexts | None = field(default=None, repr=False, compare=False)
     """Contexts of the connections to other nodes; None: the job is without TLS."""
     bad_steps: frozenset[int] = frozenset()
     """Steps whose checkpoints were found damaged; a save of such a step replaces the checkpoint."""
     run: int = 1
     """Number of the job's run."""
+    proofs: bool = True
+    """True if the nodes prove the secret to each other; False: one may be of the release before,
+    which expects to be shown it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

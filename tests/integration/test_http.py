@@ -177,15 +177,15 @@ def test_the_status_of_the_job(server: AgentServer) -> None:
 
 def test_a_request_of_another_run_is_refused(agent: Agent) -> None:
     """Operators and releases without runs state none."""
-    agent.run = 2
+    agent.run = 1
     with agent.serve() as server:
         assert ask(server, "/status", **BEARER)[0] == 200
-        assert ask(server, "/status", **BEARER, ElasticZero_Run="2")[0] == 200
-        status, _, body = ask(server, "/status", **BEARER, ElasticZero_Run="1")
-        assert (status, body) == (409, b"this agent is of run 2 of the job, not of run 1\n")
-        assert ask(server, "/status", ElasticZero_Run="2")[0] == 401
+        assert ask(server, "/status", **BEARER, ElasticZero_Run="1")[0] == 200
+        status, _, body = ask(server, "/status", **BEARER, ElasticZero_Run="2")
+        assert (status, body) == (409, b"this agent is of run 1 of the job, not of run 2\n")
+        assert ask(server, "/status", ElasticZero_Run="1")[0] == 401
         address = f"http://127.0.0.1:{server.port}/snapshots/3/120"
-        for run, refused in ((1, True), (2, False), (None, False)):
+        for run, refused in ((2, True), (1, False), (None, False)):
             storage = HttpStorage(address, TOKEN, run=run)
             with pytest.raises(StorageError, match="409") if refused else nullcontext():
                 assert storage.size("empty") == 0

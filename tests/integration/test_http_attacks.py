@@ -16,6 +16,7 @@ from statistics import median
 
 import pytest
 
+from elasticzero.checkpoint.storage.signed_requests import RequestSigner
 from elasticzero.launcher.http import limits
 from elasticzero.launcher.http.routes import Answer, Route
 from elasticzero.launcher.http.server import AgentServer
@@ -63,6 +64,16 @@ def ask(port: int, path: str, headers: dict[str, str]) -> tuple[int, float]:
         connection.close()
 
 
+def prove(port: int, path: str) -> tuple[int, float]:
+    """The same of a request that proves the token, and does not show it."""
+    began_s = time.monotonic()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience(30))
+    with closing(connection):
+        answer = RequestSigner(TOKEN).send(connection, "GET", path, {})
+        answer.read()
+        return answer.status, time.monotonic() - began_s
+
+
 def peak_bytes(pid: int) -> int:
     """The most memory that a process has had."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
@@ -71,10 +82,11 @@ def peak_bytes(pid: int) -> int:
 
 
 def check_served(port: int, attack: str) -> list[float]:
-    """Who shows the token is answered in time; returns the seconds of each answer."""
+    """Who shows or proves the token is answered in time; returns the seconds of each answer."""
     times_s = []
-    for _ in range(REQUESTS):
-        status, seconds = ask(port, "/status", BEARER)
+    for number in range(REQUESTS):
+        is_shown = number % 2
+        status, seconds = ask(port, "/status", BEARER) if is_shown else prove(port, "/status")
         assert status == 200
         times_s.append(seconds)
         time.sleep(0.05)
@@ -204,13 +216,20 @@ HEADS = (
     b"HEAD /healthz HTTP/1.0\r\n\r\n",
     b"GET /status HTTP/1.1\r\nAuthorization: Bearer wrong\r\nConnection: keep-alive\r\n\r\n",
     b"GET /snapshots/3/7/a HTTP/1.1\r\nRange: bytes=0-9\r\n\r\n",
+    b"GET /status HTTP/1.1\r\nAuthorization: ElasticZero nonce=%b, count=1, proof=%b\r\n\r\n"
+    % (b"0" * 64, b"f" * 64),
     b"POST /status HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc",
 )
-KEPT = [head for head in HEADS if head.startswith(b"GET")]
-"""Heads after whose answers the connection is kept."""
+KEPT = [head for head in HEADS if head.startswith(b"GET") and b"nonce" not in head]
+"""Heads after whose answers the connection is kept, whatever has come with them."""
 PIECES = (
     *(b"\r\n", b"\n", b"\r", b"\x00", b" ", b":", b"\t", b"\xff\xfe", b"%00", b"/../", b"?a=b"),
     *(b"Host: evil.example.com\r\n", b"Authorization: Bearer \r\n", b"authorization:bearer x\n"),
+    *(
+        b"Authorization: ElasticZero\r\n",
+        b"authorization: elasticzero nonce=",
+        b", count=1, proof=",
+    ),
     *(b"Transfer-Encoding: chunked\r\n", b"Content-Length: -1\r\n", b"Expect: 100-continue\r\n"),
     *(b"HTTP/1.1", b"HTTP/9.9", b"HTTP/1.", b"GET ", b"A" * 500, b"A: b\r\n" * 120, b" folded\r\n"),
 )

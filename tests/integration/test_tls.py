@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
-from elasticzero.checkpoint.storage.http import RUN_HEADER, HttpStorage
+from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.checkpoint.storage.signed_requests import RUN_HEADER, RequestSigner
 from elasticzero.errors import StorageError
 from elasticzero.launcher.http import limits
 from elasticzero.launcher.http.access import AgentAccess
@@ -27,6 +28,7 @@ from elasticzero.launcher.tls.authority import RENEW_S, IssuedCredentials, JobAu
 from elasticzero.launcher.tls.contexts import TlsContexts
 from elasticzero.launcher.tls.credentials import NodeName
 from elasticzero.security.certificates import client_context
+from elasticzero.security.proofs import run_secret
 from tests.integration.http_server import no_events
 from tests.lost_hosts import lost_host
 from tests.support.certificates import Authority
@@ -110,6 +112,30 @@ def test_a_certificate_stands_for_the_token(server: AgentServer, authority: JobA
     without = client_context(authority.certificate)
     assert ask(server, without, "/status")[0] == 401
     assert ask(server, without, "/status", **BEARER) == (200, b"{}\n")
+
+
+class Counted(http.client.HTTPSConnection):
+    """Counts its requests."""
+
+    requests = 0
+
+    def request(self, *args: Any, **options: Any) -> None:
+        self.requests += 1
+        super().request(*args, **options)
+
+
+def test_a_certificate_needs_no_proof_and_a_proof_no_certificate(
+    server: AgentServer, authority: JobAuthority
+) -> None:
+    """A node's first request is answered at once; a command has no certificate."""
+    node = contexts(authority, "node-b").client()
+    for context, requests in ((node, 1), (client_context(authority.certificate), 2)):
+        connection = Counted("127.0.0.1", server.port, context=context, timeout=patience(30))
+        with closing(connection):
+            signer = RequestSigner(run_secret(TOKEN, RUN))
+            response = signer.send(connection, "GET", "/snapshots/1/1/shard", {})
+            assert (response.status, response.read()) == (200, CONTENT)
+            assert connection.requests == requests
 
 
 def test_a_certificate_of_another_run_is_refused(

@@ -19,6 +19,7 @@ from elasticzero.errors import ExitCode, OperatorError, UserError
 from elasticzero.launcher.cli.control import open_job_store, read_job
 from elasticzero.launcher.cli.job_access import OperatorCredentials, access_for_operator
 from elasticzero.launcher.http.access import AgentAccess
+from elasticzero.launcher.http.agent_client import request_agent
 from elasticzero.launcher.http.server import LEFT_OUT_HEADER
 from elasticzero.launcher.observability.event_log import EVENTS_FILE, KEPT_BYTES
 from elasticzero.launcher.protocol.documents import Member
@@ -148,11 +149,9 @@ def _fetch_log(member: Member, agents: AgentAccess, path: Path, most_bytes: int)
     Raises:
         ValueError: the agent refuses the request.
     """
-    headers = {"Authorization": f"Bearer {agents.token.reveal}"}
     connection = agents.connection(member, TIMEOUT_S)
     with closing(connection), path.open("wb") as file:
-        connection.request("GET", f"/events?most={most_bytes}", headers=headers)
-        answer = connection.getresponse()
+        answer = request_agent(connection, member, agents.token, f"/events?most={most_bytes}")
         if answer.status != http.HTTPStatus.OK:
             raise ValueError(f"status {answer.status}")
         left = most_bytes + KEPT_BYTES

@@ -17,10 +17,17 @@ import pytest
 from elasticzero.checkpoint.storage.base import Readable, read_small
 from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.checkpoint.storage.signed_requests import (
+    SCHEME,
+    SignedRequest,
+    challenge,
+    credentials_in,
+)
 from elasticzero.errors import StorageError, UserError
 from tests.lost_hosts import Loss, lost_host
 
 TOKEN = "secret"
+NONCE = "0" * 64
 CONTENT = bytes(range(256)) * 40
 LONG_S = 60.0
 """A read that waits for so long has not been ended."""
@@ -41,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, *, with_body: bool) -> None:
         self.server.connections.add(self.client_address)
         path = self.server.root / self.path.rsplit("/", 1)[-1]
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if not self.is_proven():
             self.reply(401)
         elif not path.is_file():
             self.reply(404)
@@ -53,9 +60,23 @@ class Handler(BaseHTTPRequestHandler):
             body = path.read_bytes()[int(asked[1]) : int(asked[2]) + 1]
             self.server.fault(self, int(asked[1]), body)
 
+    def is_proven(self) -> bool:
+        scheme, _, text = self.headers.get("Authorization", "").partition(" ")
+        credentials = credentials_in(text)
+        request = SignedRequest(
+            method=self.command, target=self.path, byte_range=self.headers.get("Range", "")
+        )
+        return (
+            scheme == SCHEME
+            and credentials is not None
+            and credentials.proof == request.prove(TOKEN, NONCE, credentials.count)
+        )
+
     def reply(self, status: int, body: bytes = b"", *, with_body: bool = True, at: int = 0) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        if status == 401:
+            self.send_header("WWW-Authenticate", challenge(NONCE))
         if status == 206:
             self.send_header("Content-Range", f"bytes {at}-{at + len(body) - 1}/*")
         self.end_headers()

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from elasticzero.launcher.protocol.actions import WriteWorld
+from elasticzero.ipc.messages import FLAG_GROW
+from elasticzero.launcher.agent.assignments import snapshot_role
+from elasticzero.launcher.protocol.actions import RequestBoundaryStop, WriteWorld
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import (
     UNSTATED,
@@ -17,8 +19,11 @@ from elasticzero.launcher.protocol.documents import (
     world_from_bytes,
 )
 from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.secrets import Secret
+from elasticzero.security.proofs import run_secret
 from tests.unit.launcher.protocol.test_decide import (
     ALONE,
+    AT_REST,
     ENDED,
     HELD,
     NOW,
@@ -32,6 +37,8 @@ from tests.unit.launcher.protocol.test_decide import (
     says,
     world,
 )
+
+TOKEN = Secret("the-job's-own-password")
 
 
 def of_run(run: int, *members: Member) -> list[Member]:
@@ -81,6 +88,19 @@ def test_a_node_that_leaves_with_a_part_of_the_state_counts_too() -> None:
         assert written.proofs is proofs
 
 
+@pytest.mark.parametrize(
+    ("run", "other", "grows"),
+    [(1, UNSTATED, True), (1, 1, True), (2, UNSTATED, False), (2, 2, True)],
+)
+def test_from_the_second_run_on_no_old_node_is_taken(run: int, other: int, grows: bool) -> None:
+    """L12: it could not derive the secret of the run, so that every generation with it would
+    fail."""
+    members = [*of_run(run, A, B), *of_run(other, C)]
+    view = replace(AT_REST, me=members[0], members=named(*members), last_join_s=90.0)
+    expected = (RequestBoundaryStop(FLAG_GROW),) if grows else ()
+    assert decide(view, NOW, POLICY).actions == expected
+
+
 def test_a_world_states_its_run_for_all_of_its_members() -> None:
     plain = world(A, B)
     assert b"proofs" not in to_bytes(plain)
@@ -89,3 +109,12 @@ def test_a_world_states_its_run_for_all_of_its_members() -> None:
     assert json.loads(to_bytes(proves)) == before | {"proofs": True}, "the release before reads it"
     assert [member.run for member in world_from_bytes(to_bytes(proves)).members] == [4, 4]
     assert [member.run for member in world_from_bytes(to_bytes(plain)).members] == [0, 0]
+
+
+@pytest.mark.parametrize("run", [UNSTATED, 1, 2, 3])
+def test_workers_and_replicas_get_the_secret_of_the_run(run: int) -> None:
+    """The job's token itself stays with the agent from the second run on."""
+    role = snapshot_role(world(A, B, run=run, proofs=run > 1), 0, TOKEN)
+    assert role.password == run_secret(TOKEN.reveal, run)
+    assert (role.password == TOKEN.reveal) == (run < 2)
+    assert role.proofs == (run > 1)
