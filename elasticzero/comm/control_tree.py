@@ -8,6 +8,15 @@ no rank waits for one that still computes. A rank with none below needs no threa
 A broken connection (a process died, or `ProcessGroups.shut` was called) is an error on every rank
 from then on, at the latest when the rank waits for a result. There is no time limit here: the
 agents decide whether a rank is late or hangs, and then have the groups shut.
+
+Two ranks that connect prove to each other that they are these ranks of this generation:
+ 1. The rank above sends a nonce as soon as it has accepted the connection.
+ 2. The rank below sends a nonce of its own, its rank, and a proof over both nonces, both ranks and
+    the token of the generation.
+ 3. The rank above sends another proof over the same, and the connection is part of the tree.
+A proof that was read on the network is of no use on another connection. Where a rank may be of the
+release before, the rank below sends a hash of the generation's token and the secret instead, and
+its rank, and nothing else is sent.
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ import hashlib
 import hmac
 import ipaddress
 import queue
+import secrets
 import select
 import socket
 import struct
@@ -24,11 +34,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch.distributed as dist
 
 from elasticzero.comm.barriers import LEAST
 from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.security.proofs import proof
 from elasticzero.torch_internals import PrefixStore, Store
 
 ARITY = 16
@@ -44,6 +57,10 @@ MAX_UNAUTHENTICATED = 64
 _Numbers = tuple[int, ...]
 _MESSAGE = struct.Struct(f"!{WIDTH}q")
 _HELLO = struct.Struct("!32sI")
+"""What a rank of the release before sends: its hash, and its rank."""
+_NONCE_BYTES = _PROOF_BYTES = 32
+_SIGNED_HELLO = struct.Struct(f"!{_NONCE_BYTES}s{_PROOF_BYTES}sI")
+"""What the rank below sends: its nonce, its proof, and its rank."""
 
 
 def relatives(rank: int, world_size: int) -> tuple[int | None, range]:
@@ -180,13 +197,29 @@ def _send(connection: socket.socket, message: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> _Numbers:
+    return _MESSAGE.unpack(_read(connection, _MESSAGE.size))
+
+
+def _read(connection: socket.socket, size: int, deadline_s: float | None = None) -> bytes:
+    """Returns the next bytes of a connection.
+
+    Args:
+        connection: The connection.
+        size: Number of bytes.
+        deadline_s: End of the wait, by the monotonic clock; None: there is none.
+
+    Raises:
+        OSError: The connection is broken, or the bytes did not come in time.
+    """
     data = b""
-    while len(data) < _MESSAGE.size:
-        part = connection.recv(_MESSAGE.size - len(data))
+    while len(data) < size:
+        if deadline_s is not None:
+            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        part = connection.recv(size - len(data))
         if not part:
             raise ConnectionResetError("the other end was closed")
         data += part
-    return _MESSAGE.unpack(data)
+    return data
 
 
 def _broken(error: OSError) -> dist.DistNetworkError:
@@ -245,17 +278,43 @@ def _listen(host: str, backlog: int) -> socket.socket:
 
 def _connect(info: RankInfo, above: int, address: str, limit_s: float) -> socket.socket:
     host, port = address.split()
+    deadline_s = time.monotonic() + limit_s
     try:
-        up = socket.create_connection((host, int(port)), limit_s)
-        up.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _send(up, _HELLO.pack(_proof(info), info.rank))
-        up.settimeout(None)
+        with ExitStack() as opened:
+            up = opened.enter_context(socket.create_connection((host, int(port)), limit_s))
+            up.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _introduce(info, above, up, deadline_s)
+            up.settimeout(None)
+            opened.pop_all()  # the connection stays open
     except OSError as error:
         raise dist.DistNetworkError(
             f"rank {above} is not reached at {host}:{port}: {error}; if {host} is not its node, "
             "give that one --host"
         ) from None
     return up
+
+
+def _introduce(info: RankInfo, above: int, up: socket.socket, deadline_s: float) -> None:
+    """Proves to the rank above which rank this is, and has it prove the same.
+
+    Args:
+        info: This rank's place.
+        above: The rank above.
+        up: The new connection to it.
+        deadline_s: Time by which that must be done, by the monotonic clock.
+
+    Raises:
+        OSError: The other end is not the rank above, or the connection is broken.
+    """
+    if not info.proofs:
+        _send(up, _HELLO.pack(_digest(info), info.rank))
+        return
+    nonces = (_read(up, _NONCE_BYTES, deadline_s), secrets.token_bytes(_NONCE_BYTES))
+    proven = _proof(info, "below", (info.rank, above), nonces)
+    _send(up, _SIGNED_HELLO.pack(nonces[1], proven, info.rank))
+    expected = _proof(info, "above", (info.rank, above), nonces)
+    if not hmac.compare_digest(_read(up, _PROOF_BYTES, deadline_s), expected):
+        raise ConnectionAbortedError("the process there does not prove that it is this rank")
 
 
 def _accept(
@@ -275,7 +334,7 @@ def _accept(
         DistNetworkError: A rank did not connect in time.
     """
     deadline_s = time.monotonic() + limit_s
-    with closing(_Handshake(listener, _proof(info))) as handshake:
+    with closing(_Handshake(listener, info)) as handshake:
         while missing:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -291,16 +350,27 @@ def _accept(
                 yield connection
 
 
+@dataclass(frozen=True, slots=True)
+class _Stranger:
+    """Holds a connection that has not authenticated itself yet."""
+
+    connection: socket.socket
+    nonce: bytes
+    """Nonce that was sent to it."""
+    data: bytearray = field(default_factory=bytearray)
+    """Received part of its hello."""
+
+
 class _Handshake:
     """Holds the connections that have not authenticated themselves as a rank of this generation."""
 
-    def __init__(self, listener: socket.socket, proof: bytes) -> None:
+    def __init__(self, listener: socket.socket, info: RankInfo) -> None:
         listener.setblocking(False)
         self._listener = listener
-        self._proof = proof
-        self._unknown: dict[int, tuple[socket.socket, bytearray]] = {}
-        """The connections by descriptor, in the order of arrival, each with the received part of
-        its hello."""
+        self._info = info
+        self._hello_bytes = _SIGNED_HELLO.size if info.proofs else _HELLO.size
+        self._unknown: dict[int, _Stranger] = {}
+        """The connections by descriptor, in the order of arrival."""
         self._ready = select.poll()
         self._ready.register(listener, select.POLLIN)
 
@@ -309,7 +379,7 @@ class _Handshake:
         for fd, _ in self._ready.poll(limit_s * 1000):
             if fd == self._listener.fileno():
                 self._accept()
-            elif fd in self._unknown and (rank := self._hello(*self._unknown[fd])) is not None:
+            elif fd in self._unknown and (rank := self._hello(self._unknown[fd])) is not None:
                 yield rank, self._forget(fd)
 
     def _accept(self) -> None:
@@ -318,17 +388,21 @@ class _Handshake:
         with suppress(OSError):  # the client has closed it again
             connection = self._listener.accept()[0]
             connection.setblocking(False)
-            self._unknown[connection.fileno()] = connection, bytearray()
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            self._unknown[connection.fileno()] = _Stranger(connection, nonce)
             self._ready.register(connection, select.POLLIN)
+            if self._info.proofs:
+                connection.send(nonce, socket.MSG_NOSIGNAL)
 
     def _forget(self, fd: int) -> socket.socket:
         self._ready.unregister(fd)
-        return self._unknown.pop(fd)[0]
+        return self._unknown.pop(fd).connection
 
-    def _hello(self, connection: socket.socket, data: bytearray) -> int | None:
+    def _hello(self, stranger: _Stranger) -> int | None:
         """Returns the rank in a hello, UNAUTHENTICATED, or None if the hello is incomplete."""
+        data = stranger.data
         try:
-            part = connection.recv(_HELLO.size - len(data))
+            part = stranger.connection.recv(self._hello_bytes - len(data))
         except BlockingIOError:
             return None
         except OSError:
@@ -336,15 +410,53 @@ class _Handshake:
         data += part
         if not part:
             return UNAUTHENTICATED
-        if len(data) < _HELLO.size:
+        if len(data) < self._hello_bytes:
             return None
-        proof, rank = _HELLO.unpack(data)
-        return int(rank) if hmac.compare_digest(proof, self._proof) else UNAUTHENTICATED
+        return self._check_proof(stranger) if self._info.proofs else self._check_digest(stranger)
+
+    def _check_proof(self, stranger: _Stranger) -> int:
+        """Returns the rank that a whole hello proves, or UNAUTHENTICATED; answers the rank with the
+        proof of this one."""
+        nonce, shown, rank = _SIGNED_HELLO.unpack(stranger.data)
+        ranks, nonces = (rank, self._info.rank), (stranger.nonce, nonce)
+        if not hmac.compare_digest(shown, _proof(self._info, "below", ranks, nonces)):
+            return UNAUTHENTICATED
+        with suppress(OSError):
+            answer = _proof(self._info, "above", ranks, nonces)
+            stranger.connection.send(answer, socket.MSG_NOSIGNAL)
+            return int(rank)
+        return UNAUTHENTICATED
+
+    def _check_digest(self, stranger: _Stranger) -> int:
+        """Returns the rank in a whole hello as the release before sends it, or UNAUTHENTICATED."""
+        digest, rank = _HELLO.unpack(stranger.data)
+        is_right = hmac.compare_digest(digest, _digest(self._info))
+        return int(rank) if is_right else UNAUTHENTICATED
 
     def close(self) -> None:
-        for connection, _ in self._unknown.values():
-            connection.close()
+        for stranger in self._unknown.values():
+            stranger.connection.close()
 
 
-def _proof(info: RankInfo) -> bytes:
+def _proof(
+    info: RankInfo,
+    place: Literal["above", "below"],
+    ranks: tuple[int, int],
+    nonces: tuple[bytes, bytes],
+) -> bytes:
+    """Returns the proof of one of the two ranks of a connection.
+
+    Args:
+        info: Place of a rank in the generation, and the secret of the run.
+        place: Which of the two ranks proves itself.
+        ranks: The rank below and the rank above.
+        nonces: The nonces of the rank above and of the rank below.
+    """
+    below, above = map(str, ranks)
+    return proof(info.password, f"tree, {place}", info.token, below, above, *nonces)
+
+
+def _digest(info: RankInfo) -> bytes:
+    """Returns the hash by which a rank of the release before shows that it belongs to the
+    generation."""
     return hashlib.sha256(f"{info.token} {info.password}".encode()).digest()

@@ -61,10 +61,10 @@ class RankInfo:
     token: str = ""
     """Token of the generation."""
     password: str = field(default="", repr=False)
-    """Token of the job, by which a process proves that it belongs to the job."""
+    """Secret of the job's run, by which a process proves that it belongs to it."""
     proofs: bool = True
-    """True if ranks prove the job's token where they meet; False: one of them may be of the release
-    before, which knows torch's store alone."""
+    """True if ranks prove to each other that they have it; False: some may be of the release
+    before, which do so by a hash."""
     host: str = "127.0.0.1"
     """Address at which other ranks reach this one."""
     connect_timeout_s: float = 30.0

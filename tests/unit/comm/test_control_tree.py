@@ -20,6 +20,8 @@ from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import is_peer_error
 
 SIZES = [1, 2, 3, 17, 18, 40]
+INFO = RankInfo(rank=0, world_size=3, token="t", password="p")
+HASH = control_tree._digest(INFO)
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 300, 6400])
@@ -124,7 +126,15 @@ def test_nothing_of_it_is_left_after_its_end(submits: bool) -> None:
 
 
 def _closed(connection: socket.socket) -> bool:
-    """By the other end, with bytes of ours unread or not."""
+    """By the other end, with bytes of ours unread or not; what it has sent is passed over."""
+    with suppress(ConnectionResetError):
+        while connection.recv(100):
+            pass
+    return True
+
+
+def _unanswered(connection: socket.socket) -> bool:
+    """Closed by the other end without another byte."""
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -137,7 +147,8 @@ def _closed(connection: socket.socket) -> bool:
         pytest.param(b"GET / HTTP/1.1\r\n\r\n" + bytes(100), id="another protocol"),
         pytest.param(b"", id="nothing, and goes"),
         pytest.param(None, id="nothing, and stays"),
-        pytest.param(struct.pack("!32sI", bytes(32), 1), id="a wrong proof"),
+        pytest.param(struct.pack("!32s32sI", bytes(32), bytes(32), 1), id="a wrong proof"),
+        pytest.param(struct.pack("!32sI", HASH, 1), id="what the release before sends"),
     ],
 )
 def test_a_stranger_is_refused_and_harms_nobody(
@@ -169,14 +180,92 @@ def test_a_child_that_computes_hides_no_dead_one() -> None:
             top.result(timeout=20)
 
 
+def hello_of(
+    connection: socket.socket, rank: int, nonce: bytes | None = None, info: RankInfo = INFO
+) -> bytes:
+    """What a rank says on a connection to rank 0 once it has received the nonce there."""
+    received = connection.recv(32, socket.MSG_WAITALL)
+    nonces = (nonce or received, b"n" * 32)
+    proven = control_tree._proof(info, "below", (rank, 0), nonces)
+    return struct.pack("!32s32sI", nonces[1], proven, rank)
+
+
+def test_a_proof_is_of_one_connection_one_rank_and_one_generation() -> None:
+    """It was a hash of the generation's token and the job's: whoever read it could say it again."""
+    with met(3) as (store, join_rank), ThreadPoolExecutor(1) as pool, ExitStack() as opened:
+        top = pool.submit(join_rank, 0)
+        host, port = store.get("t/tree/0").decode().split()
+
+        def connect() -> socket.socket:
+            connection = socket.create_connection((host, int(port)), timeout=20)
+            return opened.enter_context(connection)
+
+        first = connect()
+        first.sendall(hello := hello_of(first, 1))
+        answer = first.recv(32, socket.MSG_WAITALL)
+        assert len(answer) == 32
+        wrong: tuple[Callable[[socket.socket], bytes], ...] = (
+            lambda again: again.recv(32, socket.MSG_WAITALL) and hello,
+            lambda again: hello_of(again, 2)[:-4] + struct.pack("!I", 1),
+            lambda again: hello_of(again, 1)[:-4] + struct.pack("!I", 2),
+            lambda again: hello_of(again, 2, nonce=b"n" * 32),
+            lambda again: hello_of(again, 2, info=replace(INFO, token="u")),
+            lambda again: hello_of(again, 2, info=replace(INFO, password="q")),
+        )
+        for make in wrong:
+            again = connect()
+            again.sendall(make(again))
+            assert _unanswered(again)
+        twice = connect()
+        twice.sendall(hello_of(twice, 1))
+        assert _closed(twice), "the rank is there already"
+        other = join_rank(2)
+        for rank in (other, top.result(timeout=20)):
+            rank.close()
+
+
+def test_a_rank_below_joins_no_process_without_the_secret() -> None:
+    """Anybody may write into the store of the rendezvous where the rank above would be."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    with met(2) as (store, join_rank), ThreadPoolExecutor(1) as pool, listening:
+        store.set("t/tree/0", f"127.0.0.1 {listening.getsockname()[1]}")
+        below = pool.submit(join_rank, 1)
+        with listening.accept()[0] as connection:
+            connection.sendall(bytes(32))
+            hello = connection.recv(68, socket.MSG_WAITALL)
+            connection.sendall(hello[32:64])
+            with pytest.raises(dist.DistNetworkError, match="does not prove that it is"):
+                below.result(timeout=20)
+
+
+def test_the_release_before_is_met_as_it_expects() -> None:
+    """A world says whether one of its nodes may be of that release."""
+    old = replace(INFO, world_size=2, proofs=False)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        top = pool.submit(join, old, store)
+        host, port = store.get("t/tree/0").decode().split()
+        with socket.create_connection((host, int(port)), timeout=20) as below:
+            below.sendall(struct.pack("!32sI", HASH, 1))
+            rank = top.result(timeout=20)
+            below.sendall(struct.pack(f"!{WIDTH}q", *range(WIDTH)))
+            assert rank.allreduce_max(3) == 3
+            assert struct.unpack(f"!{WIDTH}q", below.recv(8 * WIDTH))[:2] == (3, 1)
+            rank.close()
+        with socket.create_server(("127.0.0.1", 0)) as above:
+            store.set("t/tree/0", f"127.0.0.1 {above.getsockname()[1]}")
+            rank = join(replace(old, rank=1), store)
+            with above.accept()[0] as connection:
+                assert connection.recv(100) == struct.pack("!32sI", HASH, 1)
+            rank.close()
+
+
 def test_who_says_slowly_who_it_is_is_waited_for() -> None:
     with met(3) as (store, join_rank), ThreadPoolExecutor(2) as pool:
         top = pool.submit(join_rank, 0)
         host, port = store.get("t/tree/0").decode().split()
-        hello = control_tree._HELLO.pack(
-            control_tree._proof(RankInfo(rank=0, world_size=3, token="t", password="p")), 2
-        )
         with socket.create_connection((host, int(port))) as slow:
+            hello = hello_of(slow, 2)
             slow.sendall(hello[:5])
             other = join_rank(1)
             slow.sendall(hello[5:])

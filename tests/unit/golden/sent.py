@@ -8,14 +8,15 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import HashStore
 
+from elasticzero.checkpoint.storage.signed_requests import Credentials, SignedRequest
 from elasticzero.comm.barriers import Call, marks
 from elasticzero.comm.control import CONTROL_FLAGS, ControlWord, encode_word
-from elasticzero.comm.control_tree import MaxTree, join
+from elasticzero.comm.control_tree import MaxTree, _proof, join
 from elasticzero.comm.node_agreement import NodeAgreement
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.ipc.assignment import Assignment, WorkerSettings, torchrun_environment
@@ -38,10 +39,12 @@ from elasticzero.ops.dashboard.history import JobHistory
 from elasticzero.ops.dashboard.service import job_document
 from elasticzero.ops.trackers.node_scalars import NodeScalars
 from elasticzero.options.settings import TrainingSettings
+from elasticzero.security.proofs import run_secret
 from elasticzero.serialization import encode
 from tests.unit.golden.records import full, full_and_least, least, line
 
 MESSAGES: tuple[type[Any], ...] = Message.__args__
+PLACES: tuple[Literal["above", "below"], ...] = ("above", "below")
 NOW_S = 1000.0
 """Time at which all clocks stand."""
 
@@ -94,6 +97,16 @@ def numbers(folder: Path) -> dict[str, str]:
         made["tree message"] = line(there.recv(1 << 10))
         tree.close()
     made["tree hello"] = line(_hello())
+    proving = RankInfo(rank=1, world_size=2, token="token", password="password")
+    nonces = (bytes(32), bytes(range(32)))
+    made |= {
+        f"tree proof {place}": line(_proof(proving, place, (1, 0), nonces).hex().encode())
+        for place in PLACES
+    }
+    signed = SignedRequest(method="GET", target="/x?y=1", byte_range="bytes=0-9", run="2")
+    secret = run_secret("token", 2)
+    credentials = Credentials("0" * 64, 3, signed.prove(secret, "0" * 64, 3))
+    made["signed request"] = credentials.header()
     agreement = NodeAgreement(folder, "token")
     agreement.begin()
     agreement.offer(torch.tensor([1.5, -2.0], dtype=torch.float64))
