@@ -16,7 +16,7 @@ Two ranks that connect prove to each other that they are these ranks of this gen
  3. The rank above sends another proof over the same, and the connection is part of the tree.
 A proof that was read on the network is of no use on another connection. Where a rank may be of the
 release before, the rank below sends a hash of the generation's token and the secret instead, and
-its rank, and nothing else is sent.
+its rank, and nothing else is sent. In a job with TLS the proven connection is encrypted then.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ import torch.distributed as dist
 
 from elasticzero.comm.barriers import LEAST
 from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.comm.tls_stream import Stream, TlsStream
+from elasticzero.security.certificates import client_context, server_context
 from elasticzero.security.proofs import proof
 from elasticzero.torch_internals import PrefixStore, Store
 
@@ -75,7 +77,7 @@ class MaxTree:
     """Connects one rank to the tree. Every rank submits and collects equally often, in one
     thread."""
 
-    def __init__(self, up: socket.socket | None, down: Sequence[socket.socket]) -> None:
+    def __init__(self, up: Stream | None, down: Sequence[Stream]) -> None:
         self._up = up
         self._down = tuple(down)
         self._submitted: queue.SimpleQueue[_Numbers | None] = queue.SimpleQueue()
@@ -187,39 +189,49 @@ class MaxTree:
                 ready.unregister(fd)
                 yield _receive(missing.pop(fd))
 
-    def _connections(self) -> Iterable[socket.socket]:
+    def _connections(self) -> Iterable[Stream]:
         return self._down if self._up is None else (self._up, *self._down)
 
 
-def _send(connection: socket.socket, message: bytes) -> None:
+def _send(connection: Stream, message: bytes) -> None:
     """Sends a message; a closed connection is an error, whatever the script does with SIGPIPE."""
     connection.sendall(message, socket.MSG_NOSIGNAL)
 
 
-def _receive(connection: socket.socket) -> _Numbers:
+def _receive(connection: Stream) -> _Numbers:
     return _MESSAGE.unpack(_read(connection, _MESSAGE.size))
 
 
-def _read(connection: socket.socket, size: int, deadline_s: float | None = None) -> bytes:
+def _read_until(connection: socket.socket, size: int, deadline_s: float) -> bytes:
     """Returns the next bytes of a connection.
 
     Args:
         connection: The connection.
         size: Number of bytes.
-        deadline_s: End of the wait, by the monotonic clock; None: there is none.
+        deadline_s: End of the wait, by the monotonic clock.
 
     Raises:
         OSError: The connection is broken, or the bytes did not come in time.
     """
     data = b""
     while len(data) < size:
-        if deadline_s is not None:
-            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionResetError("the other end was closed")
-        data += part
+        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        data += _read_part(connection, size - len(data))
     return data
+
+
+def _read(connection: Stream, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += _read_part(connection, size - len(data))
+    return data
+
+
+def _read_part(connection: Stream, size: int) -> bytes:
+    part = connection.recv(size)
+    if not part:
+        raise ConnectionResetError("the other end was closed")
+    return part
 
 
 def _broken(error: OSError) -> dist.DistNetworkError:
@@ -250,11 +262,12 @@ def join(info: RankInfo, store: Store) -> MaxTree:
         up = None
         if above is not None:
             up = _connect(info, above, tree.get(str(above)).decode(), limit_s)
-            connections.enter_context(up)
-        down: list[socket.socket] = []
+            connections.callback(up.close)
+        down: list[Stream] = []
         if below:
             for connection in _accept(info, listener, set(below), limit_s):
-                down.append(connections.enter_context(connection))
+                connections.callback(connection.close)
+                down.append(connection)
         connections.pop_all()  # the connections stay open
     return MaxTree(up, down)
 
@@ -276,7 +289,7 @@ def _listen(host: str, backlog: int) -> socket.socket:
         raise _broken(error) from None
 
 
-def _connect(info: RankInfo, above: int, address: str, limit_s: float) -> socket.socket:
+def _connect(info: RankInfo, above: int, address: str, limit_s: float) -> Stream:
     host, port = address.split()
     deadline_s = time.monotonic() + limit_s
     try:
@@ -285,13 +298,37 @@ def _connect(info: RankInfo, above: int, address: str, limit_s: float) -> socket
             up.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _introduce(info, above, up, deadline_s)
             up.settimeout(None)
+            stream = _secured(info, up, deadline_s, server_side=False)
             opened.pop_all()  # the connection stays open
     except OSError as error:
         raise dist.DistNetworkError(
             f"rank {above} is not reached at {host}:{port}: {error}; if {host} is not its node, "
             "give that one --host"
         ) from None
-    return up
+    return stream
+
+
+def _secured(
+    info: RankInfo, connection: socket.socket, deadline_s: float, *, server_side: bool
+) -> Stream:
+    """Returns the connection to a rank that has proven itself, encrypted in a job with TLS.
+
+    Args:
+        info: This rank's place, and its certificate.
+        connection: The connection, which has no time limit.
+        deadline_s: Time by which TLS must be set up, by the monotonic clock.
+        server_side: Whether the other rank has connected to this one.
+
+    Raises:
+        OSError: The other rank has no certificate of the job, or did not answer in time.
+    """
+    if info.tls is None or not info.proofs:
+        return connection
+    shown = info.tls
+    context = server_context(shown) if server_side else client_context(shown.authorities, shown)
+    stream = TlsStream(connection, context, server_side=server_side)
+    stream.set_up(deadline_s)
+    return stream
 
 
 def _introduce(info: RankInfo, above: int, up: socket.socket, deadline_s: float) -> None:
@@ -309,17 +346,17 @@ def _introduce(info: RankInfo, above: int, up: socket.socket, deadline_s: float)
     if not info.proofs:
         _send(up, _HELLO.pack(_digest(info), info.rank))
         return
-    nonces = (_read(up, _NONCE_BYTES, deadline_s), secrets.token_bytes(_NONCE_BYTES))
+    nonces = (_read_until(up, _NONCE_BYTES, deadline_s), secrets.token_bytes(_NONCE_BYTES))
     proven = _proof(info, "below", (info.rank, above), nonces)
     _send(up, _SIGNED_HELLO.pack(nonces[1], proven, info.rank))
     expected = _proof(info, "above", (info.rank, above), nonces)
-    if not hmac.compare_digest(_read(up, _PROOF_BYTES, deadline_s), expected):
+    if not hmac.compare_digest(_read_until(up, _PROOF_BYTES, deadline_s), expected):
         raise ConnectionAbortedError("the process there does not prove that it is this rank")
 
 
 def _accept(
     info: RankInfo, listener: socket.socket, missing: set[int], limit_s: float
-) -> Iterator[socket.socket]:
+) -> Iterator[Stream]:
     """Yields the connection of each of these ranks once it has authenticated itself.
 
     Any other connection is closed, and one that sends nothing delays no rank.
@@ -331,7 +368,7 @@ def _accept(
         limit_s: Seconds within which all of them must have connected.
 
     Raises:
-        DistNetworkError: A rank did not connect in time.
+        DistNetworkError: A rank did not connect in time, or TLS with it could not be set up.
     """
     deadline_s = time.monotonic() + limit_s
     with closing(_Handshake(listener, info)) as handshake:
@@ -347,7 +384,11 @@ def _accept(
                 missing.remove(rank)
                 connection.setblocking(True)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                yield connection
+                try:
+                    yield _secured(info, connection, deadline_s, server_side=True)
+                except OSError as error:
+                    connection.close()
+                    raise dist.DistNetworkError(f"no TLS with rank {rank}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

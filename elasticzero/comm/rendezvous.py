@@ -27,6 +27,7 @@ from elasticzero.comm.store.server import StoreServer
 from elasticzero.comm.store.wire import generation_secret
 from elasticzero.errors import RetryError
 from elasticzero.ipc.assignment import Assignment
+from elasticzero.security.certificates import Credentials
 from elasticzero.text import list_text
 from elasticzero.torch_internals import PrefixStore, TorchStore
 
@@ -65,6 +66,8 @@ class RankInfo:
     proofs: bool = True
     """True if ranks prove to each other that they have it; False: some may be of the release
     before, which do so by a hash."""
+    tls: Credentials | None = field(default=None, repr=False)
+    """Certificate with which the control tree is encrypted; None: it is not."""
     host: str = "127.0.0.1"
     """Address at which other ranks reach this one."""
     connect_timeout_s: float = 30.0

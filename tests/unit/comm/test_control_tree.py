@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -38,19 +39,19 @@ def test_the_tree_reaches_each_rank_once_and_is_flat(size: int) -> None:
 
 
 @contextmanager
-def met(size: int, **options: float) -> Iterator[tuple[dist.Store, Callable[[int], MaxTree]]]:
+def met(size: int, **options: Any) -> Iterator[tuple[dist.Store, Callable[[int], MaxTree]]]:
     """A store, and what joins a rank of this process."""
     store = dist.HashStore()
     plain = RankInfo(rank=0, world_size=size, token="t", password="p")
 
     def join_rank(rank: int) -> MaxTree:
-        return join(replace(plain, rank=rank, **options), store)  # type: ignore[arg-type]
+        return join(replace(plain, rank=rank, **options), store)
 
     yield store, join_rank
 
 
 @contextmanager
-def joined(size: int, **options: float) -> Iterator[tuple[list[MaxTree], ThreadPoolExecutor]]:
+def joined(size: int, **options: Any) -> Iterator[tuple[list[MaxTree], ThreadPoolExecutor]]:
     with met(size, **options) as (_, join_rank), ThreadPoolExecutor(size) as pool:
         ranks = list(pool.map(join_rank, range(size)))
         try:

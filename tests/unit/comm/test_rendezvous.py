@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.ipc.assignment import Assignment, Resume, WorkerSettings
+from elasticzero.security.certificates import Credentials
 
 
 def test_rank_info_takes_every_field_of_the_assignment() -> None:
@@ -31,6 +32,7 @@ def test_rank_info_takes_every_field_of_the_assignment() -> None:
         collective_timeout_s=3.0,
         password="p",
         proofs=False,
+        tls=Credentials(authorities="a", certificate="c", key="k"),
         settings=WorkerSettings(devices=("4", "5")),
     )
     info = RankInfo.from_assignment(assignment)
