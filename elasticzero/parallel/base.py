@@ -78,6 +78,8 @@ class Setting:
     """Ranks of whose part of divided state this one keeps a live copy."""
     mirrored_by: int | None = None
     """Rank that keeps a live copy of this one's part; None: none does."""
+    one_release: bool = True
+    """No rank is of the release before."""
 
     @property
     def place(self) -> Mesh:

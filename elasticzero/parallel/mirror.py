@@ -20,6 +20,7 @@ Rules:
      prunes moments. Each rank looks for such a change before each step, and the ranks tell each
      other with the norm: from then on none keeps mirrors until the generation ends. Until that step
      a rank that has found a change in its own state hands over none: each rank runs the same code.
+     Ranks of the release before are not told, for their messages have no room for it.
 Shapes: C elements of one message, of one chunk.
 """
 
@@ -172,6 +173,7 @@ class Mirrors:
         """
         self.kept = mirrors
         self._kept_by = setting.mirrored_by
+        self._tells_changes = setting.mirrored_by is not None and setting.one_release
         self._on_cpu = setting.device.type == "cpu"
         self._optimizers = optimizers
         self._marks = self._present_marks()
@@ -207,7 +209,8 @@ class Mirrors:
         Args:
             sent: Returns this rank's part of the gradient, as `_begin` takes it.
         """
-        return Exchange(lambda: self._begin(sent), self.has_changed_state())
+        changed = self.has_changed_state() if self._tells_changes else None
+        return Exchange(lambda: self._begin(sent), changed)
 
     def _begin(self, sent: Callable[[], Sequence[Tensor]]) -> list[Any]:
         """Begins to send this rank's part of the gradient, and to receive the parts of its mirrors

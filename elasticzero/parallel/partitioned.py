@@ -56,8 +56,9 @@ class Exchange:
     begin: Callable[[], Sequence[Any]] = tuple
     """Is called once the gradients are as they are to be stepped, but for clipping; what it returns
     is waited for before the norm is summed."""
-    state_changed: bool = False
-    """The script of this rank has changed the optimizer's state, which the copies do not have."""
+    state_changed: bool | None = None
+    """The script of this rank has changed the optimizer's state, which the copies do not have; None
+    on all ranks: they do not tell each other."""
 
 
 NO_EXCHANGE = Exchange()
@@ -159,8 +160,9 @@ class PartitionedOptimizer:
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         uses = [float(name in used) for name in self.optimizers.group_of]
+        changed = [] if exchange.state_changed is None else [float(exchange.state_changed)]
         totals = torch.tensor(
-            [0, exchange.state_changed, *same_number.with_square(number), *uses],
+            [0, *same_number.with_square(number), *uses, *changed],
             dtype=torch.float64,
             device=device,
         )
@@ -244,12 +246,13 @@ class PartitionedOptimizer:
         """Drops the gradients of parameters that no rank has used.
 
         Args:
-            totals: Sums over ranks of the loss, `exchange.state_changed`, `number`, its square,
-                and the uses of each parameter.
+            totals: Sums over ranks of the loss, `number`, its square, the uses of each
+                parameter and, where ranks tell it, `exchange.state_changed`.
             number: As `complete` has it.
         """
-        self.loss, changed, total, squares, *uses = totals
-        self.state_changed = changed > 0
+        self.loss, total, squares, *rest = totals
+        uses, changed = rest[: len(self.optimizers.group_of)], rest[len(self.optimizers.group_of) :]
+        self.state_changed = any(changed)
         self.differ = not same_number.is_same(number, self._ranks, (total, squares))
         self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
         self.optimizers.check_used(self.used)

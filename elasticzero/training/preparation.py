@@ -155,6 +155,7 @@ def prepare_training(
         cpu_offload=place.cpu_offload,
         mirrors=assignment.mirrors,
         mirrored_by=assignment.mirrored_by,
+        one_release=assignment.proofs,
     )
     laid = create(strategy, setting)
     place.comparison.require_equal(Call.PREPARE, of_optimizers(laid.optimizers))
