@@ -121,15 +121,34 @@ class RequestSigner:
             byte_range=headers.get(RANGE_HEADER, ""),
             run=headers.get(RUN_HEADER, ""),
         )
-        response = self._exchange(connection, request, headers)
+        asks = self._proofs and self._nonce is None
+        exchange = self._exchange_again if asks else self._exchange
+        response = exchange(connection, request, headers)
         if (nonce := self._nonce_in(response)) is None:
             return response
         self._nonce, self._count = nonce, 0
         if response.read(1):
             connection.close()
+        return self._exchange_again(connection, request, headers)
+
+    def _exchange_again(
+        self,
+        connection: http.client.HTTPConnection,
+        request: SignedRequest,
+        headers: Mapping[str, str],
+    ) -> http.client.HTTPResponse:
+        """Does the same as `_exchange`, and once more if the connection is lost.
+
+        Until the proof it is a stranger's, of which a server closes some where it has too many.
+
+        Args:
+            connection: Connection to the agent; it connects on demand.
+            request: What the proof covers.
+            headers: Headers of the request besides `Authorization`.
+        """
         try:
             return self._exchange(connection, request, headers)
-        except ConnectionError:  # until the proof it was a stranger's, which a server may close
+        except ConnectionError:
             connection.close()
             return self._exchange(connection, request, headers)
 

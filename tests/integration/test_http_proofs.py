@@ -331,7 +331,8 @@ def test_a_wrong_proof_is_logged_and_a_request_for_a_nonce_is_not(
     ]
 
 
-def test_a_stranger_dropped_between_nonce_and_proof_connects_again() -> None:
+@pytest.mark.parametrize("lost", [1, 2], ids=["before its nonce", "before its proof"])
+def test_a_stranger_that_is_dropped_connects_again(lost: int) -> None:
     """The server closes connections without a proof where it has too many."""
     with AgentServer(
         listen("127.0.0.1", 0),
@@ -341,6 +342,7 @@ def test_a_stranger_dropped_between_nonce_and_proof_connects_again() -> None:
         token=lambda: Secret(TOKEN),
     ) as server:
         connection = Dropped("127.0.0.1", server.port, timeout=patience(30))
+        connection.lost = lost
         response = RequestSigner(TOKEN).send(connection, "GET", "/x", {})
         assert (response.status, response.read()) == (200, b"x")
         assert connection.requests == 3
@@ -348,13 +350,16 @@ def test_a_stranger_dropped_between_nonce_and_proof_connects_again() -> None:
 
 
 class Dropped(http.client.HTTPConnection):
-    """A connection that the server closes after the first answer."""
+    """A connection that is closed before one of its requests."""
 
     requests = 0
+    lost = 0
+    """Number of that request, from 1."""
 
     def request(self, *args: object, **kwargs: object) -> None:
         self.requests += 1
-        if self.requests == 2:
-            assert self.sock is not None
+        if self.requests == self.lost:
+            if self.sock is None:
+                self.connect()
             self.sock.shutdown(socket.SHUT_RDWR)
         super().request(*args, **kwargs)  # type: ignore[arg-type]
