@@ -82,6 +82,11 @@ class Setting:
     """No rank is of the release before."""
 
     @property
+    def ranks_of_one_release(self) -> int:
+        """Returns the number of ranks that can tell each other what the release before did not."""
+        return self.world_size if self.one_release else 1
+
+    @property
     def place(self) -> Mesh:
         return self.mesh or Mesh.of_world(self.rank, self.world_size)
 

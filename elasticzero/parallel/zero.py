@@ -102,7 +102,7 @@ class FlatBuckets(PiecedStrategy):
             for rank, optimizers in copies.items()
         ]
         self._mirrors = Mirrors(setting, mirrors, self.optimizers)
-        self._changes = ForwardChanges(self._parameters, mesh.world_size)
+        self._changes = ForwardChanges(self._parameters, setting.ranks_of_one_release)
         self._hooks = GradientHooks(self._parameters)
         self._part: MicroBatch | None = None
         self._rest_memory = ParameterMemory(self._rest)

@@ -64,14 +64,15 @@ def replace(told: Story, node: Node, generation: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_nodes_of_the_release_before_are_replaced_one_by_one(
-    tmp_path: Path, root: Path, job: str, etcd: EtcdServer
+    tmp_path: Path, root: Path, job: str, etcd: EtcdServer, strategy: str
 ) -> None:
     """Either release leads, and a node of each is killed while both are there."""
     place = placed(unpack_release_before(root, tmp_path / "before"))
     assert version(dict(place("node-0").environment)) == BEFORE != elasticzero.__version__
-    arguments = ["--nnodes", "1:4", "--strategy", "zero1", "--redundancy", "mirror"]
-    arguments += ["--lease-ttl", "2"]
+    arguments = ["--nnodes", "1:4", "--strategy", strategy, "--lease-ttl", "2"]
+    arguments += ["--redundancy", "mirror"] if strategy == "zero1" else []
     arguments += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "25"]
     arguments += [str(REGRESSION), "--epochs", "12", "--pause", "0.1"]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=3, place=place) as told:
