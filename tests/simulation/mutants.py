@@ -179,8 +179,9 @@ MUTANTS = (
     Mutant(
         name="who is drained is taken until it has heard of it",
         file="protocol/leader.py",
-        right="return [member for member in members if not view.control.drains(member)]",
-        wrong="return list(members)",
+        right="if not view.control.drains(m) and (takes_any",
+        wrong="if (takes_any",
+        sure=False,
     ),
     Mutant(
         name="a lowered MAX shrinks nothing",
@@ -328,6 +329,7 @@ MUTANTS = (
             ("agent/store_writer.py", "            self._membership.still_registered(),\n", ""),
         ),
         search="orders",
+        sure=False,
     ),
     Mutant(
         name="a world is written though the job is over",
@@ -374,6 +376,7 @@ MUTANTS = (
             ),
         ),
         search="orders",
+        sure=False,
     ),
     Mutant(
         name="an earlier run writes on, in some order of two agents",
