@@ -1,7 +1,7 @@
 """Carries messages between an agent and a worker as lines of JSON over an inherited socket.
 
-The agent polls its sockets about once a second. A worker wakes it earlier, by a pipe, for messages
-that must not wait until then. What a script starts inherits a worker's socket, and may
+The agent polls its sockets several times a second. A worker wakes it earlier, by a pipe, for
+messages that must not wait until then. What a script starts inherits a worker's socket, and may
 write anything into it: a line that is no message is left out and counted, and no line takes more
 memory than MAX_LINE_BYTES.
 """

@@ -69,11 +69,10 @@ from elasticzero.launcher.workers.preload import preloaded_modules
 from elasticzero.launcher.workers.process import Worker, kill_all
 
 REST_S = 0.25
-"""Seconds between two turns of the loop while little happens, and while workers' output is
-repeated."""
+"""Seconds between two turns of the loop while little happens and workers run."""
 LONG_REST_S, LONG_REST_SHARE_OF_TTL = 1.0, 0.25
 """Maximum seconds between two turns, and their maximum share of the lease's TTL, while no timer is
-due: each turn receives steps, and looks for workers that are suspended or outlast their time."""
+due and no workers run."""
 BUSY_S = 0.02
 """Seconds between two turns of the loop while a round is open or workers start."""
 LONG_ROUND_S = 5.0
@@ -262,8 +261,7 @@ class Agent:
         left_s = self._core.due_s(view, decision) - time.monotonic()
         if examining or left_s <= REST_S:
             return BUSY_S if examining or self._is_busy(view, decision) else REST_S
-        console = self.options.console
-        if group is not None and any(console.repeated_streams(w.local_rank) for w in group.workers):
+        if group is not None:  # each turn receives steps, and looks for suspended workers
             return REST_S
         ttl_s = self.options.policy.lease_ttl_s
         return min(left_s, LONG_REST_S, LONG_REST_SHARE_OF_TTL * ttl_s)
