@@ -43,8 +43,8 @@ TTL_S = 5
 FEW = 10
 """Clients in the first process of several: the first ones lead, and must not wait for the many."""
 LEAST_SHARE = 0.5
-"""Of those that stay so many are enough for the next world. Whoever answers too slowly for it comes
-back into a later one, and the round of the benchmark lasts until all have a place."""
+"""Share of the agents that stay with which the next world may begin. Whoever answers too slowly for
+it comes into a later one, and the round of the benchmark lasts until all have a place."""
 SETTLE_S = 2.0
 """Between generation 1 and the measured rest."""
 RECEIVED = "grpc_server_msg_received_total"

@@ -211,7 +211,7 @@ class Client:
         self.membership = Membership(self.store, me, options.ttl_s, sock)
         self.workers = PretendedWorkers(crowd.ask_for_boundary)
         self._told: dict[str, set[int]] = {"knows": set(), "reported": set()}
-        """What it has said, of the first world (1) and of any after that (2)."""
+        """Holds the worlds that it has told of: the first (1), and any after that (2)."""
         look = CheckpointProbe(None, self.wake)
         subscriptions = Subscriptions(self.store, self.observer, self.membership)
         cluster = ClusterObserver(

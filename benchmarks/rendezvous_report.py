@@ -10,7 +10,7 @@ from datetime import date
 from performance_page import about_in_words, machine, present_commit, publish, record
 
 TARGETS_S = {300: (2.5, 3.0), 1000: (8.0, 5.0)}
-"""By number of agents, on two cores: seconds to form a world, and to regroup."""
+"""Holds the seconds to form a world, and to regroup, by number of agents, on two cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Round:
     """Until the last that lives knows a world after the first."""
     world_bytes: int
     next_world_bytes: int
-    """Of the last generation, which names the sources of its state too."""
+    """It is of the last generation, and names the sources of its state too."""
     worlds: int
     """Number of worlds after the first that this took: 1, or more where some answered late."""
     rss_bytes: int

@@ -59,10 +59,10 @@ MAX_UNAUTHENTICATED = 64
 _Numbers = tuple[int, ...]
 _MESSAGE = struct.Struct(f"!{WIDTH}q")
 _HELLO = struct.Struct("!32sI")
-"""What a rank of the release before sends: its hash, and its rank."""
+"""Packs what a rank of the release before sends: its hash, and its rank."""
 _NONCE_BYTES = _PROOF_BYTES = 32
 _SIGNED_HELLO = struct.Struct(f"!{_NONCE_BYTES}s{_PROOF_BYTES}sI")
-"""What the rank below sends: its nonce, its proof, and its rank."""
+"""Packs what the rank below sends: its nonce, its proof, and its rank."""
 
 
 def relatives(rank: int, world_size: int) -> tuple[int | None, range]:

@@ -207,9 +207,7 @@ class FullyPartitioned(PiecedStrategy):
             number=self._uses.blocks,
             exchange=self._mirrors.exchange(self._messages),
         )
-        if self._pieced.state_changed:
-            self._mirrors.stop()
-        self._mirrors.take(self._pieced.used, norm, max_norm)
+        self._mirrors.take(self._pieced, norm, max_norm)
         self._stepped = self._counts = None
         return norm
 

@@ -197,7 +197,7 @@ class Mirrors:
             return ()
         return self.kept
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Keeps no mirrors any more, and sends nothing; all ranks do so in the same step (M4)."""
         if self.kept:
             log.warning(CHANGED_STATE)
@@ -232,16 +232,19 @@ class Mirrors:
         operations += [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in sends]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
-    def take(self, used: Collection[str], norm: Tensor, max_norm: float | None) -> None:
-        """Gives each mirror its gradient, once the norm is known.
+    def take(self, pieced: PartitionedOptimizer, norm: Tensor, max_norm: float | None) -> None:
+        """Gives each mirror its gradient, once the norm is known; keeps none any more where a rank
+        has told of changed state (M4).
 
         Args:
-            used: The parameters that any rank has used in the global batch.
+            pieced: This rank's own part, which has completed the global batch.
             norm: Norm of the whole gradient before clipping: one number.
             max_norm: Limit of the norm; None: no limit.
         """
+        if pieced.state_changed:
+            self._stop()
         for mirror in self.kept:
-            mirror.take(used, norm, max_norm)
+            mirror.take(pieced.used, norm, max_norm)
 
     def step(self) -> None:
         """Steps the mirrors, once this rank's own part is stepped (M2)."""

@@ -138,9 +138,7 @@ class FlatBuckets(PiecedStrategy):
             number=self._changes.end() or 0,
             exchange=self._mirrors.exchange(lambda: reduced),
         )
-        if self._pieced.state_changed:
-            self._mirrors.stop()
-        self._mirrors.take(self._pieced.used, norm, max_norm)
+        self._mirrors.take(self._pieced, norm, max_norm)
         return norm
 
     def _give_gradients(self, bucket: FlatBucket, reduced_C: Tensor) -> Tensor:

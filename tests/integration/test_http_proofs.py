@@ -92,7 +92,7 @@ class Sniffer:
         self._ends: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, name="sniffer")]
         self.sent: list[bytearray] = []
-        """What clients have sent, by connection."""
+        """Holds what clients have sent, by connection."""
         self.received: list[bytearray] = []
         self._threads[0].start()
 

@@ -42,7 +42,7 @@ def arguments(checkpoints: Path) -> list[str]:
 
 
 def console(told: Story) -> str:
-    """All that the agents have printed."""
+    """Returns all that the agents have printed."""
     return "".join(node.log.read_text() for node in told.cluster.nodes.values())
 
 

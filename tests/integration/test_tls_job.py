@@ -39,7 +39,7 @@ class Sniffer:
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self.streams: list[bytearray] = []
-        """What each side of each connection has sent."""
+        """Holds what each side of each connection has sent."""
 
     def relay(self, address: tuple[str, int], target: tuple[str, int]) -> int:
         """Listens at an address, and passes on to another one; returns the port."""

@@ -126,7 +126,7 @@ class Host:
         self.dies = False
         """They die, and say nothing."""
         self.release: Release = ""
-        """Of its agents."""
+        """Release of its agents."""
         random = cluster.random
         self._offset_s = random.uniform(100.0, 1e5)
         self._rate = random.uniform(0.99, 1.01)

@@ -20,7 +20,7 @@ from tests.simulation.etcd import Etcd, bucket_name
 REQUEST_S = 2.0
 """Deadline of a request, as in `etcd_rpc.Timeouts`."""
 SLOWER = 2.0
-"""As in `launcher/store/etcd/lease.py`."""
+"""It has the value of `launcher/store/etcd/lease.py`."""
 APART_SHARE = 0.1
 """So often one watch of an agent is told of a change at another time than the others."""
 

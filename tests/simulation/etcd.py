@@ -289,7 +289,7 @@ class Etcd:
         return lease_id in self._grants
 
     def entries(self) -> tuple[Entry, ...]:
-        """All that is held, oldest first."""
+        """Returns all that is held, the oldest first."""
         entries = [e for bucket in self._buckets.values() for e in bucket.entries.values()]
         return tuple(sorted(entries, key=lambda entry: (entry.create_revision, entry.key)))
 

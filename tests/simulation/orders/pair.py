@@ -55,7 +55,7 @@ class Happening:
 
     name: str
     may: Callable[[Pair], bool]
-    """Whether it can happen now."""
+    """Tells whether it can happen now."""
     act: Callable[[Pair], None]
 
 
@@ -81,13 +81,13 @@ class Pair:
         self.etcd.restored = self._restored
         self.training = Training(self._can_read)
         self.processes: dict[str, Process] = {}
-        """By node: the last one."""
+        """Holds the last one of each node."""
         self.run = FIRST_RUN
         """The present run of the job, by what etcd holds."""
         self.done: Done | None = None
         """The end of the present run."""
         self.ends: dict[int, Done] = {}
-        """By run."""
+        """Ends of runs, by run."""
         self._delayed: list[list[str]] = []
         """Tasks that were delayed together."""
         self._story = story.happenings
@@ -128,11 +128,11 @@ class Pair:
         self.note(f"{self.processes[node].name} begins")
 
     def connection(self) -> Connection:
-        """That of an operator's command."""
+        """Returns the connection of an operator's command."""
         return Connection(self.etcd, lambda: self.now_s)
 
     def ended(self, node: str) -> bool:
-        """Whether the node has no agent any more."""
+        """Tells whether the node has no agent any more."""
         process = self.processes.get(node)
         return process is not None and not process.lives
 
@@ -148,7 +148,7 @@ class Pair:
         return next(filter(self._is_due, self._order()), None)
 
     def is_alone(self, task: str) -> bool:
-        """Whether to delay a task changes nothing: no other one has something to do."""
+        """Tells whether to delay a task changes nothing: no other one has something to do."""
         of_it = self._with(task)
         return not any(self._is_due(other) for other in TASKS if other not in of_it)
 
@@ -180,7 +180,7 @@ class Pair:
                 self._tick()
 
     def digest(self) -> int:
-        """Of all that decides what happens next."""
+        """Returns a digest of all that decides what happens next."""
         processes = [
             (p.name, p.digest, p.pending, p.lives, self._lease(p), frozenset(p.memory.states))
             for p in self.processes.values()
@@ -302,7 +302,7 @@ class Pair:
             raise Violation(f"{rule}: {text}")
 
     def _can_read(self, workers: Workers, resume: Resume) -> bool:
-        """Whether a source, or the node itself, holds the state."""
+        """Tells whether a source, or the node itself, holds the state."""
         reader = workers.world.members[workers.index].node
         sources = {source.node for source in resume.sources} | {reader}
         state = (resume.generation, resume.step)

@@ -66,7 +66,7 @@ def _lose_data(pair: Pair) -> None:
 
 
 def _both_train_again(pair: Pair) -> bool:
-    """In a later generation."""
+    """Tells whether both train in a later generation."""
     groups = [_trains(pair, node) for node in pair.processes]
     return _both_train(pair) and all(g is not None and g.world.generation > 1 for g in groups)
 

@@ -67,6 +67,13 @@ def saver_of(tmp_path: Path, owner: OwnerRecord | None = None) -> CheckpointSave
     return saver
 
 
+def claimed(tmp_path: Path) -> tuple[DiskDirectory, CheckpointSaver]:
+    """The checkpoint directory, which the job has claimed, and the job's saver."""
+    directory = DiskDirectory(tmp_path / "run")
+    owner_record.claim(directory, JOB, lambda _: False)
+    return directory, saver_of(tmp_path, JOB)
+
+
 @pytest.fixture
 def saver(tmp_path: Path, clock: list[float]) -> Iterator[CheckpointSaver]:
     made = saver_of(tmp_path)
@@ -150,9 +157,7 @@ def all_files(directory: Path) -> dict[Path, int]:
 
 def test_a_saver_of_an_earlier_run_writes_nothing(tmp_path: Path, clock: list[float]) -> None:
     """A later run goes on in the same directory; its own files had been written before."""
-    directory = DiskDirectory(tmp_path / "run")
-    owner_record.claim(directory, JOB, lambda _: False)
-    saver = saver_of(tmp_path, JOB)
+    directory, saver = claimed(tmp_path)
     (finished,) = save(saver, 9)
     assert isinstance(finished, SaveFinished) and finished.committed
     owner_record.claim(directory, replace(JOB, run=2), lambda _: False)
@@ -164,9 +169,7 @@ def test_a_saver_of_an_earlier_run_writes_nothing(tmp_path: Path, clock: list[fl
 
 
 def test_a_tag_of_an_earlier_run_is_not_written(tmp_path: Path, clock: list[float]) -> None:
-    directory = DiskDirectory(tmp_path / "run")
-    owner_record.claim(directory, JOB, lambda _: False)
-    saver = saver_of(tmp_path, JOB)
+    directory, saver = claimed(tmp_path)
     save(saver, 9)
     owner_record.claim(directory, replace(JOB, run=2), lambda _: False)
     saver.tag(TagStep(generation=2, step=9, tags=("best",)))
@@ -184,9 +187,7 @@ def test_a_saver_whose_run_ends_as_it_commits_commits_nothing(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shards are there, and the later run claims the directory just before the manifest."""
-    directory = DiskDirectory(tmp_path / "run")
-    owner_record.claim(directory, JOB, lambda _: False)
-    saver = saver_of(tmp_path, JOB)
+    directory, saver = claimed(tmp_path)
     check = commit._check_readable
 
     def take(storage: Storage, data: bytes) -> None:
@@ -203,9 +204,7 @@ def test_a_saver_whose_run_ends_after_its_commit_removes_nothing(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The later run has written shards that an older generation would take for leftovers."""
-    directory = DiskDirectory(tmp_path / "run")
-    owner_record.claim(directory, JOB, lambda _: False)
-    saver = saver_of(tmp_path, JOB)
+    directory, saver = claimed(tmp_path)
     save(saver, 9)
     really_set = tags.set_tags
 
@@ -225,9 +224,7 @@ def test_a_commit_counts_though_the_owner_cannot_be_read_after_it(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is removed then; the next commit sees to it."""
-    directory = DiskDirectory(tmp_path / "run")
-    owner_record.claim(directory, JOB, lambda _: False)
-    saver = saver_of(tmp_path, JOB)
+    directory, saver = claimed(tmp_path)
     save(saver, 9)
     really_set = tags.set_tags
 
@@ -265,9 +262,7 @@ def test_a_save_fails_where_another_job_has_taken_the_directory(
 def test_the_end_of_a_job_leaves_the_directory_to_others(
     tmp_path: Path, clock: list[float]
 ) -> None:
-    directory = DiskDirectory(tmp_path / "run")
-    owner_record.claim(directory, JOB, lambda _: False)
-    saver = saver_of(tmp_path, JOB)
+    directory, saver = claimed(tmp_path)
     save(saver, 9)
     saver.close(job_ended=True)
     owner_record.claim(directory, replace(JOB, job="other"), lambda _: False)
