@@ -130,10 +130,20 @@ def test_there_is_one_version(root: Path) -> None:
     assert elasticzero.__version__ == project["version"]
 
 
+def pinned(requirements: Path) -> dict[str, str]:
+    lines = requirements.read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("end", ["oldest", "newest"])
+def test_a_package_is_pinned_once_for_an_end_of_the_range(root: Path, end: str) -> None:
+    folder = root / "tests/integrations"
+    assert not pinned(folder / f"{end}.txt").keys() & pinned(folder / "tools.txt").keys()
+
+
 def test_the_lowest_versions_are_those_that_are_tested(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    lines = (root / "tests/integrations/oldest.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = pinned(root / "tests/integrations/oldest.txt")
     bounds = dict(entry.split(",")[0].split(">=") for entry in project["dependencies"])
     assert pins.keys() == bounds.keys()
     for name, bound in bounds.items():
