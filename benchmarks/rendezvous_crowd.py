@@ -142,7 +142,9 @@ class PretendedWorkers:
     def progress_monitor(self) -> PretendedWorkers:
         return self
 
-    def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
+    def dump_stacks(
+        self, limit_s: float | None, now_s: float, suspended_s: float | None = None
+    ) -> None:
         raise AssertionError("no worker hangs")
 
     def request(self, flags: int) -> None:

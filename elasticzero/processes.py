@@ -106,6 +106,19 @@ def process_state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
+def cpu_time(pid: int) -> int:
+    """Returns a number that grows whenever a process runs; 0 if it is not known.
+
+    It is the CPU time of its main thread in nanoseconds. A kernel that does not count these gives
+    the CPU time of all threads, in clock ticks.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        if count := int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]):
+            return count
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
 def is_alive(pid: int) -> bool:
     """Returns whether a process runs (a zombie does not)."""
     return process_state(pid) not in ("", "Z")

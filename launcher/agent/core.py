@@ -87,7 +87,9 @@ longer than idle connections, which take up open files, are kept."""
 class HangDetector(Protocol):
     """Finds where workers are that make no steps."""
 
-    def dump_stacks(self, limit_s: float | None, now_s: float) -> None: ...
+    def dump_stacks(
+        self, limit_s: float | None, now_s: float, suspended_s: float | None = None
+    ) -> None: ...
 
 
 class Workers(Protocol):
@@ -482,7 +484,7 @@ def command(group: Workers, action: Action, now_s: float) -> None:
             group.kill_unresponsive()
         case KillSuspended():
             group.kill_suspended()
-        case DumpStacks(limit_s):
-            group.progress_monitor.dump_stacks(limit_s, now_s)
+        case DumpStacks(limit_s, suspended_s):
+            group.progress_monitor.dump_stacks(limit_s, now_s, suspended_s)
         case _:
             raise AssertionError(f"no action of workers: {action}")

@@ -232,7 +232,8 @@ RUN_OPTIONS = (
         Option(
             ("--hang-timeout",),
             "Workers are replaced after S seconds without a step; auto is ten times the "
-            "longest of the last steps and at least 60, 0 disables it.",
+            "longest of the last steps and at least 60 (2 for a process that a signal has "
+            "suspended), 0 disables it.",
             "auto",
             metavar="S",
             parse=Number(

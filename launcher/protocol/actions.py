@@ -48,6 +48,9 @@ class DumpStacks:
     limit_s: float | None
     """Seconds without a step after which a worker may be to blame; None: only a suspended one
     may."""
+    suspended_s: float | None = None
+    """Seconds; only workers that a signal has suspended for so long are examined. None: all are
+    that make no step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ Rules of every agent; the first that applies counts:
      no member of `world` has been registered for a TTL. A spare beyond --spares exits, too.
  A4  A worker has failed: raise the alarm. The workers are past their time to make a step
      (`hang_rules`): ask each where it is, and dump the stacks. A worker that is found to blame has
-     failed. If none is, report `stalled` until a step is made.
+     failed. If none is, report `stalled` until a step is made. Only a worker that a signal has
+     suspended is past its time: examine that one.
  A5  An alarm is raised: answer `alive`, and stop the workers where they are; past the deadline,
      kill them. Kill those that a signal has suspended at once (H7 in `hang_rules`). If the alarm is
      of a hang, dump the stacks before any worker is stopped, and kill workers that cannot obey. If
@@ -83,6 +84,8 @@ from elasticzero.launcher.protocol.hang_rules import (
     due_s,
     overdue,
     step_limit_s,
+    suspended,
+    suspension_limit_s,
 )
 from elasticzero.launcher.protocol.leader import (
     form_first_world,
@@ -179,8 +182,10 @@ def _trains_until_s(view: View, world: World, now_s: float, policy: JobPolicy) -
     if not trains or changes:
         return now_s
     limit_s = step_limit_s(workers, policy)
-    in_loop_s = due_s(limit_s, in_loop=True) - max(workers.silent_s, workers.frozen_s)
-    return now_s + min(in_loop_s, due_s(limit_s, in_loop=False) - workers.before_step_s)
+    in_loop_s = due_s(limit_s, in_loop=True) - workers.silent_s
+    suspended_s = suspension_limit_s(policy) - workers.frozen_s if workers.frozen_s else inf
+    longer_s = due_s(limit_s, in_loop=False) - workers.before_step_s
+    return now_s + min(in_loop_s, suspended_s, longer_s)
 
 
 def _give_way(view: View) -> Decision:
@@ -253,9 +258,10 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
         alarm = Alarm(node=view.me.node, kind=kind, reason=reason, final=final)
         return Decision((RaiseAlarm(alarm),), reason)
     late = overdue(workers, policy)
-    if late is not None and workers.examination == "none":
-        dump = DumpStacks(step_limit_s(workers, policy))
-        return Decision((dump,), f"{late}: the workers are examined")
+    if workers.examination == "none" and (why := late or suspended(workers, policy)) is not None:
+        suspended_s = None if late is not None else suspension_limit_s(policy)
+        dump = DumpStacks(step_limit_s(workers, policy), suspended_s)
+        return Decision((dump,), f"{why}: the workers are examined")
     nobody_waits = world.resume.tier != "ram"
     phase = view.my_report.phase if view.my_report is not None else None
     if late is not None and workers.stalled is not None:

@@ -6,9 +6,12 @@ Pure. Rules:
  H2  Before the first step of a generation, and outside the loop, FIRST_STEP_S are allowed. A worker
      that left its loop before the end, and waits for the other ranks to do so, is due as in H1.
  H3  In a `session.busy(…)` section no step is due.
- H4  A process that a signal has suspended is due as in H1, whatever it was doing, until its
-     training is over; also one in a busy section, one whose script is starting, and one of a plain
-     script.
+ H4  A process that a signal has suspended is past its time after --hang-timeout; with `auto` after
+     SUSPENDED_S, however long steps are. This holds whatever it was doing, until its training is
+     over; also in a busy section, while its script starts, and for a plain script. A process counts
+     as suspended while each look finds it so and its CPU time stands still. A debugger suspends by
+     other means, and a process that waits, sleeps or swaps is not suspended: H1 to H3 hold for
+     these.
  H5  A suspended worker is to blame. So is one past its time that does not answer, or that is in its
      own code. One that is in a collective, or uses a GPU, is not: it may wait for a peer, on this
      node or another, that is busy or to blame. If every node says so of all its workers, each past
@@ -47,7 +50,46 @@ HANG_STOP_S = 5.0
 STOPPED_S = 0.5
 """Seconds for which a process must be seen suspended by a signal before it is killed for that:
 H7."""
+SUSPENDED_S = 2.0
+"""Seconds for which a process must be seen suspended by a signal before it is to blame, where
+--hang-timeout is `auto`: H4."""
+LOOK_S = 1.0
+"""Maximum seconds that a look adds to the time for which a process has been suspended. A longer
+time since the look before is one in which the agent itself did not run."""
 RANKS_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """Says for how long looks have found a process suspended, without one that did not: H4."""
+
+    since_s: float
+    """Time of the first of these looks."""
+    looked_s: float
+    """Time of the last one."""
+    cpu_time: int
+    """CPU time of the process at all of them, in any unit."""
+    seconds: float = 0.0
+
+
+def suspension_after(
+    before: Suspension | None, state: str, cpu_time: int, now_s: float
+) -> Suspension | None:
+    """Returns the suspension of a process after a look at it; None: it is not suspended.
+
+    Args:
+        before: The suspension until then.
+        state: State of the process, one letter as in /proc/PID/stat.
+        cpu_time: CPU time that the process has used so far. Where it has grown, the process has run
+            since the look before, as it does where a program suspends it again and again.
+        now_s: Time of the look.
+    """
+    if state != SUSPENDED:
+        return None
+    if before is None or before.cpu_time != cpu_time:
+        return Suspension(now_s, now_s, cpu_time)
+    seconds = before.seconds + min(now_s - before.looked_s, LOOK_S)
+    return Suspension(before.since_s, now_s, cpu_time, seconds)
 
 
 def step_limit_s(workers: WorkerGroupState, policy: JobPolicy) -> float | None:
@@ -65,18 +107,30 @@ def due_s(limit_s: float | None, *, in_loop: bool) -> float:
     return limit_s if in_loop else max(FIRST_STEP_S, limit_s)
 
 
+def suspension_limit_s(policy: JobPolicy) -> float:
+    """Returns the seconds for which a worker may be suspended: H4."""
+    limit_s = policy.hang_timeout_s
+    return SUSPENDED_S if limit_s is None else limit_s or inf
+
+
 def overdue(workers: WorkerGroupState, policy: JobPolicy) -> str | None:
-    """Returns why the workers should be examined: H1, H2 and H4; None: they need not be."""
+    """Returns why all workers should be examined: H1 and H2; None: they need not be."""
     limit_s = step_limit_s(workers, policy)
     if limit_s is None:
         return None
-    if workers.frozen_s >= limit_s:
-        return f"a worker is stopped by a signal for {limit_s:g} s"
     if workers.silent_s >= limit_s:
         return f"no step for {limit_s:g} s"
     if workers.before_step_s >= (longer_s := due_s(limit_s, in_loop=False)):
         return f"no first step for {longer_s:g} s"
     return None
+
+
+def suspended(workers: WorkerGroupState, policy: JobPolicy) -> str | None:
+    """Returns why the suspended workers should be examined: H4; None: they need not be."""
+    limit_s = suspension_limit_s(policy)
+    if workers.frozen_s < limit_s:
+        return None
+    return f"a worker is stopped by a signal for {limit_s:g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class JobPolicy:
     """True: a damaged checkpoint ends the job. False: the newest good one is used."""
     hang_timeout_s: float | None = None
     """Seconds without a step after which a worker counts as hung; 0: never; None: the time follows
-    from the last steps."""
+    from the last steps, and is `SUSPENDED_S` for a suspended one."""
     handover_s: float = 60.0
     """Maximum seconds for which a leaving node serves its snapshots."""
 

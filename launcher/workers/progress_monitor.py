@@ -25,19 +25,27 @@ from elasticzero.ipc.messages import (
     Waiting,
 )
 from elasticzero.launcher.protocol.documents import Failure
-from elasticzero.launcher.protocol.hang_rules import STOPPED_S, SUSPENDED, blame, due_s
+from elasticzero.launcher.protocol.hang_rules import (
+    STOPPED_S,
+    SUSPENDED,
+    Suspension,
+    blame,
+    due_s,
+    suspension_after,
+)
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.stack_dump import (
     DumpTarget,
     StackDumper,
     find_py_spy,
 )
-from elasticzero.processes import process_state
+from elasticzero.processes import cpu_time, process_state
 
 STEPS_REMEMBERED = 20
 """Number of last steps; the longest of them determines how long a step may take."""
-FROZEN_EVERY_S = 1.0
-"""Seconds between checks for workers that a signal has suspended, while none is told to stop."""
+LOOK_EVERY_S = 0.2
+"""Least seconds between looks for workers that a signal has suspended, while none is told to
+stop."""
 
 
 @dataclass(slots=True)
@@ -63,10 +71,8 @@ class WorkerProgress:
     busy: bool = False
     ended: bool = False
     """True if its process has exited, or waits for another generation."""
-    frozen_since_s: float | None = None
-    """Time since which it is suspended by a signal; None: it is not."""
-    frozen_s: float = 0.0
-    """Seconds from the first to the last check that found it suspended."""
+    suspension: Suspension | None = None
+    """Set while a signal has suspended it."""
 
     @property
     def silent_since_s(self) -> float:
@@ -74,22 +80,33 @@ class WorkerProgress:
 
         For a script that is starting, which reports nothing, that is since it was suspended.
         """
-        if self.starting and self.frozen_since_s is not None:
-            return self.frozen_since_s
+        if self.starting and self.suspension is not None:
+            return self.suspension.since_s
         return self.progress_s
 
-    def update_frozen(self, now_s: float) -> None:
-        """Checks whether a signal has suspended it."""
-        if self.ended or process_state(self.pid) != SUSPENDED:
-            self.frozen_since_s, self.frozen_s = None, 0.0
-        elif self.frozen_since_s is None:
-            self.frozen_since_s = now_s
-        else:
-            self.frozen_s = now_s - self.frozen_since_s
+    @property
+    def frozen_s(self) -> float:
+        """Returns the seconds for which a signal has suspended it."""
+        return self.suspension.seconds if self.suspension is not None else 0.0
+
+    def is_examined(self, suspended_s: float | None) -> bool:
+        """Returns whether an examination of workers is about this one; `suspended_s` is that of
+        `DumpStacks`."""
+        suspended = (self.expected or self.starting) and self.suspension is not None
+        if suspended_s is not None:
+            return suspended and self.frozen_s >= suspended_s
+        return suspended or (self.expected and not self.busy)
+
+    def look(self, now_s: float) -> None:
+        """Looks whether a signal has suspended it."""
+        if not self.ended:
+            state = process_state(self.pid)
+            used = cpu_time(self.pid) if state == SUSPENDED else 0
+            self.suspension = suspension_after(self.suspension, state, used, now_s)
 
     def end(self) -> None:
         """Records that its process has exited, or waits for another generation."""
-        self.ended, self.frozen_since_s, self.frozen_s = True, None, 0.0
+        self.ended, self.suspension = True, None
 
 
 @dataclass(slots=True)
@@ -106,8 +123,10 @@ class ProgressMonitor:
     _judged: bool = False
     _limit_s: float | None = None
     """Limit for a step at the last examination, in seconds; None: no limit."""
+    _suspended_only: bool = False
+    """True if the last examination is of suspended workers only."""
     _stalled: Failure | None = None
-    _frozen_checked_s: float = 0.0
+    _looked_s: float = 0.0
 
     def add(self, worker: WorkerProgress) -> None:
         self._workers[worker.rank] = worker
@@ -195,12 +214,16 @@ class ProgressMonitor:
             if self._judged:
                 self._dump, self._stalled = None, None
 
-    def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
+    def dump_stacks(
+        self, limit_s: float | None, now_s: float, suspended_s: float | None = None
+    ) -> None:
         """Begins an examination: locates the workers that make no step, and dumps their stacks.
 
         Args:
             limit_s: Limit for a step in the loop, in seconds; None: no limit.
             now_s: Present time.
+            suspended_s: Seconds; only workers that a signal has suspended for so long are examined.
+                For these the kernel's account is enough, which is there at once. None: all are.
         """
         targets = [
             DumpTarget(
@@ -214,11 +237,11 @@ class ProgressMonitor:
                 starting=worker.starting,
             )
             for worker in self._workers.values()
-            if (worker.expected and not worker.busy)
-            or ((worker.expected or worker.starting) and worker.frozen_since_s is not None)
+            if worker.is_examined(suspended_s)
         ]
-        self._dump, self._judged = StackDumper(targets, now_s, py_spy=find_py_spy()), False
-        self._limit_s = limit_s
+        py_spy = None if suspended_s is not None else find_py_spy()
+        self._dump, self._judged = StackDumper(targets, now_s, py_spy=py_spy), False
+        self._limit_s, self._suspended_only = limit_s, suspended_s is not None
 
     @property
     def stopped(self) -> set[int]:
@@ -228,21 +251,23 @@ class ProgressMonitor:
     def poll(self, now_s: float, *, ending: bool = False) -> list[Failure]:
         """Continues an examination; returns what it shows of each worker when it is over.
 
-        It also checks, every `FROZEN_EVERY_S`, which workers a signal has suspended.
+        It also looks, every `LOOK_EVERY_S`, which workers a signal has suspended.
 
         Args:
             now_s: Present time.
-            ending: Whether the workers are told to stop, so that it checks at each call.
+            ending: Whether the workers are told to stop, so that it looks at each call.
         """
-        if ending or now_s - self._frozen_checked_s >= FROZEN_EVERY_S:
-            self._frozen_checked_s = now_s
+        if ending or now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
             for worker in self._workers.values():
-                worker.update_frozen(now_s)
+                worker.look(now_s)
         if self._dump is None or self._judged or not self._dump.poll(now_s):
             return []
         self._judged = True
         stalled = self._dump.findings(now_s)
-        if self._dump.targets and not stalled:
+        if self._suspended_only:  # what runs again has passed no limit
+            stalled = [worker for worker in stalled if worker.state == SUSPENDED]
+        if not stalled and (self._dump.targets or self._suspended_only):
             self._dump = None  # all make progress again, so the next that does not is examined anew
             return []
         failures = [blame(worker) for worker in stalled]

@@ -3,17 +3,21 @@ weights."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from elasticzero.launcher.protocol.hang_rules import FLOOR_S, SUSPENDED_S
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.processes import process_state
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 
@@ -69,6 +73,84 @@ def test_stopped_and_looping_workers_are_replaced_busy_ones_not(
     assert told.lineage.recomputed <= 2
     check_samples(told.lineage, told.directory())
     check_weights(tmp_path / "checkpoints", reference)
+
+
+@pytest.mark.timeout(120)
+def test_a_suspended_worker_is_replaced_within_seconds_by_default(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """No `--hang-timeout` is given: another hang would be one after a minute."""
+    checkpoints = tmp_path / "checkpoints"
+    arguments = ["--nnodes", "1:2", "--settle", "10", "--lease-ttl", "2"]
+    arguments += ["--checkpoint-dir", str(checkpoints), str(REGRESSION), "--pause", "0.05"]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
+        told.wait_for_step(12)
+        last = world_of(told, 1)["members"][-1]
+        (worker,) = told.cluster.workers_of(told.cluster.nodes[last])
+        os.kill(worker, signal.SIGSTOP)
+        stopped = world_of(told, 2)
+        codes = told.wait_for_end()
+    assert set(codes.values()) == {0}, told.logs()
+    pattern = (
+        r"rank 1 on \S+ hung \(no step for ([\d.]+) s after step \d+; it is stopped by a signal"
+    )
+    match = re.match(pattern, stopped["reason"])
+    assert match and SUSPENDED_S <= float(match[1]) < FLOOR_S, stopped
+    assert [event["rank"] for event in told.of("looked")] == [1], "no other rank is examined"
+    assert told.lineage.recomputed <= 2
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+PTRACE_ATTACH, PTRACE_DETACH, EVERY_CHILD = 16, 17, 0x40000000
+
+
+def held_by_a_debugger(pid: int, seconds: float) -> None:
+    """Holds a process as a debugger does at a breakpoint."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    assert libc.ptrace(PTRACE_ATTACH, pid, None, None) == 0, os.strerror(ctypes.get_errno())
+    os.waitpid(pid, EVERY_CHILD)
+    assert process_state(pid) == "t"
+    time.sleep(seconds)
+    libc.ptrace(PTRACE_DETACH, pid, None, None)
+
+
+def slowed_by_signals(pid: int, seconds: float) -> None:
+    """Lets a process run a fifth of the time, as programs do that limit its share of the CPU."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.08)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_no_worker_that_waits_is_replaced_by_default(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """Steps take some 20 ms; each wait is one of 5 s, longer than a worker may be suspended. All
+    other ranks wait in a collective for it, and the main thread's CPU time stands still mostly."""
+    waits_s = 5.0
+    waits = ("sleep", "child", "thread", "compute", "data", "busy")
+    checkpoints = tmp_path / "checkpoints"
+    arguments = ["--nnodes", "1:2", "--settle", "10", "--lease-ttl", "2"]
+    arguments += ["--checkpoint-dir", str(checkpoints), str(HANGING), "--busy-s", str(waits_s)]
+    arguments += ["--hang", ",".join(f"1:{kind}@{5 + i}" for i, kind in enumerate(waits))]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
+        told.wait_for_step(5 + len(waits))
+        told.pause(0.5)
+        last = world_of(told, 1)["members"][-1]
+        (worker,) = told.cluster.workers_of(told.cluster.nodes[last])
+        held_by_a_debugger(worker, waits_s)
+        slowed_by_signals(worker, waits_s)
+        codes = told.wait_for_end()
+    assert set(codes.values()) == {0}, told.logs()
+    assert told.generation == 1 and not told.of("looked"), told.logs()
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.fork_server import ForkServer
 from elasticzero.launcher.workers.group import WorkerGroup
+from elasticzero.launcher.workers.progress_monitor import WorkerProgress
 from elasticzero.launcher.workers.stack_dump import (
     DumpTarget,
     StackDumper,
@@ -133,6 +135,74 @@ def test_a_worker_that_goes_on_meanwhile_is_not_judged(server: ForkServer, tmp_p
     monitor.note(0, stepped(now_s), now_s)
     until(lambda: monitor.poll(time.monotonic()) or not monitor.examining, "the look is over")
     assert not monitor.at_fault
+    play.group.kill()
+    play.wait_for_end()
+
+
+def test_a_process_that_runs_between_two_looks_is_not_suspended(tmp_path: Path) -> None:
+    """It sleeps, so that it uses next to no CPU time as it runs."""
+    process = subprocess.Popen(["sleep", "600"])
+    progress = WorkerProgress(
+        rank=0, pid=process.pid, log=tmp_path / "0.log", request_location=lambda: None
+    )
+
+    def send(number: signal.Signals, state: str) -> None:
+        process.send_signal(number)
+        until(lambda: process_state(process.pid) == state, "the signal has come")
+
+    try:
+        until(lambda: process_state(process.pid) == "S", "it sleeps")
+        frozen_s = []
+        for at_s, resumed in enumerate((True, False, False, True, True, False)):
+            if resumed:
+                send(signal.SIGCONT, "S")
+                send(signal.SIGSTOP, "T")
+            progress.look(float(at_s))
+            frozen_s.append(progress.frozen_s)
+        assert frozen_s == [0.0, 1.0, 2.0, 0.0, 0.0, 1.0]
+        send(signal.SIGCONT, "S")
+        progress.look(6.0)
+        assert progress.suspension is None
+    finally:
+        process.kill()
+        process.wait()
+    progress.look(7.0)
+    assert progress.suspension is None
+
+
+def test_only_a_worker_that_stays_suspended_is_examined_for_that(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Another that is suspended for less is left alone, and so is one that runs again."""
+    play = Play(
+        server, tmp_path, "print('up', flush=True)\nimport time\ntime.sleep(600)\n", workers=3
+    )
+    play.wait(lambda: all("up" in play.log(rank) for rank in range(3)))
+    pids = [worker.pid for worker in play.group.workers]
+    monitor = play.group.progress_monitor
+
+    def seen() -> WorkerGroupState:
+        play.group.poll_stalls(time.monotonic())
+        return play.group.view(time.monotonic())
+
+    os.kill(pids[0], signal.SIGSTOP)
+    until(lambda: seen().frozen_s >= 0.4, "it is seen")
+    os.kill(pids[0], signal.SIGCONT)
+    until(lambda: process_state(pids[0]) != "T", "it runs")
+    monitor.note(0, Attached(pid=pids[0]), time.monotonic())
+    monitor.dump_stacks(60.0, time.monotonic(), 0.4)
+    until(lambda: seen().examination == "none", "the look is over")
+    assert not monitor.at_fault and not monitor.unresponsive and not seen().failed
+    os.kill(pids[0], signal.SIGSTOP)
+    until(lambda: seen().frozen_s >= 0.4, "it is seen again")
+    os.kill(pids[1], signal.SIGSTOP)
+    until(lambda: process_state(pids[1]) == "T", "the other is suspended")
+    monitor.dump_stacks(60.0, time.monotonic(), 0.4)
+    until(lambda: seen().examination == "over", "the second look is over")
+    assert monitor.at_fault == monitor.unresponsive == {0}
+    assert [play.log(rank).count("made no step") for rank in range(3)] == [2, 0, 0]
+    play.group.kill_unresponsive()
+    until(lambda: play.group.poll_messages(time.monotonic(), server.ended()), "its end")
     play.group.kill()
     play.wait_for_end()
 

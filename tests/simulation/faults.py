@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BAD_FOR = 6
 """A bad machine's workers fail so often at most."""
+NEVER_RESUMED_S = 4.5
+"""A worker that a signal suspends for so long is not resumed at all: its agent is to replace it."""
 
 
 class Faults:
@@ -129,7 +131,8 @@ class Faults:
             worker.deaf = True
             worker.hang = self._random.choice(["stopped", "locked", "loop"])
             worker.hung_s = self._timeline.now_s
-            self._timeline.after(seconds, self._unhang, worker)
+            if worker.hang != "stopped" or seconds < NEVER_RESUMED_S:
+                self._timeline.after(seconds, self._unhang, worker)
 
     def _unhang(self, worker: Worker) -> None:
         if worker.deaf:

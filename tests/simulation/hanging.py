@@ -31,6 +31,7 @@ class Hanging:
         self._examination: Literal["none", "open", "over"] = "none"
         self._stalled: Failure | None = None
         self._limit_s: float | None = None
+        self._suspended_only = False
         self.unresponsive: set[int] = set()
         """Ranks that could not obey, as a look has found."""
 
@@ -92,14 +93,20 @@ class Hanging:
         limit_s = due_s(self._limit_s, in_loop=self._worker_group.group.stepped_s is not None)
         return all(now_s - self._progress_s(worker) >= limit_s for worker in self._expected())
 
-    def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
+    def dump_stacks(
+        self, limit_s: float | None, now_s: float, suspended_s: float | None = None
+    ) -> None:
         """Find out where those are that make no step."""
         cluster = self._worker_group.cluster
         expected = self._expected()
         subjects = [
-            w for w in self._watched() if w.hang == "stopped" or (w in expected and not w.busy)
+            w
+            for w in self._watched()
+            if (w.hang == "stopped" and self.frozen_s(w) >= (suspended_s or 0.0))
+            or (w in expected and not w.busy and suspended_s is None)
         ]
         self._examination, self._limit_s = "open", limit_s
+        self._suspended_only = suspended_s is not None
         silent = any(w.hang == "locked" for w in subjects)
         takes_s = cluster.random.uniform(0.03, 0.4) + (ANSWER_S if silent else 0.0)
         if cluster.random.random() < 0.05:
@@ -130,7 +137,7 @@ class Hanging:
                 state="T" if worker.hang == "stopped" else "S",
                 located=_located(worker),
             )
-            if worker not in expected and silence.state != "T":
+            if (worker not in expected or self._suspended_only) and silence.state != "T":
                 continue
             if silence.unresponsive:
                 self.unresponsive.add(worker.rank)
@@ -139,6 +146,8 @@ class Hanging:
             if failure.blame == "hung":
                 guilty = True
                 worker_group.blame(failure)
+        if self._suspended_only and not failures:  # it runs again
+            self._examination = "none"
         all_wait = bool(failures) and len(failures) == len(expected) and not guilty
         self._stalled = failures[0] if all_wait else None
         worker_group.wake()

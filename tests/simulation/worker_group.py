@@ -53,8 +53,6 @@ class WorkerGroup:
         self._heard_step = 0
         self._heard_s = 0.0
         self.progress_monitor = Hanging(self)
-        self._watches = self.cluster.plan.policy.hang_timeout_s is not None
-        """Whether hangs are looked for within the time of a schedule."""
         self._viewed: tuple[object, WorkerGroupState] = (None, WorkerGroupState())
         """What there was to be seen last, and the view of it."""
         plan, random = self.cluster.plan, self.cluster.random
@@ -95,10 +93,7 @@ class WorkerGroup:
         waits = self.cluster.timeline.now_s - (self.group.stepped_s or inf) > WAITS_S
         if not running or not (waits or self.progress_monitor.suspected):
             return view
-        seen = self.progress_monitor.seen()
-        if not self._watches:
-            seen = {name: seen[name] for name in ("silent_s", "stopped_s")}
-        return replace(view, **seen)
+        return replace(view, **self.progress_monitor.seen())
 
     def _view(
         self, inputs: tuple[int, int, bool, bool, bool, int, int, int, bool]

@@ -74,7 +74,9 @@ class Workers:
     def kill_suspended(self) -> None:
         return
 
-    def dump_stacks(self, limit_s: float | None, now_s: float) -> None:
+    def dump_stacks(
+        self, limit_s: float | None, now_s: float, suspended_s: float | None = None
+    ) -> None:
         return
 
     def leave_at_boundary(self) -> None:
