@@ -105,15 +105,7 @@ def play(
     checkpoints = tmp_path / "checkpoints"
     arguments = ["--nnodes", f"1:{NODES}", "--lease-ttl", "2", "--strategy", *options]
     arguments += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "10"]
-    arguments += [
-        "--hang-timeout",
-        "5",
-        "--max-restarts",
-        "20",
-        str(REGRESSION),
-        "--epochs",
-        str(epochs),
-    ]
+    arguments += ["--max-restarts", "20", str(REGRESSION), "--epochs", str(epochs)]
     arguments += ["--pause", str(STEP_S)]
     place = networks.place if networks is not None else on_loopback
     address = networks.address if networks is not None else "127.0.0.1"
