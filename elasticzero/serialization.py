@@ -2,7 +2,7 @@
 
 Everything the project stores or sends is such a record: documents in etcd, messages between agent
 and worker, manifests. A field may be a str, int, float, bool, None, a JSON value (`Any`), another
-dataclass, a tuple or mapping of these, a `Literal`, or a union of them.
+dataclass, a tuple, sequence or mapping of these, a `Literal`, or a union of them.
 
 What comes from outside is a record or a `RecordError`, whatever its bytes are.
 """
@@ -13,11 +13,11 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import starmap
 from reprlib import repr as short_repr
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union, overload
 
 T = TypeVar("T")
 PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -36,6 +36,80 @@ MAX_INTEGER = 1 << 256
 
 class RecordError(ValueError):
     """A JSON value is not the expected record; the message names the field."""
+
+
+class Rows(Sequence[T]):
+    """Holds records of one class by column, and makes a record when it is asked for.
+
+    A document of thousands of records is read by thousands of processes, and most of them look at a
+    few records. It equals the tuple of its records.
+    """
+
+    __slots__ = ("_columns", "_make", "_records")
+
+    def __init__(self, kind: type[T], columns: Sequence[Sequence[Any]]) -> None:
+        """Holds values that were checked before.
+
+        Args:
+            kind: Class of the records, which takes all of these values.
+            columns: Values of each field, in the order of the fields; all are of one length.
+        """
+        record: type = kind
+        names = _names(record)
+        self._columns: Mapping[str, Sequence[Any]] = dict(zip(names, columns, strict=True))
+        by_name = partial(_by_name, kind, names)
+        self._make: Callable[..., T] = by_name if _by_name_only(record) else kind
+        self._records: tuple[T, ...] | None = None
+        """All records, once they were asked for."""
+
+    def column(self, name: str) -> Sequence[Any]:
+        """Returns the values of a field, in the order of the records."""
+        return self._columns[name]
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        if isinstance(index, slice) or self._records is not None:
+            return self._all()[index]
+        return self._make(*(column[index] for column in self._columns.values()))
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Rows, tuple)):
+            return NotImplemented
+        return self is other or self._all() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def _all(self) -> tuple[T, ...]:
+        if self._records is None:
+            self._records = tuple(starmap(self._make, zip(*self._columns.values(), strict=True)))
+        return self._records
+
+
+def column(records: Sequence[Any], name: str) -> Sequence[Any]:
+    """Returns the values of a field of some records; of `Rows` no record is made for it.
+
+    Args:
+        records: The records.
+        name: Name of the field.
+    """
+    if isinstance(records, Rows):
+        return records.column(name)
+    return [getattr(record, name) for record in records]
 
 
 def encode(record: Any, *, complete: bool = False, without: Collection[str] = ()) -> Any:
@@ -62,9 +136,23 @@ def encode(record: Any, *, complete: bool = False, without: Collection[str] = ()
         }
     if isinstance(record, Mapping):
         return {str(key): encode(value, complete=complete) for key, value in record.items()}
-    if isinstance(record, (tuple, list)):
+    if isinstance(record, (tuple, list, Rows)):
         return [encode(value, complete=complete) for value in record]
     return record
+
+
+def encode_rows(
+    kind: type, records: Sequence[Any], without: Collection[str] = ()
+) -> list[list[Any]]:
+    """Returns the arrays from which `decode_rows` makes records.
+
+    Args:
+        kind: The records' class, of which every field is a str, int, float, bool or None.
+        records: The records.
+        without: Names of fields that the arrays lack.
+    """
+    names = [name for name in _names(kind) if name not in without]
+    return list(map(list, zip(*(column(records, name) for name in names), strict=True)))
 
 
 def field_values(record: Any) -> dict[str, Any]:
@@ -107,14 +195,20 @@ def decode(kind: type[T], value: Any, where: str = "") -> T:
     return result
 
 
-def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
+def decode_rows(
+    kind: type[T], rows: Any, where: str, rest: Sequence[Sequence[Any]] = ()
+) -> Sequence[T]:
     """Returns records from arrays of their fields' values, in order: for documents of thousands of
     them.
+
+    Every value is checked now. The records are made when they are asked for (`Rows`).
 
     Args:
         kind: The records' class, of which every field is a str, int, float, bool or None.
         rows: The arrays, as JSON.
         where: What the place that an error names begins with.
+        rest: Values of the last fields, which the arrays lack: a column for each field, as long as
+            `rows`.
 
     Raises:
         RecordError: The JSON describes no such records; the error names the place.
@@ -123,27 +217,26 @@ def decode_rows(kind: type[T], rows: Any, where: str) -> tuple[T, ...]:
     names, plain = _plain_fields(record)
     if not isinstance(rows, list):
         raise RecordError(f"{where}: an array was expected, not {_name(rows)}")
-    if _are_plain(rows, plain):
-        make = partial(_by_name, kind, names) if _by_name_only(record) else kind
-        return tuple(starmap(make, rows))
+    length = len(names) - len(rest)
+    if set(map(type, rows)) == {list} and set(map(len, rows)) == {length}:
+        columns = (*zip(*rows, strict=True), *rest)
+        if _are_plain(columns, plain):
+            return Rows(kind, columns)
     records = []
     for index, row in enumerate(rows):
-        if type(row) is list and len(row) == len(names):
-            records.append(decode(kind, dict(zip(names, row, strict=True)), f"{where}[{index}]"))
-        else:
-            raise RecordError(f"{where}[{index}]: {len(names)} values were expected")
+        if type(row) is not list or len(row) != length:
+            raise RecordError(f"{where}[{index}]: {length} values were expected")
+        values = (*row, *(column[index] for column in rest))
+        records.append(decode(kind, dict(zip(names, values, strict=True)), f"{where}[{index}]"))
     return tuple(records)
 
 
-def _are_plain(rows: list[Any], plain: tuple[type, ...]) -> bool:
+def _are_plain(columns: Sequence[Sequence[Any]], plain: tuple[type, ...]) -> bool:
     """Returns whether each value has exactly the type of its field."""
-    if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(plain)}:
-        return False
-    columns = zip(zip(*rows, strict=True), plain, strict=True)
     return all(
         set(map(type, column)) == {hint}
         and (hint is not int or (_fits(max(column)) and _fits(min(column))))
-        for column, hint in columns
+        for column, hint in zip(columns, plain, strict=True)
     )
 
 
@@ -206,6 +299,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return _decode_union(arguments, value, where)
     if origin is tuple:
         return _decode_tuple(arguments, value, where)
+    if origin is Sequence:
+        return _decode_tuple((arguments[0], ...), value, where)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, dict):
             raise RecordError(f"{where}: an object was expected, not {_name(value)}")
@@ -258,6 +353,8 @@ def _decode_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     if not isinstance(value, (list, tuple)):
         raise RecordError(f"{where}: an array was expected, not {_name(value)}")
     if len(kinds) == 2 and kinds[1] is Ellipsis:
+        if kinds[0] is str and set(map(type, value)) == {str}:
+            return tuple(value)
         return tuple(_decode(kinds[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if len(value) != len(kinds):
         raise RecordError(f"{where}: {len(kinds)} items were expected, not {len(value)}")

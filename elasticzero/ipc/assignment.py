@@ -6,6 +6,7 @@ Pure. `torchrun_environment` gives the same to scripts that read torchrun's vari
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,7 +39,7 @@ class Resume:
     step: int = 0
     generation: int = 0
     """RAM tier: the generation that wrote the snapshot."""
-    sources: tuple[Source, ...] = ()
+    sources: Sequence[Source] = ()
     """RAM tier: one source for each rank of the snapshot's world; several for one rank are
     alternatives, not ordered by distance. Where every node holds the whole state, the snapshot's
     world is that of one node, or one rank: "ddp" has only sources of rank 0."""

@@ -104,7 +104,7 @@ def snapshot_role(
         token: The job's token, from which the secret of the run is derived.
         tls: Contexts of the connections to other nodes; None: the job is without TLS.
     """
-    sources = replica_sources([member.zone for member in world.members])
+    sources = replica_sources(world.zones)
     other = sources[index] if sources else None
     return SnapshotRole(
         generation=world.generation,

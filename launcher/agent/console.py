@@ -95,7 +95,7 @@ class AgentConsole:
         if (damage := world.skipped) is not None:
             reason = damage.cause
             self.log_line(skipped_checkpoint_line(damage.step, damage.message, resume.step))
-        names = list_text((member.node for member in world.members), NAMES_SHOWN)
+        names = list_text(world.nodes, NAMES_SHOWN)
         self.log_line(
             f"generation {world.generation}: {count_text(world.world_size, 'rank')} on {names}, "
             f"{origin[resume.tier]}: {reason}",
@@ -105,7 +105,7 @@ class AgentConsole:
         """Prints that the world does without this node, and why."""
         me = self._options.node
         struck = [s for s in world.strikes if s.node == me and s.count >= QUARANTINE_STRIKES]
-        if not struck or me in [member.node for member in world.members]:
+        if not struck or me in world.nodes:
             self._logged_quarantine = None
         elif struck[0] != self._logged_quarantine:
             self._logged_quarantine = struck[0]

@@ -202,7 +202,7 @@ class AgentReporter:
         self.note(
             "world",
             generation=world.generation,
-            members=[member.node for member in world.members],
+            members=list(world.nodes),
             world_size=world.world_size,
             resume_step=resume.step,
             tier=resume.tier,

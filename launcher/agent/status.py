@@ -184,7 +184,7 @@ def agent_status(
         "reason": latest.reason,
         "generation": world.generation if world is not None else 0,
         "world_size": world.world_size if world is not None else 0,
-        "members": [member.node for member in world.members] if world is not None else [],
+        "members": list(world.nodes) if world is not None else [],
         "nnodes": [policy.min_nodes, policy.max_nodes],
         "set_aside_s": _set_aside_s(view, world, now_s),
         "up_s": now_s - latest.began_s,

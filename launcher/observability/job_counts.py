@@ -63,7 +63,7 @@ class JobCounts:
         interrupted = interrupting(before, after) if before is not None else set()
         for node in interrupted:
             self.interruptions[node] = self.interruptions.pop(node, 0) + 1
-        members = {member.node for member in after.members}
+        members = set(after.nodes)
         for node in members:
             self.interruptions.setdefault(node, 0)
         others = [node for node in self.interruptions if node not in members]

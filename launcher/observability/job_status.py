@@ -64,7 +64,7 @@ class Job:
     """Scheme of what its agents serve: http, or https."""
 
     @property
-    def placed(self) -> tuple[Member, ...]:
+    def placed(self) -> Sequence[Member]:
         return self.world.members if self.world is not None else ()
 
     @property
@@ -136,7 +136,7 @@ def phases_in_view(view: View | None) -> dict[str, str]:
         return {}
     if view.reports is not None:
         return {node: report.phase for node, report in view.reports.items()}
-    phases = {member.node: UNKNOWN_PHASE for member in view.world.members}
+    phases = dict.fromkeys(view.world.nodes, UNKNOWN_PHASE)
     if view.my_report is not None:
         phases[view.me.node] = view.my_report.phase
     return phases

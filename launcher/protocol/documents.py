@@ -7,9 +7,8 @@ Pure. The rules over them stand in `resume` (which state a generation starts fro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any, Literal
 
 from elasticzero.ipc.assignment import KnownError, LeftOutBatch, Resume, Source
@@ -19,9 +18,11 @@ from elasticzero.launcher.goodput import TimeSpent
 from elasticzero.serialization import (
     OMIT_DEFAULT,
     RecordError,
+    column,
     decode,
     decode_rows,
     encode,
+    encode_rows,
     parse_json,
 )
 from elasticzero.spans import ShardOver
@@ -107,7 +108,9 @@ class World:
 
     generation: int
     token: str
-    members: tuple[Member, ...]
+    members: Sequence[Member]
+    """Members in the order of their ranks. A world that was read makes each when it is asked for:
+    of a thousand members most agents look at themselves and the first."""
     strategy: str
     resume: Resume
     reason: str
@@ -149,7 +152,7 @@ class World:
     """Index of each node; an agent looks its own up several times in a round of its loop."""
 
     def __post_init__(self) -> None:
-        places = {member.node: index for index, member in enumerate(self.members)}
+        places = dict(zip(self.nodes, range(len(self.members)), strict=True))
         object.__setattr__(self, "_places", places)
 
     def names(self, member: Member) -> bool:
@@ -164,12 +167,24 @@ class World:
         return index
 
     @property
+    def nodes(self) -> Sequence[str]:
+        """Returns the names of the members, in order."""
+        names: Sequence[str] = column(self.members, "node")
+        return names
+
+    @property
+    def zones(self) -> Sequence[str]:
+        """Returns the zones of the members, in order; empty where not known."""
+        zones: Sequence[str] = column(self.members, "zone")
+        return zones
+
+    @property
     def world_size(self) -> int:
-        return sum(member.nproc for member in self.members)
+        return sum(column(self.members, "nproc"))
 
     def first_rank(self, index: int) -> int:
         """Returns the rank of the first worker of the member at `index`."""
-        return sum(member.nproc for member in self.members[:index])
+        return sum(column(self.members, "nproc")[:index])
 
     def ranks(self, index: int) -> tuple[int, ...]:
         """Returns the ranks of the workers of the member at `index`."""
@@ -306,12 +321,10 @@ def to_bytes(document: Any) -> bytes:
         return _json(encode(document))
     resume = document.resume
     value = encode(replace(document, members=(), resume=replace(resume, sources=())))
-    without = ("zone", "run")
-    members = [encode(member, complete=True, without=without) for member in document.members]
-    value["members"] = [list(member.values()) for member in members]
-    if all(member.zone for member in document.members):
-        value["zones"] = [member.zone for member in document.members]
-    value["resume"]["sources"] = [[s.rank, s.node, s.address] for s in resume.sources]
+    value["members"] = encode_rows(Member, document.members, without=("zone", "run"))
+    if all(document.zones):
+        value["zones"] = list(document.zones)
+    value["resume"]["sources"] = encode_rows(Source, resume.sources)
     return _json(value)
 
 
@@ -320,7 +333,10 @@ def _json(value: Any) -> bytes:
 
 
 def world_from_bytes(data: bytes) -> World:
-    """Returns the world that the store holds as `data`; raises `RecordError` if it is none."""
+    """Returns the world that the store holds as `data`; raises `RecordError` if it is none.
+
+    Its members and sources are checked now, and made when they are asked for.
+    """
     value = parse_json(data, "world")
     if not isinstance(value, dict) or not isinstance(value.get("resume"), dict):
         raise RecordError("world: an object with an object `resume` was expected")
@@ -329,22 +345,10 @@ def world_from_bytes(data: bytes) -> World:
     sources = decode_rows(Source, value["resume"].pop("sources", None), "world.resume.sources")
     world = decode(World, {**value, "members": []}, "world")
     run = world.run if world.proofs else UNSTATED
-    members = decode_rows(Member, _complete_rows(rows, zones, run), "world.members")
+    count = len(rows) if isinstance(rows, list) else 0
+    rest = ((*zones[:count], *("",) * (count - len(zones))), (run,) * count)
+    members = decode_rows(Member, rows, "world.members", rest)
     return replace(world, members=members, resume=replace(world.resume, sources=sources))
-
-
-def _complete_rows(rows: Any, zones: tuple[str, ...], run: int) -> Any:
-    """Returns rows of members that end with their zones and the run.
-
-    Args:
-        rows: The rows as they are stored; what is no row stays as it is.
-        zones: Zones of the first members; the others have none.
-        run: Run that all members state; UNSTATED: one of them may state none.
-    """
-    if not isinstance(rows, list):
-        return rows
-    pairs = zip_longest(rows, zones[: len(rows)], fillvalue="")
-    return [[*row, zone, run] if isinstance(row, list) else row for row, zone in pairs]
 
 
 def compare_runs(run: int, other: int) -> int:

@@ -75,7 +75,7 @@ def mirroring_ranks(world: World) -> dict[int, int]:
     if world.redundancy != "mirror" or world.shard == "node" or count < 2:
         return {}
     keepers: dict[int, int] = {}
-    sources = replica_sources([member.zone for member in world.members])
+    sources = replica_sources(world.zones)
     for index, source in enumerate(sources):
         ranks = world.ranks(index)
         keepers |= {rank: ranks[n % len(ranks)] for n, rank in enumerate(world.ranks(source))}

@@ -8,7 +8,7 @@ what is wrong with it, and `MEANINGS` what follows from that. No other error lea
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from elasticzero.launcher.protocol.documents import (
     world_from_bytes,
 )
 from elasticzero.launcher.store.api import Entry
-from elasticzero.serialization import OTHER, RecordError, decode, parse_json
+from elasticzero.serialization import OTHER, RecordError, column, decode, parse_json
 from elasticzero.spans import REDUNDANCIES
 from elasticzero.text import shown
 
@@ -152,8 +152,8 @@ def _check(read: Any) -> None:
 
 
 def _check_world(world: World) -> None:
-    names = {member.node for member in world.members}
-    if not names or len(names) < len(world.members):
+    names = world.nodes
+    if not names or len(set(names)) < len(names):
         raise RecordError("world.members: at least one was expected, each with a name of its own")
     _check_members(world.members, "world.members")
     resume = world.resume
@@ -167,18 +167,19 @@ def _check_world(world: World) -> None:
             raise RecordError("world.time_spent: finite times were expected")
 
 
-def _check_members(members: tuple[Member, ...], where: str) -> None:
-    for member in members:
-        if not 0 <= member.http_port <= MAX_PORT or not 0 <= member.store_port <= MAX_PORT:
-            _check_port(member.http_port, f"{where}.http_port")
-            _check_port(member.store_port, f"{where}.store_port")
-        if not _is_host(member.host):
-            raise RecordError(f"{where}.host: an address was expected, not {member.host!r:.60}")
-        if member.nproc < 1:
-            raise RecordError(f"{where}.nproc: a number of workers was expected")
-    ranks = sum(member.nproc for member in members)
-    if ranks > MAX_RANKS:
-        raise RecordError(f"{where}: at most {MAX_RANKS} workers were expected, not {ranks}")
+def _check_members(members: Sequence[Member], where: str) -> None:
+    for name in ("http_port", "store_port"):
+        ports = column(members, name)
+        _check_port(min(ports), f"{where}.{name}")
+        _check_port(max(ports), f"{where}.{name}")
+    for host in dict.fromkeys(column(members, "host")):
+        if not _is_host(host):
+            raise RecordError(f"{where}.host: an address was expected, not {host!r:.60}")
+    workers = column(members, "nproc")
+    if min(workers) < 1:
+        raise RecordError(f"{where}.nproc: a number of workers was expected")
+    if sum(workers) > MAX_RANKS:
+        raise RecordError(f"{where}: at most {MAX_RANKS} workers were expected, not {sum(workers)}")
 
 
 def _check_port(port: int, where: str) -> None:

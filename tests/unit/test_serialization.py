@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given
@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from elasticzero.serialization import (
     OMIT_DEFAULT,
     RecordError,
+    Rows,
+    column,
     decode,
     decode_rows,
     encode,
+    encode_rows,
     field_values,
     parse_json,
 )
@@ -213,6 +216,20 @@ class Row:
     ratio: float
 
 
+@dataclass(frozen=True)
+class Tabled:
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Counted:
+    name: str
+    made: ClassVar[list[str]] = []
+
+    def __post_init__(self) -> None:
+        self.made.append(self.name)
+
+
 def test_rows_are_the_records_they_stand_for() -> None:
     assert decode_rows(Row, [["a", 1, 0.5], ["b", 2, 3]], "here") == (
         Row("a", 1, 0.5),
@@ -234,6 +251,52 @@ def test_rows_are_the_records_they_stand_for() -> None:
 def test_rows_that_are_not_are_refused(rows: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         decode_rows(Row, rows, "here")
+
+
+VALUES = st.lists(st.tuples(st.text(), st.integers(-5, 5), st.floats(allow_nan=False)))
+
+
+@given(VALUES, st.integers(0, 2))
+def test_rows_are_like_the_tuple_of_their_records(
+    values: list[tuple[str, int, float]], absent: int
+) -> None:
+    """Some of the last fields may be in columns of their own."""
+    records = tuple(Row(*row) for row in values)
+    left = 3 - absent
+    rest = [[row[index] for row in values] for index in range(left, 3)]
+    rows = decode_rows(Row, [list(row[:left]) for row in values], "here", rest)
+    assert rows == records
+    assert records == rows
+    assert (len(rows), bool(rows), repr(rows)) == (len(records), bool(records), repr(records))
+    assert hash(rows) == hash(records)
+    for index in range(-len(records), len(records)):
+        assert decode_rows(Row, list(map(list, values)), "here")[index] == records[index]
+        assert rows[index] == records[index] and rows[index:] == records[index:]
+    assert list(column(rows, "size")) == list(column(records, "size"))
+    without = ("size", "ratio")[2 - absent :]
+    assert encode_rows(Row, rows, without) == [list(row[:left]) for row in values]
+    assert encode(Tabled(rows)) == encode(Tabled(records))
+    assert decode(Tabled, encode(Tabled(rows))) == Tabled(records)
+
+
+def test_rows_differ_from_what_has_other_records() -> None:
+    rows = decode_rows(Row, [["a", 1, 0.5]], "here")
+    assert isinstance(rows, Rows)
+    for other in ((), (Row("b", 1, 0.5),), (Row("a", 1, 0.5),) * 2, "a", None):
+        assert rows != other
+    with pytest.raises(IndexError):
+        rows[1]
+
+
+def test_a_record_of_rows_is_made_when_it_is_asked_for() -> None:
+    rows = decode_rows(Counted, [["a"], ["b"], ["c"]], "here")
+    assert list(column(rows, "name")) == ["a", "b", "c"]
+    assert Counted.made == []
+    assert rows[1].name == "b"
+    assert Counted.made == ["b"]
+    assert [row.name for row in rows] == [row.name for row in rows] == ["a", "b", "c"]
+    assert Counted.made == ["b", "a", "b", "c"], "each record is made once, then kept"
+    assert rows[0] is rows[0]
 
 
 def test_a_new_field_is_written_only_where_it_says_something() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import types
 import typing
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
@@ -69,8 +69,10 @@ def _value(hint: Any, mark: str, f: dataclasses.Field[Any], make: Any = full) ->
         return _value(next(a for a in arguments if a is not type(None)), mark, f, make)
     if origin is Literal:
         return next(value for value in reversed(arguments) if value != f.default)
-    if origin is tuple:
-        kinds = arguments[:1] * 2 if arguments[-1] is Ellipsis else arguments
+    if origin in (tuple, Sequence):
+        kinds = (
+            arguments if origin is tuple and arguments[-1] is not Ellipsis else arguments[:1] * 2
+        )
         return tuple(_value(a, f"{mark}-{i}", f, make) for i, a in enumerate(kinds))
     if origin is not None and issubclass(origin, Mapping):
         return {key: _value(arguments[1], f"{mark}-{key}", f, make) for key in "ba"}

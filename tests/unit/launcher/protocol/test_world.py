@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,7 @@ from elasticzero.launcher.protocol.placement import (
     replica_sources,
 )
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
+from elasticzero.launcher.store.decoding import document
 
 
 def member(name: str, nproc: int = 1) -> Member:
@@ -200,6 +202,27 @@ def test_a_stored_world_takes_about_60_bytes_a_member() -> None:
     data = to_bytes(w)
     assert world_from_bytes(data) == w
     assert len(data) < 100 * 70
+
+
+def test_a_world_that_is_read_makes_few_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent of a thousand reads every world, and looks at its own place in it."""
+    members = [Member(f"n{i}", f"{i:08x}", "10.1.2.3", 9400, 40000 + i, 8) for i in range(1000)]
+    sources = [(rank, f"n{rank}") for rank in range(1000)]
+    data = to_bytes(world(*members, resume=ram(7, 2, *sources)))
+    made: list[type] = []
+    for kind in (Member, Source):
+        create = kind.__init__
+
+        def note(self: Any, *values: Any, create: Any = create, **named: Any) -> None:
+            made.append(type(self))
+            create(self, *values, **named)
+
+        monkeypatch.setattr(kind, "__init__", note)
+    read = document(World, data)
+    assert read.find("n7", "00000007") == 7
+    assert (read.world_size, list(read.ranks(1))) == (8000, list(range(8, 16)))
+    assert list(read.nodes) == [f"n{i}" for i in range(1000)]
+    assert len(made) <= 2, "the member that was looked up, and its ranks"
 
 
 def test_every_way_to_make_a_world_gives_its_members_places() -> None:
