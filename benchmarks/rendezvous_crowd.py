@@ -230,6 +230,8 @@ class Client:
         self.core = AgentCore(self.policy, self, self, side, self, time.monotonic)
         self._trouble = False
         self.due_s = 0.0
+        self.rests_until_s = 0.0
+        """Nothing that wakes it before then has it turn."""
         self._tries = 0
         self.queued = False
         self.joined_s = 0.0
@@ -275,6 +277,7 @@ class Client:
         self._trouble = False
         view, decision = self.core.cycle()
         due_s = self.core.due_s(view, decision)
+        self.rests_until_s = time.monotonic() + self.core.rest_s(view)
         rest_s = REST_S
         in_round_s = now_s - view.round_s if view.round_s is not None else float("inf")
         busy = view.reports is not None or decision.actions
@@ -285,6 +288,7 @@ class Client:
             if restored and not self._trouble:
                 self._tell("reported")
         self.due_s = min(max(now_s + rest_s, due_s), self.workers.due_s(now_s))
+        self.due_s = max(self.due_s, self.rests_until_s)
 
     @property
     def worker_group(self) -> PretendedWorkers | None:
@@ -427,7 +431,12 @@ class Crowd:
             if left_s <= 0:
                 yield soonest
             with suppress(queue.Empty):
-                yield self._due[index].get(timeout=min(max(0.0, left_s), LOOK_S))
+                woken = self._due[index].get(timeout=min(max(0.0, left_s), LOOK_S))
+                if time.monotonic() >= woken.rests_until_s:
+                    yield woken
+                else:
+                    woken.queued = False
+                    woken.due_s = min(woken.due_s, woken.rests_until_s)
 
 
 def main() -> None:

@@ -246,6 +246,8 @@ class Agent:
             self._compute.turn(view, self.access)
 
     def _sleep(self, seen: tuple[View, Decision] | None) -> None:
+        if seen is not None and (rest_s := self._core.rest_s(seen[0])) > 0.0:
+            time.sleep(rest_s)
         pause_s = self._pause_s(*seen) if seen is not None else REST_S
         server = self._server.fileno()
         if self._wake_read in readable(

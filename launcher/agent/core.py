@@ -23,7 +23,10 @@ Rules of the loop:
  7. Where nothing wakes the loop, it turns again when the next timer is due (`due_s`): a lapsed time
     of the protocol, a retry, a search. In a state in which things follow fast on one another it
     turns soon, and every few moments its node looks after the workers.
- 8. An unexpected error ends its turn and not the process: the node leaves at the next boundary,
+ 8. A turn of an agent that follows the registrations or reports of all nodes does work for each of
+    them. Among more than MANY nodes the loop rests after such a turn (`rest_s`), whatever wakes it:
+    what comes meanwhile is taken in together.
+ 9. An unexpected error ends its turn and not the process: the node leaves at the next boundary,
     with its state handed over. Once MAX_ERRORS turns have failed, the loop cannot be trusted to do
     that: the workers are stopped by their own protocol, and the agent exits with a code that says
     that it has failed, and not the job.
@@ -48,7 +51,7 @@ from elasticzero.errors import (
 )
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter, needs_fresh_view
-from elasticzero.launcher.agent.subscriptions import Subscriptions
+from elasticzero.launcher.agent.subscriptions import MANY, Subscriptions
 from elasticzero.launcher.goodput import TimeSpent
 from elasticzero.launcher.protocol.actions import (
     Action,
@@ -79,6 +82,8 @@ BACKOFF_S = 0.2
 """Seconds without actions after a write that failed."""
 MAX_ERRORS = 3
 """Number of turns that may fail by an unexpected error before the agent ends."""
+TURN_REST_A_NODE_S, TURN_REST_S = 0.00002, 0.1
+"""Seconds for which the loop rests after a turn for each node that it follows, and the most."""
 MACHINE_TROUBLE_S = 60.0
 """Seconds without a whole turn, after which an error of the operating system is one that stays:
 longer than idle connections, which take up open files, are kept."""
@@ -285,7 +290,7 @@ class AgentCore:
         return self._saved_held
 
     def turn(self) -> tuple[View, Decision] | None:
-        """Does one cycle; returns None if an error has cut it short (rule 8).
+        """Does one cycle; returns None if an error has cut it short (rule 9).
 
         Raises:
             ElasticZeroError: The error says what the user or the operator must do.
@@ -354,6 +359,12 @@ class AgentCore:
         recovery_s = inf if store.recovery is None else store.recovery.due_s
         watch_s = store.subscriptions.due_s(view, now_s, self.policy)
         return min(quiet_s, recovery_s, watch_s, store.membership.due_s, store.writer.due_s)
+
+    def rest_s(self, view: View) -> float:
+        """Returns the seconds for which the loop must not turn again, after a turn that has
+        returned this view, even if something wakes it (rule 8)."""
+        nodes = max(len(view.members or ()), len(view.reports or ()))
+        return min(TURN_REST_S, TURN_REST_A_NODE_S * nodes) if nodes > MANY else 0.0
 
     def _end_run(self, error: RunEnded) -> None:
         """Notes that a later run has begun; the next turn of the loop ends this agent."""

@@ -16,6 +16,7 @@ from elasticzero.launcher.agent.core import (
     BACKOFF_S,
     MACHINE_TROUBLE_S,
     MAX_ERRORS,
+    TURN_REST_S,
     AgentCore,
     StoreSide,
 )
@@ -24,7 +25,7 @@ from elasticzero.launcher.agent.store_writer import VERIFY_AGAIN_S, StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
-from elasticzero.launcher.protocol.documents import Member, Run, World, to_bytes
+from elasticzero.launcher.protocol.documents import Member, Report, Run, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
@@ -166,6 +167,20 @@ def test_a_start_retires_workers_then_snapshots(node: NodeWithoutProcesses) -> N
     """The workers of the older generation go before the memory that they may be writing to."""
     node.cycles_until("start")
     assert node.asked[:3] == ["retire", "keep", "start"]
+
+
+def test_the_loop_rests_where_it_follows_many_nodes(node: NodeWithoutProcesses) -> None:
+    """What comes meanwhile is taken in together; a turn does work for each of the nodes."""
+    me = node.membership.me
+    report = Report(incarnation="i", phase="alive")
+    for count, rest_s in ((3, 0.0), (100, 0.0), (1000, 0.02), (100_000, TURN_REST_S)):
+        names = [f"n{i}" for i in range(count)]
+        for view in (
+            View(me=me, members=dict.fromkeys(names, me)),
+            View(me=me, reports=dict.fromkeys(names, report)),
+        ):
+            assert node.core.rest_s(view) == pytest.approx(rest_s)
+    assert node.core.rest_s(View(me=me)) == 0.0, "another one turns at once"
 
 
 def test_a_failed_write_is_backed_off_from(node: NodeWithoutProcesses) -> None:
