@@ -31,7 +31,7 @@ def leave_source(reason: str) -> LeaveSource:
 def interrupting(before: World, after: World) -> set[str]:
     """Returns the nodes for which one world follows another: members that are not in it any more,
     and the one whose workers failed first."""
-    nodes = {member.node for member in before.members if not after.names(member)}
+    nodes = {node for node, drawn in before.registrations() if after.find(node, drawn) is None}
     nodes |= {
         setback.node
         for setback in after.setbacks

@@ -7,7 +7,7 @@ Pure. The rules over them stand in `resume` (which state a generation starts fro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -150,10 +150,13 @@ class World:
     to each other and do not show it. False: one of them may be of the release before."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
+    _incarnations: Sequence[str] = field(init=False, repr=False, compare=False)
+    """Incarnations of the members, in order."""
 
     def __post_init__(self) -> None:
         places = dict(zip(self.nodes, range(len(self.members)), strict=True))
         object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_incarnations", column(self.members, "incarnation"))
 
     def names(self, member: Member) -> bool:
         """Returns whether this very registration has a place here."""
@@ -162,9 +165,13 @@ class World:
     def find(self, node: str, incarnation: str) -> int | None:
         """Returns the index of a registration in the order of members."""
         index = self._places.get(node)
-        if index is None or self.members[index].incarnation != incarnation:
+        if index is None or self._incarnations[index] != incarnation:
             return None
         return index
+
+    def registrations(self) -> Iterator[tuple[str, str]]:
+        """Returns the name and the incarnation of each member, in order."""
+        return zip(self.nodes, self._incarnations, strict=True)
 
     @property
     def nodes(self) -> Sequence[str]:

@@ -100,11 +100,11 @@ def is_leader(view: View) -> bool:
         return view.oldest
     seen = view.round_s is not None and view.reports is not None
     answers = answers_of(view) if seen else None
-    for member in world.members:
-        if member.node == view.me.node:
+    for node in world.nodes:
+        if node == view.me.node:
             return True
-        present = view.members is None or member.node not in view.missing_since_s
-        if present and (answers is None or member.node in answers):
+        present = view.members is None or node not in view.missing_since_s
+        if present and (answers is None or node in answers):
             return False
     return False
 
@@ -114,7 +114,7 @@ def answers_of(view: View) -> dict[str, Report]:
     nodes live."""
     world = view.world
     assert world is not None
-    incarnations = {member.node: member.incarnation for member in world.members}
+    incarnations = dict(world.registrations())
     return {
         node: report
         for node, report in (view.reports or {}).items()

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,6 +168,39 @@ def test_a_start_retires_workers_then_snapshots(node: NodeWithoutProcesses) -> N
     """The workers of the older generation go before the memory that they may be writing to."""
     node.cycles_until("start")
     assert node.asked[:3] == ["retire", "keep", "start"]
+
+
+def test_an_agent_of_a_thousand_makes_few_members(
+    node: NodeWithoutProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a thousand agents did work for each of the others at every world."""
+    others = [Member(f"n{i}", f"{i:08x}", "127.0.0.1", 1, 2, 1) for i in range(999)]
+    world = World(
+        generation=1,
+        token="t",
+        members=(*others[:500], node.membership.me, *others[500:]),
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="",
+    )
+    node.server.write({WORLD: to_bytes(world)}, (), (), 0)
+    node.cycles_until("start")
+    node.core.turn()
+    node.asked.clear()
+    made: list[Member] = []
+    create = Member.__init__
+
+    def note(self: Member, *values: Any, **named: Any) -> None:
+        made.append(self)
+        create(self, *values, **named)
+
+    monkeypatch.setattr(Member, "__init__", note)
+    following = replace(world, generation=2, token="u")
+    node.server.write({WORLD: to_bytes(following)}, (), (), 0)
+    node.cycles_until("start")
+    for _ in range(10):
+        node.core.turn()
+    assert len(made) < 50
 
 
 def test_the_loop_rests_where_it_follows_many_nodes(node: NodeWithoutProcesses) -> None:
