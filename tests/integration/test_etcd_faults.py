@@ -19,6 +19,7 @@ from elasticzero.errors import OperatorError, StoreUnavailable, UserError
 from elasticzero.launcher.store.api import Condition, LeaseLost, PrefixState, job_prefix
 from elasticzero.launcher.store.etcd import server as embedded
 from elasticzero.launcher.store.etcd.connection import rpc
+from elasticzero.launcher.store.etcd.keys import Span
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
 from tests.integration.etcd_relay import Relay
@@ -179,9 +180,9 @@ def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
     watches = store._watches
     real_read, held, go = watches._read, threading.Event(), threading.Event()
 
-    def read_then_hang(prefix: str, deadline_s: float) -> PrefixState:
+    def read_then_hang(span: Span, deadline_s: float) -> PrefixState:
         """The revision read is compacted away before it is told."""
-        snapshot = real_read(prefix, deadline_s)
+        snapshot = real_read(span, deadline_s)
         held.set()
         assert go.wait(DEADLINE_S)
         return snapshot
@@ -215,12 +216,12 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
     real_read, stream = watches._read, watches._stream
     deadlines: list[float] = []
 
-    def read(prefix: str, deadline_s: float) -> PrefixState:
+    def read(span: Span, deadline_s: float) -> PrefixState:
         deadlines.append(deadline_s)
         if len(deadlines) == 1:
             etcd.pause()
             slow.set()
-        return real_read(prefix, deadline_s)
+        return real_read(span, deadline_s)
 
     watches._read = read
     store.watch("l/", late)
@@ -233,6 +234,37 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
     store.write({"k/a": b"1", "l/a": b"1"})
     told.until(has(k__a=b"1"))
     late.until(has(l__a=b"1"))
+
+
+def test_the_few_keys_that_all_agents_watch_are_read_together(connect: Connect) -> None:
+    """A thousand agents open a stream each, and again twice a minute."""
+    store = connect(timeouts=Timeouts(resync_s=0.2))
+    store.write({"alarm/1": b"a", "alarn": b"-", "control": b"c", "done": b"d", "world": b"w"})
+    expected = {
+        "alarm/": has(alarm__1=b"a"),
+        "control": has(control=b"c"),
+        "d": has(done=b"d"),
+        "done": has(done=b"d"),
+        "world": has(world=b"w"),
+    }
+    watches, keys = store._watches, store._keys
+    real_read, spans = watches._read, list[Span]()
+
+    def read(span: Span, deadline_s: float) -> PrefixState:
+        spans.append(span)
+        return real_read(span, deadline_s)
+
+    watches._read = read
+    told = {prefix: Told() for prefix in expected}
+    for prefix in expected:
+        store.watch(prefix, told[prefix])
+    for prefix, so in expected.items():
+        told[prefix].until(so)
+    together = [keys.span_of_few(), keys.span("d"), keys.span("world")]
+    eventually(lambda: spans[-3:] == together)
+    store.write({"control": b"e"}, deletes=["alarm/1"])
+    told["control"].until(has(control=b"e"))
+    told["alarm/"].until(has())
 
 
 def test_etcd_outlives_reads_that_are_given_up(etcd: EtcdServer, connect: Connect) -> None:

@@ -8,6 +8,12 @@ from typing import Any
 
 from elasticzero.launcher.store.api import Entry
 
+FEW = ("alarm/", "done")
+"""First and last of the names among which a job has few keys; every agent watches several prefixes
+there, and reads them together."""
+Span = tuple[bytes, bytes]
+"""First key, and the end (excluded)."""
+
 
 class Keyspace:
     """Maps the keys under one prefix in etcd to the relative names that the rest of the launcher
@@ -19,10 +25,19 @@ class Keyspace:
     def key(self, name: str) -> bytes:
         return self._prefix + name.encode()
 
-    def span(self, prefix: str) -> tuple[bytes, bytes]:
-        """Returns the first key, and the end (excluded), of every key that begins with `prefix`."""
+    def span(self, prefix: str) -> Span:
+        """Returns the span of every key that begins with `prefix`."""
         first = self.key(prefix)
         return first, first[:-1] + bytes([first[-1] + 1])
+
+    def span_of_few(self) -> Span:
+        """Returns the span of the names in `FEW`."""
+        return self.span(FEW[0])[0], self.span(FEW[1])[1]
+
+    def is_among_few(self, prefix: str) -> bool:
+        """Returns whether every key that begins with `prefix` is in `span_of_few`."""
+        (first, end), (lowest, over) = self.span(prefix), self.span_of_few()
+        return lowest <= first and end <= over
 
     def entry(self, pair: Any) -> Entry:
         return Entry(

@@ -34,7 +34,7 @@ from elasticzero.launcher.store.etcd.connection import (
     Timeouts,
     rpc,
 )
-from elasticzero.launcher.store.etcd.keys import Keyspace, oldest_first
+from elasticzero.launcher.store.etcd.keys import Keyspace, Span, oldest_first
 from elasticzero.launcher.store.etcd.lease import EtcdLease
 from elasticzero.launcher.store.etcd.protobuf import grpc
 from elasticzero.launcher.store.etcd.watch import EtcdWatch, WatchMultiplexer
@@ -117,7 +117,7 @@ class EtcdStore:
         self._connection.distrust(reason, history)
 
     def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
-        return self._read(prefix, limit=limit)
+        return self._read(self._keys.span(prefix), limit=limit)
 
     def count(self, prefix: str, revision: int) -> int:
         first, end = self._keys.span(prefix)
@@ -196,15 +196,15 @@ class EtcdStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, prefix: str, deadline_s: float = 0.0, *, limit: int = 0) -> PrefixState:
-        """Reads a prefix.
+    def _read(self, span: Span, deadline_s: float = 0.0, *, limit: int = 0) -> PrefixState:
+        """Reads the keys of a span.
 
         Args:
-            prefix: What the names begin with.
+            span: First key, and the end.
             deadline_s: Seconds for each try; 0: `request_s`.
             limit: Maximum number of entries; 0: all.
         """
-        first, end = self._keys.span(prefix)
+        first, end = span
         request = rpc.RangeRequest(
             key=first,
             range_end=end,

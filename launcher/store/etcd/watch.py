@@ -5,7 +5,8 @@ Invariant of a watch: what its callback was told last is the state at some revis
 the stream carries the changes from R + 1 on, or the prefix is about to be read again.
 
 A watch begins with the changes from now on. When etcd has confirmed that, the prefix is read, and
-changes that the read already contains are skipped. After any error, and from time to time, all
+changes that the read already contains are skipped. Prefixes with few keys that stand side by side
+are read together. After any error, and from time to time, all
 watches begin anew on a new stream. A slow answer is not an error: if a thousand agents ask at once,
 asking for everything again would make etcd slower still.
 """
@@ -28,7 +29,7 @@ from elasticzero.launcher.retry import retry_call
 from elasticzero.launcher.store.api import Entry, PrefixState
 from elasticzero.launcher.store.data_loss import HistoryPosition
 from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
-from elasticzero.launcher.store.etcd.keys import Keyspace, oldest_first
+from elasticzero.launcher.store.etcd.keys import Keyspace, Span, oldest_first
 from elasticzero.launcher.store.etcd.protobuf import grpc
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ SLOW_READS = 4
 """Number of reads of a prefix, each with twice the time of the one before, before its stream is
 given up."""
 
-Read = Callable[[str, float], PrefixState]
-"""Reads a prefix within so many seconds, and returns what it holds."""
+Read = Callable[[Span, float], PrefixState]
+"""Reads a span of keys within so many seconds, and returns what it holds."""
 
 
 class EtcdWatch:
@@ -150,7 +151,7 @@ class WatchMultiplexer:
         Args:
             connection: Connection to etcd.
             keys: Maps the names of the store to keys in etcd.
-            read: Reads a prefix when its watch begins.
+            read: Reads the keys of a watch when it begins.
         """
         self._connection = connection
         self._keys = keys
@@ -266,16 +267,22 @@ class WatchMultiplexer:
             if stream.unanswered:
                 return
         watches, stream.unread = stream.unread, []
+        few = [watch for watch in watches if self._keys.is_among_few(watch.prefix)]
+        if len(few) > 1:
+            state = self._read_with_backoff(self._keys.span_of_few())
+            for watch in few:
+                watch.begin(_under(watch.prefix, state))
+            watches = [watch for watch in watches if watch not in few]
         for watch in watches:
             if not watch.closed:
-                watch.begin(self._read_with_backoff(watch.prefix))
+                watch.begin(self._read_with_backoff(self._keys.span(watch.prefix)))
 
-    def _read_with_backoff(self, prefix: str) -> PrefixState:
-        """Returns what the prefix holds; each try after a slow one may take twice as long."""
+    def _read_with_backoff(self, span: Span) -> PrefixState:
+        """Returns what the span holds; each try after a slow one may take twice as long."""
         first_s = self._connection.timeouts.request_s
         deadlines_s = (first_s * 2**tries for tries in itertools.count())
         return retry_call(
-            lambda: self._read(prefix, next(deadlines_s)),
+            lambda: self._read(span, next(deadlines_s)),
             replace(self._connection.retry, timeout_s=0.0, min_tries=SLOW_READS),
             retryable=lambda error: (
                 isinstance(error, CallFailed) and error.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -295,3 +302,9 @@ class WatchMultiplexer:
             if not response.canceled:
                 self._cancel(stream, response.watch_id)
             return None
+
+
+def _under(prefix: str, state: PrefixState) -> PrefixState:
+    """Returns the part of a state that a watch of `prefix` shows."""
+    entries = {name: entry for name, entry in state.entries.items() if name.startswith(prefix)}
+    return replace(state, entries=MappingProxyType(entries))
