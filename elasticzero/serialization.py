@@ -76,9 +76,12 @@ class Rows(Sequence[T]):
     def __getitem__(self, index: slice) -> tuple[T, ...]: ...
 
     def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
-        if isinstance(index, slice) or self._records is not None:
-            return self._all()[index]
-        return self._make(*(column[index] for column in self._columns.values()))
+        if self._records is not None:
+            return self._records[index]
+        values = (column[index] for column in self._columns.values())
+        if isinstance(index, slice):
+            return tuple(starmap(self._make, zip(*values, strict=True)))
+        return self._make(*values)
 
     def __iter__(self) -> Iterator[T]:
         return iter(self._all())
