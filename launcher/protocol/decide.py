@@ -229,8 +229,8 @@ def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decis
     needed = world.resume.tier == "ram" and any(
         source.node == view.me.node for source in world.resume.sources
     )
-    read = [n for n, r in (view.reports or {}).items() if r.phase in READ]
-    unread = any(m.node not in read for m in world.members)
+    read = {n for n, r in (view.reports or {}).items() if r.phase in READ}
+    unread = any(node not in read for node in world.nodes)
     if needed and unread and _waited_s(view, view.outside_s, now_s) < policy.handover_s:
         return wait("serving this node's snapshots until the others have read them")
     if view.surplus and not view.leaving:

@@ -309,8 +309,8 @@ def outliers(
         least: Nodes that must be present without those set aside; if they are fewer, none is.
     """
     failures = own_failures(world, reports)
-    newcomers = [m.node for m in world.members[world.trained :]] if world.trained else []
-    young = () if _has_trained(reports) else newcomers
+    newcomers = world.nodes[world.trained :] if world.trained else ()
+    young = dict.fromkeys(() if _has_trained(reports) else newcomers)
     apart = {n: f for n, f in failures.items() if f.final or f.odd or n in young}
     if not apart and young and _only_lose_each_other(world, reports):
         lost = next(r.failure for r in reports.values() if r.failure is not None)

@@ -114,11 +114,10 @@ def answers_of(view: View) -> dict[str, Report]:
     nodes live."""
     world = view.world
     assert world is not None
-    incarnations = dict(world.registrations())
     return {
         node: report
         for node, report in (view.reports or {}).items()
-        if report.phase in ("alive", "stopped") and report.incarnation == incarnations.get(node)
+        if report.phase in ("alive", "stopped") and world.find(node, report.incarnation) is not None
     }
 
 
@@ -177,7 +176,8 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
     candidates = alike(registered, policy.shard)
     ready = len(candidates)
     if ready < policy.min_nodes:
-        odd = [member for member in registered if member not in candidates]
+        alike_nodes = {member.node for member in candidates}
+        odd = [member for member in registered if member.node not in alike_nodes]
         why = f"; {unlike(odd[0], candidates[0])}" if odd else ""
         return wait(f"{ready} of at least {policy.min_nodes} nodes are here{why}")
     settling_s = view.last_join_s + policy.settle_s - now_s

@@ -85,7 +85,7 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     if late and now_s - opened_s < policy.stop_s + policy.save_s:
         return wait(f"waiting for the workers of {list_text(late, NAMES_SHOWN)} to stop")
     present = {m.node: answers[m.node] for m in answered}
-    reports = {node: report for node, report in present.items() if node not in late}
+    reports = {node: report for node, report in present.items() if report.phase == "stopped"}
     cause = left_alone(world, view.alarm) or root_cause(reports) or deadlocked(world, view.alarm)
     resume = choose_resume(world, reports, view.storage_step)
     storage_s = max(opened_s, view.storage_asked_s or opened_s)

@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant(
         name="an answer counts, whichever incarnation gave it",
         file="protocol/leader.py",
-        right=" and report.incarnation == incarnations.get(node)",
+        right=" and world.find(node, report.incarnation) is not None",
         wrong="",
         sure=False,
     ),
@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         name="nobody follows a leader that is gone",
         file="protocol/leader.py",
-        right="present = view.members is None or member.node not in view.missing_since_s",
+        right="present = view.members is None or node not in view.missing_since_s",
         wrong="present = True",
     ),
     Mutant(
@@ -243,8 +243,8 @@ MUTANTS = (
     Mutant(
         name="newcomers are judged like members that have trained",
         file="protocol/failure_policy.py",
-        right="young = () if _has_trained(reports) else newcomers",
-        wrong="young: list[str] = []",
+        right="young = dict.fromkeys(() if _has_trained(reports) else newcomers)",
+        wrong="young: dict[str, None] = {}",
     ),
     Mutant(
         name="nodes with bad input are set aside though too few are left",
