@@ -20,6 +20,8 @@ from reprlib import repr as short_repr
 from typing import Any, Literal, TypeVar, Union, overload
 
 T = TypeVar("T")
+Decoder = Callable[[Any, str], Any]
+"""Makes a value from its JSON, at a place that an error names."""
 PLAIN = frozenset({str, int, float, bool, type(None)})
 """The types whose values JSON holds unchanged."""
 OMIT_DEFAULT = {"omit_default": True}
@@ -194,7 +196,8 @@ def decode(kind: type[T], value: Any, where: str = "") -> T:
     Raises:
         RecordError: The JSON describes no such record; the error names the place.
     """
-    result: T = _decode(kind, value, where or kind.__name__)
+    record: Any = kind
+    result: T = _decoder(record)(value, where or record.__name__)
     return result
 
 
@@ -284,35 +287,44 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
     )
 
 
-def _decode(kind: Any, value: Any, where: str) -> Any:
+@cache
+def _decoder(kind: Any) -> Decoder:
+    """Returns the function that makes a value of this type from its JSON."""
     if kind is Any:
-        return value
-    if type(value) is kind and kind in PLAIN and (kind is not int or _fits(value)):
-        return value
+        return _decode_any
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _decode_dataclass(kind, value, where)
+        return partial(_decode_dataclass, kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        if value not in arguments:
-            if OTHER in arguments and isinstance(value, str):
-                return OTHER
-            raise RecordError(f"{where}: {value!r} is not one of {', '.join(map(repr, arguments))}")
-        return value
+        return partial(_decode_word, arguments)
     if origin in (Union, types.UnionType):
-        return _decode_union(arguments, value, where)
-    if origin is tuple:
-        return _decode_tuple(arguments, value, where)
-    if origin is Sequence:
-        return _decode_tuple((arguments[0], ...), value, where)
+        return partial(_decode_union, arguments)
+    if origin is tuple and not (len(arguments) == 2 and arguments[1] is Ellipsis):
+        return partial(_decode_tuple, tuple(map(_decoder, arguments)))
+    if origin in (tuple, Sequence):
+        return partial(_decode_array, arguments[0])
     if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, dict):
-            raise RecordError(f"{where}: an object was expected, not {_name(value)}")
-        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+        return partial(_decode_mapping, arguments[1])
     if kind is None or kind is type(None):
-        if value is not None:
-            raise RecordError(f"{where}: null was expected, not {_name(value)}")
-        return None
-    return _decode_plain(kind, value, where)
+        return _decode_null
+    return partial(_decode_plain, kind)
+
+
+def _decode_any(value: Any, where: str) -> Any:
+    return value
+
+
+def _decode_null(value: Any, where: str) -> None:
+    if value is not None:
+        raise RecordError(f"{where}: null was expected, not {_name(value)}")
+
+
+def _decode_word(choices: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value in choices:
+        return value
+    if OTHER in choices and isinstance(value, str):
+        return OTHER
+    raise RecordError(f"{where}: {value!r} is not one of {', '.join(map(repr, choices))}")
 
 
 def _decode_plain(kind: Any, value: Any, where: str) -> Any:
@@ -331,7 +343,11 @@ def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     fields: dict[str, Any] = {}
     for name, hint, required in _fields(kind):
         if name in value:
-            fields[name] = _decode(hint, value[name], f"{where}.{name}")
+            item = value[name]
+            if type(item) is hint and hint is not int:  # most are: no place is named for it
+                fields[name] = item
+            else:
+                fields[name] = _decoder(hint)(item, f"{where}.{name}")
         elif required:
             raise RecordError(f"{where}.{name} is missing")
     try:
@@ -343,28 +359,40 @@ def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
 
 
 def _decode_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
     complaints = []
     for kind in kinds:
         try:
-            return _decode(kind, value, where)
+            return _decoder(kind)(value, where)
         except RecordError as error:
             complaints.append(str(error))
     raise RecordError(complaints[0])
 
 
-def _decode_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+def _decode_mapping(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: an object was expected, not {_name(value)}")
+    make = _decoder(kind)
+    return {key: make(item, f"{where}.{key}") for key, item in value.items()}
+
+
+def _decode_array(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, (list, tuple)):
         raise RecordError(f"{where}: an array was expected, not {_name(value)}")
-    if len(kinds) == 2 and kinds[1] is Ellipsis:
-        if kinds[0] is str and set(map(type, value)) == {str}:
-            return tuple(value)
-        return tuple(_decode(kinds[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if len(value) != len(kinds):
-        raise RecordError(f"{where}: {len(kinds)} items were expected, not {len(value)}")
-    return tuple(
-        _decode(kind, item, f"{where}[{i}]")
-        for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
-    )
+    if kind is str and set(map(type, value)) == {str}:
+        return tuple(value)
+    make = _decoder(kind)
+    return tuple(make(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+def _decode_tuple(decoders: tuple[Decoder, ...], value: Any, where: str) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise RecordError(f"{where}: an array was expected, not {_name(value)}")
+    if len(value) != len(decoders):
+        raise RecordError(f"{where}: {len(decoders)} items were expected, not {len(value)}")
+    pairs = zip(decoders, value, strict=True)
+    return tuple(make(item, f"{where}[{i}]") for i, (make, item) in enumerate(pairs))
 
 
 def _fits(value: int) -> bool:
