@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.checkpoint.storage import disk as disk_module
+from elasticzero.checkpoint.storage import new_file
 from elasticzero.checkpoint.storage.base import read_small
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.checkpoint.storage.linux import set_direct
@@ -132,7 +133,7 @@ def test_uncached_writes_bypass_the_page_cache_where_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, sizes: list[int]
 ) -> None:
     """Whole pages from a page's beginning on, until a file system says no: it may do so late."""
-    monkeypatch.setattr(disk_module, "_DIRECT_BYTES", 1 << 18)
+    monkeypatch.setattr(new_file, "_DIRECT_BYTES", 1 << 18)
     really_write, really_pwrite, direct = os.write, os.pwrite, []
 
     def write(fd: int, data: memoryview) -> int:
@@ -150,7 +151,7 @@ def test_uncached_writes_bypass_the_page_cache_where_possible(
         return really_pwrite(fd, data, at)
 
     if taken == "none":
-        monkeypatch.setattr(disk_module, "set_direct", lambda *_: False)
+        monkeypatch.setattr(new_file, "set_direct", lambda *_: False)
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "pwrite", pwrite)
     contents = [os.urandom(size) for size in sizes]
