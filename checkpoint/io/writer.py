@@ -178,7 +178,7 @@ class _Save:
     def discard(self) -> None:
         """Removes the files that this rank has written."""
         if self._rank is not None:
-            commit.discard(self._directory, self._draft, self._rank)
+            commit.discard(self._directory, self._draft, [self._rank])
 
     def _came_first(self) -> bool:
         """Returns whether another save of the step was committed before this one."""

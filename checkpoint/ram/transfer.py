@@ -8,10 +8,16 @@ from collections.abc import Callable
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES, BlockReader
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
-from elasticzero.checkpoint.format.names import SUMS_SUFFIX, snapshot_manifest_name, step_directory
+from elasticzero.checkpoint.format.names import (
+    SUMS_SUFFIX,
+    snapshot_manifest_name,
+    step_directory,
+    token_of_file,
+)
 from elasticzero.checkpoint.ram.slots import Slots
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.steps import catalog, commit
+from elasticzero.checkpoint.steps.loose_files import remove_loose
 from elasticzero.checkpoint.storage.base import Directory, Readable, Storage, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
 
@@ -60,8 +66,9 @@ def persist(
         storage = commit.prepare(directory, shard.step)
         size = len(held.data) if replacing or not commit.is_good(storage) else 0
         if size and again and not replacing:
-            for own_file in (name + SUMS_SUFFIX, name):
-                storage.remove(own_file)  # the copy is incomplete, and there may be no room for two
+            # The copy is incomplete, and there may be no room for two. Another node that holds the
+            # shard too may have tried the save again meanwhile.
+            remove_loose(storage, token_of_file(name) or "", (name, name + SUMS_SUFFIX))
         if size:
             parts = held.parts(sealed=store.sealed(shard))
             storage.write(name, parts, size=size, cached=False)

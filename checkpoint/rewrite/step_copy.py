@@ -221,9 +221,7 @@ def write_step(
             return _existing_result(storage, draft)
     except BaseException as error:
         if not (resumable and isinstance(error, KeyboardInterrupt)):
-            for rank in range(world):
-                if not commit.discard(directory, draft, rank):
-                    break  # storage that does not answer is not tried once for each rank
+            commit.discard(directory, draft, range(world))
         raise
     _remove_partials(storage, draft)
     clean_up_after_manual_save(directory, draft)

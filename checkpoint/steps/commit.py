@@ -10,7 +10,7 @@ anywhere and go on when other generations have gone on without it: rules FC in `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -249,21 +249,22 @@ def _remove_replaced(storage: Storage, replaced: bytes, token: str) -> None:
             remove_loose(storage, old.token, names)
 
 
-def discard(directory: Directory, draft: Manifest, rank: int) -> bool:
-    """Removes a rank's files of a failed save, unless a manifest names them, and an empty step
+def discard(directory: Directory, draft: Manifest, ranks: Iterable[int]) -> bool:
+    """Removes the files of ranks of a failed save, unless a manifest names them, and an empty step
     directory.
 
     Args:
         directory: The checkpoint directory.
         draft: The manifest of the failed save, without `files`.
-        rank: The rank whose files are removed.
+        ranks: The ranks whose files are removed.
 
     Returns:
         Whether that was possible.
     """
-    step, name = step_directory(draft.step), draft.file_name(rank)
+    step = step_directory(draft.step)
+    names = [draft.file_name(rank) + end for rank in ranks for end in ("", SUMS_SUFFIX)]
     with suppress(ElasticZeroError, OSError):
-        remove_loose(directory.step(step), draft.token, (name, name + SUMS_SUFFIX))
+        remove_loose(directory.step(step), draft.token, names)
         directory.remove(step)
         return True
     return False

@@ -6,13 +6,19 @@ and go on with what it knew before. So both sides look again after they have wri
 Rules:
  FC1  A save lists its files again once its manifest exists. If one is missing, the save withdraws
      the manifest, and the step is not saved.
- FC2  A process that removes the files of a save removes one checksum file first, and then looks for
-     the save's manifest. If that exists, the checksum file is written back, and all files stay.
+ FC2  A process that removes the files of a save removes checksum files first, those of a few ranks
+     at a time, and then looks for the save's manifest. If that exists, the checksum files are
+     written back, and all other files stay.
  FC3  A manifest is replaced or removed only if it still has the bytes that were read (`instead_of`
      and `holding` of a storage). A process that finds other bytes decides anew.
- FC4  A process that has removed all files of a save looks for its manifest once more, and withdraws
-     it if it names one of them: the save may have been tried again meanwhile. Another save of the
-     same token, such as that of a snapshot which one node holds whole, has other files.
+ FC4  A process that removes the files of a save notes their versions before it looks for the
+     manifest, and removes these alone (`version` of a storage): the save may be tried again
+     meanwhile, by files of the same names and bytes. A save never takes over a shard without its
+     checksum file, but writes it anew.
+ FC5  A process that has removed files of a save looks for its manifest once more, and withdraws it
+     if it names one that is missing. That is so where a storage cannot compare and remove in one
+     request, or a save that was alive has taken no notice yet (FC1). Another save of the same
+     token, such as that of a snapshot which one node holds whole, has other files.
 Invariant: a step whose manifest exists has its files, once every process has made its next request.
 A process that is killed between its manifest and the list of FC1 may leave a step without files,
 which is not good; retention of a newer generation removes that manifest.
@@ -20,7 +26,7 @@ which is not good; retention of a newer generation removes that manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES
@@ -28,6 +34,9 @@ from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX
 from elasticzero.checkpoint.steps.catalog import manifest_bytes, parse_manifest
 from elasticzero.checkpoint.storage.base import Storage, read_small
 from elasticzero.errors import CheckpointDamaged
+
+SHARDS_AT_ONCE = 64
+"""Number of shards whose checksum files are removed before the manifest is looked for."""
 
 
 def remove_loose(storage: Storage, token: str, names: Collection[str]) -> list[str]:
@@ -43,25 +52,61 @@ def remove_loose(storage: Storage, token: str, names: Collection[str]) -> list[s
     Raises:
         StorageError: A file cannot be removed.
     """
+    versions = storage.versions()
+    present = sorted(set(names) & versions.keys())
+    shards = sorted({name.removesuffix(SUMS_SUFFIX) for name in present})
+    removed: list[str] = []
+    for start in range(0, len(shards), SHARDS_AT_ONCE):
+        some = set(shards[start : start + SHARDS_AT_ONCE])
+        part = {name: versions[name] for name in present if name.removesuffix(SUMS_SUFFIX) in some}
+        if not _remove_part(storage, token, part):
+            break
+        removed += part
+    if removed:
+        _withdraw(storage, token, removed)
+    return sorted(removed)
+
+
+def _remove_part(storage: Storage, token: str, versions: Mapping[str, str]) -> bool:
+    """Removes files of a save; False if the save has been committed: then all of them stay.
+
+    Args:
+        storage: The step's files.
+        token: Token of the save.
+        versions: The version of each file, by name.
+    """
     if _may_be_committed(storage, token):
-        return []
-    sums = min((name for name in names if name.endswith(SUMS_SUFFIX)), default=None)
-    data = None
-    if sums is not None:
-        with suppress(FileNotFoundError):
-            data = read_small(storage, sums, SUMS_LIMIT_BYTES)
-        storage.remove(sums)
+        return False
+    contents: dict[str, bytes] = {}
+    for name in versions:
+        if name.endswith(SUMS_SUFFIX):
+            with suppress(FileNotFoundError):
+                contents[name] = read_small(storage, name, SUMS_LIMIT_BYTES)
+            storage.remove(name, version=versions[name])
     if _may_be_committed(storage, token):
-        if sums is not None and data is not None:
-            storage.write(sums, [data], size=len(data))
-        return []
-    for name in sorted(names, reverse=True):  # the checksum file of each shard before the shard
-        if name != sums:
-            storage.remove(name)
+        for name, data in contents.items():
+            storage.create_exclusive(name, data)
+        return False
+    for name in versions:
+        if name not in contents:
+            storage.remove(name, version=versions[name])
+    return True
+
+
+def _withdraw(storage: Storage, token: str, removed: Collection[str]) -> None:
+    """Withdraws the manifest of a save if it names a file that was removed and is missing.
+
+    Args:
+        storage: The step's files.
+        token: Token of the save.
+        removed: Names of the files.
+    """
     manifest = manifest_bytes(storage)
-    if manifest is not None and _names_any(storage, manifest, token, set(names)):
+    if manifest is None:
+        return
+    named = _named_files(storage, manifest, token) & set(removed)
+    if named and not named <= set(storage.names()):
         storage.remove(MANIFEST_NAME, holding=manifest)
-    return sorted(names)
 
 
 def _may_be_committed(storage: Storage, token: str) -> bool:
@@ -70,21 +115,22 @@ def _may_be_committed(storage: Storage, token: str) -> bool:
     return manifest is not None and _token(storage, manifest) in (token, None)
 
 
-def _names_any(storage: Storage, manifest: bytes, token: str, names: Collection[str]) -> bool:
-    """Returns whether a manifest is of a save, and names one of these files.
+def _named_files(storage: Storage, manifest: bytes, token: str) -> set[str]:
+    """Returns the names of shards and checksum files in a manifest; none if it is of another save,
+    or cannot be read.
 
     Args:
         storage: The step's files.
         manifest: Contents of the manifest.
         token: Token of the save.
-        names: Names of shard and checksum files.
     """
     try:
         parsed = parse_manifest(storage, manifest)
     except CheckpointDamaged:
-        return False
-    files = [name for file in parsed.files for name in (file.name, file.name + SUMS_SUFFIX)]
-    return parsed.token == token and any(name in names for name in files)
+        return set()
+    if parsed.token != token:
+        return set()
+    return {name for file in parsed.files for name in (file.name, file.name + SUMS_SUFFIX)}
 
 
 def _token(storage: Storage, manifest: bytes) -> str | None:

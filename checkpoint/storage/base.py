@@ -74,8 +74,21 @@ class Storage(Readable, Protocol):
         """Returns the names of all files, sorted; none if the step does not exist."""
         ...
 
-    def remove(self, name: str, *, holding: bytes | None = None) -> None:
-        """Removes the file if it exists and, where `holding` is given, has exactly these bytes."""
+    def versions(self) -> dict[str, str]:
+        """Returns by name what tells each file from any other that had its name before, or has it
+        later: a file that is written again has another version, even with the same bytes."""
+        ...
+
+    def remove(
+        self, name: str, *, holding: bytes | None = None, version: str | None = None
+    ) -> None:
+        """Removes the file if it exists and is the expected one.
+
+        Args:
+            name: The file's name.
+            holding: The bytes that it must have; None: it may have any.
+            version: The version that it must have; None: it may have any.
+        """
         ...
 
 

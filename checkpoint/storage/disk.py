@@ -7,7 +7,7 @@ import os
 import random
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -140,21 +140,40 @@ class DiskStorage:
             except FileNotFoundError:
                 return []
 
-    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+    def versions(self) -> dict[str, str]:
+        with self._as_storage_error("look at", "its files"):
+            versions = [(name, _version(self.path / name)) for name in self.names()]
+        return {name: version for name, version in versions if version}
+
+    def remove(
+        self, name: str, *, holding: bytes | None = None, version: str | None = None
+    ) -> None:
         """Removes the file as the protocol says.
 
-        One that must have certain bytes is renamed first and looked at under the new name: no other
-        writer can change it then.
+        One that must have certain bytes, or be of a certain version, is renamed first and looked at
+        under the new name: no other writer can change it then.
+
+        Args:
+            name: The file's name.
+            holding: The bytes that it must have; None: it may have any.
+            version: The version that it must have; None: it may have any.
         """
+
+        def is_expected(path: Path) -> bool:
+            same = version is None or _version(path) == version
+            return same and (holding is None or read_regular(path) == holding)
+
         if holding is not None and not holds(self, name, holding):
             return
         with self._as_storage_error("remove", name), suppress(FileNotFoundError):
             self._check_no_link()
-            if holding is None:
+            if holding is None and version is None:
                 self._unlink(name)
                 return
+            if version is not None and _version(self.path / name) != version:
+                return
             aside = self.path / partial_name(name)
-            if _take_away(self.path / name, aside, holding):
+            if _take_away(self.path / name, aside, is_expected):
                 self._unlink(aside.name)
 
     def _unlink(self, name: str) -> None:
@@ -368,7 +387,7 @@ def _replace_taken_away(staged: Path, target: Path, expected: bytes) -> bool:
         expected: Bytes of the file that has this name now.
     """
     aside = target.with_name(partial_name(target.name))
-    if not _take_away(target, aside, expected):
+    if not _take_away(target, aside, lambda path: read_regular(path) == expected):
         return False
     try:
         created = _name_new(staged, target)
@@ -382,14 +401,14 @@ def _replace_taken_away(staged: Path, target: Path, expected: bytes) -> bool:
     return created
 
 
-def _take_away(target: Path, aside: Path, expected: bytes) -> bool:
-    """Renames a file that has the expected bytes; one with others has its name again, and the
-    result is False.
+def _take_away(target: Path, aside: Path, is_expected: Callable[[Path], bool]) -> bool:
+    """Renames a file that is the expected one; another one has its name again, and the result is
+    False.
 
     Args:
         target: The file.
         aside: Its new name, which no other writer uses.
-        expected: Bytes that it must have.
+        is_expected: Returns whether the file, by its new name, is the expected one.
     """
     try:
         os.rename(target, aside)
@@ -397,7 +416,7 @@ def _take_away(target: Path, aside: Path, expected: bytes) -> bool:
         return False
     taken = False
     try:
-        taken = read_regular(aside) == expected
+        taken = is_expected(aside)
     finally:
         if not taken:
             _name_new(aside, target)  # False: a still newer file has the name by now
@@ -412,6 +431,15 @@ def _check_no_link(path: Path) -> None:
             f"{path} is a link to another directory: files are read there, and none is written or "
             "removed; put a directory in its place"
         )
+
+
+def _version(path: Path) -> str:
+    """Returns what tells a file from others that have, or had, its name; "" if it is gone."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return ""
+    return f"{status.st_ino} {status.st_mtime_ns}"
 
 
 def _times(path: Path) -> dict[str, float] | None:

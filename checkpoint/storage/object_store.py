@@ -213,52 +213,79 @@ class ObjectStorage:
             expected: The bytes that it must have.
         """
         remote, path = self._remote, self._path(name)
-        with self._as_storage_error("replace", name, or_missing=True), self._compared(name) as tag:
+        with self._as_storage_error("replace", name, or_missing=True), self._compared(name) as info:
             if not holds(self, name, expected):
                 pass
-            elif tag:
+            elif tag := _tag(info):
                 multipart.put_matching(remote.fs, path, data, tag, remote.retry)
             else:
                 self.write(name, [data], size=len(data))
         return holds(self, name, data)
 
     @contextmanager
-    def _compared(self, name: str) -> Iterator[str]:
-        """Yields the S3 tag of a file, by which a request holds only for the bytes that it has now;
-        "" in other stores, or if the file is gone.
+    def _compared(self, name: str) -> Iterator[Mapping[str, Any]]:
+        """Yields what S3 says of a file now, by whose tag a request holds only for these bytes;
+        nothing in other stores, or if the file is gone.
 
         Nothing else compares and changes a file in `memory://` meanwhile.
         """
         if self._remote.speaks(frozenset({"memory"})):
             with _memory_lock:
-                yield ""
+                yield {}
             return
-        tag = ""
+        info: Mapping[str, Any] = {}
         if self._remote.speaks(_S3):
             with suppress(FileNotFoundError):
-                tag = str(self._remote.call("info", self._path(name), refresh=True)["ETag"])
-        yield tag
+                info = self._remote.call("info", self._path(name), refresh=True)
+        yield info
 
     def names(self) -> list[str]:
         with self._as_storage_error("list", "its files"):
             return _listed(self._remote, self._root, ("file",))
 
-    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+    def versions(self) -> dict[str, str]:
+        with self._as_storage_error("list", "its files"):
+            entries = _entries(self._remote, self._root, ("file",))
+            return {name: self._version(entry) for name, entry in entries.items()}
+
+    def _version(self, entry: Mapping[str, Any]) -> str:
+        """Returns what tells a file from others of its name: the time of its last write, and on S3
+        its tag. Servers of S3 state the time of one file by the second, and list it otherwise. A
+        store that states neither has "", and any file is then the expected one."""
+        written_s = _written_s(entry)
+        if self._remote.speaks(_S3):
+            tag = _tag(entry).strip('"')
+            return f"{tag} {int(written_s)}"
+        return repr(written_s) if written_s else ""
+
+    def remove(
+        self, name: str, *, holding: bytes | None = None, version: str | None = None
+    ) -> None:
         """Removes the file as the protocol says.
 
-        One that must have certain bytes is compared first. S3 then removes it by `If-Match`;
-        elsewhere another writer may replace it between the comparison and the removal.
+        One that must have certain bytes, or be of a certain version, is compared first. S3 then
+        removes it by `If-Match`; elsewhere another writer may replace it between the comparison and
+        the removal, and on S3 one that writes the same bytes.
+
+        Args:
+            name: The file's name.
+            holding: The bytes that it must have; None: it may have any.
+            version: The version that it must have; None: it may have any.
         """
         remote, path = self._remote, self._path(name)
         with self._as_storage_error("remove", name), suppress(FileNotFoundError):
-            if holding is None:
+            if holding is None and version is None:
                 remote.call("rm_file", path)
                 return
-            with self._compared(name) as tag:
-                if not holds(self, name, holding):
+            with self._compared(name) as info:
+                if version is not None:
+                    info = info or remote.call("info", path)
+                    if self._version(info) not in (version, "") and version:
+                        return
+                if holding is not None and not holds(self, name, holding):
                     return
-                if tag:
-                    multipart.remove_matching(remote.fs, path, tag, remote.retry)
+                if remote.speaks(_S3) and _tag(info):
+                    multipart.remove_matching(remote.fs, path, _tag(info), remote.retry)
                 else:
                     remote.call("rm_file", path)
 
@@ -407,12 +434,33 @@ def _options(scheme: str, configured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(remote: Remote, root: str, kinds: Iterable[str]) -> list[str]:
+    return sorted(_entries(remote, root, kinds))
+
+
+def _entries(remote: Remote, root: str, kinds: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """Returns what a store says of each entry of a directory, by name; nothing if it does not
+    exist.
+
+    Args:
+        remote: The file system.
+        root: Path of the directory in it.
+        kinds: Kinds of entries that are returned.
+    """
     try:
         entries = remote.call("ls", root, detail=True, refresh=True)
     except FileNotFoundError:
-        return []
-    paths = (str(entry["name"]).rstrip("/") for entry in entries if entry["type"] in kinds)
-    return sorted(path.rsplit("/", 1)[-1] for path in paths if path.strip("/") != root.strip("/"))
+        return {}
+    paths = {str(entry["name"]).rstrip("/"): entry for entry in entries if entry["type"] in kinds}
+    return {
+        path.rsplit("/", 1)[-1]: entry
+        for path, entry in paths.items()
+        if path.strip("/") != root.strip("/")
+    }
+
+
+def _tag(info: Mapping[str, Any]) -> str:
+    """Returns the tag (ETag) that S3 states of a file; "" if it states none."""
+    return str(info.get("ETag", ""))
 
 
 def _written_s(entry: Mapping[str, Any]) -> float:

@@ -45,8 +45,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      only once MAX_ERRORS of its turns have failed, and once its workers have stopped.
  R22 A committed step has all of its files, once every process that saves or removes has made its
      next request. Retention removes its shards after its manifest, and a good one only if as many
-     newer ones are good as are to be kept. A process that removes what it has written of a failed
-     save may take a later try of the same save with it (FC4 in `loose_files`).
+     newer ones are good as are to be kept. A process that removes the files of a failed save takes
+     none of a later try of the same save (FC4 in `loose_files`).
  R23 Of several agents of one name one is registered. Another one takes its place only once its
      registration is gone, and ends if that is not so in time.
 """

@@ -165,6 +165,26 @@ def test_a_file_is_replaced_and_removed_only_as_it_was_read(storage: Storage) ->
     assert storage.names() == []
 
 
+def test_a_file_that_was_written_again_is_another_version(storage: Storage) -> None:
+    storage.write("file", [b"old"])
+    storage.write("other", [b"old"])
+    before = storage.versions()
+    assert before.keys() == {"file", "other"}
+    assert storage.versions() == before
+    storage.write("file", [b"new"])
+    after = storage.versions()
+    assert after["file"] != before["file"] and after["other"] == before["other"]
+    storage.remove("file", version=before["file"])
+    assert read_small(storage, "file", 99) == b"new"
+    storage.remove("file", version=after["file"], holding=b"old")
+    assert storage.versions() == after
+    storage.remove("file", version=after["file"], holding=b"new")
+    storage.remove("other", version=before["other"])
+    storage.remove("other", version=before["other"])
+    assert storage.names() == []
+    assert storage.versions() == {}
+
+
 def test_of_many_that_replace_at_once_one_does(
     directory: Directory, request: pytest.FixtureRequest
 ) -> None:

@@ -401,8 +401,15 @@ MUTANTS = (
     Mutant(
         name="files of a save are removed without a look for its manifest",
         file="../checkpoint/steps/loose_files.py",
-        right="    if _may_be_committed(storage, token):\n        if sums",
-        wrong="    if False:\n        if sums",
+        right="    if _may_be_committed(storage, token):\n        for name, data",
+        wrong="    if False:\n        for name, data",
+    ),
+    Mutant(
+        name="files of a save are removed though it was tried again meanwhile",
+        file="../checkpoint/steps/loose_files.py",
+        right="            storage.remove(name, version=versions[name])\n    return True",
+        wrong="            storage.remove(name)\n    return True",
+        sure=False,
     ),
     Mutant(
         name="retention keeps one step too few",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import greenlet
 
@@ -40,9 +40,18 @@ CLOCK_RATE = 20.0
 PARTS_S = 20.0
 """A committer waits so long for the parts of other nodes."""
 LOOK_AGAIN_S = 0.2
-Files = dict[str, dict[str, tuple[bytes, float]]]
-"""By step's directory and name: contents, and when they were written."""
 T = TypeVar("T")
+
+
+class StoredFile(NamedTuple):
+    data: bytes
+    at_s: float
+    """When it was written, by the storage's clock."""
+    version: str
+
+
+Files = dict[str, dict[str, StoredFile]]
+"""By step's directory and name."""
 
 
 def draft_of(part: Part) -> Manifest:
@@ -74,6 +83,8 @@ class PhasedStorage(Storage):
         super().__init__(timeline, possible=True)
         self.random = random
         self.files: Files = {}
+        self.written = 0
+        """Number of times that a file was written."""
         self.keep = RetentionPolicy(last=keep)
         self._require = require
         self._queues: dict[Agent, list[Part]] = {}
@@ -154,9 +165,7 @@ class PhasedStorage(Storage):
                 ),
             )
         except ElasticZeroError:
-            access.discards = True
-            for rank in part.ranks:
-                commit.discard(directory, draft, rank)
+            commit.discard(directory, draft, part.ranks)
             raise
         part.over(True)
         if saved:
@@ -192,7 +201,7 @@ class PhasedStorage(Storage):
         self.steps[step] = Checkpoint(generation, self.timeline.now_s)
         self.committed(generation, step)
 
-    def removes(self, name: str, file: str, access: Access) -> None:
+    def removes(self, name: str, file: str) -> None:
         """R22: of a file that is about to be removed."""
         step, keep = step_of(name), self.keep.last
         assert step is not None
@@ -205,12 +214,8 @@ class PhasedStorage(Storage):
             self._well.discard(name)
             self.gone[step] = self.steps.pop(step)
             self.gone[step].damaged_s = self.timeline.now_s
-        elif file.endswith(SUMS_SUFFIX):
-            access.looked_s = self.timeline.now_s
-        elif name in self._well and access.discards and self.steps[step].at_s > access.looked_s:
-            self._well.discard(name)  # another node has tried the save again since (FC4)
-        elif name in self._well:
-            entries = json.loads(self.files[name][MANIFEST_NAME][0])["files"]
+        elif name in self._well and not file.endswith(SUMS_SUFFIX):
+            entries = json.loads(self.files[name][MANIFEST_NAME].data)["files"]
             named = any(entry["name"] == file for entry in entries)
             self._require(not named, "R22", f"{file} of step {step} is removed, which is committed")
 
@@ -221,18 +226,18 @@ class PhasedStorage(Storage):
         if self.steps and not hidden:
             files = self.files[step_directory(max(self.steps))]
             shard = next(name for name in sorted(files) if name.startswith("rank-"))
-            files[shard] = (files[shard][0][:-1], files[shard][1])
+            files[shard] = files[shard]._replace(data=files[shard].data[:-1])
 
     def _fault(self, name: str) -> str | None:
         """Why a step is not good; None: it is."""
         files = self.files[name]
         if MANIFEST_NAME not in files:
             return "no manifest"
-        for entry in json.loads(files[MANIFEST_NAME][0])["files"]:
+        for entry in json.loads(files[MANIFEST_NAME].data)["files"]:
             shard, size = entry["name"], entry["bytes"]
             if shard not in files or f"{shard}{SUMS_SUFFIX}" not in files:
                 return f"{shard} is missing"
-            if len(files[shard][0]) != size:
+            if len(files[shard].data) != size:
                 return f"{shard} is cut short"
         return None
 
@@ -254,10 +259,6 @@ class Access:
         self._agent = part.agent
         self._share = min(1.0, FEW_RANKS / part.name[2])
         """Of many ranks one would be late, or fail, in nearly each save."""
-        self.discards = False
-        """It removes what it has written of a save that has failed."""
-        self.looked_s = 0.0
-        """When it removed checksums, and so looked for the manifest (FC2 of `loose_files`)."""
         self.place = ""
         """The directory that it was last about to change."""
 
@@ -297,7 +298,8 @@ class PhasedDirectory:
     def files(self) -> dict[str, dict[str, float]]:
         files = self._storage.files
         return self._access.phase(
-            "", lambda: {step: {n: at for n, (_, at) in of.items()} for step, of in files.items()}
+            "",
+            lambda: {step: {n: file.at_s for n, file in of.items()} for step, of in files.items()},
         )
 
     def step(self, name: str) -> PhasedStep:
@@ -329,13 +331,13 @@ class PhasedStep:
         self._name = name
 
     @property
-    def _files(self) -> dict[str, tuple[bytes, float]]:
+    def _files(self) -> dict[str, StoredFile]:
         return self._storage.files.get(self._name, {})
 
     def _read(self, name: str) -> bytes:
         if name not in self._files:
             raise FileNotFoundError(f"{self.where}/{name}")
-        return self._files[name][0]
+        return self._files[name].data
 
     def size(self, name: str) -> int:
         return len(self._read(name))
@@ -359,7 +361,7 @@ class PhasedStep:
 
     def create_exclusive(self, name: str, data: bytes, *, instead_of: bytes | None = None) -> bool:
         def create() -> bool:
-            present = self._files[name][0] if name in self._files else None
+            present = self._files[name].data if name in self._files else None
             if present not in (data, instead_of):
                 return False
             if present != data:
@@ -368,18 +370,29 @@ class PhasedStep:
 
         return self._access.phase(self._name, create, critical=True)
 
-    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+    def versions(self) -> dict[str, str]:
+        return self._access.phase(
+            self._name, lambda: {name: file.version for name, file in self._files.items()}
+        )
+
+    def remove(
+        self, name: str, *, holding: bytes | None = None, version: str | None = None
+    ) -> None:
         def remove() -> None:
             present = self._files.get(name)
-            if present is None or holding not in (None, present[0]):
+            if present is None or holding not in (None, present.data):
                 return
-            self._storage.removes(self._name, name, self._access)
+            if version not in (None, present.version):
+                return
+            self._storage.removes(self._name, name)
             del self._files[name]
 
         self._access.phase(self._name, remove, critical=True)
 
     def _put(self, name: str, data: bytes) -> None:
-        files = self._storage.files.setdefault(self._name, {})
-        files[name] = (data, CLOCK_RATE * self._storage.timeline.now_s)
+        storage = self._storage
+        storage.written += 1
+        files = storage.files.setdefault(self._name, {})
+        files[name] = StoredFile(data, CLOCK_RATE * storage.timeline.now_s, str(storage.written))
         if name == MANIFEST_NAME:
             self._storage.placed(self._name, data)

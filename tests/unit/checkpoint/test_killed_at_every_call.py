@@ -163,8 +163,7 @@ class Node:
             write_ranks(storage, manifest, elements(LAYOUT.tensors, seed=manifest.generation))
             return commit.commit(storage, manifest, wait_s=0.0, replacing=replacing)
         except ElasticZeroError:
-            for rank in range(LAYOUT.world_size):
-                commit.discard(self.directory, manifest, rank)
+            commit.discard(self.directory, manifest, range(LAYOUT.world_size))
             raise
 
     def _capture(self, manifest: Manifest, needed: set[State]) -> None:

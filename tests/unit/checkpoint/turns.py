@@ -107,9 +107,15 @@ class TurnStorage:
         with self._turns.request(self._process):
             return self._storage.names()
 
-    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+    def versions(self) -> dict[str, str]:
         with self._turns.request(self._process):
-            self._storage.remove(name, holding=holding)
+            return self._storage.versions()
+
+    def remove(
+        self, name: str, *, holding: bytes | None = None, version: str | None = None
+    ) -> None:
+        with self._turns.request(self._process):
+            self._storage.remove(name, holding=holding, version=version)
 
 
 class TurnDirectory:

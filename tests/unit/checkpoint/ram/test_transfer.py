@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
-from elasticzero.checkpoint.format.names import step_directory
+from elasticzero.checkpoint.format.names import SUMS_SUFFIX, step_directory
 from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.staging import SharedMemoryStager
@@ -18,6 +18,7 @@ from elasticzero.checkpoint.ram.transfer import persist
 from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.storage.base import Bytes
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.errors import StorageError
 from elasticzero.spans import Span
 from tests.unit.checkpoint.cases import draft_of
 
@@ -79,6 +80,62 @@ def test_captures_go_on_while_a_shard_is_being_copied(tmp_path: Path, generation
     assert held.step == next(later) - 1 and not memory.has(shard)
     snapshot = memory.open(held.generation, held.step)
     assert read(open_snapshot({0: [snapshot]}, held.generation, held.step)) == held.step
+
+
+class Full(DiskDirectory):
+    """A directory that has no room, and in which something else happens before a removal."""
+
+    def __init__(self, path: Path, before: Callable[[], object]) -> None:
+        super().__init__(path)
+        self._before = [before]
+
+    def make(self, name: str) -> DiskStorage:
+        left = self._before
+
+        class Storage(DiskStorage):
+            def remove(
+                self, name: str, *, holding: bytes | None = None, version: str | None = None
+            ) -> None:
+                if left:
+                    left.pop()()
+                super().remove(name, holding=holding, version=version)
+
+            def write(
+                self,
+                name: str,
+                chunks: Iterable[Bytes],
+                *,
+                size: int | None = None,
+                cached: bool = True,
+            ) -> None:
+                raise StorageError("no space left on device")
+
+        return Storage(super().make(name).path)
+
+
+def test_a_part_that_is_begun_anew_takes_none_of_another_nodes(tmp_path: Path) -> None:
+    """Two nodes hold the shard. One stands still where it makes room for its part, the other one
+    saves the step meanwhile, which then lost its shard."""
+    memory = SnapshotStore(tmp_path / "memory")
+    draft = draft_of(LAYOUT, generation=1, token="g1", step=5)
+    SharedMemoryStager(memory.root, 0).write(
+        draft, 0, [TensorPiece("a", torch.full((NUMEL,), 5.0))], set()
+    )
+    shard = ShardName(1, 5, 0, 1)
+    memory.seal(shard)
+    seal = memory.read_seal(shard)
+    place = DiskDirectory(tmp_path / "checkpoints")
+    storage = place.step(step_directory(5))
+
+    def save() -> None:
+        persist(memory, shard, place, lambda: seal, again=True)
+        assert commit.commit(storage, draft, wait_s=0.0)
+
+    persist(memory, shard, place, lambda: seal)
+    storage.remove(draft.file_name(0) + SUMS_SUFFIX)
+    with pytest.raises(StorageError, match="no space"):
+        persist(memory, shard, Full(place.path, save), lambda: seal, again=True)
+    assert read(open_step(storage)) == 5.0
 
 
 def read(checkpoint: Checkpoint) -> float:

@@ -159,14 +159,13 @@ def watched(path: Path) -> Iterator[list[str]]:
 
 def test_a_failed_save_is_discarded_unless_its_manifest_stands(tmp_path: Path) -> None:
     storage = shards(tmp_path, 2, "failed")
-    for rank in (0, 1):
-        commit.discard(DiskDirectory(tmp_path), draft_of(LAYOUT, step=2, token="failed"), rank)
+    directory = DiskDirectory(tmp_path)
+    commit.discard(directory, draft_of(LAYOUT, step=2, token="failed"), (0, 1))
     assert not storage.path.exists()
     good = write(tmp_path, 3)
     shards(tmp_path, 3, "failed")
     for token in ("failed", "token"):
-        for rank in (0, 1):
-            commit.discard(DiskDirectory(tmp_path), draft_of(LAYOUT, step=3, token=token), rank)
+        commit.discard(directory, draft_of(LAYOUT, step=3, token=token), (0, 1))
     assert commit.is_good(good) and not [name for name in good.names() if "failed" in name]
 
 

@@ -24,7 +24,7 @@ from elasticzero.checkpoint.steps.retention import (
 )
 from elasticzero.checkpoint.storage import disk as disk_module
 from elasticzero.checkpoint.storage.base import Directory, Storage
-from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, StorageError
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
@@ -181,16 +181,25 @@ def prepare_kept(directory: Directory) -> None:
     shards(directory, 80, NEW)
 
 
+def prepare_failed(directory: Directory) -> None:
+    whole_save(directory, 80, OLD, ALL)
+    shards(directory, 100, OLD)
+
+
 def discard(directory: Directory) -> None:
+    """As two ranks do, each its own."""
     for rank in (0, 1):
-        commit.discard(directory, draft(100, OLD), rank)
+        commit.discard(directory, draft(100, OLD), [rank])
+
+
+def remove_leftovers_of_100(directory: Directory) -> None:
+    storage = directory.step(step_directory(100))
+    remove_loose(storage, OLD, [name for name in storage.names() if OLD in name])
 
 
 def retention_of_90(directory: Directory) -> None:
     """As if all its leftovers were old enough."""
-    storage = directory.step(step_directory(100))
-    names = [name for name in storage.names() if OLD in name]
-    remove_loose(storage, OLD, names)
+    remove_leftovers_of_100(directory)
     apply_retention(directory, draft(90, NEW), LAST)
 
 
@@ -245,6 +254,18 @@ CASES = {
         lambda d: (whole_save(d, 110, NEW, LAST), apply_retention(d, draft(100, OLD), LAST)),
     ),
     "discarded by one of two": Case(prepare_two, discard, lambda d: save(d, 100, OLD, ALL)),
+    "discarded, and saved again": Case(
+        prepare_failed,
+        discard,
+        lambda d: whole_save(d, 100, OLD, ALL),
+        stays=(100, OLD),
+    ),
+    "leftovers removed, and saved again": Case(
+        prepare_failed,
+        remove_leftovers_of_100,
+        lambda d: whole_save(d, 100, OLD, ALL),
+        stays=(100, OLD),
+    ),
     "room made": Case(
         prepare_two,
         lambda d: save(d, 100, OLD, ALL),
@@ -461,73 +482,6 @@ def test_the_files_of_a_committed_save_are_not_loose(kind: str, place: Path) -> 
     names = [name for name in before if OLD in name]
     assert remove_loose(storage, OLD, names) == []
     assert storage.names() == before
-
-
-class Meanwhile(DiskStorage):
-    """Something else happens just after a file was removed."""
-
-    def __init__(self, storage: DiskStorage, name: str, happens: Callable[[], object]) -> None:
-        super().__init__(storage.path, durable=False)
-        self._name = name
-        self._happens = happens
-
-    def remove(self, name: str, *, holding: bytes | None = None) -> None:
-        super().remove(name, holding=holding)
-        if name == self._name:
-            self._happens()
-
-
-def test_a_save_that_is_committed_during_the_removal_stays(place: Path) -> None:
-    """Its committer lists its files before the first one goes, and is told that all is well."""
-    directory = DiskDirectory(place)
-    storage = shards(directory, 100, OLD)
-    assert isinstance(storage, DiskStorage)
-    sums = draft(100, OLD).file_name(0) + ".sums"
-    data = (storage.path / sums).read_bytes()
-
-    def commit_before() -> None:
-        storage.write(sums, [data])
-        assert commit.commit(storage, draft(100, OLD), wait_s=0.0)
-        storage.remove(sums)
-
-    names = [name for name in storage.names() if OLD in name]
-    assert remove_loose(Meanwhile(storage, sums, commit_before), OLD, names) == []
-    assert state(directory) == {100: (OLD, None)}
-
-
-def test_a_save_that_is_tried_again_during_the_removal_is_withdrawn(place: Path) -> None:
-    """What it wrote again goes with the rest, and a step without files does not stay."""
-    directory = DiskDirectory(place)
-    storage = shards(directory, 100, OLD)
-    shard = draft(100, OLD).file_name(1)
-
-    def try_again() -> None:
-        shards(directory, 100, OLD)
-        assert commit.commit(storage, draft(100, OLD), wait_s=0.0)
-
-    assert isinstance(storage, DiskStorage)
-    names = [name for name in storage.names() if OLD in name]
-    remove_loose(Meanwhile(storage, f"{shard}.sums", try_again), OLD, names)
-    assert state(directory) == {}
-
-
-def test_another_save_of_the_token_outlives_the_removal(place: Path) -> None:
-    """A node that holds the snapshot whole saves it in a file of its own, while the part of a save
-    that has failed is removed. The last good step was withdrawn, though nothing of it was gone."""
-    directory = DiskDirectory(place)
-    storage = shards(directory, 100, OLD)
-    layout = simple_layout(world_size=1, numel=100)
-    whole = replace(draft_of(layout, step=100, token=OLD), generation=5)
-
-    def save_whole() -> None:
-        write_ranks(storage, whole, CONTENTS)
-        assert commit.commit(storage, whole, wait_s=0.0)
-
-    assert isinstance(storage, DiskStorage)
-    names = [name for name in storage.names() if OLD in name]
-    remove_loose(Meanwhile(storage, draft(100, OLD).file_name(1), save_whole), OLD, names)
-    assert state(directory) == {100: (OLD, None)}
-    assert not set(names) & set(storage.names())
 
 
 @each_kind

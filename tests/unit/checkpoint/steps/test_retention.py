@@ -308,10 +308,12 @@ def test_a_manifest_that_does_not_parse_is_left_for_a_person(tmp_path: Path) -> 
 class Stuck(DiskStorage):
     """A file system that does not remove one file."""
 
-    def remove(self, name: str, *, holding: bytes | None = None) -> None:
+    def remove(
+        self, name: str, *, holding: bytes | None = None, version: str | None = None
+    ) -> None:
         if (self.path.name, name) == (step_directory(2), draft(2).file_name(0)):
             raise StorageError(f"cannot remove {name}: Read-only file system")
-        super().remove(name, holding=holding)
+        super().remove(name, holding=holding, version=version)
 
 
 class StuckDirectory(DiskDirectory):
@@ -406,6 +408,5 @@ def test_nothing_is_written_into_a_step_that_is_a_link(runs: tuple[Path, Path]) 
     for use in uses:
         with pytest.raises(StorageError, match="is a link to another directory"):
             use()
-    for rank in (0, 1):
-        commit.discard(place, draft(2, 9), rank)
+    commit.discard(place, draft(2, 9), (0, 1))
     assert tree(other) == before
