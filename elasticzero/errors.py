@@ -22,8 +22,9 @@ class ExitCode(IntEnum):
     FAILED = 70
     """The job failed and must not be retried."""
     DEFECT = 71
-    """This agent's loop failed again and again, by a defect or by trouble of its machine. The job
-    goes on without the node, which may come back."""
+    """This agent cannot go on, and the job goes on without its node, which may come back: its loop
+    failed again and again, by a defect or by trouble of its machine, or it met a mistake of this
+    node, such as another token than the job's, after it was registered."""
     LEFT = 75
     """This node left (drained, evicted); it may come back."""
     SUPERSEDED = 76

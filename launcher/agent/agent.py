@@ -387,7 +387,8 @@ class Agent:
             now_s: Present time, on the monotonic clock.
 
         Raises:
-            UserError: A node of the world is not in the private network.
+            UserError: A node of the world is not in the private network. The caller ends this agent
+                by it, and not the job.
         """
         options = self.options
         token = self._agreed.secret

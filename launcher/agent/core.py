@@ -30,9 +30,11 @@ Rules of the loop:
     with its state handed over. Once MAX_ERRORS turns have failed, the loop cannot be trusted to do
     that: the workers are stopped by their own protocol, and the agent exits with a code that says
     that it has failed, and not the job.
-    An error that names what the user or the operator must do stops them and ends the agent at once.
-    An error of the operating system, such as too many open files, may pass: the turn is repeated,
-    and counts as failed only once no turn has been whole for MACHINE_TROUBLE_S.
+    An error that names what the user must do (another token than the job's, a node outside of the
+    private network) does so at once, with the same code: it is a mistake of this node, as far as
+    the node can know, and the job goes on without it. An error of the operating system, such as too
+    many open files, may pass: the turn is repeated, and counts as failed only once no turn has been
+    whole for MACHINE_TROUBLE_S.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ from elasticzero.errors import (
     RetryError,
     RunEnded,
     StoreUnavailable,
+    UserError,
+    one_line,
 )
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter, needs_fresh_view
@@ -290,11 +294,7 @@ class AgentCore:
         return self._saved_held
 
     def turn(self) -> tuple[View, Decision] | None:
-        """Does one cycle; returns None if an error has cut it short (rule 9).
-
-        Raises:
-            ElasticZeroError: The error says what the user or the operator must do.
-        """
+        """Does one cycle; returns None if an error has cut it short (rule 9)."""
         seen = None
         try:
             seen = self.cycle()
@@ -302,9 +302,8 @@ class AgentCore:
             self._store_failed(error)
         except RunEnded as error:
             self._end_run(error)
-        except ElasticZeroError:
-            self._node.stop_workers("the agent of this node ends")
-            raise
+        except UserError as error:
+            self._fail("the agent of this node ends", one_line(error))
         except Exception as error:  # noqa: BLE001 - the top of the loop
             self._turn_failed(error)
             return None
@@ -314,7 +313,8 @@ class AgentCore:
     def _turn_failed(self, error: Exception) -> None:
         now_s = self._clock()
         self._backoff_until_s = now_s + BACKOFF_S
-        if isinstance(error, OSError) and now_s - self.whole_s < MACHINE_TROUBLE_S:
+        of_machine = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
+        if of_machine and now_s - self.whole_s < MACHINE_TROUBLE_S:
             self._listener.turn_failed(error, 0)
             return
         self._errors += 1
@@ -323,12 +323,22 @@ class AgentCore:
         if self._errors == 1:
             self.leave(f"an unexpected error in the agent's loop ({name})")
         if self._errors >= MAX_ERRORS:
-            self.exit_code = ExitCode.DEFECT
-            self._node.stop_workers(f"the agent of this node fails ({name})")
-            self._listener.exits(
-                f"the agent ends: its loop has failed {self._errors} times, and its workers are "
-                "stopped; its log above has the errors, which are worth a report"
+            self._fail(
+                f"the agent of this node fails ({name})",
+                f"its loop has failed {self._errors} times, and its workers are stopped; its log "
+                "above has the errors, which are worth a report",
             )
+
+    def _fail(self, stopping: str, reason: str) -> None:
+        """Ends this agent, and not the job.
+
+        Args:
+            stopping: What the workers are told.
+            reason: Why it ends.
+        """
+        self.exit_code = ExitCode.DEFECT
+        self._node.stop_workers(stopping)
+        self._listener.exits(f"this agent ends, and not the job: {reason}")
 
     def _store_failed(self, error: ElasticZeroError) -> None:
         self._listener.store_failed(error)

@@ -127,7 +127,7 @@ def test_no_group_is_formed_with_a_node_outside(
             finally:
                 nodes["b"].kill()
                 nodes["b"].communicate()
-            assert nodes["a"].returncode == 64, told
+            assert nodes["a"].returncode == 71, told
             assert f"node b of this job is at {public['b']}, which is not in it" in told
             starts = [e for e in events_in(tmp_path / job) if e["event"] == "step"]
             assert not starts, "no step was made with it"

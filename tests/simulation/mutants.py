@@ -446,7 +446,7 @@ MUTANTS = (
     Mutant(
         name="an agent that fails leaves its workers running",
         file="agent/core.py",
-        right='            self._node.stop_workers(f"the agent of this node fails ({name})")\n',
+        right="        self._node.stop_workers(stopping)\n",
         wrong="",
     ),
     Mutant(

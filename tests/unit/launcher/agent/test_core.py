@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable, UserError
+from elasticzero.errors import (
+    CheckpointDamaged,
+    ElasticZeroError,
+    ExitCode,
+    StorageError,
+    StoreUnavailable,
+    UserError,
+)
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.core import (
     BACKOFF_S,
@@ -63,6 +70,8 @@ class NodeWithoutProcesses:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.reason = ""
+        """Why the agent ends."""
         self.fails_at: dict[str, Exception] = {}
         """Errors that the node's methods raise, by their names."""
         self.changed = threading.Event()
@@ -154,6 +163,7 @@ class NodeWithoutProcesses:
 
     def exits(self, reason: str) -> None:
         self.asked.append("leave")
+        self.reason = reason
 
 
 @pytest.fixture
@@ -398,8 +408,33 @@ def test_trouble_of_the_machine_that_stays_ends_the_agent(node: NodeWithoutProce
     assert node.asked[-2:] == ["stop workers", "leave"]
 
 
-def test_an_error_for_the_user_stops_the_workers_first(node: NodeWithoutProcesses) -> None:
-    node.fails_at["poll"] = UserError("another token is given here")
-    with pytest.raises(UserError, match="another token"):
-        node.core.turn()
-    assert node.asked == ["stop workers"]
+@pytest.mark.parametrize("name", RAISING)
+def test_a_mistake_of_this_node_ends_it_and_not_the_job(
+    node: NodeWithoutProcesses, name: str
+) -> None:
+    """It exited with 64, on which Kubernetes ends the whole Job."""
+    node.fails_at[name] = UserError("another token is given here")
+    node.cycles_until("leave")
+    assert node.asked[-2:] == ["stop workers", "leave"]
+    assert node.core.exit_code == ExitCode.DEFECT
+    assert node.reason.endswith("and not the job: another token is given here")
+
+
+def test_an_operators_error_by_the_machine_may_pass(node: NodeWithoutProcesses) -> None:
+    """What cannot be read in shared memory, for want of open files, ended the job with 64."""
+    error = StorageError("cannot look at the snapshots in /dev/shm: Too many open files")
+    error.__cause__ = OSError(24, "Too many open files")
+    node.fails_at["poll"] = error
+    assert node.core.turn() is None
+    assert node.asked == [f"failed 0: {error}"]
+    node.fails_at.clear()
+    node.cycles_until("start")
+    assert node.core.exit_code is None and node.core.notice is None
+
+
+def test_an_operators_error_is_a_leave(node: NodeWithoutProcesses) -> None:
+    """The job ended as failed, with 70."""
+    node.fails_at["poll"] = CheckpointDamaged("a snapshot is cut off")
+    node.cycles_until("failed 1: a snapshot is cut off")
+    assert node.core.exit_code is None
+    assert node.core.notice is not None and "CheckpointDamaged" in node.core.notice.reason
