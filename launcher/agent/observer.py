@@ -178,7 +178,7 @@ class ClusterObserver:
             revision: Revision at which it was put; 0: not known.
         """
         self._my_reports = {generation: report}
-        self._put_at = (self._store.history, revision)
+        self._put_at = (self._store.history.number, revision)
 
     def _note_lost_report(self, generation: int) -> None:
         """Forgets this agent's report of a generation where the store does not hold it.

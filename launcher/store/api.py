@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elasticzero.errors import RetryError
+from elasticzero.launcher.store.data_loss import History
 
 MAX_OPERATIONS = 128
 """Maximum number of operations in a transaction; etcd refuses more."""
@@ -123,16 +124,10 @@ class Store(Protocol):
         process; 0.0 if it had none."""
 
     @property
-    def history(self) -> int:
-        """Returns the number of times the store was found to have lost its data: wiped, restored
-        from a backup, or replaced by another. From then on revisions and leases are others."""
-
-    @property
-    def loss(self) -> str:
-        """Returns how the last loss was found."""
-
-    def distrust(self, reason: str, history: int) -> None:
-        """Begins another history, for the caller has found that the store has lost its data."""
+    def history(self) -> History:
+        """Returns how often the store was found to have lost its data: wiped, restored from a
+        backup, or replaced by another. From then on revisions and leases are others. A caller that
+        finds a loss begins another history in it."""
 
     def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         """Returns all entries whose key begins with `prefix`; with a limit, the first so many by

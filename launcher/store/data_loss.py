@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,10 +33,17 @@ class HistoryPosition:
     revision: int
 
 
+def _ignore() -> None:
+    return
+
+
 class History:
     """Tracks the history that one connection sees; any thread may call it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_loss: Callable[[], object] = _ignore) -> None:
+        """Begins with history 0; `on_loss` is called each time that another one has begun, by the
+        thread that has found it."""
+        self._on_loss = on_loss
         self.number = 0
         """Number of the present history: how often the data were found to be others."""
         self.reason = ""
@@ -70,15 +78,17 @@ class History:
             if position.number != self.number:
                 return "late"
             if cluster and self._cluster and cluster != self._cluster:
-                self._begin(f"cluster {cluster:x} answers in the place of {self._cluster:x}")
+                reason = f"cluster {cluster:x} answers in the place of {self._cluster:x}"
             elif revision and revision < position.revision + wrote:
-                self._begin(f"revision {position.revision} was followed by {revision}")
+                reason = f"revision {position.revision} was followed by {revision}"
             else:
                 self._cluster = cluster or self._cluster
                 self._revision = max(self._revision, revision)
                 return "same"
+            self._begin(reason)
             self._cluster, self._revision = cluster, revision
-            return "lost"
+        self._on_loss()
+        return "lost"
 
     def begin(self, reason: str, number: int) -> bool:
         """Begins another history, as a caller has found in history `number`; returns False if it
@@ -88,7 +98,8 @@ class History:
                 return False
             self._begin(reason)
             self._revision = 0
-            return True
+        self._on_loss()
+        return True
 
     def _begin(self, reason: str) -> None:
         self.number += 1

@@ -41,6 +41,7 @@ from elasticzero.launcher.store.api import (
     Watch,
     unchanged,
 )
+from elasticzero.launcher.store.data_loss import History
 from elasticzero.launcher.store.decoding import document, unreadable_text
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, REPORTS, WORLD
 from elasticzero.serialization import RecordError
@@ -210,18 +211,9 @@ class RunStore:
         return self._store.last_outage_end_s
 
     @property
-    def history(self) -> int:
-        """Returns the number of times the store was found to have lost its data."""
+    def history(self) -> History:
+        """Returns how often the store was found to have lost its data."""
         return self._store.history
-
-    @property
-    def loss(self) -> str:
-        """Returns how the last loss was found."""
-        return self._store.loss
-
-    def distrust(self, reason: str, history: int) -> None:
-        """Begins another history, for the caller has found that the store has lost its data."""
-        self._store.distrust(reason, history)
 
     def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         """Returns entries whose key begins with `prefix`: see `Store`."""

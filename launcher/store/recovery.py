@@ -81,7 +81,7 @@ class StoreRecovery:
         self._listener = listener
         self._agreed = agreed
         self._log_line = log_line
-        self._history = store.history
+        self._history = store.history.number
         self._lapses = membership.lapses
         self._due_s: float | None = None
         """Time at which this agent writes what it has; None: nothing is to be written."""
@@ -93,7 +93,7 @@ class StoreRecovery:
     def due_s(self) -> float:
         """Returns the time at which `poll` has something to do again; infinite: it has nothing to
         do until something changes."""
-        changed = self._membership.lapses != self._lapses or self._store.history != self._history
+        changed = self._membership.lapses != self._lapses or self._is_another_history()
         if changed:
             return 0.0
         if self._due_s is not None:
@@ -113,10 +113,10 @@ class StoreRecovery:
         if self._membership.lapses != self._lapses:
             self._lapses, self._loss_suspected = self._membership.lapses, True
         loss_suspected = self._loss_suspected or bool(self._observer.retained)
-        unknown = loss_suspected and self._due_s is None and self._store.history == self._history
+        unknown = loss_suspected and self._due_s is None and not self._is_another_history()
         if unknown and now_s >= self._check_record_after_s:
             self._check_record(now_s)
-        if self._store.history != self._history:
+        if self._is_another_history():
             self._begin(now_s)
         if self._due_s is not None and now_s >= self._due_s:
             self._due_s = now_s + AGAIN_S
@@ -126,9 +126,13 @@ class StoreRecovery:
             except StoreUnavailable:
                 pass  # the next try is due soon; what was known counts until then
 
+    def _is_another_history(self) -> bool:
+        """Returns whether the store has lost its data since this agent began to restore them."""
+        return self._store.history.number != self._history
+
     def _begin(self, now_s: float) -> None:
         """Notes that another history has begun."""
-        self._history = self._store.history
+        self._history = self._store.history.number
         world, _ = self._observer.world()
         me = self._membership.me
         index = world.find(me.node, me.incarnation) if world is not None else None
@@ -137,7 +141,7 @@ class StoreRecovery:
         if self._listener is not None:
             self._listener.lost_data(now_s)
         on = "" if world is None else f"; generation {world.generation} goes on"
-        self._log_line(f"etcd lost its data ({self._store.loss}){on}")
+        self._log_line(f"etcd lost its data ({self._store.history.reason}){on}")
 
     def _check_record(self, now_s: float) -> None:
         """Reports a loss that no revision shows: the token's record, or a document, is gone."""
@@ -154,9 +158,9 @@ class StoreRecovery:
         same = record is not None and agreed is not None and record.mod_revision == agreed.revision
         if agreed is not None and not same:
             what = "is gone" if record is None else "was written anew"
-            self._store.distrust(f"the record of the job's token {what}", self._history)
+            self._store.history.begin(f"the record of the job's token {what}", self._history)
         elif self._observer.retained and agreed is not None and not lapsed:
-            self._store.distrust("what it held is gone", self._history)
+            self._store.history.begin("what it held is gone", self._history)
         else:
             self._observer.drop_retained()
 
@@ -166,7 +170,7 @@ class StoreRecovery:
     def _restore(self) -> bool:
         """Writes what is missing; returns False where that is to be tried again."""
         stored = self._reread()
-        if self._store.history != self._history:
+        if self._is_another_history():
             return False
         record = stored.get(KEY)
         if self._listener is not None:

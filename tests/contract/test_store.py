@@ -350,14 +350,14 @@ def test_a_store_that_lost_its_data_says_so_and_is_followed_anew(losing: Losing)
     store.write({"members/a": b""}, lease=lease)
     store.watch("k/", told)
     told.until(has(k__a=b"3", k__b=b"3"))
-    assert store.history == 0
+    assert store.history.number == 0
     lose()
     deadline_s = time.monotonic() + patience(DEADLINE_S)
-    while not store.history:
+    while not store.history.number:
         assert time.monotonic() < deadline_s, "the loss was not noticed"
         with suppress(StoreUnavailable):
             assert not store.read("k/").entries
-    assert store.history == 1 and store.loss
+    assert store.history.number == 1 and store.history.reason
     assert told.until(lambda snapshot: not snapshot.entries).history == 1
     other.write({"k/a": b"new"})
     state = told.until(has(k__a=b"new"))
@@ -380,8 +380,8 @@ def test_a_condition_may_name_the_value_too(store: Store) -> None:
 
 def test_what_a_caller_knows_begins_another_history_once(store: Store) -> None:
     store.write({"k": b"1"})
-    store.distrust("the record is gone", 0)
-    store.distrust("the record is gone", 0)
-    assert store.history == 1
+    assert store.history.begin("the record is gone", 0)
+    assert not store.history.begin("the record is gone", 0)
+    assert store.history.number == 1
     assert store.read("k").history == 1
-    assert store.loss == "the record is gone"
+    assert store.history.reason == "the record is gone"

@@ -43,7 +43,7 @@ class Link:
         self.away_since_s = 0.0
         """When it was found that etcd is not reachable, in true time."""
         self.last_outage_end_s = 0.0
-        self.seen = History()
+        self.history = History(self.record_late_reply)
         self.requests = 0
         """Reads, writes and watches begun; and, apart from them, keepalives:"""
         self.pulses = 0
@@ -69,22 +69,9 @@ class Link:
             self._told_at_s, self._telling_s = now_s, random.uniform(0.001, 0.012)
         return self._telling_s
 
-    @property
-    def history(self) -> int:
-        return self.seen.number
-
-    @property
-    def loss(self) -> str:
-        return self.seen.reason
-
-    def distrust(self, reason: str, history: int) -> None:
-        if self.seen.begin(reason, history):
-            self.record_late_reply()
-
     def hears(self, revision: int = 0) -> None:
         """An answer of etcd arrives at once."""
-        if self.seen.judge_response(self.seen.position(), self.etcd.cluster, revision) == "lost":
-            self.record_late_reply()
+        self.history.judge_response(self.history.position(), self.etcd.cluster, revision)
 
     def record_success(self) -> None:
         if not self.reachable:
@@ -116,7 +103,8 @@ class SimulatedStore(Link):
 
     def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         state: PrefixState = self._request(lambda: self.etcd.read(prefix, limit))
-        return replace(state, history=self.history) if self.history else state
+        number = self.history.number
+        return replace(state, history=number) if number else state
 
     def count(self, prefix: str, revision: int) -> int:
         result: int = self._request(lambda: self.etcd.count(prefix, revision))
@@ -182,7 +170,7 @@ class SimulatedStore(Link):
         frozen_s = self._sit_out()
         draw = random.random()
         slow = draw < 2 * self.trouble
-        position = self.seen.position()
+        position = self.history.position()
         timeline.sleep(random.uniform(0.02, 0.4) if slow else random.uniform(0.0003, 0.002))
         sent_s = timeline.now_s
         if not self.cut and etcd.state == "paused" and etcd.back_s < sent_s + REQUEST_S:
@@ -204,11 +192,9 @@ class SimulatedStore(Link):
         if not self.well or random.random() < self.trouble or etcd.losses != losses:
             self._fail("gave no answer, and perhaps did it")
         wrote = writes and answer is not None
-        verdict = self.seen.judge_response(position, cluster, revision, wrote=wrote)
+        verdict = self.history.judge_response(position, cluster, revision, wrote=wrote)
         if verdict == "late":
             self._fail("lost its data meanwhile")
-        if verdict == "lost":
-            self.record_late_reply()
         self.record_success()
         return answer
 
@@ -261,7 +247,8 @@ class Watch:
             self._pending = False
             state = link.etcd.read(self.prefix)
             link.hears(link.etcd.revision)
-            self._changed(replace(state, history=link.history) if link.history else state)
+            number = link.history.number
+            self._changed(replace(state, history=number) if number else state)
 
     def close(self) -> None:
         self._closed = True

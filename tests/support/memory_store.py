@@ -209,21 +209,9 @@ class MemoryStore:
         self._cut = False
         self._closed = False
         self._last_outage_end_s = 0.0
-        self._history = History()
+        self.history = History(self._lost_data)
         self._leases: list[_MemoryLease] = []
         self._watches: list[_MemoryWatch] = []
-
-    @property
-    def history(self) -> int:
-        return self._history.number
-
-    @property
-    def loss(self) -> str:
-        return self._history.reason
-
-    def distrust(self, reason: str, history: int) -> None:
-        if self._history.begin(reason, history):
-            self._lost_data()
 
     @property
     def reachable(self) -> bool:
@@ -260,7 +248,7 @@ class MemoryStore:
         with self._server.changed:
             state = self._server.read(prefix, limit)
             self._answered(state.revision)
-            return replace(state, history=self._history.number)
+            return replace(state, history=self.history.number)
 
     def count(self, prefix: str, revision: int) -> int:
         self._check("count")
@@ -308,12 +296,8 @@ class MemoryStore:
 
     def _answered(self, revision: int, *, wrote: bool = False) -> None:
         """Take note of an answer; the server is locked."""
-        position = self._history.position()
-        if (
-            self._history.judge_response(position, self._server.cluster, revision, wrote=wrote)
-            == "lost"
-        ):
-            self._lost_data()
+        position, cluster = self.history.position(), self._server.cluster
+        self.history.judge_response(position, cluster, revision, wrote=wrote)
 
     def _lost_data(self) -> None:
         self._last_outage_end_s = self._server.clock()

@@ -134,7 +134,7 @@ class Connection:
         self._login = TokenCache(self._log_in, timeouts.login_s) if authenticated else None
         self._users_enabled = True
         self._has_answered = False
-        self.history = History()
+        self.history = History(self._begin_anew)
         self.observe = observe
         self.closed = threading.Event()
         self.reachable = True
@@ -248,16 +248,7 @@ class Connection:
         verdict = self.history.judge_response(sent, header.cluster_id, revision, wrote=wrote)
         if verdict == "late":
             return None
-        if verdict == "same":
-            return sent.number
-        self._begin_anew()
-        return sent.number + 1
-
-    def distrust(self, reason: str, number: int) -> None:
-        """Begins another history, for a caller has found in history `number` that the data are
-        lost."""
-        if self.history.begin(reason, number):
-            self._begin_anew()
+        return sent.number + (verdict == "lost")
 
     def _begin_anew(self) -> None:
         """Ends all streams; new ones begin with what the store holds now."""

@@ -24,6 +24,7 @@ from elasticzero.launcher.store.api import (
     PrefixState,
     check_write,
 )
+from elasticzero.launcher.store.data_loss import History
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.etcd.connection import (
     TRANSIENT,
@@ -101,20 +102,13 @@ class EtcdStore:
         return self._connection.last_outage_end_s
 
     @property
-    def history(self) -> int:
-        return self._connection.history.number
+    def history(self) -> History:
+        return self._connection.history
 
     @property
     def cluster(self) -> str:
         """Returns the id of the cluster that answered last, in hexadecimal; "" if none has."""
-        return f"{self._connection.history.cluster:x}" if self._connection.history.cluster else ""
-
-    @property
-    def loss(self) -> str:
-        return self._connection.history.reason
-
-    def distrust(self, reason: str, history: int) -> None:
-        self._connection.distrust(reason, history)
+        return f"{self.history.cluster:x}" if self.history.cluster else ""
 
     def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         return self._read(self._keys.span(prefix), limit=limit)

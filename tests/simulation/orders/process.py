@@ -57,29 +57,17 @@ class Connection:
         self._clock = clock
         self._before_write = before_write
         self._receive = receive
-        self._seen = History()
+        self.history = History(self._lost_data)
         self.last_outage_end_s = 0.0
         self.watches: list[Watch] = []
         self.kept: KeptLease | None = None
         """The lease of the registration."""
 
-    @property
-    def history(self) -> int:
-        return self._seen.number
-
-    @property
-    def loss(self) -> str:
-        return self._seen.reason
-
-    def distrust(self, reason: str, history: int) -> None:
-        if self._seen.begin(reason, history):
-            self._lost_data()
-
     def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
         state = self._etcd.read(prefix, limit)
         self._answered(self._etcd.revision)
         self._receive("read", prefix, state.revision, tuple(state.entries.values()))
-        return replace(state, history=self.history)
+        return replace(state, history=self.history.number)
 
     def count(self, prefix: str, revision: int) -> int:
         result = self._etcd.count(prefix, revision)
@@ -122,9 +110,8 @@ class Connection:
             watch.close()
 
     def _answered(self, revision: int, *, wrote: bool = False) -> None:
-        position, cluster = self._seen.position(), self._etcd.cluster
-        if self._seen.judge_response(position, cluster, revision, wrote=wrote) == "lost":
-            self._lost_data()
+        position, cluster = self.history.position(), self._etcd.cluster
+        self.history.judge_response(position, cluster, revision, wrote=wrote)
 
     def _lost_data(self) -> None:
         """The watches begin anew."""

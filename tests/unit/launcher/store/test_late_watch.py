@@ -34,7 +34,7 @@ def test_a_restart_that_is_seen_late_is_no_loss(
     for _ in range(3):
         a.turn()
     a.turns()
-    assert a.store.history == 0, a.messages
+    assert a.store.history.number == 0, a.messages
     assert stands(server).get(WORLD, {}).get("generation") == new
 
 

@@ -228,7 +228,7 @@ def test_an_earlier_registration_from_a_backup_is_replaced(
     for number in range(8):
         server.write({f"other/{number}": b"1"}, (), (), 0)
     node_1.check(2 * NOW_S, named=False, world_revision=8)
-    assert store.history == 0
+    assert store.history.number == 0
     assert node_1.still_registered().value == to_bytes(node_1.me)
     server.restore(backup)
     for number in range(20):
@@ -236,4 +236,4 @@ def test_an_earlier_registration_from_a_backup_is_replaced(
     node_1.verify()
     node_1.check(3 * NOW_S, named=True, world_revision=9)
     assert node_1.still_registered().value == to_bytes(node_1.me)
-    assert store.history == 0
+    assert store.history.number == 0

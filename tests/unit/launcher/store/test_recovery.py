@@ -146,7 +146,7 @@ def test_a_loss_that_no_revision_tells_of_is_found(
     for i in range(50):
         server.write({f"other/{i}": b"1"}, (), (), 0)
     a.turns()
-    assert a.store.history == 1
+    assert a.store.history.number == 1
     assert stands(server)[WORLD]["generation"] == 2
 
 
@@ -159,7 +159,7 @@ def test_a_job_begun_again_is_no_loss(server: MemoryServer, node: Callable[..., 
     server.revoke(1)
     a.lose_lease()
     a.turns()
-    assert a.store.history == 0
+    assert a.store.history.number == 0
     assert a.observer.world() == (None, 0)
 
 
