@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.format.names import step_directory
+from elasticzero.checkpoint.steps import commit, verify
 from elasticzero.checkpoint.steps.loose_files import remove_loose
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from tests.unit.checkpoint.cases import draft_of, simple_layout, write_ranks
@@ -75,6 +76,7 @@ def test_a_save_that_is_tried_again_during_the_removal_stays(place: Path, name: 
     remove_loose(removed, OLD, [name for name in storage.names() if OLD in name])
     assert again == [True]
     assert state(directory) == {100: (OLD, None)}
+    assert not list(verify.find_corruption(directory.step(step_directory(100))))
 
 
 class MeanwhileUnconditional(Meanwhile):
