@@ -251,7 +251,7 @@ def requested(values: Mapping[str, Any]) -> Request | None:
     ):
         return None
     environment = dict(os.environ if values["env"] is None else values["env"])
-    if not _follows(environment):
+    if not _follows(environment, os.fsdecode(values["cwd"] or "")):
         return None
     return Request(
         arguments=arguments[1:],
@@ -263,8 +263,9 @@ def requested(values: Mapping[str, Any]) -> Request | None:
     )
 
 
-def _follows(environment: Mapping[str, str]) -> bool:
-    """Whether a process that was forked may have these variables."""
+def _follows(environment: Mapping[str, str], directory: str) -> bool:
+    """Whether a process that was forked may have these variables and this directory: not where it
+    would import another copy of the code, such as one with a rule that is broken on purpose."""
 
     def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
         return {
@@ -273,6 +274,14 @@ def _follows(environment: Mapping[str, str]) -> bool:
             if name.startswith(IMPORTED_AT_START) and name not in FOLLOWED
         }
 
-    named = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    named = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
     customized = any(os.path.exists(os.path.join(path, "sitecustomize.py")) for path in named)
-    return not customized and read_at_start(environment) == read_at_start(_at_start)
+    copied = any(_has_other_code(path) for path in (directory, *named))
+    alike = read_at_start(environment) == read_at_start(_at_start)
+    return alike and not customized and not copied
+
+
+def _has_other_code(path: str) -> bool:
+    return os.path.isdir(os.path.join(path, "elasticzero")) and not os.path.samefile(
+        path or os.curdir, ROOT
+    )
