@@ -17,20 +17,43 @@ def main() -> int:
     parser.add_argument("--delays", type=int, default=2, help="most places that leave the order")
     parser.add_argument("--places", type=int, default=PLACES, help="only before so many events")
     parser.add_argument("--play", help="one order: its delays, with commas between")
+    parser.add_argument(
+        "--first",
+        action="store_true",
+        help="look for a failure: all stories with few delays, before any with more of them",
+    )
     options = parser.parse_args()
-    orders, failure = 0, ""
-    for name in options.stories or STORIES:
-        if options.play is not None:
-            return trace(name, options.play)
-        began_s = time.monotonic()
-        result = explore(STORIES[name], delays=options.delays, places=options.places)
-        print(f"{summary(name, result)}, {time.monotonic() - began_s:.1f} s", flush=True)
-        orders += result.orders
-        if result.failure is not None:
-            failure = f"{name} breaks {result.failure.reason} ({_command(name, result)})"
-            break
+    names = options.stories or list(STORIES)
+    if options.play is not None:
+        return trace(names[0], options.play)
+    first = 1 if options.first else options.delays
+    orders, failure = search(names, range(first, options.delays + 1), options.places)
     print(f"{orders} schedules: {failure or 'none broke a rule'}")
     return 1 if failure else 0
+
+
+def search(names: list[str], delays: range, places: int) -> tuple[int, str]:
+    """Plays stories until one breaks a rule.
+
+    Args:
+        names: Of the stories.
+        delays: Most places that leave the order: all stories are played with each number of them.
+        places: Only before so many events is a task delayed.
+
+    Returns:
+        How many orders were played, and which one broke a rule; empty: none did.
+    """
+    orders = 0
+    for most in delays:
+        for name in names:
+            began_s = time.monotonic()
+            result = explore(STORIES[name], delays=most, places=places)
+            print(f"{summary(name, result)}, {time.monotonic() - began_s:.1f} s", flush=True)
+            orders += result.orders
+            if result.failure is not None:
+                failure = f"{name} breaks {result.failure.reason} ({_command(name, result)})"
+                return orders, failure
+    return orders, ""
 
 
 def summary(name: str, result: Result) -> str:
