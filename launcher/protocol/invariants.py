@@ -9,7 +9,7 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      that stay keep their order; new members come last.
  R3  A world has MIN to MAX members. When it was written, each member was registered as this
      incarnation, or had been, or had reported, little more than a TTL before. Outages of etcd do
-     not count towards that time.
+     not count towards that time. Its writer knew of no later registration of a member's node.
  R4  The state that a generation starts from is whole: each source holds the shard that it is named
      for, or has died since it reported it. A checkpoint that is named is committed.
  R5  That state is the job's own: the generation before reached it or itself started from it, or it
@@ -27,8 +27,9 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      has one as soon as there is room, and no backup of etcd was restored a moment ago. Excepted are
      nodes that leave, that are quarantined, and those beyond MAX.
  R12 What operators request is done soon after: no later world names a drained registration; after a
-     stop no step is made, and the state in memory is saved. Where nodes only come, leave and are
-     scaled as requested, no step is made twice.
+     stop no step is made, and the state in memory is saved. A node that is drained is taken into no
+     world by an agent that knows of it. Where nodes only come, leave and are scaled as requested,
+     no step is made twice.
  R13 A node is quarantined from the very world that its last failure brought about, as long as that
      world has MIN nodes without it. If it has not, it has no more than MIN with the nodes needed.
  R14 A spare takes over no job of which any node was registered less than a TTL ago.
@@ -49,6 +50,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      none of a later try of the same save (FC4 in `loose_files`).
  R23 Of several agents of one name one is registered. Another one takes its place only once its
      registration is gone, and ends if that is not so in time.
+ R24 While the number of the job's run cannot be read in etcd, no world and no end is written. A
+     node whose agent has met that leaves.
 """
 
 from __future__ import annotations

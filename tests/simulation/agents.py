@@ -178,7 +178,7 @@ class Agent:
         entry = cluster.etcd.read(RUN).entries.get(RUN)
         self.run = number_in(entry)
         """The run of the job that it belongs to."""
-        bound = RunStore(self.store, StoredRun(self.run, entry))
+        bound = self.run_store = RunStore(self.store, StoredRun(self.run, entry))
         store: Store = self.store if host.release == "before" else bound
         if host.release == "after":
             self.store.stored = of_later_release
@@ -200,12 +200,13 @@ class Agent:
         self.worker_group: WorkerGroup | None = None
         self.exit_code: ExitCode | None = None
         self.reason = ""
+        self.basis: View | None = None
+        """What it saw when it last decided on a world to write."""
         self.began_s = cluster.timeline.now_s
         self.deaf_until_s = 0.0
         """The loop does not run until then."""
-        self._awake = self._woken = False
+        self._awake = self._woken = self._asleep = False
         self._sleep_id = 0
-        self._asleep = False
         self._pause_s = FIRST_PAUSE_S
         me = Member(
             node=host.name,
@@ -317,10 +318,12 @@ class Agent:
         while self.exit_code is None:
             self._sit_out()
             self._in_turn = True
+            unreadable = self.run_store.unreadable
             seen = self.core.turn()
             self._in_turn = False
             self.exit_code = self.core.exit_code
-            self.cluster.rules.turned(self)
+            unreadable &= self.run_store.unreadable and seen is not None
+            self.cluster.rules.turned(self, unreadable=unreadable)
             if self.exit_code is None:
                 self._sleep(*(seen or (None, None)))
         self._close()
@@ -365,7 +368,7 @@ class Agent:
     # -- what the loop reports
 
     def time_spent(self, view: View, following: World) -> None:
-        return
+        self.basis = view
 
     def decided(self, view: View, decision: Decision) -> None:
         self._break_at("decided")
@@ -488,8 +491,8 @@ class Agent:
             left_s = self.core.due_s(view, decision) - self.host.clock()
         if (decision is not None and decision.actions) or self._awake:
             self._pause_s = FIRST_PAUSE_S
-        elif left_s > REST_S:
-            self._pause_s = min(left_s, plan.poll_s)
+        elif left_s > 0.0:
+            self._pause_s = min(max(left_s, REST_S), plan.poll_s)
         elif view is None or self._woken or self.store.unregistered:
             self._pause_s = REST_S
         else:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
-from elasticzero.errors import ExitCode
+from elasticzero.errors import ExitCode, StoreUnavailable
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import Decision
 from elasticzero.launcher.protocol.documents import FIRST_RUN, Control, Done, Run, World, to_bytes
@@ -15,7 +16,7 @@ from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Entry
 from elasticzero.launcher.store.decoding import document
-from elasticzero.launcher.store.job_run import RUN
+from elasticzero.launcher.store.job_run import RUN, number_in
 from elasticzero.launcher.store.watch_cache import (
     ALARM,
     CONTROL,
@@ -39,7 +40,7 @@ LIVENESS_S = 150.0
 MOST_EVENTS = 2_000_000
 MEND_S = 2.0
 AGAIN_S = 0.5
-"""So often an operator looks whether the job can be begun again."""
+"""So often an operator looks whether the job, or an agent, can be begun again."""
 EVENTS_KEPT = 60
 
 
@@ -180,9 +181,7 @@ class Cluster:
             self.rules.done_written(self.done)
             if self.run_number < self.plan.runs:
                 self.timeline.after(AGAIN_S, self._begin_again)
-        elif key == RUN:
-            self.note("etcd: the job is begun again")
-        else:
+        elif key != RUN:
             if key.startswith(MEMBERS):
                 self.note(f"etcd: {key.removeprefix(MEMBERS)} is registered")
                 self._note_name(key.removeprefix(MEMBERS))
@@ -251,12 +250,12 @@ class Cluster:
         self.rules = Rules(self)
         self.storage.committed = self.rules.committed
         self.etcd.writer = None
+        self.note("etcd: the job is begun again")
         following = to_bytes(Run(number=self.run_number))
         self.etcd.write({RUN: following}, documents, (), 0)
         for host in list(self.hosts.values()):
             host.bad_input, host.faults_left = "", 0  # its machine was mended
-            if not host.lost and (host.agent is None or host.agent.dead):
-                host.agent = Agent(self, host)
+            self.begin_agent(host)
         if self._calm:
             self._mend()
 
@@ -279,14 +278,31 @@ class Cluster:
         host.bad_input = bad_input
         host.release = self.plan.release_of(self._names)
         self.hosts[host.name] = host
-        host.agent = Agent(self, host)
+        self.begin_agent(host)
         return host
+
+    def begin_agent(self, host: Host) -> None:
+        """Have an agent begin on a machine that is there and has none: at once, or as soon as the
+        number of the run can be read."""
+        if host.lost or (host.agent is not None and not host.agent.dead):
+            return
+        if self.has_readable_run:
+            host.agent = Agent(self, host)
+        else:
+            self.timeline.after(AGAIN_S, self.begin_agent, host)
+
+    @property
+    def has_readable_run(self) -> bool:
+        """Whether the number of the run can be read in etcd."""
+        with suppress(StoreUnavailable):
+            return number_in(self.etcd.read(RUN).entries.get(RUN)) > 0
+        return False
 
     def add_namesake(self, name: str) -> None:
         """Another machine comes, by the name of one that is there."""
         host = Host(self, name)
         self.namesakes.append(host)
-        host.agent = Agent(self, host)
+        self.begin_agent(host)
 
     def _calm_down(self) -> None:
         """No fault comes any more; enough nodes are there."""
@@ -298,8 +314,7 @@ class Cluster:
         if self.done is not None or not self._mends:
             return
         for host in list(self.hosts.values()):
-            if not host.lost and (host.agent is None or host.agent.dead):
-                host.agent = Agent(self, host)
+            self.begin_agent(host)
         least = with_operator_overrides(self.plan.policy, self.asked).min_nodes
         while sum(not (h.lost or h.bad_input) for h in self.hosts.values()) < least:
             self.add_node()

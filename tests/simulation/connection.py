@@ -7,7 +7,7 @@ is paused or killed, for shorter or longer than leases live; the agent is cut of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -48,8 +48,8 @@ class Link:
         """Reads, writes and watches begun; and, apart from them, keepalives:"""
         self.pulses = 0
         self.before_request: Callable[[], None] = lambda: None
-        self._freeze: tuple[int, Callable[[], None]] | None = None
-        """Before the last of so many writes: what stops the agent."""
+        self._freeze: tuple[int, str, Callable[[], None]] | None = None
+        """Before the last of so many writes to keys that begin so: what stops the agent."""
         self._told_at_s = -1.0
         """When something was last to be told, and how long that took to arrive."""
         self._telling_s = 0.0
@@ -125,7 +125,7 @@ class SimulatedStore(Link):
         def serve() -> int | None:
             return self.etcd.write(stored, deletes, conditions, lease_id)
 
-        result: int | None = self._request(serve, writes=True)
+        result: int | None = self._request(serve, keys=stored)
         return result
 
     def watch(self, prefix: str, changed: Callable[[PrefixState], None]) -> Watch:
@@ -140,16 +140,24 @@ class SimulatedStore(Link):
     def close(self) -> None:
         self.dead = True
 
-    def freeze_before(self, writes: int, freeze: Callable[[], None]) -> None:
+    def freeze_before(self, writes: int, freeze: Callable[[], None], *, prefix: str = "") -> None:
         """Have `freeze` stop the agent before the last of its next writes: what it has read for
-        that one is old when the agent goes on."""
-        self._freeze = (writes, freeze)
+        that one is old when the agent goes on.
 
-    def _count_write(self) -> None:
+        Args:
+            writes: How many writes.
+            freeze: What stops the agent.
+            prefix: Only writes to keys that begin so count.
+        """
+        self._freeze = (writes, prefix, freeze)
+
+    def _count_write(self, keys: Iterable[str]) -> None:
         if self._freeze is None:
             return
-        left, freeze = self._freeze
-        self._freeze = (left - 1, freeze) if left > 1 else None
+        left, prefix, freeze = self._freeze
+        if not any(key.startswith(prefix) for key in keys):
+            return
+        self._freeze = (left - 1, prefix, freeze) if left > 1 else None
         if left == 1:
             freeze()
 
@@ -160,13 +168,15 @@ class SimulatedStore(Link):
             self.timeline.sleep(left_s)
         return self.timeline.now_s - began_s
 
-    def _request(self, serve: Callable[[], Any], *, writes: bool = False) -> Any:
-        """What etcd answers, after the time that takes; raises `StoreUnavailable`."""
+    def _request(self, serve: Callable[[], Any], *, keys: Iterable[str] | None = None) -> Any:
+        """What etcd answers, after the time that takes; raises `StoreUnavailable`. keys: those that
+        it writes; None: it only reads."""
         self.requests += 1
         random, timeline, etcd = self.random, self.timeline, self.etcd
         self.before_request()
-        if writes:
-            self._count_write()
+        writes = keys is not None
+        if keys is not None:
+            self._count_write(keys)
         frozen_s = self._sit_out()
         draw = random.random()
         slow = draw < 2 * self.trouble

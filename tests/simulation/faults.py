@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from elasticzero.launcher.protocol.documents import Drain, to_bytes
-from elasticzero.launcher.store.watch_cache import CONTROL
+from elasticzero.launcher.protocol.documents import Drain, Run, to_bytes
+from elasticzero.launcher.store.job_run import RUN
+from elasticzero.launcher.store.watch_cache import CONTROL, MEMBERS, WORLD
 from tests.simulation.agents import Agent, Host
 from tests.simulation.schedule import HARMLESS, Fault
 from tests.simulation.training import Worker
@@ -18,6 +20,14 @@ BAD_FOR = 6
 """A bad machine's workers fail so often at most."""
 NEVER_RESUMED_S = 4.5
 """A worker that a signal suspends for so long is not resumed at all: its agent is to replace it."""
+LOOK_AGAIN_S = 0.02
+ASK_AGAIN_S = 0.3
+"""An operator tries so often until etcd answers."""
+RESTORED_S = 0.9
+"""For so long etcd is away when a backup is restored that lacks a node's registration."""
+ODD = b"{not a run"
+OPERATORS = ("join", "join-bad", "join-backed-up", "drain-newcomer", "stop", "scale", "odd-run")
+"""What operators do, rightly or wrongly."""
 
 
 class Faults:
@@ -55,34 +65,49 @@ class Faults:
             case "wipe-etcd" | "restore-etcd":
                 cluster.note(f"-- {kind}{lasts}")
                 self._lose_data(kind, seconds, renamed=hidden)
-            case _ if kind.startswith("join-bad:"):
-                cluster.note(f"-- {kind}")
-                cluster.add_node(kind.partition(":")[2])  # type: ignore[arg-type]
-            case "join":
-                cluster.note("-- join")
-                cluster.add_node()
-            case "stop":
-                cluster.note("-- stop")
-                self._operate(stop=True)
-            case "scale":
-                least = self._random.randint(1, 4)
-                most = least + self._random.randint(0, 4)
-                cluster.note(f"-- scale:{least}:{most}")
-                self._operate(nnodes=(least, most))
-            case _ if kind.startswith("scale:"):
-                cluster.note(f"-- {kind}")
-                _, fewest, greatest = kind.split(":")
-                self._operate(nnodes=(int(fewest), int(greatest)))
             case "damage":
                 cluster.note("-- the newest checkpoint is damaged")
                 cluster.storage.damage(hidden=hidden)
             case "storage-away":
                 cluster.note(f"-- {kind}{lasts}")
                 cluster.storage.go_away(seconds)
+            case "freeze-writer":
+                cluster.note(f"-- {kind}{lasts}")
+                self._freeze_writer(seconds)
+            case "freeze-committer":
+                cluster.note(f"-- {kind}{lasts}")
+                cluster.storage.before_manifest = partial(self._freeze_committer, seconds)
             case "sigterm-leader":
                 self._strike(kind, self._leader() or agent, seconds)
+            case _ if kind.partition(":")[0] in OPERATORS:
+                self._operators(kind, seconds)
             case _ if agent is not None:
                 self._strike(kind, agent, seconds)
+
+    def _operators(self, kind: str, seconds: float) -> None:
+        """What an operator does: nodes come, or the job is asked for something."""
+        cluster = self._cluster
+        verb, _, rest = kind.partition(":")
+        if verb == "scale" and not rest:
+            least = self._random.randint(1, 4)
+            kind = f"scale:{least}:{least + self._random.randint(0, 4)}"
+        cluster.note(f"-- {kind} for {seconds:.1f} s" if seconds else f"-- {kind}")
+        match verb:
+            case "join-bad":
+                cluster.add_node(rest)  # type: ignore[arg-type]
+            case "join":
+                cluster.add_node()
+            case "join-backed-up":
+                self._lose_registration(cluster.add_node().agent, seconds)
+            case "drain-newcomer":
+                self._drain_registered(cluster.add_node().agent, seconds)
+            case "stop":
+                self._operate(stop=True)
+            case "scale":
+                fewest, most = kind.split(":")[1:]
+                self._operate(nnodes=(int(fewest), int(most)))
+            case "odd-run":
+                self._break_run(seconds)
 
     def _lose_data(self, kind: str, seconds: float, *, renamed: bool) -> None:
         """etcd comes back with other data after so long. renamed: as another cluster."""
@@ -194,7 +219,7 @@ class Faults:
         gone = host.agent is None or host.agent.dead
         if not host.lost and gone and self._cluster.done is None:
             self._cluster.note(f"-- {host.name} starts again")
-            host.agent = Agent(self._cluster, host)
+            self._cluster.begin_agent(host)
 
     def _lose_node(self, agent: Agent, seconds: float) -> None:
         agent.kill()
@@ -211,11 +236,56 @@ class Faults:
         asked = self._cluster.asked
         self._operate(drain=(*asked.drain, Drain(node=me.node, incarnation=me.incarnation)))
 
+    def _lose_registration(self, agent: Agent | None, seconds: float) -> None:
+        """etcd is backed up when a node that comes has its lease, and is not registered yet; the
+        backup is restored some seconds later, and the others are told of that before the node."""
+        if agent is None:
+            return
+        agent.store.freeze_before(1, self._cluster.etcd.back_up, prefix=MEMBERS)
+        self._timeline.after(seconds, self._cut_from_etcd, agent, 2 * RESTORED_S)
+        self._timeline.after(seconds, self._restore_data)
+
+    def _restore_data(self) -> None:
+        self._lose_data("restore-etcd", RESTORED_S, renamed=False)
+
+    def _drain_registered(self, agent: Agent | None, seconds: float) -> None:
+        """A node that has just come is drained, and does not hear of it for a while."""
+        if agent is None or agent.dead:
+            return
+        me = agent.membership.me
+        if f"{MEMBERS}{me.node}" in self._cluster.etcd.read(MEMBERS).entries:
+            self._slow_agent(agent, seconds)
+            self._drain(agent, 0.0)
+        else:
+            self._timeline.after(LOOK_AGAIN_S, self._drain_registered, agent, seconds)
+
+    def _break_run(self, seconds: float) -> None:
+        """Somebody puts what cannot be read in the place of the run's number, for a while."""
+        if self._set_run(ODD):
+            self._timeline.after(seconds, self._mend_run)
+        else:
+            self._timeline.after(ASK_AGAIN_S, self._break_run, seconds)
+
+    def _mend_run(self) -> None:
+        if not self._set_run(to_bytes(Run(number=self._cluster.run_number))):
+            self._timeline.after(ASK_AGAIN_S, self._mend_run)
+
+    def _set_run(self, value: bytes) -> bool:
+        """Writes the number of the run; returns whether etcd answers."""
+        cluster = self._cluster
+        if cluster.etcd.state != "up":
+            return False
+        cluster.note(f"etcd: the number of the run is {value.decode()}")
+        cluster.etcd.writer = None
+        cluster.etcd.write({RUN: value}, (), (), 0)
+        cluster.rules.came_back()
+        return True
+
     def _operate(self, **asked: Any) -> None:
         """An operator asks for something more, and tries until etcd answers."""
         cluster = self._cluster
         if cluster.etcd.state != "up":
-            self._timeline.after(0.3, lambda: self._operate(**asked))
+            self._timeline.after(ASK_AGAIN_S, lambda: self._operate(**asked))
         elif cluster.done is None:
             scaled = cluster.asked.scaled + ("nnodes" in asked)
             cluster.asked = replace(cluster.asked, **asked, scaled=scaled)
@@ -296,10 +366,29 @@ class Faults:
 
     def _freeze_agent(self, agent: Agent, seconds: float) -> None:
         """Between two of its own writes, soon."""
-
-        def freeze() -> None:
-            self._cluster.note(f"-- {agent.host.name} is frozen before a write")
-            self._cluster.rules.cause("freeze-agent")
-            self._stop_agent(agent, seconds)
-
+        freeze = partial(self._freeze, agent, seconds, "a write")
         agent.store.freeze_before(self._random.randint(1, 3), freeze)
+
+    def _freeze_writer(self, seconds: float) -> None:
+        """The agent that is to write the next world, whichever it is, is frozen before that."""
+        agents = self._cluster.running()
+
+        def freeze(writer: Agent) -> None:
+            if agents:
+                agents.clear()
+                self._freeze(writer, seconds, "it writes a world")
+
+        for agent in agents:
+            agent.store.freeze_before(1, partial(freeze, agent), prefix=WORLD)
+
+    def _freeze_committer(self, seconds: float, agent: Agent) -> None:
+        """The agent whose save is to make the next manifest is frozen before that, and one of its
+        workers dies, so that the job goes on without the node."""
+        self._cluster.storage.before_manifest = None
+        self._freeze(agent, seconds, "its save makes a manifest")
+        self._cluster.later(0.0, 0.3, self._kill_worker, agent, 0.0)
+
+    def _freeze(self, agent: Agent, seconds: float, before: str) -> None:
+        self._cluster.note(f"-- {agent.host.name} is frozen before {before}")
+        self._cluster.rules.cause("freeze-agent")
+        self._stop_agent(agent, seconds)

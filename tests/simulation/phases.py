@@ -169,6 +169,7 @@ class PhasedStorage(Storage):
             raise
         part.over(True)
         if saved:
+            self._check_saved(draft, access)
             self._well.add(step_directory(draft.step))
         if saved and part.agent.standstills == stood_still:
             apply_retention(directory, draft, self.keep, bad_steps=part.bad_steps)
@@ -241,6 +242,18 @@ class PhasedStorage(Storage):
                 return f"{shard} is cut short"
         return None
 
+    def _check_saved(self, draft: Manifest, access: Access) -> None:
+        """R22: a save that says that it is committed has its shards."""
+        name = step_directory(draft.step)
+        files = self.files.get(name, {})
+        if MANIFEST_NAME not in files or access.removed:
+            return
+        manifest = json.loads(files[MANIFEST_NAME].data)
+        if manifest["token"] != draft.token:
+            return
+        gone = [entry["name"] for entry in manifest["files"] if entry["name"] not in files]
+        self._require(not gone, "R22", f"step {draft.step} is saved, without {gone}")
+
     def _check_all(self) -> None:
         """R22: once no save is under way each committed step has its files."""
         for name, files in self.files.items():
@@ -259,8 +272,15 @@ class Access:
         self._agent = part.agent
         self._share = min(1.0, FEW_RANKS / part.name[2])
         """Of many ranks one would be late, or fail, in nearly each save."""
+        self.removed = False
+        """It has removed files, which took time."""
         self.place = ""
         """The directory that it was last about to change."""
+
+    def begin_manifest(self) -> None:
+        """The manifest is about to be made."""
+        if (freeze := self._storage.before_manifest) is not None:
+            freeze(self._agent)
 
     def phase(self, place: str, do: Callable[[], T], *, critical: bool = False) -> T:
         """Does it, late, twice, or in vain. critical: others look at what it does."""
@@ -368,6 +388,8 @@ class PhasedStep:
                 self._put(name, data)
             return True
 
+        if name == MANIFEST_NAME:
+            self._access.begin_manifest()
         return self._access.phase(self._name, create, critical=True)
 
     def versions(self) -> dict[str, str]:
@@ -378,6 +400,8 @@ class PhasedStep:
     def remove(
         self, name: str, *, holding: bytes | None = None, version: str | None = None
     ) -> None:
+        self._access.removed = True
+
         def remove() -> None:
             present = self._files.get(name)
             if present is None or holding not in (None, present.data):

@@ -231,14 +231,14 @@ class Promises:
         self._check_drains(after)
         self._check_aside(before, after, max(least for least, _ in sizes))
         self._check_take_over(before, after)
-        self._check_writer(after)
+        self._check_writer(before, after)
         if before is not None:
             self._check_odd(before, after)
         charged = self._only_machines and after.fruitless > 0
         self._require(not charged, "R15", f"a failure was charged: {after.reason}")
         self._written_s = self._now_s
 
-    def _check_writer(self, after: World) -> None:
+    def _check_writer(self, before: World | None, after: World) -> None:
         """R3: who writes a world is registered."""
         etcd = self._cluster.etcd
         for agent in self._cluster.running():
@@ -248,6 +248,7 @@ class Promises:
                 stands = (me.node, me.incarnation) in self._since
                 stands |= ended_s == self._cluster.timeline.now_s
                 self._require(stands, "R3", f"{me.node} wrote {after.generation}, unregistered")
+                self._check_basis(agent, before, after)
                 told = agent.look.told or 0
                 accounted_for = etcd.late or told in after.bad_steps or after.resume.step >= told
                 start = f"{after.generation} starts from {after.resume.step}"
@@ -325,6 +326,20 @@ class Promises:
             asked_s = self._drained.get((member.node, member.incarnation))
             late = asked_s is not None and self._long_ago(asked_s, self._heard_s)
             self._require(not late, "R12", f"{member.node} was drained: {after.generation}")
+
+    def _check_basis(self, writer: Agent, before: World | None, after: World) -> None:
+        """R3 and R12, by what the writer of a world has seen."""
+        view = writer.basis
+        if self._cluster.etcd.late or view is None:
+            return
+        text, registered = f"{writer.host.name} writes {after.generation} with", view.members or {}
+        for member in after.members:
+            incarnation = registered.get(member.node, member).incarnation
+            same = incarnation == member.incarnation
+            self._require(same, "R3", f"{text} {member.node}, which has registered anew")
+            joins = before is None or not before.names(member)
+            drained = joins and view.control.drains(member)
+            self._require(not drained, "R12", f"{text} {member.node}, which it knows is drained")
 
     def _check_aside(self, before: World | None, after: World, least: int) -> None:
         """R13."""

@@ -25,7 +25,7 @@ from elasticzero.launcher.protocol.documents import (
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.termination import exit_code_of
 from elasticzero.launcher.store.api import Entry
-from elasticzero.launcher.store.watch_cache import MEMBERS
+from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from tests.simulation.promises import Promises
 from tests.simulation.schedule import HARMLESS
 from tests.simulation.storage import SnapshotName, State
@@ -40,7 +40,8 @@ TOLD_LATE_S = 4.5
 """Where watches lose what they were to tell, or requests are slow, it takes so much longer."""
 COUNTED_NEVER = frozenset(
     {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "slow-agent", "stop-agent"}
-    | {"freeze-agent", "loop-error"}
+    | {"freeze-agent", "freeze-writer", "freeze-committer", "loop-error", "drain-newcomer"}
+    | {"odd-run", "join-backed-up"}
     | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again", "storage-away"}
 )
 """Faults of machines and of storage: a job that meets no others is never given up."""
@@ -115,11 +116,14 @@ class Rules:
         self.promises.disturbed()
 
     def wrote(self, writer: object, key: str) -> None:
-        """R20: nothing is written by an agent of an earlier run."""
+        """R20: nothing is written by an agent of an earlier run. R24: no world and no end is
+        written while the number of the run cannot be read."""
         for agent in self._cluster.running():
             if agent.store is writer:
                 text = f"{agent.host.name} of run {agent.run} writes {key}"
                 self.require(agent.run == self._cluster.run_number, "R20", text)
+                if key in (WORLD, DONE) and agent.host.release != "before":
+                    self.require(self._cluster.has_readable_run, "R24", text)
 
     def put(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
@@ -476,10 +480,13 @@ class Rules:
             text = f"failed, and memory holds {best}, storage {newest}"
             self.require(newest >= best, "R19", text)
 
-    def turned(self, agent: Agent) -> None:
-        """R21: a node leaves whose agent has met an unexpected error."""
+    def turned(self, agent: Agent, *, unreadable: bool) -> None:
+        """R21: a node leaves whose agent has met an unexpected error; R24: so does one whose agent
+        has met a number of the run that it cannot read, as `unreadable` tells."""
         text = f"{agent.host.name} stays, though its loop has failed"
         self.require(agent.leaving or not agent.failures, "R21", text)
+        text = f"{agent.host.name} stays, though it cannot read the number of the run"
+        self.require(agent.leaving or not unreadable, "R24", text)
 
     def _check_failed(self, agent: Agent) -> None:
         """R21: of an agent that ends by errors of its loop."""

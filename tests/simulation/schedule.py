@@ -68,6 +68,28 @@ FEW_NODES = 7
 """Of more nodes one would fail in nearly each save."""
 NAME_SHARE = 0.06
 """So many schedules have a machine that comes by the name of another one."""
+NEWCOMER_SHARE = 0.05
+"""So many schedules have a node that is drained as soon as it has come."""
+WRITER_SHARE = 0.05
+"""So many schedules freeze whichever agent is to write the next world, before it does."""
+COMMITTER_SHARE = 0.3
+"""So many of the schedules that save in phases freeze the agent of a save before its manifest."""
+COMMITTER_TRAINS_S = 20.0
+"""Such a job trains for so long after that."""
+ODD_RUN_SHARE = 0.05
+"""So many schedules of one run, in which etcd keeps its data, have a number of the run that cannot
+be read."""
+RESTARTED_SHARE = 0.03
+"""So many schedules are about agents that are killed and begin anew in one round."""
+WAITING_SHARE = 0.02
+"""So many schedules are about a node that waits, and of which a restored backup has the lease
+alone."""
+WAITS_S = 16.0
+"""Such a job trains for so long after that."""
+RESTS_SHARE = 0.3
+"""So many schedules have agents that rest until their next timer is due, and look at least once in
+RESTS_S otherwise."""
+RESTS_S = 60.0
 ERROR_SHARE = 0.07
 """So many schedules have an agent whose loop meets errors that nobody expects."""
 BAD_JOIN_SHARE = 0.08
@@ -154,7 +176,7 @@ class Plan:
     @property
     def loses_data(self) -> bool:
         """Whether etcd loses its data at some time."""
-        return any(fault.kind in LOSSES for fault in self.faults)
+        return any(fault.kind in (*LOSSES, "join-backed-up") for fault in self.faults)
 
     @property
     def faults_end_s(self) -> float:
@@ -163,7 +185,16 @@ class Plan:
 
 def draw(seed: int, nodes: int | None = None) -> Plan:
     """The schedule of a seed. nodes: how many the job begins with; None: 3 to 7."""
-    plan, random = _draw(seed, nodes), Random(seed ^ 0x1055)
+    plan = _with_directed_faults(seed, _with_variants(seed, _draw(seed, nodes)))
+    if Random(f"{seed} rests").random() < RESTS_SHARE:
+        plan = replace(plan, rests=True, poll_s=RESTS_S)
+    return plan
+
+
+def _with_variants(seed: int, plan: Plan) -> Plan:
+    """The job may lose etcd's data, or be run twice; its nodes may have other releases; and it may
+    save in phases."""
+    random = Random(seed ^ 0x1055)
     if random.random() < LOSS_SHARE:
         plan = replace(plan, faults=(*plan.faults, *_losses(random, plan)))
     elif (drawn := Random(f"{seed} runs")).random() < RUNS_SHARE:
@@ -174,12 +205,100 @@ def draw(seed: int, nodes: int | None = None) -> Plan:
     if plan.storage and plan.nodes <= FEW_NODES and phased.random() < PHASED_SHARE:
         keep, every = phased.choice([None, 1, 1, 2]), phased.choice([2, 3, 5])
         plan = replace(plan, phased=True, keep=keep, checkpoint_every=every)
+    return plan
+
+
+def _with_directed_faults(seed: int, plan: Plan) -> Plan:
+    """Adds faults that are directed at what seldom happens by itself, each drawn apart, so that
+    the others of a seed stay."""
+    backed_up = Random(f"{seed} backed up")
+    if plan.runs == 1 and not plan.phased and backed_up.random() < WAITING_SHARE:
+        return _with_waiting_node(backed_up, plan)
+    restarted = Random(f"{seed} restarted")
+    if plan.runs == 1 and restarted.random() < RESTARTED_SHARE:
+        return _with_restarted_agents(restarted, plan)
     added = (
         *_freezes(Random(f"{seed} freeze"), plan),
         *_errors(Random(f"{seed} errors"), plan),
         *_namesakes(Random(f"{seed} name"), plan),
+        *_frozen_writers(Random(f"{seed} writer"), plan),
+        *_odd_runs(Random(f"{seed} odd run"), plan),
     )
-    return replace(plan, faults=(*plan.faults, *added))
+    plan = replace(plan, faults=(*plan.faults, *added))
+    plan = _with_newcomer(Random(f"{seed} newcomer"), plan)
+    return _with_frozen_committer(Random(f"{seed} committer"), plan)
+
+
+def _with_waiting_node(random: Random, plan: Plan) -> Plan:
+    """A node waits for a place, and nothing else happens, but that a backup is restored which has
+    its lease and not its registration."""
+    at_s, after_s = random.uniform(2.0, 4.0), random.uniform(0.5, 2.0)
+    faults = (Fault(at_s, "join-backed-up", 0.0, after_s),)
+    steps = int((at_s + after_s + WAITS_S) / plan.step_s)
+    policy = replace(plan.policy, max_nodes=plan.nodes)
+    trouble = min(plan.trouble, 0.01)  # the node looks every few seconds, and is to be answered
+    plan = replace(plan, policy=policy, total_steps=steps, trouble=trouble, crash_at=0)
+    return replace(plan, faults=faults)
+
+
+def _with_restarted_agents(random: Random, plan: Plan) -> Plan:
+    """Each node is needed, and two agents are killed and begin anew, the second one after it has
+    answered in the round that the first one's end has opened."""
+    at_s = random.uniform(1.5, 4.0)
+    times_s = (at_s, at_s + random.uniform(0.1, 1.5))
+    faults = tuple(Fault(killed_s, "kill-agent", random.random(), 0.0) for killed_s in times_s)
+    policy = replace(plan.policy, min_nodes=plan.nodes, max_nodes=plan.nodes + 1)
+    steps = max(plan.total_steps, int((at_s + 2.0) / plan.step_s))
+    trouble = random.choice([0.0, plan.trouble])
+    plan = replace(plan, policy=policy, total_steps=steps, trouble=trouble, crash_at=0)
+    return replace(plan, faults=faults)
+
+
+def _with_newcomer(random: Random, plan: Plan) -> Plan:
+    """A node comes, for which there is room, is drained at once, and does not run for a while: less
+    than its lease lives, for a loop that stands still for longer loses it."""
+    if random.random() >= NEWCOMER_SHARE:
+        return plan
+    lasts_s = plan.total_steps * plan.step_s
+    at_s = random.choice([random.uniform(0.2, 0.8), random.uniform(1.5, max(2.0, lasts_s))])
+    fault = Fault(at_s, "drain-newcomer", 0.0, random.uniform(0.5, 0.95) * plan.ttl_s)
+    policy = replace(plan.policy, max_nodes=max(plan.policy.max_nodes, plan.nodes + 2))
+    return replace(plan, policy=policy, faults=(*plan.faults, fault))
+
+
+def _frozen_writers(random: Random, plan: Plan) -> list[Fault]:
+    """The agent that is to write a world is frozen before that, mostly until another one has
+    written it."""
+    if random.random() >= WRITER_SHARE:
+        return []
+    at_s = random.choice([0.1, random.uniform(0.5, plan.total_steps * plan.step_s)])
+    lasts_s = random.choice([1.0, 4.0, 6.0, 12.0]) * random.uniform(0.8, 1.2)
+    ends = Fault(at_s + random.uniform(0.0, 0.3), "kill-worker", random.random(), 0.0)
+    return [Fault(at_s, "freeze-writer", 0.0, lasts_s), ends]
+
+
+def _odd_runs(random: Random, plan: Plan) -> list[Fault]:
+    """The key of the run cannot be read for a while, in which a generation ends in some."""
+    if plan.runs > 1 or plan.loses_data or random.random() >= ODD_RUN_SHARE:
+        return []
+    at_s = random.uniform(0.2, plan.total_steps * plan.step_s)
+    lasts_s = random.choice([0.5, 2.0, 5.0, 10.0]) * random.uniform(0.8, 1.2)
+    faults = [Fault(at_s, "odd-run", 0.0, lasts_s)]
+    if random.random() < 0.5:
+        ends_s = at_s + random.uniform(0.0, lasts_s)
+        faults.append(Fault(ends_s, "kill-worker", random.random(), 0.0))
+    return faults
+
+
+def _with_frozen_committer(random: Random, plan: Plan) -> Plan:
+    """The agent of a save is frozen before its manifest, until the files of the save may be taken
+    for leftovers, and removed."""
+    if not plan.phased or plan.runs > 1 or random.random() >= COMMITTER_SHARE:
+        return plan
+    at_s, lasts_s = random.uniform(0.5, 4.0), random.uniform(8.0, 14.0)
+    steps = max(plan.total_steps, int((at_s + COMMITTER_TRAINS_S) / plan.step_s))
+    fault = Fault(at_s, "freeze-committer", 0.0, lasts_s)
+    return replace(plan, total_steps=steps, faults=(*plan.faults, fault))
 
 
 def _namesakes(random: Random, plan: Plan) -> list[Fault]:

@@ -107,6 +107,8 @@ class Storage:
         """Steps that are not there any more, damaged since then."""
         self.committed: Callable[[int, int], None] = lambda generation, step: None
         """Told of every checkpoint."""
+        self.before_manifest: Callable[[Agent], None] | None = None
+        """Called with the agent whose save is about to make a manifest, in phases."""
         self._parts: dict[SnapshotName, set[int]] = {}
 
     def commit(self, generation: int, step: int, *, replacing: bool = False) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.running import run_one
-from tests.simulation.schedule import draw
+from tests.simulation.schedule import FAULTS, LOSSES, RESTS_S, draw
 from tests.simulation.seeds import QUICK, QUICK_LARGE, check, check_large, parts
 
 
@@ -28,8 +28,19 @@ def test_large_clusters_keep_every_rule() -> None:
 def test_agents_that_rest_until_a_timer_is_due_keep_every_rule(first: int) -> None:
     """They look only when something wakes them, or when their next timer is due."""
     for seed in range(first, first + 50):
-        plan = replace(draw(seed), rests=True, poll_s=60.0)
+        plan = replace(draw(seed), rests=True, poll_s=RESTS_S)
         Cluster(plan).run()
+
+
+def test_each_kind_of_fault_is_drawn_among_the_quick_schedules() -> None:
+    directed = {
+        *("freeze-agent", "freeze-writer", "freeze-committer", "drain-newcomer"),
+        *("odd-run", "join-backed-up", "same-name", "loop-error"),
+    }
+    plans = [draw(seed) for seed in QUICK]
+    drawn = {fault.kind for plan in plans for fault in plan.faults}
+    assert not {*FAULTS, *LOSSES, *directed} - drawn
+    assert any(plan.rests for plan in plans) and any(plan.phased for plan in plans)
 
 
 def test_a_seed_runs_the_same_way_each_time() -> None:
