@@ -49,7 +49,13 @@ MUTANTS = (
         file="protocol/resume.py",
         right="if holding.generation != world.generation and state != origin:",
         wrong="if False:",
-        sure=False,
+        further=(
+            (
+                "agent/core.py",
+                "        self._memory.keep_only({(world.resume.generation, world.resume.step)})\n",
+                "",
+            ),
+        ),
     ),
     Mutant(
         name="the nearest state wins, not the newest",
@@ -130,7 +136,6 @@ MUTANTS = (
         file="protocol/regroup.py",
         right="return registration.incarnation == member.incarnation\n    ttl_s",
         wrong="return True\n    ttl_s",
-        sure=False,
     ),
     Mutant(
         name="a member that answered lives for ever",
@@ -181,7 +186,6 @@ MUTANTS = (
         file="protocol/leader.py",
         right="if not view.control.drains(m) and (takes_any",
         wrong="if (takes_any",
-        sure=False,
     ),
     Mutant(
         name="a lowered MAX shrinks nothing",
@@ -329,7 +333,15 @@ MUTANTS = (
             ("agent/store_writer.py", "            self._membership.still_registered(),\n", ""),
         ),
         search="orders",
-        sure=False,
+    ),
+    Mutant(
+        name="a leader that was frozen before its write overwrites the next of several nodes",
+        file="agent/store_writer.py",
+        right="            unchanged(WORLD, entry),\n",
+        wrong="",
+        further=(
+            ("agent/store_writer.py", "            self._membership.still_registered(),\n", ""),
+        ),
     ),
     Mutant(
         name="a world is written though the job is over",
@@ -348,7 +360,6 @@ MUTANTS = (
         file="agent/store_writer.py",
         right="        if due:\n",
         wrong="        if False:\n",
-        sure=False,
     ),
     Mutant(
         name="what etcd has lost is not written anew",
@@ -376,7 +387,6 @@ MUTANTS = (
             ),
         ),
         search="orders",
-        sure=False,
     ),
     Mutant(
         name="an earlier run writes on, in some order of two agents",
@@ -384,6 +394,18 @@ MUTANTS = (
         right="fenced = [*conditions, self._stored.unchanged()]",
         wrong="fenced = [*conditions]",
         search="orders",
+    ),
+    Mutant(
+        name="a world is written while the number of the run cannot be read",
+        file="store/job_run.py",
+        right="if ends and self.unreadable and self._is_still_unreadable():",
+        wrong="if False:",
+    ),
+    Mutant(
+        name="a node stays that cannot read the number of the run",
+        file="agent/core.py",
+        right="if not self._notices and store.run is not None and store.run.unreadable:",
+        wrong="if False:",
     ),
     Mutant(
         name="an agent registers over another one of its name",
@@ -396,7 +418,6 @@ MUTANTS = (
         file="../checkpoint/steps/commit.py",
         right="    _check_listed(storage, files, data, replaced)\n    if",
         wrong="    if",
-        sure=False,
     ),
     Mutant(
         name="files of a save are removed without a look for its manifest",
@@ -518,7 +539,7 @@ def hunt(mutant: Mutant, folder: Path, *, first: int, count: int, timeout_s: flo
     command = [sys.executable, "-m", "tests.simulation", str(first)]
     command += ["--count", str(count), "--first"]
     if mutant.search == "orders":
-        command = [sys.executable, "-m", "tests.simulation.orders"]
+        command = [sys.executable, "-m", "tests.simulation.orders", "--first"]
     ran = subprocess.run(
         command,
         cwd=folder,
