@@ -311,7 +311,9 @@ class Session:
             collate_fn=collate_fn,
             num_workers=num_workers,
             drop_last=drop_last,
-            never_one=any(True for _ in batch_norms(training.strategy.model)),
+            # The release before deals samples without regard to such modules.
+            never_one=self._link.assignment.one_release
+            and any(True for _ in batch_norms(training.strategy.model)),
         ).resolved(training.first_world())
         limit, groups = self._loops.micro_batch_limit(training), self._generation.groups
         schedule = loop.schedule(self.rank, self.world_size, limit)

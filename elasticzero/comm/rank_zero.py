@@ -13,6 +13,7 @@ from torch import Tensor
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.errors import is_peer_error
 from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.joined import cut, join
 
 ALIGNED_BYTES = 16
@@ -125,6 +126,68 @@ def _encoded(layout: Iterable[_Place]) -> bytes:
 
 def _decoded(text: bytes) -> list[_Place]:
     return [(n, getattr(torch, dtype), tuple(s)) for n, dtype, s in json.loads(text)]
+
+
+class SharedState:
+    """Gives all ranks the small state of rank 0: what modules keep besides parameters, and the
+    order of gradient buckets.
+
+    After the loss of a peer, which the boundary raises, each rank keeps its own. That is as valid
+    for the step: a complete snapshot has one rank's, and a divided one has rank 0's.
+
+    Rules:
+     RZ3  What modules keep is shared right after a step, before the script goes on with what it
+         makes of it, and before an evaluation; the order of buckets at the boundary.
+     RZ4  Where a rank may be of the release before, all ranks do as that one does: they share the
+         buffers that a model saves at the boundary, in one message with the order of buckets, and
+         no extra state.
+    """
+
+    def __init__(
+        self, groups: ProcessGroups | None, auxiliary: AuxiliaryState, link: AgentClient
+    ) -> None:
+        """Begins with no peer lost.
+
+        Args:
+            groups: The process groups; None for one process alone, which shares nothing.
+            auxiliary: The small state of this rank.
+            link: The client of the agent, which says whether the generation has ended.
+        """
+        self._groups, self._auxiliary, self._link = groups, auxiliary, link
+        self._one_release = link.assignment.one_release
+        self._from_rank_zero = None if groups is None else RankZeroTensors(groups)
+        self.lost: RuntimeError | None = None
+        """The error of a peer that was lost while what modules keep was shared after a step."""
+
+    def share(self) -> None:
+        """Gives all ranks what the modules of rank 0 keep; all ranks call this together."""
+        if self._groups is None or self._from_rank_zero is None:
+            return
+        if not self._one_release:
+            self._groups.broadcast(self._auxiliary.buffers.saved())
+        elif self._auxiliary.modules_keep_state:
+            present = self._auxiliary.state_of_modules()
+            shared = self._from_rank_zero.share(present)
+            if shared is not present:
+                self._auxiliary.put_state_of_modules(shared, present)
+
+    def share_after_step(self) -> None:
+        """Does the same where RZ3 has it after a step; records the error of a lost peer."""
+        if not self._one_release or self.lost is not None or self._link.aborted is not None:
+            return
+        try:
+            self.share()
+        except RuntimeError as error:
+            if not is_peer_error(error) and self._link.aborted is None:
+                raise
+            self.lost = error
+
+    def share_at_boundary(self) -> RuntimeError | None:
+        """Gives all ranks what RZ3 and RZ4 leave for the boundary; returns the error of a lost
+        peer. All ranks call this together."""
+        buffers = {} if self._one_release else self._auxiliary.buffers.saved()
+        shared = {**buffers, **self._auxiliary.of_rank_zero()}
+        return broadcast_from_rank_zero(self._groups, shared, self._link)
 
 
 def broadcast_from_rank_zero(

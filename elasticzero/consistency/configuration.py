@@ -104,7 +104,7 @@ def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) ->
         "drop_last": plan.drop_last,
         **plan.order.described,
     }
-    if plan.never_one:  # ranks of the release before deal them otherwise
+    if plan.never_one:  # never where a rank may be of the release before
         values["samples of a BatchNorm"] = "two at least"
     if allowed:
         values["--allow-data-change"] = ",".join(allowed)

@@ -160,6 +160,11 @@ class Assignment(TrainingSettings):
     which expects to be shown it."""
 
     @property
+    def one_release(self) -> bool:
+        """Returns whether no rank is of the release before."""
+        return self.proofs
+
+    @property
     def row(self) -> int:
         """Returns the number of ranks among which state is divided."""
         return self.local_world_size if self.shard == "node" else self.world_size

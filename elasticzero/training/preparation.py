@@ -155,7 +155,7 @@ def prepare_training(
         cpu_offload=place.cpu_offload,
         mirrors=assignment.mirrors,
         mirrored_by=assignment.mirrored_by,
-        one_release=assignment.proofs,
+        one_release=assignment.one_release,
     )
     laid = create(strategy, setting)
     place.comparison.require_equal(Call.PREPARE, of_optimizers(laid.optimizers))
@@ -263,7 +263,8 @@ def _give_values(
     _fill_and_move(place, model, meta, stored)
     if place.groups is not None and place.link.assignment.resume.tier == "fresh":
         every = (*model.named_parameters(), *model.named_buffers())
-        _broadcast(place.groups, {name: t for name, t in every if not meta.gives(t)})
+        tensors = {name: t for name, t in every if not meta.gives(t)}
+        _broadcast(place.groups, tensors, in_parts=place.link.assignment.one_release)
 
 
 def _fill_and_move(
@@ -327,14 +328,21 @@ def _check_strategy(place: Place, model: nn.Module, strategy: str, compute: Comp
     check_modules(model, strategy, place.device, alone=place.groups is None)
 
 
-def _broadcast(groups: ProcessGroups, tensors: Mapping[str, Tensor]) -> None:
-    """Gives all ranks these tensors of rank 0, in parts, because each part is copied meanwhile."""
+def _broadcast(groups: ProcessGroups, tensors: Mapping[str, Tensor], *, in_parts: bool) -> None:
+    """Gives all ranks tensors of rank 0.
+
+    Args:
+        groups: The process groups.
+        tensors: The tensors, which are filled in place.
+        in_parts: Whether they are sent in parts, because each part is copied meanwhile; the release
+            before sends all at once.
+    """
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
         part[name] = tensor.data
         size += tensor.nbytes
-        if size >= PART_BYTES:
+        if in_parts and size >= PART_BYTES:
             groups.broadcast(part)
             part, size = {}, 0
     groups.broadcast(part)

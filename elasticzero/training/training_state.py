@@ -14,14 +14,10 @@ from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange, ControlWord
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.comm.rank_zero import (
-    RankZeroTensors,
-    broadcast_from_rank_zero,
-    verify_unless_no_collective,
-)
+from elasticzero.comm.rank_zero import SharedState, verify_unless_no_collective
 from elasticzero.consistency.replicas import ReplicaVerifier
 from elasticzero.data.position import DataPosition, EpochEnd
-from elasticzero.errors import NotFinite, PeerSetAside, UserError, is_peer_error
+from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack
 from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_REASONS, Captured
@@ -161,9 +157,7 @@ class TrainingState:
         self._link = link
         self._groups = groups
         self._exchange = ControlExchange(groups)
-        self._from_rank_zero = None if groups is None else RankZeroTensors(groups)
-        self._lost: RuntimeError | None = None
-        """The error of a peer that was lost while buffers were shared."""
+        self._shared = SharedState(groups, model.auxiliary, link)
         self._verifier = ReplicaVerifier(
             groups,
             link.assignment,
@@ -329,7 +323,7 @@ class TrainingState:
         self.gradient_norm, self.loss = value, loss
         self._record_unless_shutting_down(StepEvent.CHANGE)
         self.strategy.apply()
-        self._share_buffers_of_step()
+        self._shared.share_after_step()
         self._count_batch(StepEvent.APPLIED, self.position.skipped)
         return True
 
@@ -345,27 +339,7 @@ class TrainingState:
 
     def share_buffers(self) -> None:
         """Gives all ranks rank 0's buffers and extra state; all ranks call this together."""
-        if self._from_rank_zero is None or not self.auxiliary.modules_keep_state:
-            return
-        present = self.auxiliary.state_of_modules()
-        shared = self._from_rank_zero.share(present)
-        if shared is not present:
-            self.auxiliary.put_state_of_modules(shared, present)
-
-    def _share_buffers_of_step(self) -> None:
-        """Shares buffers before the script goes on with what it makes of them.
-
-        After the loss of a peer, which the boundary raises, each rank keeps its own. They are as
-        valid for the step: a complete snapshot has one rank's, and a divided one has rank 0's.
-        """
-        if self._lost is not None or self._link.aborted is not None:
-            return
-        try:
-            self.share_buffers()
-        except RuntimeError as error:
-            if not is_peer_error(error) and self._link.aborted is None:
-                raise
-            self._lost = error
+        self._shared.share()
 
     def _skip(self, reason: str, finding: str) -> None:
         """Leaves the global batch out; position, random generators and guard go on."""
@@ -373,7 +347,7 @@ class TrainingState:
         self._record_unless_shutting_down(StepEvent.TEAR)
         self.strategy.discard()
         self.auxiliary.buffers.put(self.boundary_copy().buffers)
-        self._share_buffers_of_step()
+        self._shared.share_after_step()
         self._count_batch(StepEvent.SKIPPED, self._skipped_too())
 
     def pass_over(self) -> None:
@@ -489,13 +463,12 @@ class TrainingState:
 
     def _complete_step(self) -> RuntimeError | None:
         """Takes what rank 0 shares once a step is applied; returns the error of a lost peer."""
-        lost = self._lost
+        lost = self._shared.lost
         if lost is None and (self.auxiliary.tracked or self.strategy.shards > 1):
             lost = verify_unless_no_collective(self._groups)
         self.position = self.next_position
         self.auxiliary.take_shared()
-        shared = self.auxiliary.of_rank_zero()
-        return lost or broadcast_from_rank_zero(self._groups, shared, self._link)
+        return lost or self._shared.share_at_boundary()
 
     def _follow_word(self, word: ControlWord) -> None:
         """Does what the word that all ranks have exchanged says; raises `GenerationEnded` where it

@@ -50,9 +50,11 @@ def check_weights(checkpoints: Path, reference: dict[str, Tensor]) -> None:
         assert (tensor - reference_tensor).abs().max() < 1e-9, name
 
 
-def check_samples(lineage: Lineage, directory: Path, *, epochs: int = 3) -> None:
+def check_samples(
+    lineage: Lineage, directory: Path, *, epochs: int = 3, global_batch: int = 10
+) -> None:
     """Each step is committed once, with the samples that seed and epoch alone decide."""
-    expected, count = order_of_samples(10, epochs), steps_in(10, epochs)
+    expected, count = order_of_samples(global_batch, epochs), steps_in(global_batch, epochs)
     steps = committed(lineage, traces_in(directory))
     assert [sorted(steps[step]) for step in range(1, count + 1)] == [sorted(s) for s in expected]
     per_epoch = count // epochs

@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 
 import elasticzero
+import elasticzero.checkpoint
 from elasticzero.launcher.local.cluster import Node, Placement
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
+from tests.integration.reference import steps_in
 from tests.integration.test_elastic_training import check_samples
 from tests.support.releases import BEFORE, unpack_release_before
 
 OLD = ("node-0", "node-1", "node-2")
+GLOBAL_BATCH, EPOCHS = 24, 28
+"""At an epoch's end too each of four nodes has two samples, which a BatchNorm needs: the release
+before deals one as well."""
 
 
 def placed(before: Mapping[str, str]) -> Callable[[str], Placement]:
@@ -64,17 +69,21 @@ def replace(told: Story, node: Node, generation: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    ("strategy", "batch_norm"), [("ddp", False), ("ddp", True), ("zero1", True)]
+)
 def test_nodes_of_the_release_before_are_replaced_one_by_one(
-    tmp_path: Path, root: Path, job: str, etcd: EtcdServer, strategy: str
+    tmp_path: Path, root: Path, job: str, etcd: EtcdServer, strategy: str, batch_norm: bool
 ) -> None:
-    """Either release leads, and a node of each is killed while both are there."""
+    """Either release leads, and a node of each is killed while both are there. A network with
+    buffers is evaluated besides: ranks share buffers then, and after each step."""
     place = placed(unpack_release_before(root, tmp_path / "before"))
     assert version(dict(place("node-0").environment)) == BEFORE != elasticzero.__version__
     arguments = ["--nnodes", "1:4", "--strategy", strategy, "--lease-ttl", "2"]
     arguments += ["--redundancy", "mirror"] if strategy == "zero1" else []
     arguments += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "25"]
-    arguments += [str(REGRESSION), "--epochs", "12", "--pause", "0.1"]
+    arguments += [str(REGRESSION), "--epochs", str(EPOCHS), "--pause", "0.1"]
+    arguments += ["--global-batch", str(GLOBAL_BATCH), *(["--batch-norm"] if batch_norm else [])]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=3, place=place) as told:
         trains_again(told, 1)
         at = replace(told, told.node(0), 1)
@@ -90,4 +99,23 @@ def test_nodes_of_the_release_before_are_replaced_one_by_one(
         assert members(told) == {"node-4", "node-5"}
         assert 0 in told.wait_for_end().values()
     assert {world["tier"] for world in told.of("world") if world["generation"] > 1} == {"ram"}
-    check_samples(told.lineage, told.directory(), epochs=12)
+    check_samples(told.lineage, told.directory(), epochs=EPOCHS, global_batch=GLOBAL_BATCH)
+    if batch_norm:
+        forwards = elasticzero.checkpoint.load(tmp_path / "c")["model/1.num_batches_tracked"]
+        assert int(forwards) == steps_in(GLOBAL_BATCH, EPOCHS), "as rank 0 of each world has made"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_nodes_of_two_releases_begin_together(
+    tmp_path: Path, root: Path, job: str, etcd: EtcdServer
+) -> None:
+    """The first values are larger than the parts in which ranks of one release send them."""
+    before = unpack_release_before(root, tmp_path / "before")
+    old = Placement(environment=before, command_line="elasticzero.launcher.cli")
+    arguments = ["--nnodes", "2", "--strategy", "ddp", str(REGRESSION), "--batch-norm"]
+    arguments += ["--epochs", "1", "--hidden", "80000", "--global-batch", str(GLOBAL_BATCH)]
+    places = {"node-0": old, "node-1": Placement()}
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2, place=places.__getitem__) as told:
+        assert set(told.wait_for_end().values()) == {0}, told.logs()
+    check_samples(told.lineage, told.directory(), epochs=1, global_batch=GLOBAL_BATCH)

@@ -42,10 +42,11 @@ def steps_per_epoch(global_batch: int) -> int:
     return math.ceil(SAMPLES / global_batch)
 
 
-def network(hidden: int = 17) -> nn.Module:
+def network(hidden: int = 17, *, batch_norm: bool = False) -> nn.Module:
     torch.manual_seed(2)
+    norms = [nn.BatchNorm1d(hidden)] if batch_norm else []
     return nn.Sequential(
-        nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 5), nn.Tanh(), nn.Linear(5, 3)
+        nn.Linear(6, hidden), *norms, nn.Tanh(), nn.Linear(hidden, 5), nn.Tanh(), nn.Linear(5, 3)
     ).double()
 
 
@@ -181,7 +182,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         layout.BUCKET_BYTES = fixed_layout.MESSAGE_BYTES = SMALL_BUCKET_BYTES
         all_reduce.BUCKET_BYTES = all_reduce.FIRST_BUCKET_BYTES = SMALL_BUCKET_BYTES
     model, optimizer = session.prepare(
-        network(options.hidden),
+        network(options.hidden, batch_norm=options.batch_norm),
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05),
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.7)
@@ -198,7 +199,10 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         if holds.over and session.step_count > steps_per_epoch(options.global_batch):
             session.stop("the tester has seen enough")
 
-    seen = -1
+    def evaluate() -> None:
+        session.evaluate(dataset(), lambda batch: loss_of(model(batch[0]), batch[1]))
+
+    seen, at_epoch_end = -1, end_early if options.holds else None
     for x, y in session.batches(
         dataset(),
         global_batch=options.global_batch,
@@ -206,7 +210,7 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
         virtual_batch=options.virtual_batch,
         epochs=options.epochs,
         seed=3,
-        on_epoch_end=end_early if options.holds else None,
+        on_epoch_end=evaluate if options.batch_norm else at_epoch_end,
     ):
         if session.step_count != seen:
             seen = session.step_count
@@ -262,6 +266,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, help="logged at each step")
     parser.add_argument("--fail-at", type=int)
     parser.add_argument("--hidden", type=int, default=17)
+    parser.add_argument("--batch-norm", action="store_true", help="a layer, and an evaluation")
     parser.add_argument("--slow-after", type=int)
     parser.add_argument("--long-step", type=int)
     parser.add_argument("--long", type=float, default=8.0)

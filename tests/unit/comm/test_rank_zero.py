@@ -1,16 +1,22 @@
-"""Rank 0's tensors come to all ranks, however their layouts differ."""
+"""Rank 0's tensors come to all ranks, however their layouts differ, and where ranks of the release
+before expect them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from elasticzero.comm.rank_zero import RankZeroTensors
+from elasticzero.comm.rank_zero import RankZeroTensors, SharedState
+from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.model import NamedModel
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
@@ -78,3 +84,74 @@ def test_a_layout_is_told_once() -> None:
         sent.clear()
         channel.share({"a": torch.zeros(4)})
         assert len(sent) == messages
+
+
+class Recorder:
+    """Process groups of rank 0, which record what it broadcasts."""
+
+    rank_info: Any = type("RankInfo", (), {"rank": 0})
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.sent: list[list[str]] = []
+
+    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
+        self.sent.append(list(tensors))
+
+    def broadcast_bytes(self, values: Tensor) -> Tensor:
+        self.sent.append(["bytes"])
+        return values
+
+    def taken(self) -> list[list[str]]:
+        taken, self.sent = self.sent, []
+        return taken
+
+
+class Order:
+    """The order of buckets, which rank 0 has found."""
+
+    def shared(self) -> dict[str, Tensor]:
+        return {"order": torch.zeros(1)}
+
+    def take_shared(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("unsaved", torch.zeros(1), persistent=False)
+
+
+BUFFERS = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+
+
+@pytest.mark.parametrize(
+    ("one_release", "after_step", "at_boundary", "evaluating"),
+    [
+        pytest.param(True, [["bytes"]] * 3, [["order"]], [["bytes"]], id="one release"),
+        pytest.param(False, [], [[*BUFFERS, "order"]], [BUFFERS], id="the release before"),
+    ],
+)
+def test_messages_are_those_that_the_other_ranks_expect(
+    one_release: bool,
+    after_step: list[list[str]],
+    at_boundary: list[list[str]],
+    evaluating: list[list[str]],
+) -> None:
+    """Ranks of two releases took the one's tensors for the other's: buffers for a size."""
+    groups: Any = Recorder()
+    auxiliary = AuxiliaryState(groups.device, named=NamedModel(Normed()), buckets=Order())
+    link = AgentClient(None, replace(STANDALONE, proofs=one_release))
+    shared = SharedState(groups, auxiliary, link)
+    shared.share_after_step()
+    assert groups.taken() == after_step
+    assert shared.share_at_boundary() is None
+    assert groups.taken() == at_boundary
+    shared.share()
+    assert groups.taken() == evaluating
