@@ -88,7 +88,11 @@ class Replicated:
             self._gradients = self._sums = reducer
         elif setting.world_size > 1:
             self._sums = AllReduce(
-                self._parameters, self.optimizers.name_of, setting.bucket_plan, self._losses
+                self._parameters,
+                self.optimizers.name_of,
+                setting.bucket_plan,
+                self._losses,
+                one_release=setting.one_release,
             )
             self._gradients = BucketQueue(self._sums)
         self._late = LateGradients(self._parameters)

@@ -50,6 +50,8 @@ class AllReduce:
         optimizer_of: Mapping[str, str],
         plan: BucketPlan,
         losses: LossCheck,
+        *,
+        one_release: bool = True,
     ) -> None:
         """Fills the buckets.
 
@@ -58,6 +60,7 @@ class AllReduce:
             optimizer_of: The name of a parameter's optimizer; empty: there is one optimizer.
             plan: The order in which buckets are filled, and their size.
             losses: The losses of this rank's part of the global batch.
+            one_release: Whether no rank is of the release before, which has no message for losses.
         """
         order = plan.filling_order(list(parameters))
         trained = {n: p for n in order if (p := parameters[n]).requires_grad and p.numel()}
@@ -67,7 +70,9 @@ class AllReduce:
         ]
         self._losses = losses
         self._under_way: list[tuple[SummedBucket, Any]] = []
-        self._losses_apart = any(p.dtype.itemsize < LOSS_BYTES for p in trained.values())
+        self._losses_apart = one_release and any(
+            p.dtype.itemsize < LOSS_BYTES for p in trained.values()
+        )
         """A bucket may have a format that holds no loss: they are summed in a message of their own,
         whichever buckets a global batch has."""
         self._summed_losses: tuple[Tensor, Any] | None = None
@@ -94,7 +99,7 @@ class AllReduce:
         if loss is None or self._losses_apart:
             tail[-1].zero_()
         else:
-            tail[-1].copy_(loss)
+            tail[-1].copy_(_limited(loss, tail.dtype))
         if self._losses_apart and self._summed_losses is None:
             summed = bucket.flat.new_zeros(1, dtype=torch.float32)
             if loss is not None:
@@ -131,6 +136,14 @@ class AllReduce:
         if losses.value is None or losses.mean is None:
             return None
         return losses.mean + losses.value
+
+
+def _limited(loss: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a loss of which a sum over ranks does not overflow in a format."""
+    if dtype is not torch.float16:
+        return loss
+    most = torch.finfo(dtype).max / 2**16
+    return loss.clamp(-most, most)
 
 
 def _deal(

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elasticzero.parallel import Setting, create
 from elasticzero.parallel.buckets import gather
+from elasticzero.parallel.buckets.all_reduce import AllReduce
 from elasticzero.parallel.buckets.gather import ParameterGather, PendingParameter
 from elasticzero.parallel.buckets.layout import DealtNames, FlatBucket, deal
+from elasticzero.parallel.buckets.plan import DEFAULT_PLAN
 from elasticzero.parallel.buckets.reduce_scatter import BufferPool
+from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.probe import GroupNature
@@ -233,3 +239,29 @@ def test_a_capture_does_not_wait_for_a_peer_that_is_gone(monkeypatch: pytest.Mon
     assert share.held["model/weight"].tensor.shape == (2, 3)
     with pytest.raises(RuntimeError, match="closed by peer"):
         strategy.settle()
+
+
+@pytest.mark.parametrize(("one_release", "messages"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_has_no_message_of_its_own_where_the_release_before_sends_none(
+    dtype: torch.dtype, one_release: bool, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks took the next bucket for it. In 16 bits a large loss must not overflow."""
+    sent: list[Tensor] = []
+
+    def all_reduce(tensor: Tensor, **_: Any) -> Any:
+        sent.append(tensor)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    losses = LossCheck()
+    losses.add(torch.tensor(1e6), 1.0)
+    parameters = {"w": nn.Parameter(torch.ones(3, dtype=dtype))}
+    sums = AllReduce(parameters, {}, DEFAULT_PLAN, losses, one_release=one_release)
+    (bucket,) = sums.buckets
+    sums.lend(bucket)
+    bucket.used_N = [True]
+    sums.begin(bucket, complete=True)
+    sums.finish()
+    assert len(sent) == messages
+    assert sums.loss == 1e6 if one_release else math.isfinite(sums.loss)
