@@ -6,6 +6,7 @@ import ctypes
 import ipaddress
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,10 @@ from typing import TypeVar
 import pytest
 
 CLONE_NEWNET = 0x40000000
+ETH_P_ALL = 0x0003
+SO_RCVBUFFORCE = 33
+PACKETS_BYTES = 1 << 26
+"""Memory for packets that pass on a cable and are not read yet."""
 PREFIX = "fd00:e1a5:71c2::"
 LISTENING = "0A"
 """State of a socket that listens, in /proc/net/tcp."""
@@ -79,19 +84,35 @@ class Ipv6Networks:
 
     def inside(self, node: str, body: Callable[[], T]) -> T:
         """What `body` returns, in a thread whose sockets and processes are in a node's network."""
+        return _inside(self.names[node], body)
 
-        def enter() -> T:
-            with open(f"/run/netns/{self.names[node]}") as namespace:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            return body()
+    def packets(self, node: str) -> socket.socket:
+        """Returns a socket that receives each packet that passes on a node's cable, both ways."""
 
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(enter).result()
+        def listen() -> socket.socket:
+            raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+            raw.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, PACKETS_BYTES)
+            raw.bind((f"port{node}", ETH_P_ALL))
+            return raw
+
+        return _inside(self._switch, listen)
 
     def close(self) -> None:
         for name in (*self.names.values(), self._switch):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _inside(name: str, body: Callable[[], T]) -> T:
+    """What `body` returns, in a thread whose sockets and processes are in the namespace `name`."""
+
+    def enter() -> T:
+        with open(f"/run/netns/{name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        return body()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter).result()
 
 
 def ip(*arguments: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from elasticzero.launcher.tls.files import CredentialFiles
 
 BOTH_ENDS = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 LOOPBACK = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
@@ -65,6 +68,39 @@ class Authority:
             )
         )
         return pair
+
+
+class Mounted:
+    """A Secret as Kubernetes mounts it: the files lead through a link to a directory of them all,
+    which is turned to another directory at once."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder, self._version = folder, 0
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            (folder / name).symlink_to(f"..data/{name}")
+
+    @property
+    def files(self) -> CredentialFiles:
+        certificate, key, authorities = (
+            str(self.folder / name) for name in ("tls.crt", "tls.key", "ca.crt")
+        )
+        return CredentialFiles(certificate=certificate, key=key, authorities=authorities)
+
+    def turn(self, certificate: bytes, key: bytes, authorities: bytes) -> None:
+        self._version += 1
+        version = self.folder / f"..v{self._version}"
+        version.mkdir()
+        for name, data in (("tls.crt", certificate), ("tls.key", key), ("ca.crt", authorities)):
+            (version / name).write_bytes(data)
+        new = self.folder / "..data_tmp"
+        new.symlink_to(version.name)
+        os.replace(new, self.folder / "..data")
+
+    def sign(self, authority: Authority, name: str, address: x509.GeneralName = LOOPBACK) -> None:
+        """Turns to a new certificate, as cert-manager does when one is to be renewed."""
+        pair = authority.sign(name, address)
+        self.turn(pair.cert.read_bytes(), pair.key.read_bytes(), authority.cert.read_bytes())
 
 
 def _builder(

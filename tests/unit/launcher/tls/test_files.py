@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,40 +11,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.tls.contexts import TlsContexts
-from elasticzero.launcher.tls.files import LOOK_S, CredentialFiles, FileCredentials
-from tests.support.certificates import LOOPBACK, Authority
-
-
-class Mounted:
-    """A Secret as Kubernetes mounts it: the files lead through a link to a directory of them all,
-    which is turned to another directory at once."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.folder, self._version = folder, 0
-        for name in ("tls.crt", "tls.key", "ca.crt"):
-            (folder / name).symlink_to(f"..data/{name}")
-
-    @property
-    def files(self) -> CredentialFiles:
-        certificate, key, authorities = (
-            str(self.folder / name) for name in ("tls.crt", "tls.key", "ca.crt")
-        )
-        return CredentialFiles(certificate=certificate, key=key, authorities=authorities)
-
-    def turn(self, certificate: bytes, key: bytes, authorities: bytes) -> None:
-        self._version += 1
-        version = self.folder / f"..v{self._version}"
-        version.mkdir()
-        for name, data in (("tls.crt", certificate), ("tls.key", key), ("ca.crt", authorities)):
-            (version / name).write_bytes(data)
-        new = self.folder / "..data_tmp"
-        new.symlink_to(version.name)
-        os.replace(new, self.folder / "..data")
-
-    def sign(self, authority: Authority, name: str) -> None:
-        pair = authority.sign(name, LOOPBACK)
-        self.turn(pair.cert.read_bytes(), pair.key.read_bytes(), authority.cert.read_bytes())
+from elasticzero.launcher.tls.files import LOOK_S, FileCredentials
+from tests.support.certificates import LOOPBACK, Authority, Mounted
 
 
 def at_once(work: Callable[[], None]) -> None:
