@@ -27,7 +27,8 @@ Rules of every agent; the first that applies counts:
  A7  All workers have finished: report `finished`.
  A8  The node leaves, or it is the leader of a world that shall change or end, and workers train:
      request them to stop at a boundary. Workers that cannot be asked, or that start slowly and so
-     are at no step yet, are stopped by an alarm.
+     are at no step yet, are stopped by an alarm, but not while they read a part of their state from
+     a node that has left the world.
  A9  All workers have restored their state: report `restored`.
  A10 The node leaves by a deadline, and the time left is only enough to hand the state over: do not
      wait for the running step, raise the alarm. In a round, kill this node's workers that do not

@@ -90,7 +90,7 @@ def begin_drain(view: View, now_s: float, policy: JobPolicy) -> Decision:
         text = f"{reason}; no time to end the running step, so back to the newest snapshot"
         alarm = Alarm(node=view.me.node, kind="leave", reason=text)
         return Decision((RaiseAlarm(alarm),), text)
-    return request_graceful_stop(view, FLAG_LEAVE, "leave", reason)
+    return request_graceful_stop(view, FLAG_LEAVE, "leave", reason, now_s, policy)
 
 
 def must_drain_without_store(view: View, now_s: float, policy: JobPolicy) -> bool:

@@ -305,20 +305,21 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
     if view.workers.finished or not view.store.reachable:
         return None
     if view.control.stop:
-        return request_graceful_stop(view, FLAG_STOP, "stop", "an operator stops the job")
+        reason = "an operator stops the job"
+        return request_graceful_stop(view, FLAG_STOP, "stop", reason, now_s, policy)
     if not (view.workers.restored or view.workers.plain):
         return None
     room = policy.max_nodes - len(world.members)
     if room < 0 and view.control.nnodes is not None:
-        return request_graceful_stop(
-            view, FLAG_LEAVE, "leave", f"scaled to at most {count_text(policy.max_nodes, 'node')}"
-        )
+        reason = f"scaled to at most {count_text(policy.max_nodes, 'node')}"
+        return request_graceful_stop(view, FLAG_LEAVE, "leave", reason, now_s, policy)
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     waiting = [m.node for m in joiners_of(view, world)]
     spare = [node for node in waiting if node not in aside]
     settled = now_s - view.last_join_s >= policy.grow_settle_s
     if spare and room > 0 and settled and not (view.missing_since_s or view.remnants):
-        return request_graceful_stop(view, FLAG_GROW, "grow", f"{', '.join(spare[:room])} joins")
+        reason = f"{', '.join(spare[:room])} joins"
+        return request_graceful_stop(view, FLAG_GROW, "grow", reason, now_s, policy)
     return None
 
 
@@ -370,22 +371,31 @@ def _makes_steps(view: View, after_s: float, now_s: float, policy: JobPolicy) ->
 
 
 def request_graceful_stop(
-    view: View, flags: int, kind: Literal["leave", "grow", "stop"], reason: str
+    view: View,
+    flags: int,
+    kind: Literal["leave", "grow", "stop"],
+    reason: str,
+    now_s: float,
+    policy: JobPolicy,
 ) -> Decision:
     """Requests a graceful change, by the control word where the workers have one, otherwise by the
     alarm.
 
     Workers that start slowly are not waited for: until all have their state in place no step is
-    made, so an alarm loses none.
+    made, so an alarm loses none. It would where a node outside of the world holds a part of that
+    state: then they are waited for, as long as that node serves it.
 
     Args:
         view: What this agent sees.
         flags: Bits of the control word that ask for the change.
         kind: Kind of the alarm, where one is raised instead.
         reason: Reason of the decision and of the alarm.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; `handover_s` is how long a node outside of the world serves.
     """
     workers = view.workers
-    if workers.running and (workers.plain or workers.late):
+    slow = workers.running and (workers.plain or workers.late)
+    if slow and not _reads_from_outside(view, now_s, policy):
         alarm = Alarm(node=view.me.node, kind=kind, reason=reason)
         return Decision((RaiseAlarm(alarm),), reason)
     if workers.requested & flags == flags:
@@ -393,3 +403,23 @@ def request_graceful_stop(
     if workers.attached:
         return Decision((RequestBoundaryStop(flags),), reason)
     return wait(f"{reason}: the workers are starting")
+
+
+def _reads_from_outside(view: View, now_s: float, policy: JobPolicy) -> bool:
+    """Returns whether a node that has left the world still serves a part of the state that the
+    world starts from, and that no member holds.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times; `handover_s` bounds how long such a node serves.
+    """
+    world = view.world
+    if world is None or world.resume.tier != "ram":
+        return False
+    serves_from_s = max(view.world_s or now_s, view.store.outage_end_s)
+    members = {member.node for member in world.members}
+    sources = world.resume.sources
+    held = {source.rank for source in sources if source.node in members}
+    lacks = any(source.rank not in held for source in sources)
+    return lacks and now_s - serves_from_s < policy.handover_s

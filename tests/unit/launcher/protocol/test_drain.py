@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elasticzero.errors import ExitCode
-from elasticzero.ipc.assignment import Resume
+from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.ipc.messages import FLAG_LEAVE
 from elasticzero.launcher.protocol.actions import (
     Action,
@@ -159,6 +159,32 @@ def test_the_reason_is_told_while_the_boundary_is_waited_for() -> None:
 SIGTERM = PreemptionNotice(reason="SIGTERM (25 s of grace)", received_s=50.0, by_s=75.0)
 SPOT = PreemptionNotice(reason=AWS, received_s=10.0, by_s=130.0)
 DRAIN = PreemptionNotice(reason="drained by an operator", received_s=5.0)
+
+
+@pytest.mark.parametrize("stage", [GroupStage.PLAIN, GroupStage.ATTACHING_LATE])
+@pytest.mark.parametrize(
+    ("holder", "world_s", "is_awaited"),
+    [("c", 90.0, True), ("b", 90.0, False), ("c", 39.0, False)],
+    ids=["by another", "by a member", "by one whose time is over"],
+)
+def test_slow_workers_are_awaited_while_state_is_held_outside(
+    stage: GroupStage, holder: str, world_s: float, is_awaited: bool
+) -> None:
+    """The node before has left with a part of the state, and serves it. An alarm took the job back
+    to its last checkpoint, though each node had only been drained."""
+    assert TRAINING.world is not None
+    sources = tuple(
+        Source(rank=rank, node=node, address="10.0.0.1:9400")
+        for rank, node in enumerate(("a", holder))
+    )
+    world = replace(TRAINING.world, resume=Resume(tier="ram", step=20, sources=sources))
+    workers = replace(TRAINS, stage=stage, stepped_s=0.0, step=0)
+    view = v(TRAINING, world=world, world_s=world_s, workers=workers, my_report=None, reports={})
+    decision = decide(view, NOW, POLICY)
+    reason = f"a leaves: {AWS}"
+    alarm = Alarm(node="a", kind="leave", reason=reason)
+    assert decision.actions == (() if is_awaited else (RaiseAlarm(alarm),))
+    assert not is_awaited or decision.reason == f"{reason}: the workers are starting"
 
 
 def test_notices_merge_to_the_first_reason_and_earliest_deadline() -> None:
