@@ -4,18 +4,19 @@
     python benchmarks/training.py --memory [--sizes 105M] [--ranks 2] [--record]
     python benchmarks/training.py --checks [--sizes 2000,105M] [--strategies ddp,zero1] [--record]
 
-Contenders take their steps by turns in the same processes, one thread a rank, fused AdamW, gloo;
-each turn gives one ratio against the contender's reference. Memory is the growth of a process that
-runs one contender alone, beside what `elasticzero plan` computes. DeepSpeed takes part where it is
-installed (DS_BUILD_OPS=0 python -m pip install deepspeed). With --checks whole sessions train, and
-their checks of what a script changes are timed from outside (`training_checks.py`).
+The judged rows are of whole jobs: agents, sessions and default options, with and without clipping,
+by turns with torch's own steps in the same processes (`training_session.py`). The other rows are of
+strategies alone, without a session: contenders take their steps by turns, one thread a rank, fused
+AdamW, gloo; each turn gives one ratio against the contender's reference. Memory is the growth of a
+process that runs one contender alone, beside what `elasticzero plan` computes. DeepSpeed takes part
+where it is installed (DS_BUILD_OPS=0 python -m pip install deepspeed). With --checks the checks of
+sessions for what a script changes are timed from outside (`training_checks.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import socket
 import statistics
@@ -31,6 +32,7 @@ from typing import Any
 from check_costs import SIZES, checks_table, measure_checks
 from performance_page import about_in_words, machine, present_commit, publish, record
 from ratio import Ratio
+from session_steps import SessionSteps, measure_session, session_rows
 
 from elasticzero.memory_estimate import STATE_SIZES, LineUp, ModelSize, rank_memory
 from elasticzero.spans import STRATEGIES
@@ -48,16 +50,14 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     *((("DDP", *DEEPSPEED),) if DEEPSPEED else ()),
 )
 """Contenders that take turns with each other, as many as fit into memory."""
-TARGETS = {
-    "ddp": ("DDP", 1.01),
-    "zero1": ("DDP", 1.0),
-    "zero2": ("zero1", 1.05),
-    "zero3": ("FSDP2", 1.0),
-    **dict.fromkeys(("DDP + ZRO", "DeepSpeed 1", "DeepSpeed 2"), ("DDP", math.inf)),
-    "zero1 + mirror": ("zero1", math.inf),
-    "zero3 + mirror": ("zero3", math.inf),
+REFERENCES = {
+    **dict.fromkeys(("ddp", "zero1", "DDP + ZRO", "DeepSpeed 1", "DeepSpeed 2"), "DDP"),
+    "zero2": "zero1",
+    "zero3": "FSDP2",
+    "zero1 + mirror": "zero1",
+    "zero3 + mirror": "zero3",
 }
-"""By contender: its reference, and the greatest ratio wanted."""
+"""By contender, what it is compared with."""
 JUDGED_RANKS = 2
 MOST_MEMORY = 1.1
 """Times of the planned memory."""
@@ -95,11 +95,28 @@ def run_ranks(ranks: int, order: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def measure(size: str, ranks: int, pairs: int) -> dict[str, Any]:
-    """Returns seconds a step by contender, for each group."""
+def measure(size: str, ranks: int, pairs: int, strategies: Sequence[str]) -> dict[str, Any]:
+    """Measures a step of each strategy in a session, and of each contender alone.
+
+    Args:
+        size: Size of the model, of `WIDTHS`.
+        ranks: Number of ranks of the contenders; jobs with a session have two.
+        pairs: Turns of each.
+        strategies: Names of those that are measured in a session.
+    """
+    sessions = [
+        measure_session(strategy, WIDTHS[size], STEPS[size], pairs, clipped)
+        for strategy in (strategies if ranks == JUDGED_RANKS else ())
+        for clipped in (False, True)
+    ]
     order = {"width": WIDTHS[size], "pairs": pairs, "steps": STEPS[size]}
     seconds = [run_ranks(ranks, order | {"contenders": group})["seconds"] for group in GROUPS]
-    return {"size": size, "ranks": ranks, "seconds": seconds}
+    return {
+        "size": size,
+        "ranks": ranks,
+        "sessions": [asdict(session) for session in sessions],
+        "seconds": seconds,
+    }
 
 
 def measure_memory(size: str, ranks: int) -> dict[str, Any]:
@@ -144,25 +161,28 @@ def memory_table(result: dict[str, Any]) -> str:
     return lines_of(result, "| | anonymous memory, MB | planned, MB | ratio | wanted | |", rows)
 
 
-def judged(name: str, group: dict[str, list[float]], ranks: int) -> list[str]:
-    """Returns a contender's ratio, and the verdict; the targets are for two ranks."""
-    reference, most = TARGETS.get(name, ("", math.inf))
+def compared(name: str, group: dict[str, list[float]]) -> list[str]:
+    """Returns a contender's reference and ratio; empty cells where it has none."""
+    reference = REFERENCES.get(name, "")
     if reference not in group:
-        return [""] * 5
+        return [""] * 3
     ratio = Ratio.of(group[name], group[reference])
-    row = [reference, f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
-    if most == math.inf or ranks != JUDGED_RANKS:
-        return [*row, "", ""]
-    return [*row, f"≤ {most:g}", "met" if ratio.low <= most else "NOT met"]
+    return [reference, f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
 
 
 def table(result: dict[str, Any]) -> str:
+    """Returns the judged rows of whole jobs, and the rows of strategies alone."""
     rows = [
-        [name, f"{statistics.median(seconds) * 1e3:.0f}", *judged(name, group, result["ranks"])]
+        [name, f"{statistics.median(seconds) * 1e3:.0f}", *compared(name, group)]
         for group in result["seconds"]
         for name, seconds in group.items()
     ]
-    return lines_of(result, "| | step, ms | against | ratio | 95 % range | wanted | |", rows)
+    alone = lines_of(result, "| alone | step, ms | against | ratio | 95 % range |", rows)
+    if not result["sessions"]:
+        return alone
+    sessions = [SessionSteps(**session) for session in result["sessions"]]
+    headings = "| in a session | step, ms | against | step, ms | ratio | 95 % range | wanted | |"
+    return f"{lines_of(result, headings, session_rows(sessions))}\n\n{alone}"
 
 
 def tables_of(options: argparse.Namespace, sizes: Sequence[str]) -> tuple[str, str, list[Any]]:
@@ -174,7 +194,8 @@ def tables_of(options: argparse.Namespace, sizes: Sequence[str]) -> tuple[str, s
     if options.memory:
         results = [measure_memory(size, options.ranks) for size in sizes]
         return "training memory", "\n\n".join(memory_table(result) for result in results), results
-    results = [measure(size, options.ranks, options.pairs) for size in sizes]
+    strategies = options.strategies.split(",")
+    results = [measure(size, options.ranks, options.pairs, strategies) for size in sizes]
     return "training", "\n\n".join(table(result) for result in results), results
 
 
@@ -185,7 +206,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="turns of each contender")
     parser.add_argument("--memory", action="store_true", help="measure memory in place of time")
     parser.add_argument("--checks", action="store_true", help="measure checks at boundaries")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of --checks, by commas")
+    parser.add_argument(
+        "--strategies", default=",".join(STRATEGIES), help="in a session, by commas"
+    )
     parser.add_argument("--record", action="store_true", help="write the tables and the figures")
     options = parser.parse_args()
     choices = SIZES if options.checks else WIDTHS

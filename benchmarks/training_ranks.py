@@ -69,13 +69,16 @@ def deepspeed_step(stage: int, model: nn.Module) -> Step:
     return step
 
 
-def contender(name: str, width: int) -> Step:
-    """Returns the step of torch's own strategy, or of one of ours."""
+def contender(name: str, width: int, max_norm: float | None = None) -> Step:
+    """Returns the step of torch's own strategy, or of one of ours.
+
+    max_norm: limit of the norm of the gradient, for DDP and FSDP2; None: no limit.
+    """
     torch.manual_seed(0)
     device = torch.device("cpu")
     model = nn.Sequential(*[Block(width) for _ in range(BLOCKS)])
     if name == "DDP":
-        return torch_step(DistributedDataParallel(model), adam(model.parameters()))
+        return torch_step(DistributedDataParallel(model), adam(model.parameters()), max_norm)
     if name == "DDP + ZRO":
         parted = ZeroRedundancyOptimizer(
             model.parameters(),
@@ -89,7 +92,7 @@ def contender(name: str, width: int) -> Step:
         return deepspeed_step(int(name.removeprefix(DEEPSPEED)), model)
     if name == "FSDP2":
         sharded = fully_sharded(model, model.children(), device)
-        return torch_step(sharded, adam(sharded.parameters()))
+        return torch_step(sharded, adam(sharded.parameters()), max_norm)
     strategy, _, mirrors = name.partition(" + ")
     return strategy_step(strategy, model, adam, device, mirrors=bool(mirrors))
 

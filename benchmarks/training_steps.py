@@ -20,11 +20,18 @@ Step = Callable[[Tensor, Tensor], None]
 """Trains on a batch and its targets with the mean squared error."""
 
 
-def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """Returns a step of a model that reduces its gradients by itself."""
+def torch_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+) -> Step:
+    """Returns a step of a model that reduces its gradients by itself.
+
+    max_norm: limit of the norm of the gradient; None: no limit.
+    """
 
     def step(x: Tensor, y: Tensor) -> None:
         nn.functional.mse_loss(model(x), y).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
 
