@@ -1,4 +1,4 @@
-"""The agent's server over real sockets, with clients that behave and clients that do not."""
+"""The agent's server over real sockets, with clients that behave."""
 
 from __future__ import annotations
 
@@ -6,147 +6,46 @@ import base64
 import hashlib
 import http.client
 import json
-import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from http import HTTPStatus
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import OperatorError, StorageError
-from elasticzero.launcher.agent.status import LoopPulse, agent_routes
 from elasticzero.launcher.http import limits as http_guard
-from elasticzero.launcher.http import routes
 from elasticzero.launcher.http import server as agent_http
-from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
-from elasticzero.launcher.observability.event_log import LogPart
-from elasticzero.launcher.observability.metrics import Metrics
-from elasticzero.launcher.secrets import Secret
-from elasticzero.ops.dashboard.service import job_routes, page_routes
+from elasticzero.launcher.http.server import AgentServer
+from tests.integration.http_agent import (
+    BEARER,
+    CONTENT,
+    EVENTS,
+    FILE,
+    HEAD,
+    TOKEN,
+    Agent,
+    agent_in,
+    ask,
+    raw,
+)
 from tests.support.deadlines import patience
 from tools.sample_job import document
-
-TOKEN = "the-job's-own-password"
-CONTENT = os.urandom(3_000_000)
-BEARER = {"Authorization": f"Bearer {TOKEN}"}
-EVENTS = b'{"time": 2.0, "event": "round"}\n{"time": 3.0, "event": "exit"}\n'
-HEAD = b'{"time": 1.0, "event": "world"}\n'
-FILE = "/snapshots/3/120/rank-00000-of-00002.safetensors"
-
-
-class Folder:
-    """Snapshots under a directory, as the agent keeps them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.asked: list[tuple[int, int, str]] = []
-
-    def open_file(self, generation: int, step: int, name: str) -> BinaryIO:
-        self.asked.append((generation, step, name))
-        return (self.root / str(generation) / str(step) / name).open("rb")
-
-
-class Agent:
-    """What the server asks; a test may change it."""
-
-    def __init__(self, root: Path) -> None:
-        self.folder = Folder(root)
-        self.metrics = Metrics()
-        self.well = (True, "3 workers train")
-        self.current_status: dict[str, object] = {"job": "j", "generation": 3}
-        self.broken = False
-        self.open_status = False
-        self.run = 0
-        self.asked_bytes = 0
-
-    def status(self) -> dict[str, object]:
-        if self.broken:
-            raise RuntimeError("a bug")
-        return self.current_status
-
-    def job(self, *, pass_on: bool) -> dict[str, object]:
-        return {"job": "j", "passed_on": pass_on}
-
-    def events(self, most_bytes: int) -> LogPart:
-        self.asked_bytes = most_bytes
-        file = (self.folder.root / "events.jsonl").open("rb")
-        return LogPart(HEAD, file, max(0, len(EVENTS) - most_bytes), len(EVENTS))
-
-    def serve(self, host: str = "127.0.0.1", port: int = 0) -> AgentServer:
-        health = routes.Route(answer=self.health, served_to="everyone")
-        served = {
-            **agent_routes(self.metrics, LoopPulse(5.0), self.status, bytes),
-            "/healthz": health,
-            **page_routes(),
-            **job_routes(self.job),
-        }
-        return AgentServer(
-            listen(host, port),
-            routes=served,
-            snapshots=self.folder,
-            events=self.events,
-            token=lambda: Secret(TOKEN),
-            tokenless=TokenlessAccess(open_status=self.open_status, names=["watch.example.org"]),
-            run=self.run,
-        )
-
-    def health(self, query: str) -> routes.Answer:
-        well, why = self.well
-        status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
-        return routes.Answer(content=f"{why}\n".encode(), status=status)
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Agent:
-    path = tmp_path / "3" / "120"
-    path.mkdir(parents=True)
-    (path / FILE.rpartition("/")[2]).write_bytes(CONTENT)
-    (path / "empty").write_bytes(b"")
-    (tmp_path / "events.jsonl").write_bytes(EVENTS)
-    (tmp_path / "secret").write_bytes(b"not to be read")
-    return Agent(tmp_path)
+    return agent_in(tmp_path)
 
 
 @pytest.fixture
 def server(agent: Agent) -> Iterator[AgentServer]:
     with agent.serve() as running:
         yield running
-
-
-Answer = tuple[int, dict[str, str], bytes]
-
-
-def ask(server: AgentServer, path: str, method: str = "GET", **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    try:
-        connection.request(
-            method, path, headers={k.replace("_", "-"): v for k, v in headers.items()}
-        )
-        answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read()
-    finally:
-        connection.close()
-
-
-def raw(server: AgentServer, request: bytes) -> bytes:
-    """Everything the server answers to these bytes, until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
-        answer = b""
-        try:
-            s.sendall(request)
-            s.shutdown(socket.SHUT_WR)
-            while data := s.recv(65536):
-                answer += data
-        except OSError:
-            pass  # it closed before it had read everything
-        return answer
 
 
 def test_metrics(server: AgentServer, agent: Agent) -> None:
@@ -446,122 +345,6 @@ def test_many_requests_on_one_connection(server: AgentServer) -> None:
     assert connection.getresponse().status == 200
     assert connection.sock is first_socket
     connection.close()
-
-
-@pytest.mark.parametrize(
-    ("request_bytes", "status"),
-    [
-        (b"nonsense\r\n\r\n", b"400"),
-        (b"GET\r\n\r\n", b"400"),
-        (b"GET /status HTTP/9.9\r\n\r\n", b"505"),
-        (b"GET /status JUNK\r\n\r\n", b"400"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
-        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", b"414"),
-        (b"GET /status HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", b"431"),
-        (b"GET /status HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
-        (b"GET /status HTTP/1.1\r\n" + b"A: bcdefghijkl\r\n" * 1_200 + b"\r\n", b"431"),
-        (b"GET /metrics HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"400"),
-        (b"GET /status HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", b"400"),
-        (b"GET /status HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
-    ],
-)
-def test_malformed_requests_are_refused_and_harm_nobody(
-    server: AgentServer, request_bytes: bytes, status: bytes
-) -> None:
-    answer = raw(server, request_bytes)
-    assert status in answer.splitlines()[0] if answer else status in (b"414", b"431")
-    assert answer.count(b"HTTP/1.1 ") <= 1
-    assert ask(server, "/healthz")[0] == 200
-
-
-def test_a_client_that_leaves_in_the_middle_harms_nobody(server: AgentServer) -> None:
-    for request in (
-        b"GET /sta",
-        f"GET {FILE} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode(),
-    ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
-            s.sendall(request)
-    assert ask(server, FILE, **BEARER)[2] == CONTENT
-
-
-def test_a_client_that_says_nothing_is_closed(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_guard, "IDLE_TIMEOUT_S", 0.1)
-    with agent.serve() as server, socket.create_connection(("127.0.0.1", server.port)) as s:
-        s.settimeout(10)
-        s.sendall(b"GET /status HTTP/1.1\r\n")
-        assert s.recv(1) == b""
-
-
-def test_a_client_that_never_ends_its_request_is_closed(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Slow loris: a byte now and then, so that no pause is long."""
-    monkeypatch.setattr(http_guard, "HEAD_TIMEOUT_S", 0.5)
-    with agent.serve() as server, socket.create_connection(("127.0.0.1", server.port)) as s:
-        s.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
-        assert s.recv(12) == b"HTTP/1.1 200"
-        time.sleep(0.6)  # a rest between two requests is no sin
-        s.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
-        deadline_s = time.monotonic() + patience(30)
-        try:
-            while True:
-                s.sendall(b"a")
-                time.sleep(0.05)
-                assert time.monotonic() < deadline_s, "never closed"
-        except ConnectionError:
-            pass
-        assert ask(server, "/healthz")[0] == 200
-    assert "its head was not whole in time" in caplog.text
-
-
-def test_strangers_cannot_take_all_connections(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For a new one the oldest that has shown no token is closed."""
-    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 3)
-    with agent.serve() as server:
-        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        client.request("GET", FILE, headers={**BEARER, "Range": "bytes=0-9"})
-        assert client.getresponse().read() == CONTENT[:10]
-        first_socket = client.sock
-        strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(9)]
-        for stranger in strangers[:7]:
-            stranger.settimeout(10)
-            assert stranger.recv(1) == b""
-        assert ask(server, "/healthz")[0] == 200
-        assert ask(server, FILE, Range="bytes=5-8", **BEARER)[2] == CONTENT[5:9]
-        client.request("GET", FILE, headers={**BEARER, "Range": "bytes=10-19"})
-        assert client.getresponse().read() == CONTENT[10:20]
-        assert client.sock is first_socket
-        client.close()
-        for stranger in strangers:
-            stranger.close()
-
-
-def test_too_many_with_the_token_are_closed_and_others_served_again(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 3)
-    with agent.serve() as server:
-        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
-        for s in held:
-            head = f"GET /status HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
-            s.sendall(head.encode())
-            assert s.recv(12) == b"HTTP/1.1 200"
-        with pytest.raises((ConnectionError, http.client.HTTPException)):
-            ask(server, "/healthz")
-        for s in held:
-            s.close()
-        deadline_s = time.monotonic() + patience(30)
-        while True:
-            try:
-                assert ask(server, "/healthz")[0] == 200
-                break
-            except (ConnectionError, http.client.HTTPException):
-                assert time.monotonic() < deadline_s
 
 
 def test_close_ends_connections_and_threads(agent: Agent) -> None:

@@ -26,8 +26,8 @@ from elasticzero.launcher.protocol.documents import UNSTATED, Member
 from elasticzero.launcher.secrets import Secret
 from elasticzero.ops.cli import report
 from elasticzero.security.proofs import run_secret
+from tests.integration.http_agent import Agent
 from tests.integration.http_server import NoSnapshots, no_events
-from tests.integration.test_http import Agent
 from tests.support.deadlines import patience
 
 TOKEN = "the-job's-own-password"
