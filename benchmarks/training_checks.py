@@ -24,6 +24,7 @@ import elasticzero as ez
 from elasticzero import torch_internals
 from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.comm.rank_zero import SharedState
 from elasticzero.consistency.replicas import ReplicaVerifier
 from elasticzero.parallel import ddp, fsdp, fsdp_uses, partitioned, zero
 from elasticzero.parallel.gradients import HiddenGradients
@@ -70,7 +71,7 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (FORWARDS, fsdp_uses, ("_is_changed",)),
     (MASTERS, partitioned, ("take_changed_values",)),
     (BUFFERS, ModelBuffers, ("check", "copy", "state")),
-    (FIRST, TrainingState, ("share_buffers",)),
+    (FIRST, SharedState, ("share",)),
     (WAITS, ProcessGroups, ("broadcast_bytes", "sum")),
     (WAITS, ControlExchange, ("collect",)),
     (GENERATORS, RngState, ("capture",)),
