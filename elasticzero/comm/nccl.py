@@ -15,9 +15,10 @@ from typing import Any
 
 from elasticzero.torch_internals import nccl_backends
 
-_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_DIST_USE_NCCL2": "0"}
 """Settings that are always made: torch's own watchdog would abort at a peer's death, or end the
-process."""
+process; and so would that of the backend `nccl2`, which may go by the name `nccl` from torch 2.14
+on, and has no setting against it."""
 _DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

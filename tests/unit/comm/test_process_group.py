@@ -17,6 +17,7 @@ from elasticzero.errors import OperatorError
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+NCCL2 = "TORCH_DIST_USE_NCCL2"
 
 
 def worker(local_rank: int) -> RankInfo:
@@ -81,7 +82,7 @@ def test_without_a_gpu_workers_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nobody_else_aborts_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {HANDLING: "3", DUMP: "1"})
+    monkeypatch.setattr(os, "environ", {HANDLING: "3", DUMP: "1", NCCL2: "1"})
     nccl.disable_torch_watchdog()
-    assert os.environ[HANDLING] == "0"
+    assert os.environ[HANDLING] == os.environ[NCCL2] == "0"
     assert os.environ[DUMP] == "1"  # a matter of taste
