@@ -4,7 +4,8 @@ Two other files depend on torch's internals, and each says what to check: `comm/
 function of torch and reads the names of threads, and `parallel/fsdp_uses.py` reads FSDP2's groups.
 ruff (SLF001, TID251) refuses private names and `torch._C` in every other file.
 
-Check after an upgrade of torch:
+Check after an upgrade of torch; `tests/unit/test_torch_internals.py` and those that it names, which
+`make versions` runs, check what needs no GPU:
  - `torch._C._distributed_c10d` has the stores, which `torch.distributed` does not declare to type
    checkers;
  - torch's C++ calls the methods of a store that is a class of Python by the names that they have
@@ -14,6 +15,9 @@ Check after an upgrade of torch:
  - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
  - `_get_backend(device)` gives the NCCL backend, which has `name`, `abort` and, from torch 2.7 on,
    `get_error`. `make gpu` runs all of these;
+ - with `TORCH_DIST_USE_NCCL2=0` in the environment before the first group is made, `nccl` is the
+   backend of before torch 2.15;
+ - `torch._dynamo.callback_handler` calls what is registered when a compilation begins;
  - `torch.utils.data._utils.worker._worker_info` is what `get_worker_info` returns;
  - `_optimizer_step_pre_hooks` and `_global_optimizer_pre_hooks`, and those named `post`, hold what
    runs at an optimizer's step, and `_optimizer_state_dict_pre_hooks` and the one named `post` what

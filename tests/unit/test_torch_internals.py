@@ -1,0 +1,158 @@
+"""torch has what it does not offer in public under the same names; `make versions` runs this too.
+
+Hooks on gradients and at steps are tested in `parallel`, stores in `comm/store`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import get_worker_info
+
+from elasticzero import torch_internals
+from elasticzero.comm import gloo, nccl
+from elasticzero.processes import thread_states
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """The default group of one rank, over gloo."""
+    assert not dist.is_initialized()
+    store = torch_internals.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    gloo._wait_until_idle()
+    dist.destroy_process_group()
+
+
+def test_groups_and_collectives_are_counted(group: dist.ProcessGroup) -> None:
+    count = torch_internals.collectives_begun()
+    assert count is not None
+    assert torch_internals.collectives_begun() == count
+    dist.all_reduce(torch.ones(1))
+    assert torch_internals.collectives_begun() == (count[0], count[1] + 1)
+    dist.new_group([0], group_desc=torch_internals.OWN_GROUP)
+    own_group = torch_internals.collectives_begun()
+    assert own_group is not None and own_group[0] > count[0]
+    assert torch_internals.script_groups() == 0
+    dist.new_group([0])
+    assert torch_internals.script_groups() == 1
+    assert torch_internals.collectives_begun() is None
+
+
+def test_the_backend_of_a_group_has_its_name(group: dist.ProcessGroup) -> None:
+    assert group._get_backend(torch.device("cpu")).name() == "gloo"
+    assert list(torch_internals.nccl_backends()) == []
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="torch has one NCCL backend")
+def test_nccl_is_the_backend_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    plugins: dict[str, Any] = {n: p for n, p in dist.Backend._plugins.items() if n != "NCCL"}
+    monkeypatch.setattr(dist.Backend, "_plugins", plugins)
+    nccl.disable_torch_watchdog()
+    dist.distributed_c10d.BackendConfig(dist.Backend("nccl"))
+    assert plugins["NCCL"].creator_fn.__name__ == "_create_nccl_process_group"
+
+
+def test_threads_of_gloo_have_the_name_that_is_waited_for(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(1))  # a thread has its name once it has run something
+    assert thread_states(gloo.THREAD_NAME)
+
+
+def test_a_process_is_a_data_worker_as_torch_sees_it() -> None:
+    dataset: Any = [1, 2]
+    torch_internals.as_data_worker(1, 3, dataset)
+    try:
+        info = get_worker_info()
+        assert info is not None
+        assert (info.id, info.num_workers) == (1, 3)
+        assert info.dataset is dataset
+    finally:
+        torch_internals.as_data_worker(0, 0, None)
+    assert get_worker_info() is None
+
+
+def test_tensors_of_a_storage_and_their_changes_are_counted() -> None:
+    whole = torch.zeros(4)
+    assert torch_internals.sharing_tensors(whole) == 1
+    part = whole[1:]
+    assert torch_internals.sharing_tensors(whole) == torch_internals.sharing_tensors(part) == 2
+    assert torch_internals.is_of_storage(part, whole.untyped_storage())
+    assert not torch_internals.is_of_storage(torch.zeros(1), whole.untyped_storage())
+    count = torch_internals.count_of_changes(whole)
+    part.add_(1)
+    assert torch_internals.counts_of_changes([whole, part]) == [count + 1, count + 1]
+    with torch.inference_mode():
+        assert torch_internals.count_of_changes(torch.zeros(1)) == 0
+
+
+def test_what_a_module_has_registered_is_found() -> None:
+    module = nn.Module()
+    module.weight, module.child = nn.Parameter(torch.ones(1)), nn.ReLU()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("unsaved", torch.ones(1), persistent=False)
+    assert list(torch_internals.parameters_of(module)) == ["weight"]
+    assert list(torch_internals.children_of(module)) == ["child"]
+    assert list(torch_internals.buffers_of(module)) == ["kept", "unsaved"]
+    assert torch_internals.unsaved_buffers_of(module) == {"unsaved"}
+
+
+Register = Callable[[torch.optim.Optimizer], Any]
+
+
+@pytest.mark.parametrize(
+    ("register", "at_step"),
+    [
+        (lambda o: o.register_step_pre_hook(print), True),
+        (lambda o: o.register_step_post_hook(print), True),
+        (lambda _: register_optimizer_step_pre_hook(print), True),
+        (lambda _: register_optimizer_step_post_hook(print), True),
+        (lambda o: o.register_state_dict_pre_hook(print), False),
+        (lambda o: o.register_state_dict_post_hook(print), False),
+    ],
+)
+def test_hooks_of_an_optimizer_are_found(register: Register, at_step: bool) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not torch_internals.has_step_hooks(optimizer)
+    assert not torch_internals.has_state_dict_hooks(optimizer)
+    handle = register(optimizer)
+    try:
+        assert torch_internals.has_step_hooks(optimizer) == at_step
+        assert torch_internals.has_state_dict_hooks(optimizer) != at_step
+    finally:
+        handle.remove()
+    assert not torch_internals.has_step_hooks(optimizer)
+    assert not torch_internals.has_state_dict_hooks(optimizer)
+
+
+class Counted(Tensor):
+    """Counts the calls of torch's functions on it."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **options: Any) -> Any:
+        cls.calls += 1
+        return super().__torch_function__(*args, **options)  # type: ignore[no-untyped-call]
+
+
+def test_a_subclass_of_a_tensor_is_not_called_where_it_must_not() -> None:
+    tensor = torch.ones(1).as_subclass(Counted)
+    assert tensor.requires_grad is False
+    before = Counted.calls
+    assert before > 0
+    with torch_internals.without_torch_functions():
+        assert tensor.requires_grad is False
+    assert Counted.calls == before
