@@ -22,8 +22,15 @@ def agent_extensions() -> tuple[ExtensionFactory, ...]:
     return DashboardExtension, TrackerFeed
 
 
+def print_completion(shell: str) -> int:
+    """Prints what `completion` prints for this shell; raises `UserError` if there is nothing."""
+    from elasticzero.ops.cli.completion import print_script
+
+    return print_script(shell)
+
+
 ADD: dict[str, Callable[[Parser], None]] = {
-    "run": partial(add_run, extensions=agent_extensions),
+    "run": partial(add_run, extensions=agent_extensions, completion=print_completion),
     **CORE_COMMANDS,
     **WING_COMMANDS,
 }

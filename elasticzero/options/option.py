@@ -51,6 +51,8 @@ class Option:
     """The heading under which the help lists it; empty: among the command's own options."""
     in_file: bool = True
     """True if the file of `--config` may give it."""
+    stands_alone: bool = False
+    """True for an option with which the command runs no script, and so needs none."""
     is_listed: bool = False
     """True if `--help` of `run` and of `local` lists it; `--help-all` and the reference have every
     option. The help lists the 25 that people use most: one that is added takes the place of

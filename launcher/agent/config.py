@@ -33,7 +33,12 @@ from elasticzero.launcher.options.validation import (
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.tls.contexts import TlsContexts
-from elasticzero.launcher.workers.console_output import ConsoleOutput, check_ranks, check_streams
+from elasticzero.launcher.workers.console_output import (
+    PREFIX,
+    ConsoleOutput,
+    check_ranks,
+    check_streams,
+)
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.log_rotation import LogLimit
 from elasticzero.launcher.workers.process import worker_environment
@@ -212,4 +217,7 @@ def console_of(args: argparse.Namespace) -> ConsoleOutput:
         redirects=check_streams("--redirects", args.redirects),
         ranks=check_ranks(args.local_ranks_filter),
         log_dir=bool(args.log_dir),
+        prefix=args.log_line_prefix_template or PREFIX,
+        role=args.role,
+        hostname=socket.gethostname(),
     )

@@ -94,7 +94,7 @@ class AgentReporter:
         self._compute_times = compute_times
         self._events = events
         self._metrics = metrics
-        self._tail = LogTail(terminal.repeat, terminal.takes_output)
+        self._tail = LogTail(terminal.repeat, terminal.takes_output, options.console)
         self._kept_logs_s = 0.0
         """Time at which the logs were last looked after."""
         self._tee_waits = False

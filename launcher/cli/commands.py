@@ -36,17 +36,21 @@ if TYPE_CHECKING:
 
 Extensions: TypeAlias = "Callable[[], Sequence[ExtensionFactory]]"
 """Returns the extensions of an agent; only `run` imports what they need."""
+Completion: TypeAlias = Callable[[str], int]
+"""Prints the script that completes command lines in a shell; returns the exit code."""
 
 
-def add_run(parser: Parser, extensions: Extensions) -> None:
+def add_run(parser: Parser, extensions: Extensions, completion: Completion) -> None:
     """Adds the options of `run`, and sets its `run_command`.
 
     Args:
         parser: The parser of `run`.
         extensions: Extensions of the agent.
+        completion: What `--print-completion` does.
     """
     add_run_options(parser)
-    parser.set_defaults(run_command=partial(_run, extensions=extensions))
+    run_command = partial(_run, extensions=extensions, completion=completion)
+    parser.set_defaults(run_command=run_command)
 
 
 def _add_local(parser: Parser) -> None:
@@ -121,7 +125,9 @@ CORE_COMMANDS: dict[str, Callable[[Parser], None]] = {
 arguments and returns the exit code. `run` is missing: see `add_run`."""
 
 
-def _run(args: argparse.Namespace, extensions: Extensions) -> int:
+def _run(args: argparse.Namespace, extensions: Extensions, completion: Completion) -> int:
+    if args.print_completion is not None:
+        return completion(args.print_completion)
     try:
         if args.dry_run:
             from elasticzero.launcher.cli.dry_run import dry_run

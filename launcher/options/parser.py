@@ -301,7 +301,8 @@ def _complete_script(
         held = file.get(key)
         setattr(values, name, held.value if held is not None else [])
         values.sources[name] = ValueSource(Origin.FILE, held.where) if held is not None else DEFAULT
-    if not values.script:
+    alone = any(o.stands_alone and hasattr(values, o.name) for o in parser.options)
+    if not values.script and not alone:
         parser.error(f"a training script must be given, as in: {parser.prog} train.py")
 
 

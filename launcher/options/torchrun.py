@@ -16,6 +16,8 @@ from elasticzero.options.option import Option
 DEFAULT_ROLE = "default"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _NEVER = frozenset({"SIGKILL", "SIGSTOP"})
+_WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding", "--print-completion")
+"""Options that torchrun itself takes from the command line only."""
 
 
 def _mapped(flag: str, help: str, metavar: str | None = None, **fields: Any) -> Option:
@@ -25,7 +27,7 @@ def _mapped(flag: str, help: str, metavar: str | None = None, **fields: Any) -> 
         flags,
         help,
         metavar=metavar,
-        pet=True,
+        pet=flag not in _WITHOUT_VARIABLE,
         has_variable=False,
         in_local=in_local,
         group="options of torchrun",
@@ -85,6 +87,22 @@ MAPPED = (
         in_local="taken",
     ),
     _mapped(
+        "--log-line-prefix-template",
+        "This text stands before each line of a worker that is repeated on the terminal, in the "
+        "place of [RANK]; ${rank}, ${local_rank}, ${role_name} and ${hostname} are filled in.",
+        "TEXT",
+        also_from="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        in_local="passed on",
+    ),
+    _mapped(
+        "--print-completion",
+        "The script that completes commands and options in this shell is printed, and nothing "
+        "runs; `elasticzero completion` prints the same.",
+        "SHELL",
+        stands_alone=True,
+        in_file=False,
+    ),
+    _mapped(
         "--no-python",
         "SCRIPT is a program, which runs without Python.",
         is_switch=True,
@@ -125,8 +143,6 @@ _IDLE = {
     "--numa-binding": "workers are not bound to CPUs; use numactl with --no-python",
     "--shutdown-timeout": "a script that does not end at SIGTERM is killed after 2 s",
 }
-_WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding")
-"""Options that torchrun itself takes from the command line only."""
 SILENT = ("--run-path",)
 """Options whose effect holds anyway, so no line is printed about them."""
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from string import Template
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.options.spelling import STREAMS
 
 OUT, ERR = 1, 2
 ALL = OUT | ERR
+PREFIX = "[${rank}] "
+"""Template of the text before each line that is repeated, where none is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,19 @@ class ConsoleOutput:
     """Local ranks whose output is repeated; None: all."""
     log_dir: bool = False
     """True if a directory for logs was given."""
+    prefix: str = PREFIX
+    """Template of the text before each line; it may have torchrun's macros in it."""
+    role: str = ""
+    """Value of the macro `role_name`."""
+    hostname: str = ""
+    """Value of the macro of this name."""
+
+    def line_prefix(self, rank: int, local_rank: int) -> str:
+        """Returns the text before each line of a worker; a macro that torchrun does not have either
+        stays as it is."""
+        return Template(self.prefix).safe_substitute(
+            rank=rank, local_rank=local_rank, role_name=self.role, hostname=self.hostname
+        )
 
     def repeated_streams(self, local_rank: int) -> int:
         """Returns the streams of this worker that are repeated."""

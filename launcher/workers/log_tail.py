@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elasticzero.launcher.workers.console_output import ALL, ERR, OUT
+from elasticzero.launcher.workers.console_output import ALL, ERR, OUT, ConsoleOutput
 from elasticzero.launcher.workers.process import Worker
 from elasticzero.text import colored
 
@@ -34,21 +34,25 @@ class LogTail:
     write: Callable[[str], object]
     takes_more: Callable[[], bool] = lambda: True
     """Returns whether `write` takes more at once; else the lines stay in the file until later."""
+    console: ConsoleOutput = field(default_factory=ConsoleOutput)
+    """Says which text begins each line."""
     _positions: dict[Path, Position] = field(default_factory=dict)
-    _ranks: dict[Path, int] = field(default_factory=dict)
+    _prefixes: dict[Path, str] = field(default_factory=dict)
 
     def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
-        """Writes the lines that a worker's logs have got since the last call, with its `[rank]`.
+        """Writes the lines that a worker's logs have got since the last call, its prefix before
+        each.
 
         Args:
             worker: The worker.
             streams: The streams that are repeated, as bits.
             last: Whether to write a last line that has no end, too.
         """
+        prefix = self.console.line_prefix(worker.rank, worker.local_rank)
         if streams & OUT and worker.stdout_log is not None:
-            self._follow(worker.rank, worker.stdout_log, worker.stdout_start, last)
+            self._follow(prefix, worker.stdout_log, worker.stdout_start, last)
         if streams & (ERR if worker.stdout_log is not None else ALL):
-            self._follow(worker.rank, worker.log, worker.log_start, last)
+            self._follow(prefix, worker.log, worker.log_start, last)
 
     def cut_off(self, log: Path, older: Path) -> None:
         """Writes what was not written yet of a log that was cut off.
@@ -59,21 +63,21 @@ class LogTail:
         """
         position = self._positions.pop(log, None)
         if position is not None:
-            self._follow(self._ranks[log], older, position.offset, last=False)
+            self._follow(self._prefixes[log], older, position.offset, last=False)
             self._positions.pop(older, None)
             self._positions[log] = Position(0)
 
-    def _follow(self, rank: int, log: Path, start: int, last: bool) -> None:
+    def _follow(self, prefix: str, log: Path, start: int, last: bool) -> None:
         """Writes what is new in a log.
 
         Args:
-            rank: Rank of the worker, which begins each line.
+            prefix: Text that begins each line.
             log: The file. One that cannot be opened now, as with too many open files, is read at
                 the next call.
             start: Place in the file where this worker's output begins.
             last: Whether to write a last line that has no end, too.
         """
-        self._ranks[log] = rank
+        self._prefixes[log] = prefix
         while self.takes_more():
             position = self._positions.get(log, Position(start))
             try:
@@ -89,7 +93,7 @@ class LogTail:
                 end = len(data)
             self._positions[log] = Position(position.offset + end, position.inode)
             for line in data[:end].decode(errors="replace").splitlines():
-                self.write(f"[{rank}] {colored(line)}\n")
+                self.write(f"{prefix}{colored(line)}\n")
             if is_end:
                 return
 

@@ -292,13 +292,14 @@ def test_streams_go_where_redirects_and_tee_say(tmp_path: Path) -> None:
     arguments = ["--standalone", "--nproc-per-node=3", "--log-dir", str(tmp_path / "logs")]
     arguments += ["--rdzv-id", "j", "--redirects", "3", "--tee", "0:1,1:2,2:3"]
     output = run(
-        [*arguments, "--local-ranks-filter", "0,1", str(script)], {"ELASTICZERO_NODE_NAME": "n"}
+        [*arguments, "--local-ranks-filter", "0,1", str(script)],
+        {
+            "ELASTICZERO_NODE_NAME": "n",
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}/${rank}: ",
+        },
     )
-    lines = {line for line in output.splitlines() if " of " in line and line.startswith("[")}
-    assert {line for line in lines if re.match(r"\[\d\] ", line)} == {
-        "[0] out of 0",
-        "[1] err of 1",
-    }
+    lines = {line for line in output.splitlines() if re.search(r"\b(out|err) of \d", line)}
+    assert lines == {"default/0: out of 0", "default/1: err of 1"}
     logs = tmp_path / "logs" / "j" / "n"
     assert (logs / "0.stdout.log").read_text() == "out of 0\n"
     assert (logs / "0.log").read_text() == "err of 0\n"

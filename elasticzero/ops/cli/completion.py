@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elasticzero.errors import ElasticZeroError, ExitCode
+from elasticzero.errors import ElasticZeroError, ExitCode, UserError
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.options.option import split_default
 from elasticzero.text import print_result
@@ -123,7 +123,14 @@ def add_completion_options(parser: Parser) -> None:
 
 
 def _print_script(args: argparse.Namespace) -> ExitCode:
-    print_result(SHELLS[args.shell], end="")
+    return print_script(args.shell)
+
+
+def print_script(shell: str) -> ExitCode:
+    """Prints the script of a shell; raises `UserError` for a shell that has none."""
+    if shell not in SHELLS:
+        raise UserError(f"no script for the shell {shell}: {', '.join(SHELLS)} have one")
+    print_result(SHELLS[shell], end="")
     return ExitCode.DONE
 
 

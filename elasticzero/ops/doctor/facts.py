@@ -150,7 +150,7 @@ class VersionFacts:
     packages: Mapping[str, str | None] = field(default_factory=dict)
     """Version of each package that elasticzero needs; None: it is not installed."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Versions that are supported, as `>=2.10,<2.15`."""
+    """Versions that are supported, as `>=2.10,<2.16`."""
     messages_error: str = ""
     """Why the messages of etcd cannot be loaded from the packages etcd3 and protobuf; empty: they
     can."""

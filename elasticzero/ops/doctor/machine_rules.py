@@ -57,7 +57,7 @@ def judge_versions(facts: VersionFacts) -> Iterator[Finding]:
 
 
 def in_range(version: str, spec: str) -> bool:
-    """Returns whether a version fits bounds such as `>=2.10,<2.15`; conditions of other kinds count
+    """Returns whether a version fits bounds such as `>=2.10,<2.16`; conditions of other kinds count
     as met."""
     release = release_of(version)
     for part in spec.split(","):

@@ -197,7 +197,7 @@ def test_extensions_are_imported_before_a_name_is_claimed(tmp_path: Path) -> Non
     (tmp_path / "memory").mkdir()
     (tmp_path / "train.py").touch()
     parser = Parser(prog="elasticzero run")
-    add_run(parser, extensions)
+    add_run(parser, extensions, completion=lambda shell: 0)
     arguments = ["--node-name", "n", "--snapshot-dir", str(tmp_path / "memory")]
     arguments += ["--log-dir", str(tmp_path / "logs"), str(tmp_path / "train.py")]
     args = parser.parse_args(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,18 @@ from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.torchrun import IDLE, SILENT, check_signals, without_effect
 from elasticzero.launcher.workers.console_output import ALL, ERR, OUT, ConsoleOutput
 
-ACTIONS = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]
+
+def later_actions() -> list[argparse.Action]:
+    """Options of the newest torchrun, which that of the torch of these tests may lack."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--log-line-prefix-template", "--log_line_prefix_template", action=env)
+    parser.add_argument("--print-completion", "--print_completion")
+    return parser._actions
+
+
+INSTALLED = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]
+DESTS = {action.dest for action in INSTALLED}
+ACTIONS = INSTALLED + [action for action in later_actions() if action.dest not in DESTS]
 VALUES = {
     "nnodes": "2:3",
     "nproc_per_node": "5",
@@ -107,6 +119,25 @@ def test_prefixes_are_taken_as_torchrun_takes_them(action: argparse.Action) -> N
         assert args.script == "train.py"
         tried += 1
     assert tried or long_flag in ("--role", "--tee", "--nnodes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "prefix"),
+    [
+        ([], "", "[5] "),
+        ([], "${local_rank}>", "1>"),
+        (["--log-line-prefix-template="], "", "[5] "),
+        (["--log-line-prefix-template", "$rank|$role_name|"], "${local_rank}>", "5|$hostname|"),
+        (["--log-line-prefix-template", "${hostname}: $other $ "], "", "HOST: $other $ "),
+    ],
+)
+def test_lines_begin_as_the_template_says(
+    arguments: list[str], variable: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "HOST")
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", variable)
+    console = console_of(parse(["run", "--role", "$hostname", *arguments, "t.py"]))
+    assert console.line_prefix(rank=5, local_rank=1) == prefix
 
 
 def test_a_prefix_of_two_options_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from elasticzero.launcher.workers import log_tail
-from elasticzero.launcher.workers.console_output import ALL
+from elasticzero.launcher.workers.console_output import ALL, ConsoleOutput
 from elasticzero.launcher.workers.log_tail import LogTail
 from elasticzero.launcher.workers.process import Worker
 
@@ -104,3 +104,13 @@ def test_what_was_cut_off_is_repeated_too(log: Path) -> None:
     assert shown.lines == ["[3] three\n"]
     assert shown.follow() == ["[3] four\n"]
     shown.tail.cut_off(log.with_suffix(".other"), older)
+
+
+def test_each_line_begins_with_the_prefix_of_the_node(log: Path) -> None:
+    shown, older = Terminal(log), log.with_suffix(".older")
+    shown.tail.console = ConsoleOutput(prefix="${role_name}${local_rank}/${rank}: ", role="r")
+    log.write_text("one\ntwo\n")
+    assert shown.follow() == ["r0/3: one\n", "r0/3: two\n"]
+    older.write_text("one\ntwo\nthree\n")
+    shown.tail.cut_off(log, older)
+    assert shown.lines[2:] == ["r0/3: three\n"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticzero.cli.main import COMMANDS, COMPLETE, build_parser, main
+from elasticzero.errors import ExitCode
 from elasticzero.ops.cli.completion import completions
 
 
@@ -67,3 +68,22 @@ def test_what_is_printed_for_the_shells(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "zero1\n:nothing\n"
     assert main([COMPLETE, "dra"]) == 0
     assert capsys.readouterr().out == f"drain\t{COMMANDS['drain'].rstrip('.')}\n:nothing\n"
+
+
+@pytest.mark.parametrize("arguments", ["--print_completion zsh", "--print-c=zsh train.py"])
+def test_torchruns_option_prints_the_script_and_runs_nothing(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "zsh"]) == ExitCode.DONE
+    script = capsys.readouterr().out
+    assert main(["run", *arguments.split()]) == ExitCode.DONE
+    assert capsys.readouterr().out == script
+
+
+def test_torchruns_option_names_the_shells_that_have_a_script(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "--print-completion", "tcsh"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == (
+        "error: no script for the shell tcsh: bash, zsh, fish have one\n"
+    )
