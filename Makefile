@@ -15,7 +15,8 @@ OLDEST := .venv-oldest
 NEWEST := .venv-newest
 NEWEST_PYTHON ?= $(shell for p in python3.13 "$$(pyenv prefix 3.13 2>/dev/null)/bin/python3.13"; do \
   "$$p" -c 'import ensurepip, ssl' 2>/dev/null && echo "$$p" && break; done)
-RANGE_TESTS := $(addprefix tests/unit/, comm consistency parallel snapshots state worker checkpoint/convert launcher/store) \
+RANGE_TESTS := $(addprefix tests/unit/, comm consistency parallel snapshots state worker checkpoint/convert launcher/store \
+    launcher/options/test_torchrun.py test_torch_internals.py) \
   tests/contract/test_store.py tests/integration/test_unused_parameters.py
 # What makes a site of the pages, likewise.
 DOCS := .venv-docs
