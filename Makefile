@@ -28,19 +28,17 @@ RUNNERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # A part of the slow tests, drawn by a text: make slow SHARE=0.1 SEED=text
 SHARE ?= 1
 SEED ?= $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
-GPU_TESTS := tests/gpu $(addprefix tests/integration/test_, strategies.py worker_process.py \
-  elastic_training.py worker_reuse.py memory_tier.py one_process.py \
-  optimizers.py::test_two_networks_in_turn_are_as_in_one_process \
-  plain_scripts.py::test_a_torchrun_script_survives_a_killed_worker_and_a_killed_node \
-  torchrun_plugin.py::test_a_script_survives_a_killed_worker_and_a_killed_node)
+# Version of Python on the machine with the GPU, for which wheels are fetched; tests that run there at a time.
+GPU_PYTHON ?= 3.12
+GPU_JOBS ?= 8
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Thousands of agents and workers start in the tests; without it each compiles the whole package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow quick check reference manifests changelog bench chaos gpu integrations versions docs pictures tools links clean
+.PHONY: help demo test slow quick check reference manifests changelog bench chaos gpu gpu-all gpu-wheels integrations versions docs pictures tools links clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 21
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
 
 $(READY): pyproject.toml setup.py constraints.txt | links
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -143,17 +141,19 @@ pictures: $(INTEGRATIONS)/.ready tools ## write docs/pictures by Chromium, Debia
 	$(INTEGRATIONS)/bin/python -m tools.report_picture
 	$(INTEGRATIONS)/bin/python -m tools.dashboard_picture
 
-# Torch of constraints.txt is the CPU's: name a Python that has torch for CUDA and this package.
-gpu: ## tests with CUDA and NCCL, ranks sharing a GPU if need be: make gpu RUN=python3
-	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
-	  || { echo "error: $(RUN) has no torch that sees a GPU; name one with make gpu RUN=/path/to/python" >&2; exit 1; }
-	PYTHONPATH=$(CURDIR)/tests/gpu:$(CURDIR):$$PYTHONPATH NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_SOCKET_IFNAME=lo \
-	  $(RUN) -m pytest -ra -q -p no:cacheprovider $(RUNNERS) \
-	  -m "not chaos and not integrations" $(GPU_TESTS)
+# Torch of constraints.txt is the CPU's: name a Python that has torch for CUDA. tests/gpu/README.md says more.
+gpu: ## the 25 essential tests with CUDA and NCCL, on one GPU within 200 s: make gpu RUN=python3
+	$(RUN) -m tests.gpu.kit --jobs $(GPU_JOBS)
+
+gpu-all: ## every test that can use a GPU, within 30 minutes: make gpu-all RUN=python3
+	$(RUN) -m tests.gpu.kit --jobs $(GPU_JOBS) --all --seconds 1800
+
+gpu-wheels: $(READY) ## fetch what these tests need beside torch, for a machine without a network
+	$(RUN) -m tests.gpu.wheels --python $(GPU_PYTHON)
 
 tools: # programs that some tests run, from Debian's packages where they are missing
 	@.ci/tools
 
 clean: ## remove everything that make has built
-	rm -rf $(VENV) $(INTEGRATIONS) $(OLDEST_FRAMEWORKS) $(OLDEST) $(NEWEST) $(DOCS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .gpu $(INTEGRATIONS) $(OLDEST_FRAMEWORKS) $(OLDEST) $(NEWEST) $(DOCS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
