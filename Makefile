@@ -20,7 +20,7 @@ RANGE_TESTS := $(addprefix tests/unit/, comm consistency parallel snapshots stat
   tests/contract/test_store.py tests/integration/test_unused_parameters.py
 # What makes a site of the pages, likewise.
 DOCS := .venv-docs
-PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results
+PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results tests/gpu/README.md
 # Tests run at a time, on two cores: those of clusters wait for a third of their time. Whole files, the longest first.
 JOBS ?= 3
 RUNNERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -55,6 +55,9 @@ def about_in_words(about: Mapping[str, object], commit: str) -> str:
 
 
 def present_commit() -> str:
+    """The checkout's commit; a copy without git names it by the variable COMMIT."""
+    if not shutil.which("git"):
+        return os.environ.get("COMMIT", "unknown")
     done = subprocess.run(
         ["git", "-C", HERE, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     )

@@ -36,7 +36,7 @@ def struck(options: argparse.Namespace, endpoint: str, runs: Path) -> list[Row]:
     strategies = options.strategies.split(",")
     for number in range(options.rounds):
         for strategy in strategies:
-            for case, one in round_of(strategy, endpoint, runs, options.lease_ttl).items():
+            for case, one in round_of(strategy, endpoint, runs, options.lease_ttl):
                 blows[case, strategy].append(one)
                 say(f"round {number + 1}: {strategy}, {case}: {one.seconds:.3f} s")
     for number in range(options.peer):

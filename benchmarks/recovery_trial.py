@@ -156,26 +156,32 @@ def trial(
         cluster.stop()
 
 
-def round_of(strategy: str, endpoint: str, runs: Path, lease_ttl_s: int) -> dict[str, Struck]:
-    """Every case once, one after another in one job of two nodes, at times three.
+def round_of(
+    strategy: str, endpoint: str, runs: Path, lease_ttl_s: int, *, silent: bool = True
+) -> Iterator[tuple[str, Struck]]:
+    """Yields each case as it is over, one after another in one job of two nodes, at times three.
 
-    strategy: its name; with `+keep` behind it workers' processes are kept.
+    Args:
+        strategy: its name; with `+keep` behind it workers' processes are kept.
+        endpoint: etcd's.
+        runs: directory of logs and checkpoints.
+        lease_ttl_s: seconds of the nodes' leases.
+        silent: whether a node falls silent, which takes longer than a lease.
     """
     name, _, keep = strategy.partition("+")
     options = ["--strategy", name, "--lease-ttl", str(lease_ttl_s)]
     options += ["--keep-workers"] if keep else []
     options += ["--checkpoint-dir", str(runs / f"saved-{time.time_ns()}")]
-    blows: dict[str, Struck] = {}
     with trial(endpoint, runs, options, ["recovery_ours.py"]) as t:
         cluster = t.cluster
         t.steady()
-        blows["worker"] = t.strike(lambda: cluster.kill_worker(t.last_node))
-        blows["join"] = t.change(cluster.start_node)
-        blows["drain"] = t.change(lambda: cluster.drain(t.last_node))
-        victim = t.last_node
-        blows["silent"] = t.strike(lambda: t.silence(victim))
-        cluster.kill_node(victim)
-        t.change(cluster.start_node)
-        victim = t.last_node
-        blows["node"] = t.strike(lambda: cluster.kill_node(victim))
-    return blows
+        yield "worker", t.strike(lambda: cluster.kill_worker(t.last_node))
+        yield "join", t.change(cluster.start_node)
+        yield "drain", t.change(lambda: cluster.drain(t.last_node))
+        if silent:
+            victim = t.last_node
+            yield "silent", t.strike(lambda: t.silence(victim))
+            cluster.kill_node(victim)
+            t.change(cluster.start_node)
+        last = t.last_node
+        yield "node", t.strike(lambda: cluster.kill_node(last))

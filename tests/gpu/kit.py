@@ -214,8 +214,8 @@ def main() -> None:
             "make gpu RUN=/path/to/python, or rehearse on the CPU: python -m tests.gpu.kit "
             "--device cpu"
         )
-    named = options.tests or list(essential(PAGE.read_text()))
-    tests = WHOLE if options.all else named
+    named = [] if options.tests else list(essential(PAGE.read_text()))
+    tests = options.tests or (WHOLE if options.all else named)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     notes = options.out.with_suffix(".events")
     notes.write_text("")

@@ -9,6 +9,7 @@ import pytest
 
 PARTS = (
     *("recovery", "recovery gpu", "rendezvous", "checkpoint warm", "checkpoint cold"),
+    "gpu",
     *("training", "training memory", "training 4 ranks", "training checks"),
 )
 
