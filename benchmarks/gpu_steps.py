@@ -88,12 +88,12 @@ class Field:
     def start(self, name: str, path: str) -> None:
         """Starts a contender, which connects to the socket at `path` when its model is built."""
         strategy, _, addition = name.partition("+")
-        words = [str(SCRIPT), name, self.device, path]
+        arguments = [str(SCRIPT), name, self.device, path]
         log = self.runs / f"{name}.log"
         if strategy not in STRATEGIES:
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    [sys.executable, *words], env=self.environment, stdout=file, stderr=file
+                    [sys.executable, *arguments], env=self.environment, stdout=file, stderr=file
                 )
             self.contenders[name] = Contender(name, log, process=process)
             return
@@ -101,7 +101,7 @@ class Field:
         options += ["--http-port", "0", "--strategy", strategy, "--hang-timeout", "600"]
         options += ["--snapshot-every", str(CAPTURE_EVERY)] if addition == "capture" else []
         job = f"gpu-{name.replace('+', '-')}-{time.time_ns()}"
-        cluster = Cluster([*options, *words], job, self.runs, self.environment)
+        cluster = Cluster([*options, *arguments], job, self.runs, self.environment)
         self.contenders[name] = Contender(name, cluster.start_node().log, cluster=cluster)
 
     def drop(self, name: str, error: object) -> None:

@@ -133,18 +133,18 @@ FOREIGN = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 """Variables with which a machine adds options and plugins to every run of pytest."""
 
 
-def run_until(words: Sequence[str], variables: dict[str, str], deadline_s: float) -> int | None:
+def run_until(arguments: Sequence[str], variables: dict[str, str], deadline_s: float) -> int | None:
     """Runs a command, which is interrupted and then killed before a deadline.
 
     Args:
-        words: Program and arguments.
+        arguments: Program and arguments.
         variables: Its environment.
         deadline_s: When nothing of it runs any more, by `time.monotonic`.
 
     Returns:
         Its exit status, or None if it was interrupted.
     """
-    process = subprocess.Popen(words, env=variables, cwd=ROOT)
+    process = subprocess.Popen(arguments, env=variables, cwd=ROOT)
     for margin_s, end in ((SPARE_S, process.send_signal), (KILL_S, kill_all(process.pid))):
         try:
             status = process.wait(max(0.1, deadline_s - margin_s - time.monotonic()))
@@ -187,8 +187,8 @@ def device_facts(on_gpu: bool) -> dict[str, Any]:
 def commit() -> str:
     """Returns the checkout's commit; a copy without git names it by the variable COMMIT."""
     git = shutil.which("git")
-    words = [git or "git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(words, capture_output=True, text=True) if git else None
+    arguments = [git or "git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(arguments, capture_output=True, text=True) if git else None
     return (done.stdout.strip() if done else "") or os.environ.get("COMMIT", "unknown")
 
 
@@ -219,13 +219,13 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     notes = options.out.with_suffix(".events")
     notes.write_text("")
-    words = command(tests, options.jobs, began_s + options.seconds - time.monotonic(), notes)
+    arguments = command(tests, options.jobs, began_s + options.seconds - time.monotonic(), notes)
     variables = environment(options.device == "cuda")
-    status = run_until(words, variables, began_s + options.seconds)
+    status = run_until(arguments, variables, began_s + options.seconds)
     results = outcomes(named, map(json.loads, notes.read_text().splitlines()))
     seconds = round(time.monotonic() - began_s, 1)
     document = {"schema": 1, "date": str(date.today()), "commit": commit(), "machine": facts}
-    document |= {"command": words[1:], "limit_s": options.seconds, "seconds": seconds}
+    document |= {"command": arguments[1:], "limit_s": options.seconds, "seconds": seconds}
     document |= {"tests": {test: asdict(result) for test, result in results.items()}}
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     notes.unlink()

@@ -29,11 +29,11 @@ def test_the_essential_tests_exist_and_no_plugin_of_the_machine_is_loaded(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[pytest11]\nhostile = hostile\n")
     tests = list(kit.essential(kit.PAGE.read_text()))
-    words = kit.command(tests, 1, 100.0, tmp_path / "notes")
+    arguments = kit.command(tests, 1, 100.0, tmp_path / "notes")
     variables = kit.environment(on_gpu=False)
     variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
     done = subprocess.run(
-        [*words, "--collect-only", "-n", "0"],
+        [*arguments, "--collect-only", "-n", "0"],
         env=variables,
         cwd=root,
         capture_output=True,

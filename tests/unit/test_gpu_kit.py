@@ -8,6 +8,7 @@ import re
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_essential_tests_are_25_of_the_whole(root: Path) -> None:
 def test_each_end_of_a_run_names_what_became_of_its_tests() -> None:
     """One test passed, one failed as it ended, one was skipped, one ran when all was killed."""
     passed = {"event": "call", "outcome": "passed", "seconds": 2.0, "reason": ""}
-    events = [
+    events: list[dict[str, Any]] = [
         {"event": "collected", "tests": ["a", "b", "c", "d", "e"]},
         *({"event": "began", "test": test} for test in "abcd"),
         *({**passed, "event": "setup", "test": test, "seconds": 0.5} for test in "abd"),
@@ -59,8 +60,8 @@ def test_a_run_that_ignores_its_interrupt_is_killed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kit, "SPARE_S", 0.8)
     monkeypatch.setattr(kit, "KILL_S", 0.4)
     before = set(children_of(os.getpid()))
-    words = ["sh", "-c", "trap '' INT; sleep 100; sleep 100"]
-    assert kit.run_until(words, dict(os.environ), time.monotonic() + 1.0) is None
+    arguments = ["sh", "-c", "trap '' INT; sleep 100; sleep 100"]
+    assert kit.run_until(arguments, dict(os.environ), time.monotonic() + 1.0) is None
     assert set(children_of(os.getpid())) <= before
     assert kit.run_until(["sh", "-c", "exit 3"], dict(os.environ), time.monotonic() + 60.0) == 3
 
