@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import date
 from pathlib import Path
 from types import FrameType
@@ -34,8 +34,10 @@ from performance_page import RESULTS, about_in_words, machine, present_commit, p
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "gpu" / "benchmark.json"
-STEPS_SHARE = 0.6
-"""Share of the time that the steps get; recovery gets the rest."""
+STEPS_SHARE = 0.5
+"""Share of the time in which rounds of steps begin; recovery gets the rest."""
+LAST_ROUND_S = 15.0
+"""Seconds that the last round, and the end of all contenders, may take beyond that share."""
 RESERVE_S = 8.0
 """Seconds before the end from which nothing is measured."""
 LEASE_TTL_S = 5
@@ -77,8 +79,8 @@ def measure_steps(
     contest = Field(options.device, endpoint, runs, {**os.environ, **threads})
     names = options.contenders.split(",")
     try:
-        with time_limit(options.end_s - RESERVE_S - time.monotonic()):
-            share_s = (options.end_s - time.monotonic()) * STEPS_SHARE
+        share_s = (options.end_s - RESERVE_S - time.monotonic()) * STEPS_SHARE
+        with time_limit(share_s + LAST_ROUND_S):
             measure(contest, names, time.monotonic() + share_s, options.rounds)
     except TimeUpError as error:
         document["missing"]["steps"] = str(error)
@@ -106,8 +108,9 @@ def measure_recovery(
             continue
         strikes = document["recovery"].setdefault(strategy, {})
         try:
-            with time_limit(seconds):
-                for case, struck in round_of(strategy, endpoint, runs, LEASE_TTL_S, silent=False):
+            cases = round_of(strategy, endpoint, runs, LEASE_TTL_S, silent=False)
+            with time_limit(seconds), closing(cases):
+                for case, struck in cases:
                     strikes[case] = {"seconds": struck.seconds, "recomputed": struck.recomputed}
                     say(f"{strategy}, {case}: {struck.seconds:.3f} s")
         except (TimeUpError, SystemExit) as error:

@@ -172,8 +172,9 @@ def trained_by_torch(kind: str, shape: Shape, device: torch.device) -> Callable[
     kind, _, addition = kind.partition("+")
     optimizer: Any = None
     if kind != "plain":
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound)
     if kind == "FSDP2":
         model = fully_sharded(model)
     elif kind == "DDP":
@@ -231,7 +232,10 @@ def train(session: Any, turns: Turns, shape: Shape) -> None:
 
 def main() -> None:
     name, place, path = sys.argv[1:]
-    device, shape = torch.device(place), SHAPES[place]
+    device, shape = (
+        torch.device(place, 0) if place == "cuda" else torch.device(place),
+        SHAPES[place],
+    )
     torch.set_float32_matmul_precision("high")
     turns = Turns(name, device, path)
     if name.partition("+")[0] in STRATEGIES:
@@ -240,6 +244,8 @@ def main() -> None:
         elasticzero.run(lambda session: train(session, turns, shape))
         return
     torch.manual_seed(0)
+    if place == "cuda":
+        torch.cuda.set_device(device)
     step = trained_by_torch(name, shape, device)
     pinned = device.type == "cuda"
     turns.take(DataLoader(Sequences(shape), batch_size=shape.batch, pin_memory=pinned), step)

@@ -123,7 +123,11 @@ class Field:
             connection.settimeout(TURN_S)
             stream: Any = connection.makefile("rw")
             connection.close()  # the stream keeps it open
-            about = json.loads(stream.readline())
+            try:
+                about = json.loads(stream.readline())
+            except (OSError, ValueError):  # it ended as it connected, which the next turn shows
+                stream.close()
+                continue
             name = about.pop("name")
             self.facts |= about
             if name in self.contenders:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +158,7 @@ def trial(
 
 def round_of(
     strategy: str, endpoint: str, runs: Path, lease_ttl_s: int, *, silent: bool = True
-) -> Iterator[tuple[str, Struck]]:
+) -> Generator[tuple[str, Struck]]:
     """Yields each case as it is over, one after another in one job of two nodes, at times three.
 
     Args:
