@@ -1,14 +1,14 @@
 """What a step costs on a GPU beside torch's own, and how long a loss or a change takes there.
 
     python benchmarks/gpu.py [--seconds 150] [--device cpu] [--contenders ddp,DDP] [--out FILE]
-    python benchmarks/gpu.py --record build/gpu/benchmark.json
+    python benchmarks/gpu.py --record build/gpu/benchmark.json     (or build/gpu/tests.json)
 
 GPT-2 small (124 M parameters, bf16 autocast, 8 × 1,024 tokens, fused AdamW, clipping) on one rank:
 every contender is a process, they train by turns, and each turn gives a ratio. Ours train under an
 agent with default options. Then two ranks that share the GPU, with NCCL over sockets, lose a worker
 and a node, and a node leaves and joins. Without a GPU the same lines run on the CPU with a small
 model; that is a rehearsal, and its figures mean nothing. `tests/gpu/README.md` says what a machine
-needs. --record puts the file of a run on a GPU into benchmarks/results.
+needs. --record puts the file of a run on a GPU, also of `make gpu`, into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -149,17 +149,20 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 
 def record(path: Path) -> None:
-    """Puts a run's file and its tables into benchmarks/results."""
+    """Puts a run's file into benchmarks/results, and the tables of a benchmark into its page."""
     document = json.loads(path.read_text())
     if document["device"] == "cpu":
-        raise SystemExit(f"error: {path} is of a rehearsal on a CPU, whose figures mean nothing")
-    about = document["machine"]
-    where = about_in_words(about, document["commit"]).partition(", ")[2]
-    setting = f"{document['date']}, {where}, torch {about['torch']}, NCCL {about.get('nccl')}."
-    target = RESULTS / f"gpu-{document['date']}.json"
+        raise SystemExit(f"error: {path} is of a rehearsal on a CPU, which shows nothing of a GPU")
+    name = "gpu-tests" if "tests" in document else "gpu"
+    target = RESULTS / f"{name}-{document['date']}.json"
     write(target, document)
-    page = publish("gpu", f"```\n{document['command']}\n```\n\n{setting}\n\n{tables(document)}")
-    print(f"recorded in {target} and {page}")
+    print(f"recorded in {target}")
+    if name == "gpu":
+        about = document["machine"]
+        where = about_in_words(about, document["commit"]).partition(", ")[2]
+        setting = f"{document['date']}, {where}, torch {about['torch']}, NCCL {about.get('nccl')}."
+        text = f"```\n{document['command']}\n```\n\n{setting}\n\n{tables(document)}"
+        print(f"and in {publish('gpu', text, RESULTS)}")
 
 
 def parsed() -> argparse.Namespace:
@@ -170,7 +173,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100, help="turns of each, at most")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="for recovery")
     parser.add_argument("--out", type=Path, default=OUT, help="write the figures to this file")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="publish a file of figures")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="publish a file of results")
     options = parser.parse_args()
     if strange := set(options.contenders.split(",")) - set(CONTENDERS):
         parser.error(f"--contenders: {sorted(strange)[0]!r} is not one of {', '.join(CONTENDERS)}")

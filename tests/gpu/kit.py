@@ -224,7 +224,8 @@ def main() -> None:
     status = run_until(arguments, variables, began_s + options.seconds)
     results = outcomes(named, map(json.loads, notes.read_text().splitlines()))
     seconds = round(time.monotonic() - began_s, 1)
-    document = {"schema": 1, "date": str(date.today()), "commit": commit(), "machine": facts}
+    document = {"schema": 1, "date": str(date.today()), "commit": commit()}
+    document |= {"device": options.device, "machine": facts}
     document |= {"command": arguments[1:], "limit_s": options.seconds, "seconds": seconds}
     document |= {"tests": {test: asdict(result) for test, result in results.items()}}
     options.out.write_text(json.dumps(document, indent=1) + "\n")

@@ -126,6 +126,27 @@ def test_a_rehearsal_is_not_recorded(tmp_path: Path) -> None:
         record(path)
 
 
+def test_files_of_a_gpu_are_recorded_with_their_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A benchmark's file gives its page the tables; that of the tests is kept as it is."""
+    import gpu
+
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    (tmp_path / "gpu.md").write_text("<!-- gpu: generated -->\n<!-- gpu: end -->\n")
+    machine = {"processor": "P", "cores": 16, "memory_bytes": 8 << 30, "gpu": "H", "kernel": "6"}
+    about = {"date": "2026-11-30", "commit": "abc", "machine": {**machine, "torch": "2.11"}}
+    path = tmp_path / "file.json"
+    for document_of in (document() | {"command": "python"}, {"tests": {}, "device": "cuda"}):
+        path.write_text(json.dumps(document_of | about))
+        gpu.record(path)
+    page = (tmp_path / "gpu.md").read_text()
+    assert "2026-11-30, commit abc: P, 16 cores, 8 GiB, H, Linux 6, torch 2.11" in page
+    assert TABLES in page
+    for name in ("gpu", "gpu-tests"):
+        assert json.loads((tmp_path / f"{name}-2026-11-30.json").read_text())["commit"] == "abc"
+
+
 def test_a_time_limit_ends_what_runs_and_nothing_after_it() -> None:
     import signal
     import time
