@@ -13,6 +13,7 @@ FAULTS = (
     "node",  # SIGKILL of every process
     "leader",  # the same, of the acting leader
     "silent",  # SIGSTOP of every process of a node
+    "silent leader",  # the same, of the acting leader, which also commits checkpoints
     "cut",  # a node's cable is pulled
     "drain",  # SIGTERM
     "join",  # a new node registers
@@ -38,7 +39,9 @@ SURVIVORS = ("forked", "kept")
 """What the next generation does with the workers that live: forks them anew, or, with
 --keep-workers, lets their processes train on where nothing speaks against it."""
 LOSES_A_NODE = ("node", "leader", "drain")
-COMES_BACK = ("silent", "cut")
+COMES_BACK = ("silent", "silent leader", "cut")
+LEADS = ("leader", "silent leader")
+"""Faults of the acting leader."""
 STRIKES = ("worker", "freeze")
 """Faults of a worker, for which its node is set aside where no other node has them."""
 COSTS_NOTHING = ("drain", "join", "etcd")

@@ -22,6 +22,8 @@ class Seen:
         """By generation: the nodes that know of its end."""
         self.captured: dict[tuple[int, int], set[int]] = {}
         """By generation and step: the ranks that have captured their part of a checkpoint."""
+        self.checkpoint = 0
+        """The newest step that is committed to storage; 0: none."""
         self._divided = divided
         self._kept: dict[tuple[int, str], set[int]] = {}
         self._said: dict[str, set[str]] = {}
@@ -101,6 +103,8 @@ class Seen:
             case "captured" if event["checkpoint"]:
                 place = (event["generation"], event["step"])
                 self.captured.setdefault(place, set()).add(event["rank"])
+            case "checkpoint":
+                self.checkpoint = max(self.checkpoint, event["step"])
             case "serving" | "registered" as word:
                 self._said.setdefault(node, set()).add(word)
             case "start":

@@ -27,6 +27,7 @@ from elasticzero.processes import children_of, descendants
 from tests.chaos.matrix import (
     COMES_BACK,
     COSTS_NOTHING,
+    LEADS,
     LOSES_A_NODE,
     PROVOKED,
     SHAPES,
@@ -96,7 +97,7 @@ class Stage:
         leads = lambda: [node for node in free if self._seen.all_reported("leads", [node])]  # noqa: E731
         leader = self._wait("a leader", leads)[0]
         others = [node for node in free if node is not leader]
-        choices = {"leader": [leader], "drain": free}.get(cell.fault, others)
+        choices = [leader] if cell.fault in LEADS else free if cell.fault == "drain" else others
         victim = self._dice.choice(choices)
         assert not self._seen.worlds, f"{cell}: the first world was written before the strike"
         began_s = time.monotonic()
@@ -116,7 +117,9 @@ class Stage:
         joiner = self._joiner() if cell.fault == "join" else None
         self._wait("progress", lambda: self._seen.trains(set(self._seen.members), 0))
         nodes, members, before = self._told.cluster.nodes, self._seen.members, self._seen.generation
-        choices = {"leader": members[:1], "node": members[1:]}.get(cell.fault, members)
+        choices = members[1:] if cell.fault == "node" else members
+        if cell.fault in LEADS:
+            choices = members[:1]
         if cell.fault in STRIKES:
             longest = min(map(self._last_struck, members))
             choices = [name for name in members if self._last_struck(name) == longest]
@@ -318,7 +321,7 @@ class Stage:
             case "node" | "leader":
                 cluster.kill_node(victim)
                 self._codes[victim.name] = -signal.SIGKILL
-            case "silent":
+            case "silent" | "silent leader":
                 _signal_all(victim, signal.SIGSTOP)
             case "cut":
                 assert self._networks is not None
@@ -380,7 +383,10 @@ class Stage:
         """Give the job back what it has lost; spares: nodes that make up for one."""
         if cell.fault == "drain":
             self._wait("the leaver's end", lambda: not victim.running)
-        if cell.fault == "silent":
+        if cell.fault in COMES_BACK and cell.step == "saving":
+            newest = max(step for _, step in self._seen.captured)
+            self._wait("a later checkpoint", lambda: self._seen.checkpoint > newest)
+        if cell.fault in ("silent", "silent leader"):
             _signal_all(victim, signal.SIGCONT)
         if cell.fault == "cut":
             assert self._networks is not None

@@ -6,7 +6,8 @@ make chaos                               # all cells; one job suffers a fault at
 CHAOS_CELLS=leader@restoring python -m pytest -m chaos tests/chaos -k 'node and zero2 and 5'
 
 After each cell the job has recovered within what is promised; at its end every sample is in exactly
-one committed step, the weights are those of an undisturbed run, and nothing is left.
+one committed step, the weights are those of an undisturbed run, each checkpoint is whole, and
+nothing is left.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.checkpoint.steps import catalog
+from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.launcher.local.cluster import on_loopback
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.chaos.matrix import (
@@ -75,6 +78,7 @@ def play(
     arguments += ["--keep-workers"] if survivors == "kept" else []
     arguments += ["--strategy", strategy, "--hang-timeout", "6", "--snapshot-every", "1"]
     arguments += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", save_every]
+    arguments += ["--keep", "1"]
     arguments += [str(REGRESSION), "--epochs", str(most_epochs), "--pause", "0.1"]
     arguments += ["--holds", str(holds), "--save-every", save_every]
     first = [{NPROC: str(nproc)} for nproc in nodes[:-1]]
@@ -111,6 +115,8 @@ def play(
         epochs = stage.finish()
     check_samples(told.lineage, told.directory(), epochs=epochs)
     check_weights(checkpoints, undisturbed(global_batch=10, epochs=epochs))
+    steps = catalog.steps(DiskDirectory(checkpoints))
+    assert not [error for info in steps if (error := catalog.step_error(info.storage))]
     print(f"\n{strategy}, {shape}, {survivors}: {'; '.join(stage.done)}")
 
 

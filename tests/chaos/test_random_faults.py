@@ -131,6 +131,7 @@ def play(
         tale = f"seed {seed}, {' '.join(options)}, {strikes.done}, codes {codes}"
         assert 0 in codes.values(), f"{tale}\n{told.logs()}"
         assert set(codes.values()) <= {0, -9, 75}, f"{tale}\n{told.logs()}"
+        assert {event["scheme"] for event in told.of("serving")} == {"https"}
     check_samples(told.lineage, told.directory(), epochs=epochs)
     check_weights(checkpoints, undisturbed(global_batch=10, epochs=epochs))
     kinds = Counter(what for _, what in strikes.done)

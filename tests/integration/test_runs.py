@@ -31,6 +31,8 @@ CUT_S = 34.0
 """Longer than any request to etcd and its pauses."""
 STEPS = {"first": 34, "second": 102}
 EPOCHS = {"first": 1, "second": 3}
+SAVE_EVERY = 10
+SAVING = ("--checkpoint-every", str(SAVE_EVERY), "--keep", "1")
 
 
 def job_arguments(run: str, checkpoints: Path, nodes: str, *, ttl_s: int = TTL_S) -> list[str]:
@@ -55,6 +57,11 @@ def freeze(node: Node, *, whole: bool) -> list[int]:
     pids = [node.process.pid, *(descendants(node.process.pid) if whole else ())]
     send(pids, signal.SIGSTOP)
     return pids
+
+
+def captured(told: Story, *, rank: int) -> bool:
+    """Whether a rank has captured what becomes a checkpoint."""
+    return any(event["rank"] == rank and event["checkpoint"] for event in told.of("captured"))
 
 
 def send(pids: Sequence[int], number: signal.Signals) -> None:
@@ -130,21 +137,44 @@ def come_back(
     assert files_in(checkpoints / "first") == old_files, "no saver of the first run went on"
 
 
+def begin_a_save(holds: Path) -> list[str]:
+    """Arguments by which rank 1 stays within the first save until `holds` has no file of it."""
+    holds.mkdir()
+    (holds / "save-1").write_text("1")
+    return ["--holds", str(holds), "--save-every", str(SAVE_EVERY)]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("frozen", ["node", pytest.param("agent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        "node",
+        pytest.param("agent", marks=pytest.mark.slow),
+        pytest.param("leader", marks=pytest.mark.slow),
+        pytest.param("leader in a save", marks=pytest.mark.slow),
+    ],
+)
 def test_a_node_that_was_away_leaves_the_next_run_alone(
-    frozen: Literal["node", "agent"],
+    frozen: Literal["node", "agent", "leader", "leader in a save"],
     tmp_path: Path,
     job: str,
     etcd: EtcdServer,
     reference: dict[str, Tensor],
 ) -> None:
-    """It took the new run for lost data, wrote the old one over it, and ended the job as done."""
+    """It took the new run for lost data, wrote the old one over it, and ended the job as done. A
+    leader also commits checkpoints: it is frozen while it waits for the other node's part."""
     first = job_arguments("first", tmp_path, "1:2")
+    holds = tmp_path / "holds"
+    if frozen == "leader in a save":
+        first = [*SAVING, *first, *begin_a_save(holds)]
     with story(tmp_path, etcd.endpoint, job, first, nodes=2) as told:
         told.wait_for_step(5)
-        away = told.cluster.nodes[told.of("world")[0]["members"][1]]
-        pids = freeze(away, whole=frozen == "node")
+        if frozen == "leader in a save":
+            told.wait("rank 1 in a save", (holds / "save-1-at-1").exists)
+            told.wait("rank 0's part of it", lambda: captured(told, rank=0))
+        away = told.cluster.nodes[told.of("world")[0]["members"][0 if "leader" in frozen else 1]]
+        pids = freeze(away, whole=frozen != "agent")
+        (holds / "save-1").unlink(missing_ok=True)
         come_back(told, etcd, tmp_path, away, lambda: send(pids, signal.SIGCONT))
     check_weights(tmp_path / "second", reference)
 
