@@ -169,8 +169,7 @@ class PhasedStorage(Storage):
             raise
         part.over(True)
         if saved:
-            self._check_saved(draft, access)
-            self._well.add(step_directory(draft.step))
+            self._note_saved(draft, access)
         if saved and part.agent.standstills == stood_still:
             apply_retention(directory, draft, self.keep, bad_steps=part.bad_steps)
 
@@ -242,17 +241,20 @@ class PhasedStorage(Storage):
                 return f"{shard} is cut short"
         return None
 
-    def _check_saved(self, draft: Manifest, access: Access) -> None:
-        """R22: a save that says that it is committed has its shards."""
+    def _note_saved(self, draft: Manifest, access: Access) -> None:
+        """R22: a save that says that it is committed has its shards, as long as its manifest is
+        there: another process may have removed both while the save removed what it replaced."""
         name = step_directory(draft.step)
         files = self.files.get(name, {})
-        if MANIFEST_NAME not in files or access.removed:
+        if MANIFEST_NAME not in files:
             return
         manifest = json.loads(files[MANIFEST_NAME].data)
         if manifest["token"] != draft.token:
             return
+        self._well.add(name)
         gone = [entry["name"] for entry in manifest["files"] if entry["name"] not in files]
-        self._require(not gone, "R22", f"step {draft.step} is saved, without {gone}")
+        whole = access.removed or not gone
+        self._require(whole, "R22", f"step {draft.step} is saved, without {gone}")
 
     def _check_all(self) -> None:
         """R22: once no save is under way each committed step has its files."""

@@ -439,11 +439,17 @@ class Rules:
         excused = not self._cluster.storage.possible or "could not be saved" in done.reason
         if world is None or excused:
             return
-        agents = [self._cluster.hosts[member.node].agent for member in world.members]
-        if all(agent is not None and not agent.dead for agent in agents):
+        if self._all_are_there(world):
             best = self._best_in_memory(world, world)
             text = f"stopped at {done.step}, and memory holds {best}"
             self.require(done.step >= best, "R12", text)
+
+    def _all_are_there(self, world: World) -> bool:
+        """Whether no member is lost: its agent runs, and its registration, which a frozen one
+        loses, stands."""
+        agents = [self._cluster.hosts[member.node].agent for member in world.members]
+        alive = all(agent is not None and not agent.dead for agent in agents)
+        return alive and all((m.node, m.incarnation) in self._registered for m in world.members)
 
     def _check_given_up(self, done: Done) -> None:
         """R7: only after --max-restarts failures in a row that came no further."""
@@ -473,8 +479,7 @@ class Rules:
         world, storage = self._cluster.world, self._cluster.storage
         if world is None or not storage.possible or "could not be saved" in done.reason:
             return
-        agents = [self._cluster.hosts[member.node].agent for member in world.members]
-        if all(agent is not None and not agent.dead for agent in agents):
+        if self._all_are_there(world):
             best = self._best_in_memory(world, world)
             newest = max(storage.steps, default=0)
             text = f"failed, and memory holds {best}, storage {newest}"
