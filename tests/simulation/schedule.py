@@ -72,7 +72,7 @@ NEWCOMER_SHARE = 0.05
 """So many schedules have a node that is drained as soon as it has come."""
 WRITER_SHARE = 0.05
 """So many schedules freeze whichever agent is to write the next world, before it does."""
-COMMITTER_SHARE = 0.3
+COMMITTER_SHARE = 0.4
 """So many of the schedules that save in phases freeze the agent of a save before its manifest."""
 COMMITTER_TRAINS_S = 20.0
 """Such a job trains for so long after that."""
@@ -292,13 +292,16 @@ def _odd_runs(random: Random, plan: Plan) -> list[Fault]:
 
 def _with_frozen_committer(random: Random, plan: Plan) -> Plan:
     """The agent of a save is frozen before its manifest, until the files of the save may be taken
-    for leftovers, and removed."""
+    for leftovers, and removed. Each node holds the whole state: the others go on behind that step,
+    and do not save it again."""
     if not plan.phased or plan.runs > 1 or random.random() >= COMMITTER_SHARE:
         return plan
     at_s, lasts_s = random.uniform(0.5, 4.0), random.uniform(8.0, 14.0)
     steps = max(plan.total_steps, int((at_s + COMMITTER_TRAINS_S) / plan.step_s))
     fault = Fault(at_s, "freeze-committer", 0.0, lasts_s)
-    return replace(plan, total_steps=steps, faults=(*plan.faults, fault))
+    policy = replace(plan.policy, strategy="ddp")
+    plan = replace(plan, policy=policy, strategy="ddp", total_steps=steps)
+    return replace(plan, faults=(*plan.faults, fault))
 
 
 def _namesakes(random: Random, plan: Plan) -> list[Fault]:
