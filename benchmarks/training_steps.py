@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from elasticzero.data.position import MicroBatch
 from elasticzero.parallel import Setting, create
 from elasticzero.parallel.base import OptimizerFactory
+from elasticzero.parallel.mesh import Mesh
+from elasticzero.rank_groups.group import RankGroup
 from elasticzero.spans import Span
 from elasticzero.state.model import NamedModel
 
@@ -67,6 +69,7 @@ def strategy_step(
         device=device,
         rank=rank,
         world_size=ranks,
+        mesh=Mesh.of_world(rank, ranks, RankGroup("all ranks", range(ranks), dist.group.WORLD)),
         mirrors=((rank + 1) % ranks,) if mirrors else (),
         mirrored_by=(rank - 1) % ranks if mirrors else None,
     )

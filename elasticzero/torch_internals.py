@@ -58,7 +58,6 @@ __all__ = [
     "OWN_GROUP",
     "GradientHooks",
     "GradientReady",
-    "HashStore",
     "PrefixStore",
     "PythonStore",
     "StepCheck",
@@ -74,6 +73,7 @@ __all__ = [
     "count_of_changes",
     "counts_of_changes",
     "drop_step_hooks",
+    "group_of_one",
     "has_hook_of_several",
     "has_state_dict_hooks",
     "has_step_hooks",
@@ -122,34 +122,47 @@ class PythonStore(Store):
 
 
 class TorchStore(TCPStore):
-    """torch's own store, with the method by which ours is closed."""
+    """torch's own store, with what ours has besides."""
+
+    @property
+    def default_timeout(self) -> timedelta:
+        """Returns how long a wait takes that has no limit of its own."""
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout
 
     def close(self) -> None:
         """Does nothing: torch closes a store with the last reference to it."""
 
 
-def script_groups() -> int:
-    """Returns the number of process groups that the script has made."""
-    groups = dist.distributed_c10d._world.pg_map
-    return sum(g is not dist.group.WORLD and g.group_desc != OWN_GROUP for g in groups)
+def group_of_one() -> dist.ProcessGroup:
+    """Returns torch's default group of a process that trains alone, which is made if there is
+    none: FSDP2 takes no process without a group."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
-def collectives_begun() -> tuple[int, int] | None:
-    """Returns (groups made, collectives of the default group begun) so far.
+def script_groups() -> list[dist.ProcessGroup]:
+    """Returns the process groups that the script has made."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return [g for g in groups if g is not dist.group.WORLD and g.group_desc != OWN_GROUP]
 
-    Returns None without a default group, or if the script has groups of its own, which are not
-    counted.
+
+def collectives_begun(group: dist.ProcessGroup) -> tuple[int, int] | None:
+    """Returns (groups made, collectives of this group begun) so far.
+
+    Returns None if the script has groups of its own, which are not counted.
     """
-    default = dist.group.WORLD
-    if default is None or script_groups():
+    if script_groups():
         return None
-    collectives = default._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    collectives = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return dist.distributed_c10d._world.group_count, int(collectives)
 
 
-def nccl_backends() -> Iterator[Any]:
-    """Returns the NCCL backend of each process group that has one."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+def nccl_backends(groups: Iterable[dist.ProcessGroup]) -> Iterator[Any]:
+    """Returns the NCCL backend of each of these process groups that has one."""
+    for group in groups:
         with suppress(RuntimeError):
             backend = group._get_backend(torch.device("cuda"))
             if backend.name() == "nccl":

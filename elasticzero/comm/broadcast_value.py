@@ -19,38 +19,39 @@ from torch import Tensor
 from elasticzero.nested import flatten, unflatten
 
 
-def broadcast_value(value: Any, source: int = 0) -> Any:
-    """Returns one rank's value on every rank; all ranks of the default group call this together.
+def broadcast_value(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
+    """Returns one rank's value on every rank; all ranks of the group call this together.
 
     A tensor comes on the CPU, or on the device of the group where it was not on the CPU before.
 
     Args:
         value: Dicts, lists, tuples, numbers, strings, arrays and tensors, nested in any way; that
             of any other rank than `source` has no effect.
-        source: The rank whose value counts, which gets back the very object.
+        group: The process group.
+        source: The rank in the group whose value counts, which gets back the very object.
 
     Raises:
         UserError: The value of this rank, the source, holds something else.
     """
-    device = _device()
-    if dist.get_rank() == source:
+    device = _device(group)
+    if dist.get_rank(group) == source:
         head, tensors = _packed(value)
         sizes = torch.tensor([len(head), sum(tensor.numel() for tensor in tensors)])
-        dist.broadcast(sizes.to(device), source)
+        dist.broadcast(sizes.to(device), group=group, group_src=source)
         data = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *tensors])
-        dist.broadcast(data.to(device), source)
+        dist.broadcast(data.to(device), group=group, group_src=source)
         return value
     received = torch.zeros(2, dtype=torch.int64, device=device)
-    dist.broadcast(received, source)
+    dist.broadcast(received, group=group, group_src=source)
     size_of_head, size_of_tensors = map(int, received.tolist())
     data = torch.zeros(size_of_head + size_of_tensors, dtype=torch.uint8, device=device)
-    dist.broadcast(data, source)
+    dist.broadcast(data, group=group, group_src=source)
     data = data.cpu()
     return _unpacked(bytes(data[:size_of_head].numpy()), data[size_of_head:], device)
 
 
-def _device() -> torch.device:
-    if dist.get_backend() == "nccl":
+def _device(group: dist.ProcessGroup) -> torch.device:
+    if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

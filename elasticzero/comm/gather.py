@@ -118,7 +118,7 @@ class _Rows(torch.autograd.Function):
             return rows_N.new_zeros((sum(counts), *rows_N.shape[1:]))
         sent = padded_P.reshape(-1).view(torch.uint8)
         received = [torch.empty_like(sent) for _ in counts]
-        dist.all_gather(received, sent, group=place.groups.apart())
+        dist.all_gather(received, sent, group=place.groups.apart().process_group)
         parts = zip(received, counts, strict=True)
         return torch.cat([part.view(rows_N.dtype).view(shape)[:count] for part, count in parts])
 
@@ -132,5 +132,5 @@ class _Rows(torch.autograd.Function):
         summed_R = summed_R.contiguous()
         if summed_R.numel():
             values = torch.view_as_real(summed_R) if dtype.is_complex else summed_R
-            dist.all_reduce(values, group=ctx.place.groups.apart())
+            dist.all_reduce(values, group=ctx.place.groups.apart().process_group)
         return summed_R[ctx.place.span].to(dtype), None, None

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
+
+import torch.distributed as dist
 
 from elasticzero.torch_internals import nccl_backends
 
@@ -36,25 +39,27 @@ def disable_torch_watchdog() -> None:
         os.environ.setdefault(name, value)
 
 
-def failed() -> bool:
-    """Returns whether NCCL reports an error of any group: the end of a peer, or a network fault.
+def failed(groups: Iterable[dist.ProcessGroup]) -> bool:
+    """Returns whether NCCL reports an error of one of these groups: the end of a peer, or a network
+    fault.
 
     Returns False if torch cannot tell (before 2.7).
     """
     with suppress(AttributeError):
-        for backend in nccl_backends():
+        for backend in nccl_backends(groups):
             if backend.get_error().name != "SUCCESS":
                 return True
     return False
 
 
-def abort() -> None:
-    """Ends every running collective, also those of the script's own groups; any thread may call it.
+def abort(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Ends every running collective of these groups; any thread may call it.
 
     They end within milliseconds. This call takes up to a second, because NCCL's own threads check
     for it rarely (2.28).
     """
-    threads = [threading.Thread(target=_abort, args=(b,), daemon=True) for b in nccl_backends()]
+    backends = nccl_backends(groups)
+    threads = [threading.Thread(target=_abort, args=(b,), daemon=True) for b in backends]
     for thread in threads:
         thread.start()
     for thread in threads:

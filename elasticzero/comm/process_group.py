@@ -1,5 +1,8 @@
-"""Sets up the process groups of one generation under a deadline, aborts them, and verifies the
-results of their collectives.
+"""Sets up the process groups of one generation under a deadline, aborts them, ends them by name,
+and verifies the results of their collectives.
+
+The group of all ranks is torch's default group too, for scripts that call collectives by
+themselves. No call here relies on that: each names its group.
 
 Gloo's own abort does not wake a collective that waits for a stopped peer, and only the ranks that
 are connected to a killed peer in the running collective notice its death. Shutting the group's TCP
@@ -12,11 +15,10 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 
 import torch
@@ -27,12 +29,22 @@ from elasticzero.comm.barriers import LEAST, Call
 from elasticzero.comm.control_tree import WIDTH, MaxTree, join
 from elasticzero.comm.gloo import destroy_process_group
 from elasticzero.comm.rendezvous import ClosableStore, RankInfo
+from elasticzero.comm.store.addressed import AddressedStore
 from elasticzero.data.hashing import mix64
 from elasticzero.errors import OperatorError
-from elasticzero.torch_internals import OWN_GROUP, PrefixStore, collectives_begun
+from elasticzero.rank_groups.connections import Connections, new_connections, shut_connections
+from elasticzero.rank_groups.group import RankGroup
+from elasticzero.torch_internals import (
+    OWN_GROUP,
+    PrefixStore,
+    collectives_begun,
+    script_groups,
+)
 
+WORLD, APART, ROW, REPLICAS = "all ranks", "all ranks, apart", "a row", "the replicas of a shard"
+"""The names of a generation's groups."""
 DESTROY_TIMEOUT_S = 0.5
-"""Time in seconds after which the destruction of a group counts as hanging."""
+"""Time in seconds after which the destruction of groups counts as hanging."""
 CLOSED = "nccl: the connections to the other ranks are closed"
 POLL_S = 0.1
 """Pause in seconds between two queries of NCCL's errors."""
@@ -47,16 +59,15 @@ MAX_TEXT_BYTES = 512
 
 
 class ProcessGroups:
-    """Connects the ranks of one generation by the default group, for tensors, and the control
-    tree."""
+    """Connects the ranks of one generation by groups, for tensors, and the control tree."""
 
     def __init__(
         self,
         info: RankInfo,
         device: torch.device,
         tree: MaxTree,
-        sockets: frozenset[str],
-        store: ClosableStore | None = None,
+        world: RankGroup,
+        store: AddressedStore | None = None,
     ) -> None:
         """Takes over the groups that `connect` has set up.
 
@@ -64,21 +75,21 @@ class ProcessGroups:
             info: This rank's place among the ranks.
             device: The device of the tensors that collectives take.
             tree: The tree by which ranks exchange a few numbers.
-            sockets: The TCP connections of the default group, named as `socket_fds` does; `shut`
-                closes them.
+            world: The group of all ranks.
             store: The store of the ranks, which lives as long as the groups: torch's C++ keeps no
                 object of Python; None: nobody uses it any more.
         """
         self.rank_info = info
         self.control_tree = tree
+        self.world = world
+        """The group of all ranks."""
         self._store = store
-        self._sockets = sockets
-        self._rows: list[dist.ProcessGroup] = []
-        """The groups that `divide` has made."""
-        self._apart: dist.ProcessGroup | None = None
+        self._row: RankGroup | None = None
+        """The group of this rank's row; None: `divide` has made none."""
+        self._apart: RankGroup | None = None
         """The group of all ranks for collectives inside of a backward; None: none is made yet."""
-        self._made: list[dist.ProcessGroup] = []
-        """All groups besides the default one."""
+        self._open = {world.name: world}
+        """The groups that have not ended, in the order in which they were made."""
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._shut = threading.Event()
@@ -109,69 +120,82 @@ class ProcessGroups:
                 return
             self._shut.set()
             self.control_tree.shut()
-            for name, fd in socket_fds():
-                if name in self._sockets:
-                    _shut_down(fd)
+            shut_connections(group.connections for group in self._open.values())
             if self._on_gpu:
-                abort = threading.Thread(target=nccl.abort, name="elasticzero-abort", daemon=True)
+                abort = threading.Thread(
+                    target=nccl.abort,
+                    args=(self._with_script_groups(),),
+                    name="elasticzero-abort",
+                    daemon=True,
+                )
                 abort.start()
                 self._aborting = abort
 
-    def divide(self, row: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def _with_script_groups(self) -> list[dist.ProcessGroup]:
+        """Returns the process groups of this generation, and those that its script has made; the
+        caller has the lock."""
+        return [*(group.process_group for group in self._open.values()), *script_groups()]
+
+    def divide(self, row: int) -> tuple[RankGroup, RankGroup]:
         """Sets up the groups of a world of rows of `row` ranks; all ranks call this together.
 
         Returns the group of this rank's row, and that of the ranks at its place in all rows. They
-        are shut with the default group. The loss of a peer raises an error of torch.
+        are shut with the other groups. The loss of a peer raises an error of torch.
         """
         info = self.rank_info
         first, place = info.rank - info.rank % row, info.rank % row
-        own_row, same_place = self._rows = self._make(
-            range(first, first + row), range(place, info.world_size, row)
-        )
-        return own_row, same_place
+        self._row = self._make(ROW, range(first, first + row))
+        return self._row, self._make(REPLICAS, range(place, info.world_size, row))
 
-    def _make(self, *members: Iterable[int]) -> list[dist.ProcessGroup]:
-        """Returns a group for each of these lists of ranks, once its ranks are connected; `shut`
-        closes their connections too."""
-        before = {name for name, _ in socket_fds()}
-        groups = [
-            dist.new_group(
+    def _make(self, name: str, ranks: Sequence[int]) -> RankGroup:
+        """Returns a new group of these ranks once they are connected; they make it together.
+
+        Args:
+            name: A name that no other group of the generation has.
+            ranks: Its ranks.
+        """
+        with _recording(self.rank_info, self._device, self._store) as connections:
+            process_group = dist.new_group(
                 list(ranks),
                 timeout=timedelta(seconds=self.rank_info.collective_timeout_s),
                 use_local_synchronization=True,
                 group_desc=OWN_GROUP,
             )
-            for ranks in members
-        ]
-        self._made += groups
-        for group in groups:
-            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
-        new = frozenset(_own_sockets(before, self.rank_info.master_port))
-        with self._shut_lock:
-            self._sockets |= new
-            late = self._shut.is_set()
-        for name, fd in socket_fds() if late else ():
-            if name in new:
-                _shut_down(fd)
-        return groups
+            group = RankGroup(name, ranks, process_group, connections)
+            with self._shut_lock:
+                self._open[name] = group
+            self._break_late(group)
+            dist.all_reduce(torch.zeros(1, device=self._device), group=process_group)
+        self._break_late(group)
+        return group
 
-    def apart(self) -> dist.ProcessGroup:
+    def _break_late(self, group: RankGroup) -> None:
+        """Breaks the connections that were made after the other groups were shut."""
+        if self._shut.is_set():
+            shut_connections([group.connections])
+
+    def apart(self) -> RankGroup:
         """Returns a group of all ranks for collectives that a backward calls; all ranks call this
         together the first time.
 
-        The exchanges of buckets begin in the default group while a backward runs, on each rank as
-        soon as its own gradients are there. A collective of the same group would come before them
-        on one rank and after them on another, and one would take the other's values.
+        The exchanges of buckets begin in the group of all ranks while a backward runs, on each rank
+        as soon as its own gradients are there. A collective of the same group would come before
+        them on one rank and after them on another, and one would take the other's values.
         """
         if self._apart is None:
-            (self._apart,) = self._make(range(self.rank_info.world_size))
+            self._apart = self._make(APART, self.world.ranks)
         return self._apart
 
     def _poll_nccl(self) -> None:
         """Shuts the groups when NCCL reports an error, which a wait for the GPU does not notice."""
         while not self._shut.wait(POLL_S):
-            if nccl.failed():
+            if self._has_failed():
                 self.shut()
+
+    def _has_failed(self) -> bool:
+        with self._shut_lock:
+            groups = self._with_script_groups()
+        return nccl.failed(groups)  # which may wait for a communicator that is being set up
 
     def verify_collectives(self) -> None:
         """Waits for the GPU on every rank; raises if any rank's groups were shut before.
@@ -189,7 +213,7 @@ class ProcessGroups:
             if self._shut.is_set():
                 raise dist.DistBackendError(CLOSED)
             self.verify_with_peers()
-            self._verified_at = collectives_begun()
+            self._verified_at = collectives_begun(self.world.process_group)
         finally:
             self.awaits_gpu = False
 
@@ -200,7 +224,10 @@ class ProcessGroups:
         Then none of its values comes from an aborted one. torch does not count what `recv` gets
         from one rank.
         """
-        return self._verified_at is not None and self._verified_at == collectives_begun()
+        verified_at = self._verified_at
+        return verified_at is not None and verified_at == collectives_begun(
+            self.world.process_group
+        )
 
     def verify_with_peers(self) -> None:
         """Raises unless every rank takes part, and none aborts meanwhile.
@@ -211,7 +238,7 @@ class ProcessGroups:
         self._number += 1
         number = mix64(self._number) >> 32
         total = torch.full((1,), number, dtype=torch.int64, device=self._device)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.world.process_group)
         if int(total.item()) != number * self.rank_info.world_size or self._shut.is_set():
             raise dist.DistBackendError(CLOSED)
 
@@ -288,15 +315,16 @@ class ProcessGroups:
         if self.rank_info.world_size == 1:
             return table
         summed = table.to(self._device)
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=self.world.process_group)
         self.verify_collectives()
         return summed.cpu()
 
     def sum_of_row(self, table: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the tensors of this rank's row, on the CPU, where `divide` was
         called; all ranks of the row call this together."""
+        assert self._row is not None
         summed = table.to(self._device)
-        dist.all_reduce(summed, group=self._rows[0])
+        dist.all_reduce(summed, group=self._row.process_group)
         return summed.cpu()
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -316,7 +344,7 @@ class ProcessGroups:
         padded = len(message).to_bytes(8, "little") + message.ljust(longest, b"\0")
         padded_bytes = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self._device)
         gathered = [torch.empty_like(padded_bytes) for _ in range(self.rank_info.world_size)]
-        dist.all_gather(gathered, padded_bytes)
+        dist.all_gather(gathered, padded_bytes, group=self.world.process_group)
         self.verify_collectives()
         texts = [bytes(tensor.cpu().numpy()) for tensor in gathered]
         return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
@@ -337,7 +365,7 @@ class ProcessGroups:
                 for dtype, same in by_dtype.items()
             }
             for values in flat.values():
-                dist.broadcast(values.view(torch.uint8), 0)
+                dist.broadcast(values.view(torch.uint8), 0, group=self.world.process_group)
             self.verify_collectives()
             for dtype, same in by_dtype.items():
                 parts = flat[dtype].split([tensor.numel() for tensor in same])
@@ -351,15 +379,9 @@ class ProcessGroups:
 
     def broadcast_bytes(self, values: torch.Tensor) -> torch.Tensor:
         """Returns rank 0's bytes on every rank, in the memory of `values`, of the same number."""
-        dist.broadcast(values, 0)
+        dist.broadcast(values, 0, group=self.world.process_group)
         self.verify_collectives()
         return values
-
-    def take_groups(self) -> list[dist.ProcessGroup]:
-        """Returns the groups besides the default one, and keeps no reference to them."""
-        groups, self._made = self._made, []
-        self._rows, self._apart = [], None
-        return groups
 
     def release(self) -> None:
         """Ends all work on the groups: when this returns, none runs any more."""
@@ -375,27 +397,42 @@ class ProcessGroups:
     def close(self) -> None:
         """Closes the groups; call it once no work runs on them."""
         self.release()
-        if dist.is_initialized():
-            assert dist.group.WORLD is not None
-            _closed_groups.extend([dist.group.WORLD, *self.take_groups()])
-            destroy_process_group()
+        _closed_groups.extend(self._take(*reversed(self._open)))
+
+    def end_all(self) -> bool:
+        """Ends all groups of a generation that has ended, as `end` does."""
+        self.release()
+        return self.end(*reversed(self._open))
+
+    def end(self, *names: str) -> bool:
+        """Ends these groups, in which no rank calls a collective any more; the others go on.
+
+        Gloo's destructor waits for the operations of a group, and one of these may hang for good
+        (seen with torch 2.13: a send that a closed connection has swallowed). So a separate thread
+        drops the last reference, and the destructor releases Python's lock.
+
+        Returns whether they have ended; False: an operation hangs in one.
+        """
+        last = self._take(*names)
+        gc.collect()
+        thread = threading.Thread(target=last.clear, name="elasticzero-release", daemon=True)
+        thread.start()
+        thread.join(DESTROY_TIMEOUT_S)
+        return not thread.is_alive()
+
+    def _take(self, *names: str) -> list[dist.ProcessGroup]:
+        """Returns the last references to these groups, which are torch's no more."""
+        with self._shut_lock:
+            taken = [self._open.pop(name).take() for name in names]
+        return [_unregistered(group) for group in taken]
 
 
-def destroy_groups(groups: ProcessGroups) -> bool:
-    """Destroys the group of a generation that has ended; False: an operation hangs in it.
-
-    Nothing else may refer to it. Gloo's destructor waits for the operations of a group, and one of
-    these may hang for good (seen with torch 2.13: a send that a closed connection has swallowed).
-    So a separate thread drops the last reference, and the destructor releases Python's lock.
-    """
-    last = [dist.group.WORLD, *groups.take_groups()]
-    groups.release()
-    destroy_process_group()
-    gc.collect()
-    thread = threading.Thread(target=last.clear, name="elasticzero-release", daemon=True)
-    thread.start()
-    thread.join(DESTROY_TIMEOUT_S)
-    return not thread.is_alive()
+def _unregistered(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group once torch has forgotten it, unless the script has ended it already. With its
+    default group torch forgets all."""
+    with suppress(ValueError):
+        destroy_process_group(process_group)
+    return process_group
 
 
 def device_of(info: RankInfo) -> torch.device:
@@ -437,46 +474,38 @@ def connect(info: RankInfo, device: torch.device, store: ClosableStore) -> Proce
 
 
 def _connect(info: RankInfo, device: torch.device, store: ClosableStore) -> ProcessGroups:
-    before = {name for name, _ in socket_fds()}
+    addressed = AddressedStore(store)
     if device.type == "cuda":
         nccl.disable_torch_watchdog()
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(info.token, store),
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timedelta(seconds=info.collective_timeout_s),
-    )
-    dist.all_reduce(torch.zeros(1, device=device))
+    with _recording(info, device, addressed) as connections:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore(info.token, addressed),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=info.collective_timeout_s),
+        )
+        world = RankGroup(WORLD, range(info.world_size), dist.group.WORLD, connections)
+        dist.all_reduce(torch.zeros(1, device=device), group=world.process_group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     tree = join(info, store)
+    return ProcessGroups(info, device, tree, world, addressed)
+
+
+def _recording(
+    info: RankInfo, device: torch.device, store: AddressedStore | None
+) -> AbstractContextManager[Connections]:
+    """Returns a context that yields what the connections of a group are known by that is made and
+    connected in it. NCCL does not tell its ports.
+
+    Args:
+        info: This rank's place.
+        device: The device of the group's tensors.
+        store: The store at which the ranks of the group meet.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize()
-    sockets = frozenset(_own_sockets(before, info.master_port))
-    return ProcessGroups(info, device, tree, sockets, store)
-
-
-def socket_fds() -> Iterable[tuple[str, int]]:
-    """Returns (inode, descriptor) of every socket of this process."""
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{entry}")
-            if target.startswith("socket:"):
-                yield target, int(entry)
-
-
-def _own_sockets(before: set[str], store_port: int) -> Iterable[str]:
-    """Returns the connections made since `before`, except those to and from rank 0's store."""
-    for name, fd in socket_fds():
-        if name in before:
-            continue
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            if copy.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if store_port not in (copy.getsockname()[1], copy.getpeername()[1]):
-                yield name
-
-
-def _shut_down(fd: int) -> None:
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-        copy.shutdown(socket.SHUT_RDWR)
+        return new_connections(info.master_port)
+    assert store is not None
+    return store.recording()

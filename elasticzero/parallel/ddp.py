@@ -67,7 +67,7 @@ class Replicated:
         self.optimizers = open_optimizers(made, setting.named, "nothing")
         if not setting.alone:
             check_takes_dense(self.optimizers.by_name.values())
-        self._ranks = setting.world_size
+        self._ranks, self._group = setting.world_size, setting.place.world_group
         self._device = setting.device
         self._alone = setting.alone
         self._part: MicroBatch | None = None
@@ -92,6 +92,7 @@ class Replicated:
                 self.optimizers.name_of,
                 setting.bucket_plan,
                 self._losses,
+                self._group,
                 one_release=setting.one_release,
             )
             self._gradients = BucketQueue(self._sums)
@@ -190,7 +191,7 @@ class Replicated:
             return
         sums = torch.tensor(same_number.with_square(number), dtype=torch.float64)
         sums = sums.to(self._device)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self._group.process_group)
         total, squares = sums.tolist()
         if not same_number.is_same(number, self._ranks, (total, squares)):
             raise UserError(self._changes.sentence())

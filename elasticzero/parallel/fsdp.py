@@ -46,6 +46,7 @@ from elasticzero.parallel.parameter_changes import (
     replaced_sentence,
 )
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
+from elasticzero.rank_groups.group import ALONE
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
 from elasticzero.state.model import (
@@ -58,7 +59,7 @@ from elasticzero.state.model import (
     called_parts,
     spec_of,
 )
-from elasticzero.torch_internals import GradientHooks, HashStore, counts_of_changes
+from elasticzero.torch_internals import GradientHooks, counts_of_changes, group_of_one
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +234,7 @@ class FullyPartitioned(PiecedStrategy):
         gradients = torch.stack(
             [p.grad if p.grad is not None else torch.zeros_like(p) for p in scalars]
         )
-        dist.all_reduce(gradients)
+        dist.all_reduce(gradients, group=self._mesh.world_group.process_group)
         for parameter, gradient in zip(scalars, gradients.unbind(), strict=True):
             parameter.grad = gradient / self._ranks
 
@@ -389,8 +390,6 @@ def _partition(setting: Setting, undivided: set[nn.Parameter]) -> list[nn.Module
     """Applies `fully_shard` to the blocks of the model, to what the script calls and to the root,
     but for parameters without dimensions or elements, which it does not take; returns these, the
     root last."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     options: dict[str, Any] = {"mesh": _device_mesh(setting.place, setting.device.type)}
     if undivided:
         options["ignored_params"] = undivided
@@ -431,11 +430,12 @@ def _release(whole: Iterable[nn.Parameter], module: nn.Module) -> None:
 def _device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
     """Returns torch's mesh: rows of ranks that FSDP2 divides tensors over, where there are several,
     and the replicas."""
+    if mesh.shard_group is ALONE and mesh.world_size == 1:
+        return DeviceMesh.from_group(group_of_one(), device)
     if mesh.replicas == 1:
-        assert dist.group.WORLD is not None
-        return DeviceMesh.from_group(dist.group.WORLD, device)
+        return DeviceMesh.from_group(mesh.shard_group.process_group, device)
     return DeviceMesh.from_group(
-        [mesh.replica_group, mesh.shard_group],
+        [mesh.replica_group.process_group, mesh.shard_group.process_group],
         device,
         mesh=torch.tensor(mesh.rows()),
         mesh_dim_names=("replicas", "shards"),

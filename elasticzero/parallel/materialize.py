@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
+from elasticzero.rank_groups.group import ALONE, RankGroup
 from elasticzero.text import list_text
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -39,7 +40,11 @@ class Materializer:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, stored: StoredValues | None = None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        stored: StoredValues | None = None,
+        group: RankGroup = ALONE,
     ) -> None:
         """Lists what is on the meta device.
 
@@ -47,12 +52,14 @@ class Materializer:
             model: The model, which is not changed yet.
             device: The device on which it gets memory.
             stored: First values of some of its tensors; None: modules make all of them.
+            group: All ranks, which get rank 0's values.
 
         Raises:
             UserError: A module has tensors on meta that get no values.
         """
         self._device = device
         self._stored = stored
+        self._group = group
         self._on_meta = frozenset(id(t) for m in model.modules() for t in _own(m) if t.is_meta)
         self._waiting = set(self._on_meta)
         for name, module in model.named_modules() if self._waiting else ():
@@ -102,7 +109,7 @@ class Materializer:
         for tensor in fresh.values():
             if self._stored is not None:
                 self._stored.fill(tensor)
-            _broadcast(tensor)
+            self._broadcast(tensor)
         return [tensor for tensor in fresh.values() if isinstance(tensor, nn.Parameter)]
 
     def _make_what_is_not_stored(self, model: nn.Module) -> None:
@@ -113,7 +120,7 @@ class Materializer:
             if made:
                 _call_reset(part)
             for tensor in made:
-                _broadcast(tensor)
+                self._broadcast(tensor)
 
     def _allocate(self, tensor: Tensor) -> bool:
         """Gives a tensor memory if it waits for it, and returns whether it did."""
@@ -126,10 +133,9 @@ class Materializer:
     def _is_stored(self, tensor: Tensor) -> bool:
         return self._stored is not None and self._stored.has(tensor)
 
-
-def _broadcast(tensor: Tensor) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(tensor.data, 0)
+    def _broadcast(self, tensor: Tensor) -> None:
+        if len(self._group.ranks) > 1:
+            dist.broadcast(tensor.data, 0, group=self._group.process_group)
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:

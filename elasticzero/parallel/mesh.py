@@ -7,7 +7,8 @@ the ranks at one place of all rows, the replicas of a shard, hold the same eleme
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from elasticzero.rank_groups.group import ALONE, RankGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,15 +23,23 @@ class Mesh:
     """Index of this rank's row."""
     replicas: int = 1
     """Number of rows."""
-    shard_group: Any = None
-    """Process group of the ranks of this row; None: all ranks."""
-    replica_group: Any = None
-    """Process group of the replicas of this rank's shard; None: there is one row."""
+    world_group: RankGroup = ALONE
+    """Group of all ranks."""
+    shard_group: RankGroup = ALONE
+    """Group of the ranks of this row; that of all ranks where there is one row."""
+    replica_group: RankGroup = ALONE
+    """Group of the replicas of this rank's shard, where there are several rows."""
 
     @classmethod
-    def of_world(cls, rank: int, world_size: int) -> Mesh:
-        """Returns the mesh of one row."""
-        return cls(shard=rank, shards=world_size)
+    def of_world(cls, rank: int, world_size: int, group: RankGroup = ALONE) -> Mesh:
+        """Returns the mesh of one row.
+
+        Args:
+            rank: This rank.
+            world_size: Number of ranks.
+            group: The group of all ranks.
+        """
+        return cls(shard=rank, shards=world_size, world_group=group, shard_group=group)
 
     @property
     def world_size(self) -> int:

@@ -173,6 +173,7 @@ class Mirrors:
         """
         self.kept = mirrors
         self._kept_by = setting.mirrored_by
+        self._group = setting.place.world_group
         self._tells_changes = setting.mirrored_by is not None and setting.one_release
         self._on_cpu = setting.device.type == "cpu"
         self._optimizers = optimizers
@@ -225,12 +226,15 @@ class Mirrors:
         """
         sends = [] if self._kept_by is None else [(t, self._kept_by) for t in sent() if t.numel()]
         receives = [(t, mirror.rank) for mirror in self.kept for t in mirror.messages if t.numel()]
+        if not sends and not receives:
+            return []
+        group = self._group.process_group
         if self._on_cpu:
-            works: list[Any] = [dist.irecv(tensor, rank, tag=TAG) for tensor, rank in receives]
-            return works + [dist.isend(tensor, rank, tag=TAG) for tensor, rank in sends]
-        operations = [dist.P2POp(dist.irecv, tensor, rank) for tensor, rank in receives]
-        operations += [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in sends]
-        return list(dist.batch_isend_irecv(operations)) if operations else []
+            works: list[Any] = [dist.irecv(t, r, group=group, tag=TAG) for t, r in receives]
+            return works + [dist.isend(t, r, group=group, tag=TAG) for t, r in sends]
+        operations = [dist.P2POp(dist.irecv, t, r, group=group) for t, r in receives]
+        operations += [dist.P2POp(dist.isend, t, r, group=group) for t, r in sends]
+        return list(dist.batch_isend_irecv(operations))
 
     def take(self, pieced: PartitionedOptimizer, norm: Tensor, max_norm: float | None) -> None:
         """Gives each mirror its gradient, once the norm is known; keeps none any more where a rank

@@ -90,7 +90,7 @@ class PartitionedOptimizer:
         self.pieces: dict[str, ParameterPiece] = {}
         self._specs = specs
         self._fixed_order = fixed_order
-        self._ranks = mesh.world_size
+        self._mesh = mesh
         self._first_row = mesh.replica == 0
         """True if sums over the ranks count this rank's pieces; other rows have the same pieces."""
         self._agreement = agreement
@@ -214,11 +214,11 @@ class PartitionedOptimizer:
         learn from each other what a lost peer has kept from one of them."""
         for work in works:
             work.wait()
-        if self._ranks == 1:
+        if self._mesh.world_size == 1:
             return numbers
         agreement = self._agreement
         try:
-            dist.all_reduce(numbers)
+            dist.all_reduce(numbers, group=self._mesh.world_group.process_group)
         except RuntimeError as error:
             learnt = agreement.learn() if agreement is not None and is_peer_error(error) else None
             if learnt is None:
@@ -234,8 +234,7 @@ class PartitionedOptimizer:
         counted = {n: g for n, g in gradients.items() if self._counts(n)}
         if self._fixed_order:
             squares = self._sum_over_ranks(squares_of(counted, self.optimizers.group_of, device))
-            first = self._ranks == 1 or dist.get_rank() == 0
-            square = fixed_order_sum(squares) * float(first)
+            square = fixed_order_sum(squares) * float(self._mesh.rank == 0)
         else:
             square = squared_norm(list(counted.values()), device)
         if self.losses.value is not None:
@@ -253,7 +252,7 @@ class PartitionedOptimizer:
         self.loss, total, squares, *rest = totals
         uses, changed = rest[: len(self.optimizers.group_of)], rest[len(self.optimizers.group_of) :]
         self.state_changed = any(changed)
-        self.differ = not same_number.is_same(number, self._ranks, (total, squares))
+        self.differ = not same_number.is_same(number, self._mesh.world_size, (total, squares))
         self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
         self.optimizers.check_used(self.used)
         for name, piece in self.pieces.items():

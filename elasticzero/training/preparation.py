@@ -27,6 +27,7 @@ from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.materialize import Materializer
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.parameter_changes import ParameterObjects
+from elasticzero.rank_groups.group import ALONE
 from elasticzero.rehearsal.plan import VARIABLE, read_plan
 from elasticzero.rehearsal.records import Header
 from elasticzero.snapshots.mirrored_shards import MirroredShards
@@ -116,7 +117,7 @@ def prepare_training(
     factory = argument_checks.check_factory(optimizer)
     assignment, groups = place.link.assignment, place.groups
     stored = _open_pretrained(place, model)
-    meta = Materializer(model, place.device, stored)
+    meta = Materializer(model, place.device, stored, ALONE if groups is None else groups.world)
     if strategy == AUTO:
         meta.put_stand_ins(model)
         _fill_and_move(place, model, meta, stored)

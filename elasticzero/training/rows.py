@@ -42,8 +42,10 @@ class Rows:
             UserError: Nodes have unequal numbers of workers.
         """
         rank, world, row = assignment.rank, assignment.world_size, assignment.row
-        if groups is None or row == world or strategy == "ddp":
+        if groups is None:
             return cls(Mesh.of_world(rank, world))
+        if row == world or strategy == "ddp":
+            return cls(Mesh.of_world(rank, world, groups.world))
         if world != row * assignment.nodes:
             raise UserError(
                 f"--shard node divides state alike within each node; {assignment.nodes} nodes have "
@@ -56,6 +58,7 @@ class Rows:
             shards=row,
             replica=rank // row,
             replicas=world // row,
+            world_group=groups.world,
             shard_group=shard_group,
             replica_group=replica_group,
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elasticzero.comm.process_group import ProcessGroups, destroy_groups
+from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import torchrun_environment
 from elasticzero.ipc.messages import Waiting
@@ -96,9 +96,9 @@ def prepare_for_next_generation(
 
 def _clear(groups: ProcessGroups, baseline: ProcessBaseline) -> Leftovers:
     """Drops the objects of the generation, and returns what cannot be dropped."""
-    left_groups = script_groups()
+    left_groups = len(script_groups())
     gc.collect()
-    released = not left_groups and destroy_groups(groups)
+    released = not left_groups and groups.end_all()
     cuda_error = _empty_gpu()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

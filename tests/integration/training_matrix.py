@@ -29,7 +29,7 @@ from elasticzero.spans import STRATEGIES, Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
 from tests.integration.training_exact import Model, Samples, groups, squares
-from tests.support.meeting import joined
+from tests.support.meeting import joined, mesh_of_world
 
 STEPS = 2
 
@@ -50,6 +50,7 @@ def build(
             device=torch.device("cpu"),
             rank=rank,
             world_size=world_size,
+            mesh=mesh_of_world(),
         ),
     )
     small = AuxiliaryState(

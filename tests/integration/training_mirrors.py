@@ -27,7 +27,7 @@ from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel, RankState
 from tests.integration.training_exact import Model, Samples, groups, squares
-from tests.support.meeting import joined
+from tests.support.meeting import joined, mesh_of_world
 from tests.support.packing import Packing
 
 STEPS = 6
@@ -113,6 +113,7 @@ def main(told: dict[str, Any]) -> None:
             device=torch.device("cpu"),
             rank=rank,
             world_size=world_size,
+            mesh=mesh_of_world(),
             mirrors=((rank + 1) % world_size,),
             mirrored_by=(rank - 1) % world_size,
         ),

@@ -23,7 +23,7 @@ from elasticzero.parallel import Setting, create
 from elasticzero.spans import Span
 from elasticzero.state.model import NamedModel
 from elasticzero.training.argument_checks import check_factory
-from tests.support.meeting import joined
+from tests.support.meeting import joined, mesh_of_world
 
 STEPS = 100
 optim = torch.optim
@@ -104,6 +104,7 @@ def trained(name: str, strategy: str, rank: int, world_size: int) -> dict[str, T
             device=torch.device("cpu"),
             rank=rank,
             world_size=world_size,
+            mesh=mesh_of_world(),
         ),
     )
     part = samples_of(rank, world_size)

@@ -30,7 +30,7 @@ def lose(session: ez.Session, told: dict[str, Any]) -> None:
 
     def wrapped(tensor: Tensor, *args: Any, **options: Any) -> Any:
         work = all_reduce(tensor, *args, **options)
-        norm = not args and not options and tensor.dim() == 1 and tensor.numel() > 5
+        norm = not args and [*options] == ["group"] and tensor.dim() == 1 and tensor.numel() > 5
         if not norm or session.step_count != told["step"] or session.generation > 1:
             return work
         if session.rank in told["ranks"]:

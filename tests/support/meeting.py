@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from elasticzero.comm.process_group import ProcessGroups, connect, device_of
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
+from elasticzero.parallel.mesh import Mesh
+from elasticzero.rank_groups.group import RankGroup
 
 LATE_S = 60.0
 
@@ -35,6 +38,12 @@ def joined(rank: int, world_size: int, port_file: Path, *, on_gpu: bool = False)
         rank=rank, world_size=world_size, master_port=port, store_fd=store_fd, token="meeting"
     )
     return connect(place, device_of(place) if on_gpu else torch.device("cpu"), rendezvous(place))
+
+
+def mesh_of_world() -> Mesh:
+    """One row of all ranks, in torch's default group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return Mesh.of_world(rank, ranks, RankGroup("all ranks", range(ranks), dist.group.WORLD))
 
 
 def _port_in(port_file: Path) -> int:

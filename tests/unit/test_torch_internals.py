@@ -28,7 +28,7 @@ from elasticzero.processes import thread_states
 def group() -> Iterator[dist.ProcessGroup]:
     """The default group of one rank, over gloo."""
     assert not dist.is_initialized()
-    store = torch_internals.HashStore()
+    store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -37,23 +37,23 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def test_groups_and_collectives_are_counted(group: dist.ProcessGroup) -> None:
-    count = torch_internals.collectives_begun()
+    count = torch_internals.collectives_begun(group)
     assert count is not None
-    assert torch_internals.collectives_begun() == count
+    assert torch_internals.collectives_begun(group) == count
     dist.all_reduce(torch.ones(1))
-    assert torch_internals.collectives_begun() == (count[0], count[1] + 1)
+    assert torch_internals.collectives_begun(group) == (count[0], count[1] + 1)
     dist.new_group([0], group_desc=torch_internals.OWN_GROUP)
-    own_group = torch_internals.collectives_begun()
+    own_group = torch_internals.collectives_begun(group)
     assert own_group is not None and own_group[0] > count[0]
-    assert torch_internals.script_groups() == 0
-    dist.new_group([0])
-    assert torch_internals.script_groups() == 1
-    assert torch_internals.collectives_begun() is None
+    assert torch_internals.script_groups() == []
+    of_script = dist.new_group([0])
+    assert torch_internals.script_groups() == [of_script]
+    assert torch_internals.collectives_begun(group) is None
 
 
 def test_the_backend_of_a_group_has_its_name(group: dist.ProcessGroup) -> None:
     assert group._get_backend(torch.device("cpu")).name() == "gloo"
-    assert list(torch_internals.nccl_backends()) == []
+    assert list(torch_internals.nccl_backends([group])) == []
 
 
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="torch has one NCCL backend")

@@ -122,10 +122,11 @@ def of_rank_zero(state: dict[str, Any]) -> dict[str, Any]:
     """
     tensors: dict[str, Tensor] = {}
     json = flatten(state, "lightning", tensors)
-    if not dist.is_initialized():
+    group = dist.group.WORLD
+    if group is None:
         return _made(json, tensors)
     small = {name: t.cpu() for name, t in tensors.items() if t.numel() <= SMALL_ELEMENTS}
-    text, small = broadcast_value((dumps(json), small))
+    text, small = broadcast_value((dumps(json), small), group)
     return _made(loads(text), {**tensors, **small})
 
 

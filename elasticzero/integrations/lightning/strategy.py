@@ -228,9 +228,11 @@ class Elastic(Strategy):
         """
         if self.world_size == 1:
             return obj
+        assert dist.group.WORLD is not None
         is_path = isinstance(obj, PurePath)
+        value = is_path, str(obj) if is_path else obj
         try:
-            is_path, value = broadcast_value((is_path, str(obj) if is_path else obj), src)
+            is_path, value = broadcast_value(value, dist.group.WORLD, src)
         except UserError as error:
             raise UserError(
                 f"the Elastic strategy broadcasts no {type(obj).__name__} of this kind, for it "

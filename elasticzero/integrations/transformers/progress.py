@@ -122,7 +122,8 @@ class TrainerProgress:
         trainer.state = dataclasses.replace(trainer.state, stateful_callbacks=exported(trainer))
         told = dataclasses.asdict(trainer.state)
         text = json.dumps({k: v for k, v in told.items() if k not in OF_THE_PROCESS})
-        self._shared = broadcast_value(text) if dist.is_initialized() else text
+        group = dist.group.WORLD
+        self._shared = text if group is None else broadcast_value(text, group)
         trainer.state = self._state(trainer)
 
     def recall(self, trainer: transformers.Trainer) -> TrainerState | None:

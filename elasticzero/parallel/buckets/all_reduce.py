@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.finite import LossCheck
+from elasticzero.rank_groups.group import RankGroup
 from elasticzero.step_clock import wait_for
 
 BUCKET_BYTES = 25 << 20
@@ -50,6 +51,7 @@ class AllReduce:
         optimizer_of: Mapping[str, str],
         plan: BucketPlan,
         losses: LossCheck,
+        group: RankGroup,
         *,
         one_release: bool = True,
     ) -> None:
@@ -60,6 +62,7 @@ class AllReduce:
             optimizer_of: The name of a parameter's optimizer; empty: there is one optimizer.
             plan: The order in which buckets are filled, and their size.
             losses: The losses of this rank's part of the global batch.
+            group: The ranks over which gradients are summed.
             one_release: Whether no rank is of the release before, which has no message for losses.
         """
         order = plan.filling_order(list(parameters))
@@ -69,6 +72,7 @@ class AllReduce:
             for names in _deal(trained, optimizer_of, plan.size_bytes or BUCKET_BYTES)
         ]
         self._losses = losses
+        self._group = group
         self._under_way: list[tuple[SummedBucket, Any]] = []
         self._losses_apart = one_release and any(
             p.dtype.itemsize < LOSS_BYTES for p in trained.values()
@@ -91,7 +95,7 @@ class AllReduce:
         ]
 
     def begin(self, bucket: SummedBucket, *, complete: bool) -> None:
-        tail, loss = bucket.tail, self._part_of_loss
+        tail, loss, group = bucket.tail, self._part_of_loss, self._group.process_group
         if all(bucket.used_N):
             tail.fill_(1)
         else:
@@ -104,8 +108,8 @@ class AllReduce:
             summed = bucket.flat.new_zeros(1, dtype=torch.float32)
             if loss is not None:
                 summed.copy_(loss)
-            self._summed_losses = summed, dist.all_reduce(summed, async_op=True)
-        self._under_way.append((bucket, dist.all_reduce(bucket.flat, async_op=True)))
+            self._summed_losses = summed, dist.all_reduce(summed, group=group, async_op=True)
+        self._under_way.append((bucket, dist.all_reduce(bucket.flat, group=group, async_op=True)))
 
     def finish(self) -> None:
         """Waits for the sums; takes those from parameters that no rank has used (F5)."""

@@ -43,7 +43,7 @@ def begin_reduce_scatter(
     Returns:
         What must be waited for.
     """
-    ranks, shard, group = mesh.shards, mesh.shard, mesh.shard_group
+    ranks, shard, group = mesh.shards, mesh.shard, mesh.shard_group.process_group
     if received is None:
         if _are_equal(chunks):
             return [_reduce_scatter(chunks[shard], flat_E, group=group, async_op=True)]
@@ -52,9 +52,11 @@ def begin_reduce_scatter(
     for distance in range(1, ranks):
         source, target = (shard - distance) % ranks, (shard + distance) % ranks
         if chunks[shard].numel():
-            works.append(dist.irecv(received[distance - 1], mesh.rank_of(source), group, TAG))
+            room, rank = received[distance - 1], mesh.rank_of(source)
+            works.append(dist.irecv(room, rank, group=group, tag=TAG))
         if chunks[target].numel():
-            works.append(dist.isend(chunks[target], mesh.rank_of(target), group, TAG))
+            rank = mesh.rank_of(target)
+            works.append(dist.isend(chunks[target], rank, group=group, tag=TAG))
     return works
 
 
@@ -69,7 +71,7 @@ def begin_all_gather(flat_E: Tensor, chunks: Sequence[Tensor], mesh: Mesh) -> li
     Returns:
         What must be waited for.
     """
-    ranks, shard, group = mesh.shards, mesh.shard, mesh.shard_group
+    ranks, shard, group = mesh.shards, mesh.shard, mesh.shard_group.process_group
     if not is_direct(flat_E):
         if _are_equal(chunks):
             return [_all_gather(flat_E, chunks[shard], group=group, async_op=True)]
@@ -78,9 +80,11 @@ def begin_all_gather(flat_E: Tensor, chunks: Sequence[Tensor], mesh: Mesh) -> li
     for distance in range(1, ranks):
         source, target = (shard - distance) % ranks, (shard + distance) % ranks
         if chunks[source].numel():
-            works.append(dist.irecv(chunks[source], mesh.rank_of(source), group, TAG))
+            rank = mesh.rank_of(source)
+            works.append(dist.irecv(chunks[source], rank, group=group, tag=TAG))
         if chunks[shard].numel():
-            works.append(dist.isend(chunks[shard], mesh.rank_of(target), group, TAG))
+            rank = mesh.rank_of(target)
+            works.append(dist.isend(chunks[shard], rank, group=group, tag=TAG))
     return works
 
 
@@ -88,7 +92,7 @@ def begin_replica_sum(reduced_C: Tensor, mesh: Mesh) -> list[Any]:
     """Begins to sum the chunks of one place in all rows; returns what must be waited for."""
     if mesh.replicas == 1 or not reduced_C.numel():
         return []
-    return [dist.all_reduce(reduced_C, group=mesh.replica_group, async_op=True)]
+    return [dist.all_reduce(reduced_C, group=mesh.replica_group.process_group, async_op=True)]
 
 
 def _are_equal(chunks: Sequence[Tensor]) -> bool:

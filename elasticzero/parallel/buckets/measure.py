@@ -48,7 +48,7 @@ def _seconds(strategy: str, mesh: Mesh, flat_E: Tensor) -> float:
         torch.cuda.synchronize(flat_E.device)
     began_s = time.perf_counter()
     if strategy == "ddp":
-        dist.all_reduce(flat_E)
+        dist.all_reduce(flat_E, group=mesh.world_group.process_group)
     else:
         chunks = list(flat_E.chunk(mesh.shards))
         received = None

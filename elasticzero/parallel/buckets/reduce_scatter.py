@@ -175,7 +175,8 @@ class ReduceScatter:
             return ()
         table = torch.tensor(are_late, dtype=torch.int32, device=self.buckets[0].reduced_C.device)
         if self._mesh.shards > 1:
-            dist.all_reduce(table, dist.ReduceOp.MAX)
+            group = self._mesh.world_group.process_group
+            dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
         return [b for b, is_late in zip(self.buckets, table.tolist(), strict=True) if is_late]
 
     def reduced(self) -> list[Tensor]:

@@ -26,6 +26,7 @@ from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.fixed_order.layout import OwnedParameters, Round, deal_whole
 from elasticzero.parallel.fixed_order.tree import PartialSums, largest_nodes
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.rank_groups.group import RankGroup
 from elasticzero.spans import Span
 from elasticzero.step_clock import wait_for
 
@@ -109,6 +110,7 @@ class GradientTree:
         self, messages: Round, sums: PartialSums[Gradient]
     ) -> dict[OwnedParameters, Tensor]:
         mesh, rank = self._mesh, self._mesh.rank
+        group = mesh.world_group
         operations: list[dist.P2POp] = []
         owned: OwnedParameters | None = None
         nodes: list[tuple[Span, Tensor]] = []
@@ -119,7 +121,7 @@ class GradientTree:
             ]
             for owner in mesh.replicas_of(message.owner):
                 if owner != rank:
-                    operations += [_operation(dist.isend, sum_, owner) for _, sum_ in packed]
+                    operations += [_operation(dist.isend, sum_, owner, group) for _, sum_ in packed]
             if message.owner != mesh.shard:
                 continue
             owned = message
@@ -127,7 +129,7 @@ class GradientTree:
             for source in (r for r in range(mesh.world_size) if r != rank):
                 its_nodes = largest_nodes(self._runs[source], sums.slices)
                 theirs = [(node, message.empty()) for node in its_nodes]
-                operations += [_operation(dist.irecv, room, source) for _, room in theirs]
+                operations += [_operation(dist.irecv, room, source, group) for _, room in theirs]
                 nodes += theirs
         if operations:
             wait_for(dist.batch_isend_irecv(operations))
@@ -139,8 +141,8 @@ class GradientTree:
         return {owned: whole.total()}
 
 
-def _operation(kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, peer, tag=TAG)
+def _operation(kind: Any, tensor: Tensor, peer: int, group: RankGroup) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, peer, group=group.process_group, tag=TAG)
 
 
 def _add(left: Gradient, right: Gradient) -> Gradient:
@@ -150,7 +152,7 @@ def _add(left: Gradient, right: Gradient) -> Gradient:
 
 def spread(messages: Mapping[OwnedParameters, Tensor], mesh: Mesh) -> None:
     """Sends each owner's messages to all other ranks of its row; all ranks call this together."""
-    group = mesh.shard_group
+    group = mesh.shard_group.process_group
     wait_for(
         [
             dist.broadcast(flat, mesh.rank_of(message.owner), group=group, async_op=True)
@@ -213,7 +215,7 @@ class FixedOrderReducer:
         flat_of = {m: flat if flat is not None else m.empty() for m, flat in flats.items()}
         if self._mesh.world_size > 1:
             totals = totals.to(next(iter(flat_of.values())).device)
-            dist.all_reduce(totals)
+            dist.all_reduce(totals, group=self._mesh.world_group.process_group)
             spread(flat_of, self._mesh)
         *uses, check = totals.tolist()
         self.loss = check

@@ -16,7 +16,8 @@ OTHERS = int(sys.argv[1])
 
 def train(session: ez.Session) -> None:
     of_this_rank = {"rank": session.rank, "tensor": torch.full((2,), session.rank)}
-    value = broadcast_value(of_this_rank, source=OTHERS)
+    assert dist.group.WORLD is not None
+    value = broadcast_value(of_this_rank, dist.group.WORLD, source=OTHERS)
     assert value["rank"] == OTHERS and value["tensor"].tolist() == [OTHERS, OTHERS]
     store = dist.distributed_c10d._get_default_store()
     if session.rank == 0:

@@ -4,6 +4,7 @@ needed."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from elasticzero.comm.control_tree import MaxTree
 from elasticzero.comm.process_group import ProcessGroups, device_of
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import OperatorError
+from tests.support.fake_groups import fake_group
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
@@ -52,7 +54,8 @@ def test_every_rank_countersigns_or_none_goes_on(
     """Of three ranks so many gave this time's number, and two the time before's."""
     seen: list[int] = []
 
-    def all_reduce(tensor: torch.Tensor) -> None:
+    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+        assert group == "all ranks"
         value = int(tensor.item())
         tensor.copy_(
             torch.tensor([signers * value + (3 - signers) * (seen[-1] if seen else value)])
@@ -62,8 +65,8 @@ def test_every_rank_countersigns_or_none_goes_on(
             groups.shut()
 
     place = RankInfo(rank=0, world_size=3, token="t")
-    groups = ProcessGroups(place, torch.device("cpu"), MaxTree(None, []), frozenset())
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(3))
+    groups = ProcessGroups(place, torch.device("cpu"), MaxTree(None, []), fake_group(3))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(3))
     groups.verify_with_peers()
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     seen.append(1)  # of another time

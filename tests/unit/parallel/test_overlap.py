@@ -14,8 +14,10 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.parallel.buckets import gather, reduce_scatter
 from elasticzero.parallel.buckets.plan import BucketPlan
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.spans import Span
 from elasticzero.state.model import NamedModel
+from tests.support.fake_groups import fake_group
 
 LAYERS = 4
 
@@ -32,7 +34,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records what happens in a step of a world of two ranks, of which the other gives zeros."""
     told: list[str] = []
 
-    def all_reduce(tensor: Tensor, *op: Any, async_op: bool = False) -> Work:
+    def all_reduce(tensor: Tensor, *op: Any, group: Any, async_op: bool = False) -> Work:
         if async_op:
             told.append("exchange")
         return Work()
@@ -80,6 +82,7 @@ def built(name: str, told: list[str]) -> Strategy:
         device=torch.device("cpu"),
         rank=0,
         world_size=2,
+        mesh=Mesh.of_world(0, 2, fake_group(2)),
         bucket_plan=BucketPlan(size_bytes=4 * (64 + 8), order=()),
     )
     return create(name, setting)

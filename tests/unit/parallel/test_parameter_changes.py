@@ -17,10 +17,12 @@ from elasticzero.parallel import Setting, Strategy, create
 from elasticzero.parallel.buckets import gather
 from elasticzero.parallel.buckets.gather import PendingParameter
 from elasticzero.parallel.buckets.plan import BucketPlan
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.spans import Span
 from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.model import MODEL, NamedModel
+from tests.support.fake_groups import fake_group
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero1 in a fixed order"]
 KINDS = [torch.float64, torch.bfloat16]
@@ -42,7 +44,7 @@ def loss_of(model: nn.Module, step: int, dtype: torch.dtype) -> Tensor:
     return (output.double() - 1).square().mean()
 
 
-def laid(model: nn.Module, name: str, ranks: int = 1) -> Strategy:
+def laid(model: nn.Module, name: str, ranks: int = 1, mesh: Mesh | None = None) -> Strategy:
     setting = Setting(
         model=model,
         named=NamedModel(model),
@@ -51,6 +53,7 @@ def laid(model: nn.Module, name: str, ranks: int = 1) -> Strategy:
         rank=0,
         world_size=ranks,
         alone=ranks == 1,
+        mesh=mesh,
         options=TrainingSettings(deterministic="fixed" in name),
         bucket_plan=BucketPlan(size_bytes=20, order=()),
     )
@@ -383,8 +386,8 @@ def test_a_change_within_a_step_is_no_state_of_the_boundary(
 ) -> None:
     """A node that is lost then would have the change made twice."""
     model = network(torch.float64)
-    strategy = laid(model, name)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    strategy = laid(model, name, mesh=Mesh.of_world(0, 1, fake_group(1)))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
     monkeypatch.setattr(strategy._changes, "_due", True)  # type: ignore[attr-defined] # as of several ranks
     values = at_boundary(strategy)
     strategy.expect(PART)

@@ -27,6 +27,7 @@ from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.spans import Span
+from tests.support.fake_groups import fake_group
 
 RANKS = 2
 Kind = Literal["ddp", "zero1", "zero2", "zero1 in rows", "zero2 in rows"]
@@ -215,8 +216,9 @@ def plain_sums(case: Case, step: int) -> dict[str, Tensor | None]:
 
 def mesh_of(kind: Kind, rank: int) -> Mesh:
     if kind.endswith("rows"):
-        return Mesh(shard=0, shards=1, replica=rank, replicas=RANKS, replica_group="replicas")
-    return Mesh.of_world(rank, RANKS)
+        replicas = fake_group(RANKS, "replicas")
+        return Mesh(shard=0, shards=1, replica=rank, replicas=RANKS, replica_group=replicas)
+    return Mesh.of_world(rank, RANKS, fake_group(RANKS))
 
 
 class Trainer:
@@ -231,7 +233,7 @@ class Trainer:
         if kind == "ddp":
             optimizer_of = {name: str(case.bucket_of[int(name)] > 0) for name in by_name}
             plan = BucketPlan(size_bytes=24, order=())
-            self.exchange = AllReduce(by_name, optimizer_of, plan, LossCheck())
+            self.exchange = AllReduce(by_name, optimizer_of, plan, LossCheck(), fake_group(RANKS))
         else:
             filled = [names for bucket in range(3) if (names := case.names(bucket))]
             mesh = mesh_of(kind, rank)
@@ -387,7 +389,10 @@ def test_what_comes_too_late_is_exchanged_again_in_the_first_global_batch() -> N
     first_0_then_1 = Part([1, 0], counts=True)  # a backward goes from the last to the first
     case = one_bucket([first_0_then_1], [first_0_then_1], twice=frozenset({1}))
     _, group = trained("zero2", case, lambda trainer: [trainer.step(step) for step in range(2)])
-    assert sorted(kind for kind, _ in group.calls) == ["all-reduce None", *["reduce-scatter"] * 3]
+    assert sorted(kind for kind, _ in group.calls) == [
+        "all-reduce all ranks",
+        *["reduce-scatter"] * 3,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])

@@ -13,7 +13,9 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.rank_groups.group import RankGroup
 from elasticzero.training.rows import Rows
+from tests.support.fake_groups import fake_group
 
 
 class Divided(ProcessGroups):
@@ -21,10 +23,12 @@ class Divided(ProcessGroups):
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.world = fake_group(6)
+        self.row, self.replicas = fake_group(2, "row"), fake_group(3, "replicas")
 
-    def divide(self, row: int) -> tuple[Any, Any]:
+    def divide(self, row: int) -> tuple[RankGroup, RankGroup]:
         self.asked.append(row)
-        return "row", "replicas"
+        return self.row, self.replicas
 
 
 def assignment(directory: Path, **options: Any) -> Assignment:
@@ -39,7 +43,13 @@ def test_a_row_is_a_node(tmp_path: Path) -> None:
     rows = Rows.arrange(assignment(tmp_path, shard="node"), groups, "zero2")
     assert groups.asked == [2]
     assert rows.mesh == Mesh(
-        shard=1, shards=2, replica=1, replicas=3, shard_group="row", replica_group="replicas"
+        shard=1,
+        shards=2,
+        replica=1,
+        replicas=3,
+        world_group=groups.world,
+        shard_group=groups.row,
+        replica_group=groups.replicas,
     )
     assert rows.mesh.rank == 3
     assert rows.agreement is not None
@@ -60,7 +70,7 @@ def test_a_row_of_one_rank_need_not_agree(tmp_path: Path) -> None:
 def test_a_row_is_the_world(tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
     groups = Divided()
     rows = Rows.arrange(assignment(tmp_path, **options), groups, strategy)
-    assert rows == Rows(Mesh.of_world(3, 6))
+    assert rows == Rows(Mesh.of_world(3, 6, groups.world))
     assert groups.asked == []
 
 

@@ -29,6 +29,7 @@ from elasticzero.training.strategy_choice import (
     model_size,
     state_size,
 )
+from tests.support.fake_groups import fake_group
 from tests.support.packing import LargePacking
 
 
@@ -144,7 +145,7 @@ def test_what_a_strategy_refuses_is_not_chosen() -> None:
 )
 def test_the_rank_with_the_least_memory_decides(room: int, other: int, strategy: str) -> None:
     place = RankInfo(rank=0, world_size=2, token="t")
-    groups = ProcessGroups(place, torch.device("cpu"), Peer(-other), frozenset())
+    groups = ProcessGroups(place, torch.device("cpu"), Peer(-other), fake_group(2))
     assert chosen(torch.optim.AdamW, room=room, check=takes_any, groups=groups) == strategy
 
 
