@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import elasticzero
+from tools.collectives import calls_of_groups, uses_of_default_group
 from tools.source import entries, sections
 
 PRODUCT = ("elasticzero", "launcher", "checkpoint")
@@ -26,6 +27,9 @@ EMPTY_NAMES = {
     *("wanted", "begun", "dealt"),
 }
 """Names that say only that there is a value."""
+DEFAULT_GROUP_IS_THEIRS = ("elasticzero/integrations/", "checkpoint/api.py")
+"""Where a framework or a user has made torch's default group."""
+DEFAULT_GROUP_IS_MADE = ("elasticzero/comm/process_group.py", "elasticzero/torch_internals.py")
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -244,3 +248,47 @@ def test_each_family_of_rules_has_letters_of_its_own(root: Path) -> None:
     """Code, tests and documents refer to a rule by its letters and number alone."""
     letters = re.findall(r"^## ([A-Z]+): ", (root / "docs/reference/rules.md").read_text(), re.M)
     assert len(letters) == len(set(letters)) > 20
+
+
+def test_each_collective_names_its_group(root: Path) -> None:
+    """Beside a second world torch's default group may be of the wrong ranks."""
+    texts = {str(path.relative_to(root)): path.read_text() for path in sources(root, PRODUCT)}
+    ours = {n: text for n, text in texts.items() if not n.startswith(DEFAULT_GROUP_IS_THEIRS)}
+    calls = [(file, *call) for file, text in ours.items() for call in calls_of_groups(text)]
+    assert len(calls) > 30
+    without = [
+        f"{file}:{line}: {name}" for file, line, name, names_group in calls if not names_group
+    ]
+    assert not without, "\n".join(without)
+    default = [
+        f"{file}:{line}: the default group"
+        for file, text in ours.items()
+        for line in uses_of_default_group(text)
+        if file not in DEFAULT_GROUP_IS_MADE
+    ]
+    assert not default, "\n".join(default)
+
+
+@pytest.mark.parametrize(
+    ("call", "names_group"),
+    [
+        ("dist.all_reduce(t)", False),
+        ("dist.all_reduce(t, group=None)", False),
+        ("dist.all_reduce(t, group=g)", True),
+        ("dist.all_reduce(t, op, g)", True),
+        ("dist.P2POp(dist.isend, t, 1)", False),
+        ("dist.P2POp(dist.isend, t, 1, g)", True),
+        ("dist.get_rank()", False),
+        ("torch.distributed.barrier()", False),
+        ("broadcast(t, 0)", False),
+        ("gather(t, group=g)", True),
+        ("dist.distributed_c10d.reduce(t, 0)", False),
+        ("dist.destroy_process_group()", False),
+    ],
+)
+def test_a_call_without_a_group_is_found(call: str, names_group: bool) -> None:
+    imports = "import torch.distributed as dist\nfrom torch.distributed import broadcast\n"
+    alias = "gather = getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)\n"
+    [(line, _, names)] = calls_of_groups(f"{imports}{alias}{call}")
+    assert (line, names) == (4, names_group)
+    assert [*uses_of_default_group("dist.all_reduce(t, group=dist.group.WORLD)")] == [1]
