@@ -307,7 +307,7 @@ class Client:
     def turn_failed(self, error: Exception, failures: int) -> None:
         raise error
 
-    def exits(self, reason: str) -> None:
+    def exits(self, reason: str, *, failed: bool = False) -> None:
         raise AssertionError(f"{self.name} leaves: {reason}")
 
     def stop_workers(self, reason: str) -> None:

@@ -185,7 +185,7 @@ class Listener(Protocol):
             failures: Number of turns that have failed so far; 0: this one may pass.
         """
 
-    def exits(self, reason: str) -> None: ...
+    def exits(self, reason: str, *, failed: bool = False) -> None: ...
 
 
 class DataRecovery(Protocol):
@@ -338,7 +338,7 @@ class AgentCore:
         """
         self.exit_code = ExitCode.DEFECT
         self._node.stop_workers(stopping)
-        self._listener.exits(f"this agent ends, and not the job: {reason}")
+        self._listener.exits(f"this agent ends, and not the job: {reason}", failed=True)
 
     def _store_failed(self, error: ElasticZeroError) -> None:
         self._listener.store_failed(error)

@@ -437,9 +437,9 @@ class AgentReporter:
         self.console.log_line(f"{notice.reason}: leaving at the next boundary between steps")
 
     @recorded
-    def exits(self, reason: str) -> None:
-        """Records the reason for which the agent ends."""
-        self.console.log_line(reason)
+    def exits(self, reason: str, *, failed: bool = False) -> None:
+        """Records the reason for which the agent ends; `failed`: it is an error of this node."""
+        self.console.log_line(reason, level=logging.ERROR if failed else logging.INFO)
 
     @recorded
     def store_recovery(self, text: str) -> None:

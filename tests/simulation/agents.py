@@ -386,7 +386,7 @@ class Agent:
         self.cluster.note(f"{self.host.name}: {error}")
         self.cluster.rules.cause("loop-error")
 
-    def exits(self, reason: str) -> None:
+    def exits(self, reason: str, *, failed: bool = False) -> None:
         return
 
     # -- what the loop asks of this node

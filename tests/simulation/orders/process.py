@@ -381,7 +381,7 @@ class Process:
     def turn_failed(self, error: Exception, failures: int) -> None:
         raise error
 
-    def exits(self, reason: str) -> None:
+    def exits(self, reason: str, *, failed: bool = False) -> None:
         return
 
     # -- what the loop asks of this node

@@ -161,9 +161,9 @@ class NodeWithoutProcesses:
     def stop_workers(self, reason: str) -> None:
         self.asked.append("stop workers")
 
-    def exits(self, reason: str) -> None:
+    def exits(self, reason: str, *, failed: bool = False) -> None:
         self.asked.append("leave")
-        self.reason = reason
+        self.reason = f"{'error: ' * failed}{reason}"
 
 
 @pytest.fixture
@@ -417,7 +417,8 @@ def test_a_mistake_of_this_node_ends_it_and_not_the_job(
     node.cycles_until("leave")
     assert node.asked[-2:] == ["stop workers", "leave"]
     assert node.core.exit_code == ExitCode.DEFECT
-    assert node.reason.endswith("and not the job: another token is given here")
+    text = "this agent ends, and not the job: another token is given here"
+    assert node.reason == f"error: {text}", "any --log-level shows it"
 
 
 def test_an_operators_error_by_the_machine_may_pass(node: NodeWithoutProcesses) -> None:
