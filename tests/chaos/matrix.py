@@ -14,6 +14,7 @@ FAULTS = (
     "leader",  # the same, of the acting leader
     "silent",  # SIGSTOP of every process of a node
     "silent leader",  # the same, of the acting leader, which also commits checkpoints
+    "agent",  # SIGSTOP of a node's agent alone; its workers go on
     "cut",  # a node's cable is pulled
     "drain",  # SIGTERM
     "join",  # a new node registers
@@ -39,7 +40,7 @@ SURVIVORS = ("forked", "kept")
 """What the next generation does with the workers that live: forks them anew, or, with
 --keep-workers, lets their processes train on where nothing speaks against it."""
 LOSES_A_NODE = ("node", "leader", "drain")
-COMES_BACK = ("silent", "silent leader", "cut")
+COMES_BACK = ("silent", "silent leader", "agent", "cut")
 LEADS = ("leader", "silent leader")
 """Faults of the acting leader."""
 STRIKES = ("worker", "freeze")

@@ -148,8 +148,9 @@ class Stage:
         exit_codes = self._told.wait_for_end()
         expected = {name: self._codes.get(name, 0) for name in exit_codes}
         assert exit_codes == expected, f"{self.done}: {exit_codes}\n{self._told.logs()}"
-        epochs, rest = divmod(self._told.step, steps_in(10, 1))
-        assert rest == 0, f"{self.done}: {self._told.step} steps\n{self._told.logs()}"
+        steps = max(self._told.committed())
+        epochs, rest = divmod(steps, steps_in(10, 1))
+        assert rest == 0, f"{self.done}: {steps} steps\n{self._told.logs()}"
         return epochs
 
     # Nodes, and those that wait just before they register.
@@ -323,6 +324,8 @@ class Stage:
                 self._codes[victim.name] = -signal.SIGKILL
             case "silent" | "silent leader":
                 _signal_all(victim, signal.SIGSTOP)
+            case "agent":
+                victim.process.send_signal(signal.SIGSTOP)
             case "cut":
                 assert self._networks is not None
                 self._networks.cut(victim.name)
@@ -386,7 +389,7 @@ class Stage:
         if cell.fault in COMES_BACK and cell.step == "saving":
             newest = max(step for _, step in self._seen.captured)
             self._wait("a later checkpoint", lambda: self._seen.checkpoint > newest)
-        if cell.fault in ("silent", "silent leader"):
+        if cell.fault in ("silent", "silent leader", "agent"):
             _signal_all(victim, signal.SIGCONT)
         if cell.fault == "cut":
             assert self._networks is not None

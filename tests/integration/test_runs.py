@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 from torch import Tensor
 
+from elasticzero.checkpoint.format.names import MANIFEST_NAME
 from elasticzero.errors import ExitCode
 from elasticzero.launcher.local.cluster import Node
 from elasticzero.launcher.store.api import job_prefix
@@ -174,6 +175,8 @@ def test_a_node_that_was_away_leaves_the_next_run_alone(
             told.wait("rank 0's part of it", lambda: captured(told, rank=0))
         away = told.cluster.nodes[told.of("world")[0]["members"][0 if "leader" in frozen else 1]]
         pids = freeze(away, whole=frozen != "agent")
+        committed = [*(tmp_path / "first").glob(f"*/{MANIFEST_NAME}")]
+        assert frozen != "leader in a save" or not committed
         (holds / "save-1").unlink(missing_ok=True)
         come_back(told, etcd, tmp_path, away, lambda: send(pids, signal.SIGCONT))
     check_weights(tmp_path / "second", reference)
