@@ -62,7 +62,6 @@ MUTANTS = (
         file="protocol/resume.py",
         right="key=lambda r: (r.step, nearness[r.tier], r.generation)",
         wrong="key=lambda r: (nearness[r.tier], r.step, r.generation)",
-        sure=False,
     ),
     Mutant(
         name="members that stay are put in the order of their names",
@@ -224,7 +223,6 @@ MUTANTS = (
         file="protocol/failure_policy.py",
         right='counts = cause[1].blame != "peer" or (all_stay and not lost)',
         wrong="counts = True",
-        sure=False,
     ),
     Mutant(
         name="a node is set aside one strike later",
