@@ -91,6 +91,30 @@ class Outages:
         return self._end_s
 
 
+class Answers:
+    """Remembers when the last answer came to the alarm of a generation."""
+
+    def __init__(self) -> None:
+        self._generation = self._count = 0
+        self._last_s: float | None = None
+
+    def update(self, generation: int, count: int, now_s: float) -> float | None:
+        """Returns the time at which the last answer was seen to come; None: none came since the
+        first look at this generation.
+
+        Args:
+            generation: Number of the generation.
+            count: Number of its members that have answered.
+            now_s: Present time, on the agent's clock.
+        """
+        if generation != self._generation:
+            self._last_s = None
+        elif count > self._count:
+            self._last_s = now_s
+        self._generation, self._count = generation, count
+        return self._last_s
+
+
 class ClusterObserver:
     """Observes the store, the registration, memory and storage for one agent."""
 
@@ -145,6 +169,7 @@ class ClusterObserver:
         self._memory_read_s = 0.0
         self._lost_s = 0.0
         """Time at which the store was last found to have lost its data."""
+        self._answers = Answers()
         self._restored = False
         """True if the store holds an earlier state, as far as is known."""
         self._lapses = 0
@@ -266,7 +291,9 @@ class ClusterObserver:
         if outside and policy.spares is not None:
             view = replace(view, surplus=self._subscriptions.is_surplus(view, now_s, policy))
         if leads(view) and opened and alarm is not None and world is not None:
-            view = replace(view, refusing=self._refusing(view, world))
+            answers = answers_of(view)
+            answered_s = self._answers.update(generation, len(answers), now_s)
+            view = replace(view, refusing=self._refusing(answers, world), answered_s=answered_s)
         asks = leads(view) and (world is None or opened or outside)
         asked_s = self._storage_asked.since(generation, asks, now_s)
         if asks:
@@ -281,9 +308,8 @@ class ClusterObserver:
             )
         return view
 
-    def _refusing(self, view: View, world: World) -> frozenset[str]:
+    def _refusing(self, answers: Collection[str], world: World) -> frozenset[str]:
         """Returns the members without an answer whose hosts refuse connections to them."""
-        answers = answers_of(view)
         silent = [member for member in world.members if member.node not in answers]
         refusing = self._refusals.poll({m.incarnation: m.address for m in silent})
         return frozenset(member.node for member in silent if member.incarnation in refusing)

@@ -7,9 +7,9 @@ the oldest registration. Its rules:
  L2  Every node has finished: write `done`.
  L3  A member's lease has lapsed, the store is well, and no steps prove that the member is alive (V1
      to V3): raise the alarm.
- L4  A round is open: once every member has answered, or is silent past alive_s or refuses
-     connections, and those that answered have stopped, write the next world, or `done` if trying
-     again is useless, or wait for MIN nodes (`regroup`).
+ L4  A round is open: once every member has answered, or is silent past alive_s (and a while longer,
+     as long as others still answer) or refuses connections, and those that answered have stopped,
+     write the next world, or `done` if trying again is useless, or wait for MIN nodes (`regroup`).
  L5  A committed checkpoint is damaged, and the next world would begin behind it: say so in its
      reason. Write `done` instead with --strict-checkpoint, or if no checkpoint is good.
  L6  A node waits and there is room: let the world grow (by A8). Not if the node is quarantined (B4

@@ -59,6 +59,10 @@ snapshot: from the round's opening, or from when a leader that came later has as
 SAVE_AFTER_ALIVE = 2
 """A round that lasts longer than this multiple of the time to answer counts as one in which no node
 goes on."""
+STILL_SHARE, STILL_MOST = 0.2, 4.0
+"""Where so many members answer that their time is over before all have, the leader waits for the
+others as long as another answer comes within this share of the time, up to this multiple of it: a
+node that is left out costs another generation."""
 GONE_AT_ONCE = 100
 """Maximum number of registrations that end in the transaction that writes a world; others lapse."""
 
@@ -79,6 +83,7 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     silent = [m.node for m in world.members if m.node not in heard]
     asked_s = None if view.alarm_s is None else max(view.alarm_s, view.store.outage_end_s)
     waits = asked_s is None or now_s - asked_s < policy.alive_s
+    waits |= asked_s is not None and _answers_come(view, now_s - asked_s, now_s, policy)
     if not view.refusing.issuperset(silent) and waits:
         return wait(f"waiting for an answer of {list_text(silent, NAMES_SHOWN)}")
     late = [m.node for m in answered if answers[m.node].phase != "stopped"]
@@ -123,6 +128,20 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     return _next_world(
         view, following, outcome, policy, describe_incomplete_snapshot(world, reports, resume)
     )
+
+
+def _answers_come(view: View, waited_s: float, now_s: float, policy: JobPolicy) -> bool:
+    """Returns whether members still answer, one soon after another, though the time to answer is
+    over.
+
+    Args:
+        view: What this agent sees.
+        waited_s: Seconds since the members were asked.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, of which `alive_s` counts.
+    """
+    comes = view.answered_s is not None and now_s - view.answered_s < STILL_SHARE * policy.alive_s
+    return comes and waited_s < STILL_MOST * policy.alive_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,6 +204,8 @@ class View:
     alarm: Alarm | None = None
     alarm_s: float | None = None
     """Time at which this agent first saw the alarm, which asks every node whether it is alive."""
+    answered_s: float | None = None
+    """Time at which the acting leader last saw another answer to it; None: it saw none come."""
     round_s: float | None = None
     """Time at which this agent first saw that the round of this generation is open."""
     reports: Mapping[str, Report] | None = None

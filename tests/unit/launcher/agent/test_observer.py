@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.agent.observer import ClusterObserver, Outages
+from elasticzero.launcher.agent.observer import Answers, ClusterObserver, Outages
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.documents import Member, NodeStrikes, World, to_bytes
@@ -266,3 +266,12 @@ def test_a_slow_store_gives_time_to_answer_once_a_round(
     outages = Outages()
     for end_s, round_s, reachable, counts_s in looks:
         assert outages.update(end_s, round_s, reachable=reachable) == counts_s
+
+
+def test_the_last_answer_is_the_last_that_was_seen_to_come() -> None:
+    """An agent that begins to look late has seen none come."""
+    answers = Answers()
+    looks = [(1, 400, 10.0), (1, 400, 10.1), (1, 500, 10.2), (1, 500, 10.3), (1, 499, 10.4)]
+    seen = [answers.update(*look) for look in looks]
+    assert seen == [None, None, 10.2, 10.2, 10.2]
+    assert [answers.update(2, 3, 11.0), answers.update(2, 4, 11.1)] == [None, 11.1]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elasticzero.ipc.assignment import Resume, Source
+from elasticzero.launcher.protocol.actions import WriteWorld
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import Failure, Holding, Member, Report
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -24,8 +25,11 @@ from tests.unit.launcher.protocol.test_decide import (
     AT_REST,
     ENDED,
     NOW,
+    POLICY,
+    SILENT_B,
     SPARE,
     A,
+    C,
     named,
     says,
     v,
@@ -175,3 +179,19 @@ def test_a_decision_works_for_each_node_and_not_each_pair(case: str) -> None:
     calls_of(case, NODES)  # what is computed once
     once, twice = calls_of(case, NODES), calls_of(case, 2 * NODES)
     assert twice < DOUBLED * once, (once, twice)
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "answered_s", "waits"),
+    [(1.0, 0.05, True), (1.0, 0.15, False), (1.0, None, False), (2.1, 0.05, False)],
+)
+def test_a_silent_node_is_waited_for_while_others_answer(
+    asked_s: float, answered_s: float | None, waits: bool
+) -> None:
+    """Seconds since the nodes were asked, and since the last answer came."""
+    view = v(
+        SILENT_B, alarm_s=NOW - asked_s, members=named(A, C),
+        answered_s=None if answered_s is None else NOW - answered_s,
+    )  # fmt: skip
+    actions = decide(view, NOW, POLICY).actions
+    assert [type(action) for action in actions] == ([] if waits else [WriteWorld])
