@@ -98,13 +98,12 @@ def is_leader(view: View) -> bool:
     world = view.world
     if world is None:
         return view.oldest
-    seen = view.round_s is not None and view.reports is not None
-    answers = answers_of(view) if seen else None
+    answers = view.reports if view.round_s is not None else None
     for node in world.nodes:
         if node == view.me.node:
             return True
         present = view.members is None or node not in view.missing_since_s
-        if present and (answers is None or node in answers):
+        if present and (answers is None or _is_answer(world, node, answers.get(node))):
             return False
     return False
 
@@ -117,8 +116,21 @@ def answers_of(view: View) -> dict[str, Report]:
     return {
         node: report
         for node, report in (view.reports or {}).items()
-        if report.phase in ("alive", "stopped") and world.find(node, report.incarnation) is not None
+        if _is_answer(world, node, report)
     }
+
+
+def _is_answer(world: World, node: str, report: Report | None) -> bool:
+    """Returns whether a node's report was made in the round that ends a world, by its member.
+
+    Args:
+        world: The world.
+        node: Name of the node.
+        report: Its report; None: there is none.
+    """
+    if report is None or report.phase not in ("alive", "stopped"):
+        return False
+    return world.find(node, report.incarnation) is not None
 
 
 def candidates_of(view: View) -> list[Member]:

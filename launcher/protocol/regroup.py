@@ -357,10 +357,12 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
         now_s: Present time, on the clock of the view's times.
         policy: Limits and times; `alive_s` sets from when on a round counts as lasting.
     """
+    if not view.can_save:
+        return None
     reports = {n: r for n, r in answers_of(view).items() if r.phase == "stopped"}
     ending = view.control.stop and len(reports) == len(world.members)
     waited_s = now_s - (view.round_s or now_s)
-    if not view.can_save or (waited_s < SAVE_AFTER_ALIVE * policy.alive_s and not ending):
+    if waited_s < SAVE_AFTER_ALIVE * policy.alive_s and not ending:
         return None
     resume = choose_resume(world, reports, view.storage_step)
     if resume.tier != "ram" or resume.step <= (view.storage_step or 0):

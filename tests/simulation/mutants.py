@@ -126,8 +126,8 @@ MUTANTS = (
     Mutant(
         name="an answer counts, whichever incarnation gave it",
         file="protocol/leader.py",
-        right=" and world.find(node, report.incarnation) is not None",
-        wrong="",
+        right="return world.find(node, report.incarnation) is not None",
+        wrong="return True",
         sure=False,
     ),
     Mutant(
