@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument(
         "--strategies",
         default="ddp,zero1,zero2,zero3",
-        help="by commas; NAME+keep is with --keep-workers",
+        help="by commas; NAME+keep is with --keep-workers, NAME+tls with a token and TLS",
     )
     parser.add_argument("--peer", type=int, default=1, metavar="ROUNDS", help="of torchrun")
     parser.add_argument("--lease-ttl", type=int, default=5, metavar="S", help="of the nodes")

@@ -162,15 +162,21 @@ def round_of(
     """Yields each case as it is over, one after another in one job of two nodes, at times three.
 
     Args:
-        strategy: its name; with `+keep` behind it workers' processes are kept.
+        strategy: its name; with `+keep` behind it workers' processes are kept, and with `+tls` the
+            nodes have a token, and so TLS.
         endpoint: etcd's.
         runs: directory of logs and checkpoints.
         lease_ttl_s: seconds of the nodes' leases.
         silent: whether a node falls silent, which takes longer than a lease.
     """
-    name, _, keep = strategy.partition("+")
+    name, *additions = strategy.split("+")
     options = ["--strategy", name, "--lease-ttl", str(lease_ttl_s)]
-    options += ["--keep-workers"] if keep else []
+    options += ["--keep-workers"] if "keep" in additions else []
+    if "tls" in additions:
+        token = runs / "token"
+        token.write_text("a secret of this benchmark, with 32 characters or more")
+        token.chmod(0o600)
+        options += ["--token-file", str(token)]
     options += ["--checkpoint-dir", str(runs / f"saved-{time.time_ns()}")]
     with trial(endpoint, runs, options, ["recovery_ours.py"]) as t:
         cluster = t.cluster
