@@ -352,6 +352,7 @@ MUTANTS = (
         file="store/membership.py",
         right="member_at(entry).incarnation == self.me.incarnation\n",
         wrong="True\n",
+        sure=False,
     ),
     Mutant(
         name="a node that waits does not look whether it is registered",
@@ -486,6 +487,7 @@ MUTANTS = (
         file="protocol/leader.py",
         right="and not (view.missing_since_s or view.remnants):",
         wrong="and not view.missing_since_s:",
+        sure=False,
     ),
     Mutant(
         name="a job that is given up leaves its state in memory",
