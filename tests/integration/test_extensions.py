@@ -32,7 +32,8 @@ class BrokenMessages(AgentExtension):
 
 
 parser = Parser(prog="elasticzero run", allow_abbrev=False)
-add_run(parser, lambda: (lambda context: BrokenTurn(), lambda context: BrokenMessages()))
+extensions = lambda: (lambda context: BrokenTurn(), lambda context: BrokenMessages())
+add_run(parser, extensions, completion=lambda shell: 0)
 args = parser.parse_args(sys.argv[1:])
 sys.exit(args.run_command(args))
 """
