@@ -209,7 +209,6 @@ TABLE = [
     ("all gone, the store came back just now", v(SPARE, store=replace(HEALTHY, outage_end_s=97.0)), []),
     ("all gone, steps of before prove nothing", v(SPARE, workers=w(TRAINS, generation=2, running=0)), [WriteWorld]),
     ("all gone, too few spares", v(SPARE, members=named(C)), []),
-    ("all gone, the spares may be remnants of a backup", v(SPARE, remnants=True), []),
     # A4
     ("a worker failed", v(AT_REST, workers=w(TRAINS, failure=FAILED)), [RaiseAlarm(Alarm(node="a", kind="failure", reason="rank 0: ValueError: no"))]),
     # A5
@@ -238,7 +237,6 @@ TABLE = [
     ("storage does not answer, and memory has it: wait a while", v(ENDED, storage_pending="looking"), []),
     ("storage does not answer, and memory has it: go on", v(ENDED, storage_pending="looking", round_s=80.0, alarm_s=80.0, members=named(A, B)), [WriteWorld]),
     ("storage does not answer a leader that came late: wait a while", v(ENDED, storage_pending="looking", round_s=80.0, alarm_s=80.0, storage_asked_s=95.0, members=named(A, B)), []),
-    ("nodes for a first world may be remnants of a backup", v(ALONE, members=named(A, B), last_join_s=90.0, remnants=True), []),
     ("storage does not answer: no first world", v(ALONE, storage_pending="looking", members=named(A, B), last_join_s=90.0), []),
     ("stopped, not sealed: no report yet", v(ROUND, workers=w(STOPPED, sealing=True), my_report=says("alive", A)), []),
     ("nobody can go on: save what is held", v(STRANDED, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
@@ -344,7 +342,6 @@ TABLE = [
     # L6
     ("room for another", v(AT_REST, members=named(A, B, C), last_join_s=90.0), [RequestBoundaryStop(FLAG_GROW)]),
     ("it came just now", v(AT_REST, members=named(A, B, C), last_join_s=99.9), []),
-    ("it may be a remnant of a backup", v(AT_REST, members=named(A, B, C), last_join_s=90.0, remnants=True), []),
     ("no room", v(AT_REST, world=world(A, B, C), members=named(A, B, C, D), last_join_s=90.0), []),
     ("while starting", v(AT_REST, members=named(A, B, C), last_join_s=90.0, my_report=None, workers=w(TRAINS, stage=GroupStage.ATTACHED)), []),
     ("it is set aside", v(AT_REST, world=world(A, B, strikes=(NodeStrikes(node="c", count=3),)), members=named(A, B, C), last_join_s=90.0, struck_s={"c": 80.0}), []),
@@ -498,14 +495,6 @@ def test_the_restarted_agent_of_a_lost_node_joins_as_a_new_one() -> None:
     view = v(SILENT_B, round_s=98.0, members={"a": A, "b": again})
     assert next_world(view).members == (A, again)
     assert written(view).gone == ()
-
-
-def test_what_may_be_a_remnant_of_a_backup_has_no_place_in_the_next_world() -> None:
-    view = v(SILENT_B, round_s=98.0, members=named(A, C), remnants=True)
-    assert next_world(replace(view, remnants=False)).members == (A, C)
-    decision = decide(view, NOW, POLICY)
-    assert decision.reason == "1 of at least 2 nodes are left; state is kept"
-    assert not decision.actions
 
 
 def test_the_next_world_uses_the_port_that_the_report_offers() -> None:
