@@ -28,7 +28,8 @@ from elasticzero.processes import thread_states
 from elasticzero.rank_groups.connections import STORAGE_BYTES, Address, address_of
 
 THREAD_NAME = "pt_gloo_runloop"
-"""Name of the threads of gloo's groups in torch 2.13."""
+"""Name of the threads of gloo's groups in torch 2.13. In 2.10 they have none: there all that they
+get is the time of QUIET_POLLS checks."""
 PAUSE_S = 0.005
 """Time in seconds that the threads get before each check; Python lets a thread keep its lock as
 long."""

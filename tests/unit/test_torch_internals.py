@@ -68,6 +68,7 @@ def test_nccl_is_the_backend_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugins["NCCL"].creator_fn.__name__ == "_create_nccl_process_group"
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.10."), reason="threads have no name")
 def test_threads_of_gloo_have_the_name_that_is_waited_for(group: dist.ProcessGroup) -> None:
     dist.all_reduce(torch.ones(1))  # a thread has its name once it has run something
     assert thread_states(gloo.THREAD_NAME)
