@@ -22,20 +22,18 @@ from torch.utils.data import get_worker_info
 from elasticzero import torch_internals
 from elasticzero.comm import gloo, nccl
 from elasticzero.processes import thread_states
+from tests.support.groups import end_groups
 
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
     """The default group of one rank, over gloo."""
-    if dist.is_initialized():  # a test of zero3 on one rank has made one in this process
-        gloo._wait_until_idle()
-        dist.destroy_process_group()
+    end_groups()  # a test of zero3 on one rank may have made one
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
-    gloo._wait_until_idle()
-    dist.destroy_process_group()
+    end_groups()
 
 
 def test_groups_and_collectives_are_counted(group: dist.ProcessGroup) -> None:

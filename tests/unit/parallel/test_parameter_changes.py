@@ -23,6 +23,7 @@ from elasticzero.spans import Span
 from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.model import MODEL, NamedModel
 from tests.support.fake_groups import fake_group
+from tests.support.groups import end_groups
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero1 in a fixed order"]
 KINDS = [torch.float64, torch.bfloat16]
@@ -220,7 +221,7 @@ def set_plain(model: nn.Module, number: int, kept: dict[str, Any]) -> None:
 def group() -> Iterator[None]:
     """Ends the group that zero3 makes for one process alone."""
     yield
-    dist.destroy_process_group()
+    end_groups()
 
 
 @pytest.mark.parametrize("change", [set_data, set_plain])
