@@ -100,7 +100,10 @@ class DiskStorage:
             size: Number of bytes of `chunks`; None: it is not known.
             cached: False: the file need not go through the page cache.
         """
-        with self._as_storage_error("write", name), self._staged(name) as staged:
+        with (
+            self._as_storage_error("write", name, or_missing=True),
+            self._staged(name) as staged,
+        ):
             fd = self._create(staged, remake=not self._writes_through_link)
             write_new(fd, chunks, size, durable=self._durable, cached=cached)
             os.replace(staged, self.path / name)
