@@ -1,4 +1,4 @@
-"""What a step costs on a GPU beside torch's own, and how long a loss or a change takes there.
+"""Measures what a step costs on a GPU beside torch's own, and how long a loss or a change takes.
 
     python benchmarks/gpu.py [--seconds 150] [--device cpu] [--contenders ddp,DDP] [--out FILE]
     python benchmarks/gpu.py --record build/gpu/benchmark.json     (or build/gpu/tests.json)

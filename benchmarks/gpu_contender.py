@@ -33,7 +33,7 @@ ENDLESS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The model's size and a batch's."""
+    """Describes the size of the model and of a batch."""
 
     width: int
     layers: int

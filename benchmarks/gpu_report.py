@@ -22,7 +22,7 @@ CONTENDERS = (
 )
 """Torch's own and our strategies; `+capture` takes a snapshot each CAPTURE_EVERY steps."""
 STRATEGIES = ("ddp", "zero2")
-"""Those whose recovery is measured."""
+"""These are the strategies whose recovery is measured."""
 CASES = {
     "worker": "SIGKILL to a worker: next step after",
     "node": "SIGKILL to a node: next step after",
@@ -43,7 +43,7 @@ class Comparison:
     reference: str
     most: float = math.inf
     compares_memory: bool = False
-    """Whether its peak of memory must be no greater than the reference's."""
+    """True: its peak of memory must be no greater than the reference's."""
 
 
 COMPARISONS = (

@@ -81,7 +81,7 @@ class Field:
     turns: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     peak_bytes: dict[str, int | None] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    """By name: why a contender took no part, or no further part."""
+    """It says by name why a contender took no part, or no further part."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Versions, and the GPU's name, as a contender has them."""
 

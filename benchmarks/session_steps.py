@@ -22,7 +22,7 @@ LIMIT_S = 1800.0
 MOST = 1.02
 """Greatest ratio wanted."""
 MAX_NORM = 1.0
-"""Of the gradient, where it is clipped."""
+"""The norm of the gradient is limited to this where it is clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

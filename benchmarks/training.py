@@ -57,7 +57,7 @@ REFERENCES = {
     "zero1 + mirror": "zero1",
     "zero3 + mirror": "zero3",
 }
-"""By contender, what it is compared with."""
+"""Each contender is compared with the one named here."""
 JUDGED_RANKS = 2
 MOST_MEMORY = 1.1
 """Times of the planned memory."""
