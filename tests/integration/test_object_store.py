@@ -56,7 +56,14 @@ def test_a_job_saves_to_a_bucket_and_the_next_goes_on_from_it(bucket: None, tmp_
     steps = catalog.steps(directory)
     assert {info.step for info in steps} == {7, *saved[-2:]}
     assert [problem for info in steps for problem in verify.find_corruption(info.storage)] == []
-    assert sum(len(files) for files in directory.files().values()) == len(steps) * 5 + 1
+    files = directory.files()
+    assert [list(files.pop(folder)) for folder in (".owner", "tags")] == [
+        ["job.json"],
+        ["best.json"],
+    ]
+    assert {folder: len(names) for folder, names in files.items()} == {
+        info.name: 5 for info in steps
+    }
     assert catalog.resolve(f"{URL}/tags/best").where == f"{URL}/{step_directory(7)}"
     told = run("--checkpoint-every", "0", str(REGRESSION), "--epochs=2")
     assert "step 34 from" in told
