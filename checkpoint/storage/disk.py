@@ -92,7 +92,8 @@ class DiskStorage:
         """Creates or replaces the file as the protocol says.
 
         A process that removes leftovers may have taken the directory of a step for one that a
-        failed save has left, as long as it is empty: then it is made again.
+        failed save has left, as long as it is empty: then it is made again. A snapshot's directory
+        is never made again: a newer snapshot has taken its place.
 
         Args:
             name: The file's name.
@@ -100,11 +101,12 @@ class DiskStorage:
             size: Number of bytes of `chunks`; None: it is not known.
             cached: False: the file need not go through the page cache.
         """
+        remake = not self._writes_through_link
         with (
-            self._as_storage_error("write", name, or_missing=True),
+            self._as_storage_error("write", name, or_missing=remake),
             self._staged(name) as staged,
         ):
-            fd = self._create(staged, remake=not self._writes_through_link)
+            fd = self._create(staged, remake=remake)
             write_new(fd, chunks, size, durable=self._durable, cached=cached)
             os.replace(staged, self.path / name)
             self._sync_directory()
