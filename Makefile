@@ -51,7 +51,7 @@ links: # a tree unpacked from a zip has plain files in their place
 	@for name in launcher checkpoint; do [ -d elasticzero/$$name ] || ln -sfn ../$$name elasticzero/$$name; done
 
 demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (about 4 minutes)
-	$(RUN) examples/demo.py
+	$(RUN) -m tools.demo
 
 test: $(READY) tools ## unit tests, and a story of each kind of fault with real processes (about 10 minutes)
 	timeout --foreground --kill-after=10 2700 $(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 2400

@@ -53,9 +53,6 @@ SHARED_FILES = {
         "examples/torchrun_ddp.py", "a script for torchrun that resumes by itself"
     ),
     "examples/job.toml": SharedFile("examples/job.toml", "options of a job, for --config"),
-    "examples/demo.py": SharedFile(
-        "examples/demo.py", "the demo of README.md; examples/gpt.py must lie beside it"
-    ),
 }
 """The files by the names that the command line has for them."""
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from elasticzero.launcher.observability.lineage import Lineage, committed
 
-GPT = Path(__file__).resolve().parent / "gpt.py"
-REPORT = GPT.parent.parent / "build" / "demo-report.html"
+REPOSITORY = Path(__file__).resolve().parent.parent
+GPT = REPOSITORY / "examples" / "gpt.py"
+REPORT = REPOSITORY / "build" / "demo-report.html"
 JOB = "demo"
 
 
