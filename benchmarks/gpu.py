@@ -108,7 +108,7 @@ def measure_recovery(
             continue
         strikes = document["recovery"].setdefault(strategy, {})
         try:
-            cases = round_of(strategy, endpoint, runs, LEASE_TTL_S, silent=False)
+            cases = round_of(strategy, endpoint, runs, LEASE_TTL_S, brief=True)
             with time_limit(seconds), closing(cases):
                 for case, struck in cases:
                     strikes[case] = {"seconds": struck.seconds, "recomputed": struck.recomputed}

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import date
 
-from performance_page import about_in_words, machine, present_commit, publish, record
+from performance_page import about_in_words, gpu, machine, present_commit, publish, record
 from recovery_costs import REST_STEP_S, AtRest, Overhead
+from recovery_gaps import Smoothness
 from recovery_trial import Struck
 
 CASES = {
@@ -18,6 +19,11 @@ CASES = {
     "drain": "drain: training pauses",
     "join": "a node joins: training pauses",
 }
+PLANNED = {"drain": "drain", "join": "a node joins"}
+MOST_ABOVE_S, MOST_ABOVE_ZERO3_S, MOST_ABOVE_GPU_S = 0.06, 0.15, 0.1
+"""Most seconds by which the largest gap near a planned change is longer than a usual step."""
+MOST_SLOWED_S = 0.15
+"""Most seconds by which the steps near a planned change are slower than usual, in sum."""
 MOST_CORES = 0.01
 MOST_BYTES = 80 << 20
 MOST_SHARE = 0.01
@@ -39,6 +45,18 @@ class Row:
     @property
     def median_s(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def smooth(self) -> list[Smoothness]:
+        """Of planned changes."""
+        return [s.smoothness for s in self.found if s.smoothness is not None]
+
+    @property
+    def most_above_s(self) -> float:
+        """The target of the largest gap, beyond a usual step."""
+        if gpu():
+            return MOST_ABOVE_GPU_S
+        return MOST_ABOVE_ZERO3_S if self.launcher.startswith("zero3") else MOST_ABOVE_S
 
 
 def verdict(met: bool) -> str:
@@ -79,6 +97,31 @@ class Report:
                 f"| {CASES[row.case]} | {row.launcher} | {'-' if theirs else f'≤ {most_s:g}'} "
                 f"| {row.median_s:.2f} | {min(row.seconds):.2f} | {max(row.seconds):.2f} "
                 f"| {redone} | {ratio} | {'' if theirs else verdict(met)} |"
+            )
+        return "\n".join(lines)
+
+    def gaps_table(self) -> str:
+        """The largest gap between two steps near each planned change, and the slow-down."""
+        rows = [row for row in self.rows if row.case in PLANNED and row.smooth]
+        if not rows:
+            return ""
+        lines = [
+            "| planned change | with | a usual step, ms | largest gap, ms: median | worst | wanted "
+            "| | slowed, ms: median | worst | wanted | |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            usual_s = statistics.median(one.usual_s for one in row.smooth)
+            above_s = statistics.median(one.above_s for one in row.smooth)
+            gaps_ms = [one.largest_gap_s * 1000 for one in row.smooth]
+            slowed_ms = [one.slowed_s * 1000 for one in row.smooth]
+            gap_ms, slow_ms = statistics.median(gaps_ms), statistics.median(slowed_ms)
+            most_ms = (usual_s + row.most_above_s) * 1000
+            lines.append(
+                f"| {PLANNED[row.case]} | {row.launcher} | {usual_s * 1000:.0f} | {gap_ms:.0f} "
+                f"| {max(gaps_ms):.0f} | ≤ {most_ms:.0f} | {verdict(above_s <= row.most_above_s)} "
+                f"| {slow_ms:.0f} | {max(slowed_ms):.0f} | ≤ {MOST_SLOWED_S * 1000:.0f} "
+                f"| {verdict(slow_ms <= MOST_SLOWED_S * 1000)} |"
             )
         return "\n".join(lines)
 
@@ -136,7 +179,8 @@ class Report:
 
     def __str__(self) -> str:
         rows = self.times_table() if self.rows else ""
-        parts: Iterable[str] = (rows, self.noticed(), self.rest_table(), self.overhead_table())
+        figures = (self.gaps_table(), self.noticed(), self.rest_table(), self.overhead_table())
+        parts: Iterable[str] = (rows, *figures)
         return "\n\n".join(text for text in parts if text)
 
     def record(self) -> None:

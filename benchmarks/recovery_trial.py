@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from recovery_gaps import NEAR_S, Smoothness, smoothness
+
 from elasticzero.launcher.local.cluster import Cluster, Node, cluster_environment
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.processes import descendants
@@ -19,6 +21,8 @@ HERE = Path(__file__).resolve().parent
 GIVE_UP_S = 180.0
 STEADY_STEPS = 30
 """A generation trains steadily after so many steps."""
+QUIET_S = NEAR_S + 1.0
+"""Seconds of steady training before a planned change and after it, which show its usual step."""
 
 T = TypeVar("T")
 
@@ -32,6 +36,8 @@ class Struck:
     """Steps that were done before and are done again."""
     noticed_s: float | None = None
     """From SIGKILL of a worker until its own agent knew."""
+    smoothness: Smoothness | None = None
+    """Gap and slow-down around a planned change; None: the blow was none."""
 
 
 def wait_for(what: str, poll: Callable[[], T | None], give_up_s: float = GIVE_UP_S) -> T:
@@ -55,10 +61,8 @@ class Trial:
     """By generation: its nodes in rank order."""
     first_s: dict[int, float] = field(default_factory=dict)
     """By generation: when its first step was done, by the first worker's clock."""
-    last_s: dict[int, float] = field(default_factory=dict)
-    """By generation: the last step so far."""
-    steps: dict[int, int] = field(default_factory=dict)
-    """By generation: steps done in it."""
+    times_s: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By generation and step: when the step was done, by the first worker's clock."""
     ended_s: dict[int, float] = field(default_factory=dict)
     """By process id: when its agent heard of a worker's end."""
 
@@ -74,10 +78,8 @@ class Trial:
                 self.worlds[generation] = event["members"]
             case "step":
                 self.first_s[generation] = min(at_s, self.first_s.get(generation, at_s))
-                self.last_s[generation] = max(at_s, self.last_s.get(generation, at_s))
-                begin = self.lineage.resume_steps.get(generation, 0)
-                done = max(event["step"] - begin, self.steps.get(generation, 0))
-                self.steps[generation] = done
+                times_s = self.times_s.setdefault(generation, {})
+                times_s[event["step"]] = min(at_s, times_s.get(event["step"], at_s))
             case "ended":
                 self.ended_s.setdefault(event["pid"], at_s)
 
@@ -99,9 +101,26 @@ class Trial:
                 where = self.cluster.log_dir / self.cluster.job
                 raise SystemExit(f"error: the agents ended; see {where}")
             generation = self.generation
-            return (generation > after and self.steps[generation] >= STEADY_STEPS) or None
+            steps = len(self.times_s.get(generation, ()))
+            return (generation > after and steps >= STEADY_STEPS) or None
 
         wait_for("steady training", so)
+
+    def quiet(self, seconds: float) -> None:
+        """Wait until the present generation has trained for so long, without another change."""
+        generation = self.generation
+
+        def so() -> bool | None:
+            self.look()
+            first_s, last_s = self.first_s[generation], self.last_s(generation)
+            return last_s - first_s >= seconds or None
+
+        if seconds:
+            wait_for("quiet training", so)
+
+    def last_s(self, generation: int) -> float:
+        """When the last step of a generation was done, so far."""
+        return max(self.times_s[generation].values())
 
     def next_step_s(self, before: int) -> float:
         """When the first step of a generation above `before` was done."""
@@ -123,14 +142,25 @@ class Trial:
         lost = self.lineage.lost(self.generation)
         return Struck(seconds=seconds, recomputed=lost, noticed_s=noticed_s)
 
-    def change(self, ask: Callable[[], object]) -> Struck:
-        """How long those that train on stand still for a graceful change of the world."""
+    def change(self, ask: Callable[[], object], quiet_s: float = QUIET_S) -> Struck:
+        """How long those that train on stand still for a graceful change of the world.
+
+        Args:
+            ask: asks for the change.
+            quiet_s: seconds of training before that and after the change.
+        """
+        self.quiet(quiet_s)
         before = self.generation
         ask()
         first_s = self.next_step_s(before)
-        pause_s = first_s - self.last_s[before]
+        pause_s = first_s - self.last_s(before)
         self.steady(before)
-        return Struck(seconds=pause_s, recomputed=self.lineage.lost(self.generation))
+        self.quiet(quiet_s)
+        return Struck(
+            seconds=pause_s,
+            recomputed=self.lineage.lost(self.generation),
+            smoothness=smoothness(self.times_s, before),
+        )
 
     def silence(self, node: Node) -> None:
         """Stop every process of a node: it neither works nor speaks, and nobody is told."""
@@ -157,7 +187,7 @@ def trial(
 
 
 def round_of(
-    strategy: str, endpoint: str, runs: Path, lease_ttl_s: int, *, silent: bool = True
+    strategy: str, endpoint: str, runs: Path, lease_ttl_s: int, *, brief: bool = False
 ) -> Generator[tuple[str, Struck]]:
     """Yields each case as it is over, one after another in one job of two nodes, at times three.
 
@@ -167,7 +197,8 @@ def round_of(
         endpoint: etcd's.
         runs: directory of logs and checkpoints.
         lease_ttl_s: seconds of the nodes' leases.
-        silent: whether a node falls silent, which takes longer than a lease.
+        brief: whether to leave out a node that falls silent, which takes longer than a lease, and
+            the quiet training around planned changes.
     """
     name, *additions = strategy.split("+")
     options = ["--strategy", name, "--lease-ttl", str(lease_ttl_s)]
@@ -178,16 +209,17 @@ def round_of(
         token.chmod(0o600)
         options += ["--token-file", str(token)]
     options += ["--checkpoint-dir", str(runs / f"saved-{time.time_ns()}")]
+    quiet_s = 0.0 if brief else QUIET_S
     with trial(endpoint, runs, options, ["recovery_ours.py"]) as t:
         cluster = t.cluster
         t.steady()
         yield "worker", t.strike(lambda: cluster.kill_worker(t.last_node))
-        yield "join", t.change(cluster.start_node)
-        yield "drain", t.change(lambda: cluster.drain(t.last_node))
-        if silent:
+        yield "join", t.change(cluster.start_node, quiet_s)
+        yield "drain", t.change(lambda: cluster.drain(t.last_node), quiet_s)
+        if not brief:
             victim = t.last_node
             yield "silent", t.strike(lambda: t.silence(victim))
             cluster.kill_node(victim)
-            t.change(cluster.start_node)
+            t.change(cluster.start_node, 0.0)
         last = t.last_node
         yield "node", t.strike(lambda: cluster.kill_node(last))
