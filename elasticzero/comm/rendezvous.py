@@ -14,6 +14,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
@@ -67,7 +68,7 @@ class RankInfo:
     """True if ranks prove to each other that they have it; False: some may be of the release
     before, which do so by a hash."""
     tls: Credentials | None = field(default=None, repr=False)
-    """Certificate with which the control tree is encrypted; None: it is not."""
+    """Certificate with which the store and the control tree are encrypted; None: they are not."""
     host: str = "127.0.0.1"
     """Address at which other ranks reach this one."""
     connect_timeout_s: float = 30.0
@@ -137,7 +138,33 @@ def _store(info: RankInfo, allow: Allow, deadline_s: float) -> ClosableStore:
         allow(info.connect_timeout_s)
         return _torch_client(info)
     channel = _try_until_reached(info, deadline_s, partial(_connect, info))
+    if info.tls is not None:
+        _encrypt(info, channel, info.tls)
     return RankStore(channel, info.connect_timeout_s)
+
+
+def _encrypt(info: RankInfo, channel: client.Channel, tls: Credentials) -> None:
+    """Encrypts the connection to rank 0, which has proved itself by then.
+
+    It is not tried again, for that would cost rank 0 another handshake: where many ranks come at
+    once, each waits for those before it.
+
+    Args:
+        info: This rank's place, and the time limit.
+        channel: The connection, which is closed where this fails.
+        tls: Certificate of this rank's node.
+
+    Raises:
+        RetryError: Rank 0 shows no certificate of the job, is lost, or is late.
+    """
+    with ExitStack() as opened:
+        opened.callback(channel.close)
+        try:
+            channel.encrypt(tls, info.connect_timeout_s)
+        except OSError as error:
+            place = f"rank 0 at {info.master_address}:{info.master_port}"
+            raise RetryError(f"no TLS with {place}: {error}") from None
+        opened.pop_all()  # the connection stays open
 
 
 def _torch_client(info: RankInfo) -> TorchStore:
@@ -164,7 +191,7 @@ def _server(info: RankInfo) -> RankStore:
     secret = generation_secret(info.token, info.password)
     listener = socket.socket(fileno=info.store_fd)
     try:
-        server = StoreServer(listener, info.world_size, secret)
+        server = StoreServer(listener, info.world_size, secret, info.tls)
     except OSError as error:
         listener.close()
         raise DistNetworkError(f"rank 0 cannot listen at its port: {error}") from None

@@ -1,6 +1,8 @@
-"""Encrypts a connection between two ranks.
+"""Encrypts the connections between ranks: those of the control tree, and of the ranks' store.
 
-It is no `ssl.SSLSocket`, for what the control tree needs of a connection:
+`TlsStream` is an end that waits for the other one. `TlsPipe` touches no socket: it is for a thread
+that serves many connections, and waits for none. Neither is an `ssl.SSLSocket`, for what the
+control tree needs of a connection:
  - `poll` on its descriptor must tell of each message. So the socket is read record by record: TLS
    never holds a message of which the descriptor does not tell.
  - A closed connection is an error, whatever the script does with SIGPIPE, so that each call of the
@@ -16,6 +18,7 @@ import time
 from contextlib import suppress
 from typing import Protocol
 
+MOST_READ_BYTES = 1 << 18
 _HEADER_BYTES = 5
 """Bytes of a record's header; the last two are the length of what follows (RFC 8446, section
 5.1)."""
@@ -77,7 +80,7 @@ class TlsStream:
         self._connection.settimeout(None)
 
     def sendall(self, data: bytes, flags: int = 0, /) -> None:
-        """Sends a message of at most 16 KiB as one record."""
+        """Sends a message: one of at most 16 KiB as one record, a larger one as several."""
         self._tls.write(data)
         self._flush()
 
@@ -88,6 +91,11 @@ class TlsStream:
                 return self._tls.read(size)
             except ssl.SSLWantReadError:
                 self._read_record()
+
+    def settimeout(self, limit_s: float | None, /) -> None:
+        """Limits how long each wait for the other end may take, in seconds; None: no limit. The
+        connection is of no use once a wait has taken longer."""
+        self._connection.settimeout(limit_s)
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable once a message has begun to come."""
@@ -118,3 +126,36 @@ class TlsStream:
                 raise ConnectionResetError("the other end was closed")
             data += part
         return data
+
+
+class TlsPipe:
+    """Encrypts what a connection sends, and decrypts what it receives; the other end begins."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        """Begins as the end to which the other one has connected."""
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._is_set_up = False
+
+    def decrypt(self, data: bytes) -> bytes:
+        """Returns what these bytes of the other end say; empty: they are a part of the handshake,
+        or of a record.
+
+        Raises `OSError` where they are none of the job's; what `encrypt` returns then says why.
+        """
+        self._incoming.write(data)
+        parts = []
+        with suppress(ssl.SSLWantReadError):
+            if not self._is_set_up:
+                self._tls.do_handshake()
+                self._is_set_up = True
+            while part := self._tls.read(MOST_READ_BYTES):
+                parts.append(part)
+            raise ConnectionResetError("the other end has ended TLS")
+        return b"".join(parts)
+
+    def encrypt(self, data: bytes = b"") -> bytes:
+        """Returns what is to be sent for this data, after what the handshake has left to send."""
+        if data:
+            self._tls.write(data)
+        return self._outgoing.read()

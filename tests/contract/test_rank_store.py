@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elasticzero.security.certificates import Credentials
 from elasticzero.torch_internals import PrefixStore, Store, TorchStore
+from tests.support.certificates import credentials_of
 from tests.support.rank_stores import served
 
 RANKS = 3
@@ -48,9 +50,14 @@ def torch_stores() -> list[Store]:
     return [first, *others]
 
 
+@pytest.fixture(scope="module")
+def credentials() -> Credentials:
+    return credentials_of("a-token-of-the-job")
+
+
 @contextmanager
-def rank_stores() -> Iterator[list[Store]]:
-    with served(RANKS) as store:
+def rank_stores(tls: Credentials | None = None) -> Iterator[list[Store]]:
+    with served(RANKS, tls=tls) as store:
         yield [store.first, *(store.rank(rank) for rank in range(1, RANKS))]
 
 
@@ -98,19 +105,20 @@ def prefixed(stores: list[Store], prefix: str) -> list[Store]:
     return [PrefixStore(prefix, store) for store in stores]
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("called", ["from Python", "by torch's C++"])
 @pytest.mark.parametrize("seed", range(8))
 def test_both_stores_give_the_same_answers(
-    seed: int, called: str, torch_stores: list[Store]
+    seed: int, called: str, encrypted: bool, torch_stores: list[Store], credentials: Credentials
 ) -> None:
     """Of torch's store one rank makes all calls, for its `set` returns before the value is there:
     another rank may not find it. Ours returns later."""
     draw = random.Random(seed)
     calls = [drawn(draw) for _ in range(80)]
-    with rank_stores() as stores:
+    with rank_stores(credentials if encrypted else None) as stores:
         tested = stores if called == "from Python" else prefixed(stores, "prefix")
         told = []
-        for used in (tested, prefixed(torch_stores[:1] * RANKS, f"{seed} {called}")):
+        for used in (tested, prefixed(torch_stores[:1] * RANKS, f"{seed} {called} {encrypted}")):
             before = used[0].num_keys()
             answers = [answer(used, call, of_torch=used is not tested) for call in calls]
             counts = {i for i, call in enumerate(calls) if call[1] == "num_keys"}
@@ -121,14 +129,15 @@ def test_both_stores_give_the_same_answers(
     assert not different
 
 
-@pytest.fixture(params=["torch's", "ours"])
+@pytest.fixture(params=["torch's", "ours", "ours, encrypted"])
 def below_a_prefix(
-    request: pytest.FixtureRequest, torch_stores: list[Store]
+    request: pytest.FixtureRequest, torch_stores: list[Store], credentials: Credentials
 ) -> Iterator[list[Store]]:
     """Both kinds of store, as torch's process groups have them."""
     with ExitStack() as opened:
         of_torch = request.param == "torch's"
-        stores = torch_stores if of_torch else opened.enter_context(rank_stores())
+        tls = credentials if request.param == "ours, encrypted" else None
+        stores = torch_stores if of_torch else opened.enter_context(rank_stores(tls))
         yield prefixed(stores, request.node.name)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from elasticzero.comm.store.wire import MAGIC
 from elasticzero.launcher.local.cluster import Placement
 from elasticzero.launcher.secrets import TOKEN, Secret
 from elasticzero.launcher.store.etcd.server import EtcdServer
@@ -32,6 +33,8 @@ from tests.support.deadlines import patience
 JOB_TOKEN = "the-token-of-this-very-job"
 HANDSHAKE, ALERT = b"\x16\x03", b"\x15\x03"
 """What each side of a connection with TLS sends first; an alert, where it takes no handshake."""
+RANK_STORE, STORE_KEY = MAGIC, b"/here/count"
+"""What the ranks' store sends first, and a part of a key that each rank names there."""
 
 
 @pytest.fixture
@@ -214,6 +217,8 @@ def test_a_node_that_is_cut_off_comes_back(
                 return any(secret in stream for stream in streams)
 
             assert passed(job.encode()), "the keys of the job in etcd"
+            assert any(stream.startswith(RANK_STORE) for stream in streams)
+            assert passed(STORE_KEY) == (mode == "off")
             assert not passed(JOB_TOKEN.encode())
             begins = {stream[: len(HANDSHAKE)] for stream in sniffer.streams(set(ports.values()))}
             assert (begins <= {HANDSHAKE, ALERT}) == (mode != "off"), begins

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from elasticzero.launcher.secrets import Secret
+from elasticzero.launcher.tls.authority import JobAuthority
+from elasticzero.launcher.tls.credentials import NodeName
 from elasticzero.launcher.tls.files import CredentialFiles
+from elasticzero.security.certificates import Credentials
 
 BOTH_ENDS = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 LOOPBACK = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
@@ -101,6 +106,12 @@ class Mounted:
         """Turns to a new certificate, as cert-manager does when one is to be renewed."""
         pair = authority.sign(name, address)
         self.turn(pair.cert.read_bytes(), pair.key.read_bytes(), authority.cert.read_bytes())
+
+
+def credentials_of(token: str) -> Credentials:
+    """What a node of the job has that is given this token."""
+    name = NodeName(job="j", run=1, node="a")
+    return JobAuthority(Secret(token), "j").issue(name, ["127.0.0.1"], time.time())
 
 
 def _builder(

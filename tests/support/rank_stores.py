@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from elasticzero.comm.store.client import Channel, RankStore, connect
 from elasticzero.comm.store.server import StoreServer
 from elasticzero.comm.store.wire import generation_secret
+from elasticzero.security.certificates import Credentials
 
 SECRET = generation_secret("the generation", "the job")
 LIMIT_S = 30.0
@@ -23,11 +24,15 @@ class Served:
     port: int
     first: RankStore
     """The store as rank 0 has it."""
+    tls: Credentials | None = None
+    """With what connections are encrypted; None: they are not."""
     _opened: ExitStack = field(default_factory=ExitStack)
 
     def rank(self, rank: int, secret: bytes = SECRET, limit_s: float = LIMIT_S) -> RankStore:
         """The store as another rank has it, which is closed with the server."""
         channel = connect(("127.0.0.1", self.port), rank, secret, limit_s)
+        if self.tls is not None:
+            channel.encrypt(self.tls, limit_s)
         store = RankStore(channel, LIMIT_S)
         self._opened.callback(store.close)
         return store
@@ -43,13 +48,17 @@ class Served:
 
 
 @contextmanager
-def served(world_size: int, make: type[socket.socket] = socket.socket) -> Iterator[Served]:
+def served(
+    world_size: int,
+    make: type[socket.socket] = socket.socket,
+    tls: Credentials | None = None,
+) -> Iterator[Served]:
     """A store of so many ranks; nobody but rank 0 is connected yet. `make` makes its listener."""
     listener = make()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = StoreServer(listener, world_size, SECRET)
-    told = Served(server, port, RankStore(Channel(server.local), LIMIT_S, server.close))
+    server = StoreServer(listener, world_size, SECRET, tls)
+    told = Served(server, port, RankStore(Channel(server.local), LIMIT_S, server.close), tls)
     try:
         yield told
     finally:

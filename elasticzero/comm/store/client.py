@@ -35,6 +35,8 @@ from elasticzero.comm.store.wire import (
     size_of,
     unpacked,
 )
+from elasticzero.comm.tls_stream import TlsStream
+from elasticzero.security.certificates import Credentials, client_context
 from elasticzero.text import list_text
 from elasticzero.torch_internals import PythonStore
 
@@ -56,11 +58,28 @@ class Channel:
             sock: The connection.
             session: The keys of the connection; None: it does not leave the process.
         """
-        self._sock = sock
+        self._plain = sock
+        self._sock: socket.socket | TlsStream = sock
+        """What messages are sent over: the socket, or what encrypts it."""
         self._requests: Seal | None = None
         self._answers: Seal | None = None
         if session is not None:
             self._requests, self._answers = session.seals()
+
+    def encrypt(self, credentials: Credentials, limit_s: float) -> None:
+        """Encrypts the connection, before the first request.
+
+        Args:
+            credentials: Certificate of this rank's node, and the authorities that it trusts.
+            limit_s: Seconds that it may take.
+
+        Raises:
+            OSError: The server has no certificate of the job, or does not answer in time.
+        """
+        context = client_context(credentials.authorities, credentials)
+        stream = TlsStream(self._plain, context, server_side=False)
+        stream.set_up(time.monotonic() + limit_s)
+        self._sock = stream
 
     def ask(self, request: Message, limit_s: float | None) -> Message:
         """Returns the answer to a request.
@@ -128,7 +147,7 @@ def connect(address: tuple[str, int], rank: int, secret: bytes, limit_s: float) 
         raise
 
 
-def receive(sock: socket.socket, size: int, until_s: float | None) -> bytes:
+def receive(sock: socket.socket | TlsStream, size: int, until_s: float | None) -> bytes:
     """Returns so many bytes.
 
     Args:

@@ -11,6 +11,8 @@ Rules:
  SE4  A rank has arrived once it has made a request. When all have, nothing listens any more: the
       port is closed for the rest of the generation, and connections without proof end.
  SE5  When the thread ends, for whatever reason, all connections end, and with them all waits.
+ SE6  In a job with TLS a connection is encrypted once both ends have proved themselves: no stranger
+      costs a handshake.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import resource
 import secrets
 import selectors
 import socket
+import ssl
 import threading
 import time
 from contextlib import suppress
@@ -42,6 +45,8 @@ from elasticzero.comm.store.wire import (
     size_of,
     unpacked,
 )
+from elasticzero.comm.tls_stream import TlsPipe
+from elasticzero.security.certificates import Credentials, server_context
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +80,12 @@ class _Connection:
     requests: Seal | None = None
     answers: Seal | None = None
     """The seals; None: this connection needs none, for it does not leave the process."""
+    tls: TlsPipe | None = None
+    """What encrypts it, once it has proved who it is; None: nothing does."""
     received: bytearray = field(default_factory=bytearray)
+    """What has come of a message, decrypted."""
     unsent: bytearray = field(default_factory=bytearray)
+    """What the socket has not taken yet, encrypted."""
     asks: bool = False
     """True from a request until all of its answer has been sent."""
 
@@ -84,21 +93,33 @@ class _Connection:
     def proved(self) -> bool:
         return self.rank >= 0
 
+    def put(self, data: bytes) -> None:
+        """Leaves data to be sent."""
+        self.unsent += data if self.tls is None else self.tls.encrypt(data)
+
 
 class StoreServer:
     """Serves a table to the ranks of one generation until it is closed."""
 
-    def __init__(self, listener: socket.socket, world_size: int, secret: bytes) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        world_size: int,
+        secret: bytes,
+        tls: Credentials | None = None,
+    ) -> None:
         """Begins to listen, and to serve.
 
         Args:
             listener: A bound socket, which the server closes.
             world_size: Number of ranks.
             secret: The secret of the generation.
+            tls: Certificate with which connections are encrypted; None: they are not.
 
         Raises:
             OSError: Another process listens on the port.
         """
+        self._tls: ssl.SSLContext | None = server_context(tls) if tls is not None else None
         self._others = set(range(world_size)) - {LOCAL}
         if self._others:
             listener.listen(BACKLOG)
@@ -210,7 +231,7 @@ class StoreServer:
         connection = self._add(sock, time.monotonic() + PROOF_S)
         self._strangers[connection.number] = connection
         connection.nonce = secrets.token_bytes(NONCE_BYTES)
-        connection.unsent += CHALLENGE.pack(MAGIC, connection.nonce)
+        connection.put(CHALLENGE.pack(MAGIC, connection.nonce))
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._send(connection)
@@ -246,11 +267,22 @@ class StoreServer:
             raise ConnectionResetError("the other end was closed")
         if connection.asks:
             raise WireError("a request came before the answer of the one before it")
-        connection.received += data
+        connection.received += self._decrypt(connection, data)
         if connection.proved:
             self._read_request(connection)
         elif len(connection.received) == RESPONSE.size:
             self._check_proof(connection)
+
+    def _decrypt(self, connection: _Connection, data: bytes) -> bytes:
+        """Returns what a connection has sent, and sends what the handshake of TLS has to answer, or
+        why there is none."""
+        if connection.tls is None:
+            return data
+        try:
+            return connection.tls.decrypt(data)
+        finally:
+            connection.unsent += connection.tls.encrypt()
+            self._send(connection)
 
     def _check_proof(self, connection: _Connection) -> None:
         nonce, rank, proof = RESPONSE.unpack(connection.received)
@@ -261,7 +293,9 @@ class StoreServer:
         connection.rank, connection.until_s = rank, math.inf
         connection.requests, connection.answers = session.seals()
         del self._strangers[connection.number]
-        connection.unsent += session.server_proof
+        connection.put(session.server_proof)
+        if self._tls is not None:
+            connection.tls = TlsPipe(self._tls)  # SE6
         self._send(connection)
 
     def _read_request(self, connection: _Connection) -> None:
@@ -308,7 +342,7 @@ class StoreServer:
             if connection is None:
                 continue
             try:
-                connection.unsent += framed(connection.answers, packed(message))
+                connection.put(framed(connection.answers, packed(message)))
                 self._send(connection)
             except (OSError, ValueError):  # it has ended, or the answer is larger than any
                 self._drop(connection)

@@ -4,7 +4,7 @@ Both ends have the generation's secret from their agents. A connection begins wi
 fixed size: the server's nonce, the client's nonce, rank and proof, and the server's proof. Each
 proof is an HMAC of both nonces, so none can be used twice. All that follows is sealed: its HMAC
 covers the number of the message on its connection, under a key that only these two ends have.
-Nothing is encrypted.
+In a job with TLS all of that is encrypted besides, by what reads and writes the sockets.
 
 It touches no socket and no clock.
 """

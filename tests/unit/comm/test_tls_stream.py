@@ -16,21 +16,14 @@ import pytest
 import torch.distributed as dist
 
 from elasticzero.comm.control_tree import WIDTH, MaxTree
-from elasticzero.comm.tls_stream import TlsStream
+from elasticzero.comm.tls_stream import TlsPipe, TlsStream
 from elasticzero.errors import is_peer_error
-from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.tls.authority import JobAuthority
-from elasticzero.launcher.tls.credentials import NodeName
 from elasticzero.security.certificates import Credentials, client_context, server_context
+from tests.support.certificates import credentials_of
 from tests.unit.comm.test_control_tree import joined, met
 
 NUMBER = 0x1122334455667788
 LONG_S = 60.0
-
-
-def credentials_of(token: str) -> Credentials:
-    name = NodeName(job="j", run=1, node="a")
-    return JobAuthority(Secret(token), "j").issue(name, ["127.0.0.1"], time.time())
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +187,42 @@ def test_a_handshake_without_an_answer_ends_in_time(credentials: Credentials) ->
         stream = TlsStream(ends[0], client_context(credentials.authorities), server_side=False)
         with pytest.raises(TimeoutError):
             stream.set_up(time.monotonic() + 0.05)
+
+
+def test_a_pipe_takes_records_in_any_pieces(credentials: Credentials) -> None:
+    """A connection that is served with others gives what has come, be it one byte."""
+    pipe = TlsPipe(server_context(credentials))
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = client_context(credentials.authorities, credentials)
+    client = context.wrap_bio(incoming, outgoing)
+    for _ in range(2):
+        with suppress(ssl.SSLWantReadError):
+            client.do_handshake()
+        for byte in outgoing.read():
+            assert pipe.decrypt(bytes([byte])) == b""
+        incoming.write(pipe.encrypt())
+    client.write(b"a request")
+    client.write(b", and another")
+    assert b"".join(pipe.decrypt(bytes([byte])) for byte in outgoing.read()) == (
+        b"a request, and another"
+    )
+    for size in (1, 1 << 14, 300_000):
+        client.write(b"x" * size)
+        assert pipe.decrypt(outgoing.read()) == b"x" * size
+        incoming.write(pipe.encrypt(b"y" * size))
+        answer = b""
+        while len(answer) < size:
+            answer += client.read(size)
+        assert answer == b"y" * size
+    with suppress(ssl.SSLWantReadError):
+        client.unwrap()
+    with pytest.raises(ConnectionResetError):
+        pipe.decrypt(outgoing.read())
+
+
+def test_a_pipe_says_why_it_takes_no_handshake(credentials: Credentials) -> None:
+    pipe = TlsPipe(server_context(credentials))
+    with pytest.raises(ssl.SSLError):
+        pipe.decrypt(b"GET / HTTP/1.1\r\n\r\n")
+    alert = 0x15
+    assert pipe.encrypt()[:1] in (b"", bytes([alert]))
