@@ -35,9 +35,18 @@ class Lineage:
 
     def lost(self, generation: int) -> int:
         """Returns the number of steps that were done before `generation` began and are done again
-        in it."""
-        before = max((s for g, s in self.reached.items() if g < generation), default=0)
-        return max(0, before - self.resume_steps[generation])
+        in it.
+
+        They are those up to the end of the generation before: what earlier ones did beyond it was
+        lost when others followed them. Steps before the start of all of them are not known here.
+        """
+        earlier = [g for g in self.resume_steps.keys() | self.reached.keys() if g < generation]
+        if not earlier:
+            return 0
+        before = max(earlier)
+        starts = {g: self.resume_steps.get(g, 0) for g in earlier}
+        end = max(starts[before], self.reached.get(before, 0))
+        return max(0, end - max(self.resume_steps[generation], min(starts.values())))
 
     @property
     def recomputed(self) -> int:
