@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_lost_steps_are_those_that_were_done_and_taken_back(seed: int) -> None:
     dice = random.Random(seed)
     told, taken_back = Lineage(), 0
     done = first = dice.choice([0, 0, 20])
-    events, costs = [], []
+    events: list[dict[str, Any]] = []
+    costs = []
     for generation in range(1, dice.randint(2, 9)):
         start = dice.randint(0, done) if events else first
         costs.append(done - max(start, min(first, done)))
