@@ -304,6 +304,8 @@ def _import(args: argparse.Namespace) -> int:
             foreign = open_dcp(args.path, model_only=args.model_only)
         else:
             foreign = huggingface.open_hf(args.path)
+        for note in foreign.notes:
+            print_error(note)
         if args.alias:
             foreign = reshard.tie_aliases(foreign, dict(args.alias))
         _report_unconverted(args, foreign.specs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +38,26 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable, Storage, explain, read_small
 from elasticzero.checkpoint.storage.disk import read_regular
 from elasticzero.checkpoint.storage.urls import open_directory, open_storage
-from elasticzero.errors import CheckpointDamaged, UserError
+from elasticzero.errors import CheckpointDamaged, StorageError, UserError
 from elasticzero.spans import Span
+from elasticzero.text import list_text
 
 ONE_FILE = "model.safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 NO_IMPORT = "no import is needed; use `reshard` or `export`"
 _INDEX_LIMIT_BYTES = 1 << 28
+_OF_DIFFUSERS = "diffusion_pytorch_model"
+_PREFERRED = (
+    ONE_FILE,
+    INDEX_NAME,
+    _OF_DIFFUSERS + INDEX_SUFFIX,
+    _OF_DIFFUSERS + ".safetensors",
+)
+"""The names that programs look for, in their order."""
+_FILE_SUFFIX = ".safetensors"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -242,7 +255,7 @@ def open_hf(url: str) -> ForeignCheckpoint:
         UserError: It is no such model.
         CheckpointDamaged: A file is cut off, missing, or lacks a tensor that the index names.
     """
-    storage, files = _locate_files(url)
+    storage, files, notes = _locate_files(url)
     places: dict[str, tuple[str, TensorEntry]] = {}
     aliases: dict[str, str] = {}
     for file, tensor_names in files.items():
@@ -265,6 +278,7 @@ def open_hf(url: str) -> ForeignCheckpoint:
     return ForeignCheckpoint(
         specs={name: TensorSpec(e.dtype, e.shape) for name, (_, e) in places.items()},
         state={"aliases": aliases},
+        notes=notes,
         open_source=lambda buffer_bytes: _Files(storage, places, buffer_bytes),
     )
 
@@ -293,20 +307,43 @@ class _Files:
             position += len(view)
 
 
-def _locate_files(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
-    """Returns (the files' storage, the tensors to take from each file; None: all)."""
+def _locate_files(url: str) -> tuple[Storage, dict[str, list[str] | None], tuple[str, ...]]:
+    """Returns (the files' storage, the tensors to take from each file; None: all; notes)."""
     parent, _, name = str(url).rstrip("/").rpartition("/")
     if name.endswith(".safetensors"):
-        return open_storage(parent or "."), {name: None}
+        return open_storage(parent or "."), {name: None}, ()
     storage = open_storage(url)
     check_foreign(url)
     names = storage.names()
-    files = [n for n in names if n.endswith(".safetensors")]
-    indices = [n for n in names if n.endswith(".safetensors.index.json")]
-    if len(indices) == 1:
-        return storage, _read_index(storage, indices[0], files)
-    if ONE_FILE in files or len(files) == 1:
-        return storage, {ONE_FILE if ONE_FILE in files else files[0]: None}
+    taken = _preferred(storage, names)
+    if taken.endswith(INDEX_SUFFIX):
+        by_file = _read_index(storage, taken, [n for n in names if n.endswith(_FILE_SUFFIX)])
+    else:
+        by_file = {taken: None}
+    return storage, by_file, _notes(storage, taken, by_file)
+
+
+def _preferred(storage: Storage, names: list[str]) -> str:
+    """Returns the file, or the index of several, that the program which wrote them would read.
+
+    Transformers reads what its config.json names, then one file before an index; diffusers reads an
+    index first. A variant such as `model.fp16.safetensors` is read only where it is alone.
+
+    Args:
+        storage: Directory of the model.
+        names: Names of its files.
+
+    Raises:
+        UserError: The directory has no safetensors, or several of unknown names.
+    """
+    files = [n for n in names if n.endswith(_FILE_SUFFIX)]
+    indices = [n for n in names if n.endswith(INDEX_SUFFIX)]
+    by_config = _named_in_config(storage) if "config.json" in names else None
+    for name in (by_config, *_PREFERRED):
+        if name in files or name in indices:
+            return str(name)
+    if len(indices) == 1 or (not indices and len(files) == 1):
+        return (indices or files)[0]
     if files:
         raise UserError(
             f"{storage.where} has {len(files)} safetensors files and not one index "
@@ -318,6 +355,39 @@ def _locate_files(url: str) -> tuple[Storage, dict[str, list[str] | None]]:
             "convert them to safetensors first"
         )
     raise UserError(f"{storage.where} holds no safetensors files")
+
+
+def _named_in_config(storage: Storage) -> str | None:
+    """Returns the file of weights that config.json names, as Transformers 5 may write it."""
+    try:
+        config = strict_json(read_small(storage, "config.json", _INDEX_LIMIT_BYTES))
+    except (CheckpointDamaged, StorageError, ValueError, RecursionError):
+        return None
+    name = config.get("transformers_weights") if isinstance(config, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _notes(storage: Storage, taken: str, by_file: Mapping[str, object]) -> tuple[str, ...]:
+    """Returns a line about weights beside those that are read, if there are any.
+
+    Args:
+        storage: Directory of the model.
+        taken: The file or index that is read.
+        by_file: The files that it means.
+    """
+    rest = {n for n in storage.names() if n.endswith((_FILE_SUFFIX, INDEX_SUFFIX))}
+    rest -= {taken, *by_file}
+    if not rest:
+        return ()
+    shards = {name for name in rest if _SHARD.search(name)}
+    others = sorted(rest - shards) or sorted(shards)
+    reader = "diffusers" if taken.startswith(_OF_DIFFUSERS) else "Transformers"
+    by = f", as {reader} does" if taken in _PREFERRED else ""
+    verb = "is" if len(others) == 1 else "are"
+    return (
+        f"{storage.where} has more weights than one model: {taken} is read{by}, and "
+        f"{list_text(others, 3)} {verb} not",
+    )
 
 
 def check_foreign(url: str) -> None:

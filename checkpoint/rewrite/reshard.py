@@ -169,6 +169,8 @@ class ForeignCheckpoint:
     state: Mapping[str, Any]
     """JSON of the values that are not tensors."""
     open_source: OpenSource
+    notes: tuple[str, ...] = ()
+    """Lines for the user about what was chosen, or left out, when it was opened."""
 
 
 def tie_aliases(foreign: ForeignCheckpoint, aliases: Mapping[str, str]) -> ForeignCheckpoint:

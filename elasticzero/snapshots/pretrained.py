@@ -69,6 +69,8 @@ class Pretrained:
                 *named.aliases,
                 *(n.removeprefix(MODEL) for n in self._unread.values()),
             }
+            for note in foreign.notes:
+                log.warning("session.prepare(…, load=…): %s", note)
             log.info(_summary(foreign.specs, names, self._where))
 
     def has(self, tensor: Tensor) -> bool:
