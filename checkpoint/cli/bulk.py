@@ -159,7 +159,13 @@ def _add_dtype(command: argparse.ArgumentParser) -> None:
         choices=tuple(CAST_DTYPES),
         help="The model's floating-point tensors of 16 to 64 bits are converted, which needs "
         "torch; "
-        "float8 tensors, optimizer state and master weights stay as they are.",
+        "float8 tensors and their scales, optimizer state and master weights stay as they are.",
+    )
+    command.add_argument(
+        "--allow-overflow",
+        action="store_true",
+        help="With --dtype, finite values beyond its range become infinite; without, they end the "
+        "command.",
     )
 
 
@@ -201,6 +207,7 @@ def _reshard(args: argparse.Namespace) -> int:
         world_size=args.world_size,
         strategy=args.strategy,
         dtype=args.dtype,
+        allow_overflow=args.allow_overflow,
         shard=args.shard,
         nodes=args.nodes,
     )
@@ -262,13 +269,20 @@ def _export(args: argparse.Namespace) -> int:
             _reject_options(args, "dcp", "max_shard_size", "config")
             from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions, export_dcp
 
-            dcp_options = DcpExportOptions(everything=args.what == "all", dtype=args.dtype)
+            dcp_options = DcpExportOptions(
+                everything=args.what == "all",
+                dtype=args.dtype,
+                allow_overflow=args.allow_overflow,
+            )
             return export_dcp(source, args.target, dcp_options, copy_options)
         if args.what == "all":
             raise UserError("--what all is not for --format hf, which holds models only")
         most = args.max_shard_size or huggingface.DEFAULT_MAX_SHARD_BYTES
         options = huggingface.HfExportOptions(
-            max_shard_bytes=most, dtype=args.dtype, config=args.config
+            max_shard_bytes=most,
+            dtype=args.dtype,
+            allow_overflow=args.allow_overflow,
+            config=args.config,
         )
         return huggingface.export_hf(source, args.target, options, copy_options)
 
@@ -294,7 +308,10 @@ def _export(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     shape = reshard.TargetShape(
-        world_size=args.world_size, strategy=args.strategy, dtype=args.dtype
+        world_size=args.world_size,
+        strategy=args.strategy,
+        dtype=args.dtype,
+        allow_overflow=args.allow_overflow,
     )
 
     def work(copy_options: step_copy.CopyOptions) -> step_copy.CopyResult:
@@ -328,8 +345,8 @@ def _report_unconverted(args: argparse.Namespace, specs: Mapping[str, TensorSpec
     """Prints the tensors that `--dtype` does not convert."""
     if args.dtype is not None and (names := unconverted(specs)):
         print_error(
-            f"--dtype {args.dtype} leaves float8 as it is: {count_text(len(names), 'tensor')}, the "
-            f"first {shown(names[0])}"
+            f"--dtype {args.dtype} leaves float8 and its scales as they are: "
+            f"{count_text(len(names), 'tensor')}, the first {shown(names[0])}"
         )
 
 

@@ -27,10 +27,10 @@ from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.checkpoint.rewrite.sources import (
     MODEL_PREFIX,
-    CastSource,
     CheckpointSource,
     TensorSource,
     cast_specs,
+    open_converted,
 )
 from elasticzero.checkpoint.rewrite.step_copy import CopyOptions, new_directory, run_jobs
 from elasticzero.checkpoint.steps import catalog
@@ -55,6 +55,8 @@ class DcpExportOptions:
     """True: export all state; False: export only the model's tensors."""
     dtype: str | None = None
     """The dtype of the model's floating-point tensors, as in `reshard.TargetShape`."""
+    allow_overflow: bool = False
+    """Whether finite values beyond the range of `dtype` become infinite; else they are refused."""
 
 
 def export_dcp(
@@ -93,9 +95,10 @@ def export_dcp(
     total = sum(spec.nbytes for spec in specs.values())
     copy_options.progress.expect(total)
 
-    def open_source(buffer_bytes: int) -> TensorSource:
-        plain = CheckpointSource(source, manifest, buffer_bytes)
-        return plain if options.dtype is None else CastSource(plain, options.dtype)
+    def open_plain(buffer_bytes: int) -> TensorSource:
+        return CheckpointSource(source, manifest, buffer_bytes)
+
+    open_source = open_converted(open_plain, options.dtype, options.allow_overflow)
 
     with new_directory(target) as storage:
         path = Path(storage.where)

@@ -27,11 +27,11 @@ from elasticzero.checkpoint.format.strict_json import reason, strict_json
 from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.checkpoint.rewrite.sources import (
     MODEL_PREFIX,
-    CastSource,
     CheckpointSource,
     TensorSource,
     cast_specs,
     model_names,
+    open_converted,
 )
 from elasticzero.checkpoint.rewrite.step_copy import CopyJob, CopyOptions, new_directory, run_jobs
 from elasticzero.checkpoint.steps import catalog
@@ -69,6 +69,8 @@ class HfExportOptions:
     """Maximum size of a file; only a file of one larger tensor exceeds it."""
     dtype: str | None = None
     """The dtype of floating-point tensors, as in `reshard.TargetShape`; None: as they are."""
+    allow_overflow: bool = False
+    """Whether finite values beyond the range of `dtype` become infinite; else they are refused."""
     config: Path | None = None
     """Path of the model's config.json, which is copied beside the weights."""
 
@@ -112,9 +114,10 @@ def export_hf(
     aliases = aliases_of(manifest)
     _check_exported(specs, aliases)
 
-    def open_source(buffer_bytes: int) -> TensorSource:
-        plain = CheckpointSource(source, manifest, buffer_bytes)
-        return plain if options.dtype is None else CastSource(plain, options.dtype)
+    def open_plain(buffer_bytes: int) -> TensorSource:
+        return CheckpointSource(source, manifest, buffer_bytes)
+
+    open_source = open_converted(open_plain, options.dtype, options.allow_overflow)
 
     total = sum(spec.nbytes for part in parts for spec in part.values())
     copy_options.progress.expect(total)

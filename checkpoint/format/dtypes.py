@@ -94,6 +94,14 @@ def is_as_stored(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def overflowed(before: torch.Tensor, after: torch.Tensor) -> float | None:
+    """Returns a finite value that a conversion has made infinite; None: there is none."""
+    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
+        return None
+    lost = torch.isinf(after) & torch.isfinite(before)
+    return float(before[lost][0]) if bool(lost.any()) else None
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a tensor in host memory for which `is_as_stored` holds, without a
     copy."""

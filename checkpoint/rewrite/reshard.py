@@ -18,11 +18,11 @@ from elasticzero.checkpoint.format.names import checked_step, step_directory
 from elasticzero.checkpoint.rewrite.sources import (
     CAST_DTYPES,
     MODEL_PREFIX,
-    CastSource,
     CheckpointSource,
     OpenSource,
     TensorSource,
     cast_specs,
+    open_converted,
 )
 from elasticzero.checkpoint.rewrite.step_copy import (
     LEAST_BUFFER_BYTES,
@@ -48,6 +48,8 @@ class TargetShape:
     """Distribute the tensors as this strategy does; None: by their present rules."""
     dtype: str | None = None
     """The dtype of the model's floating-point tensors: bf16, fp16 or fp32. None: as they are."""
+    allow_overflow: bool = False
+    """Whether finite values beyond the range of `dtype` become infinite; else they are refused."""
     shard: ShardOver = "world"
     """Divide the state among all ranks, or among those of each node."""
     nodes: int | None = None
@@ -139,10 +141,10 @@ def reshard(
         files=(),
     )
 
-    def open_source(buffer_bytes: int) -> TensorSource:
-        plain = CheckpointSource(source, old, buffer_bytes)
-        return plain if shape.dtype is None else CastSource(plain, shape.dtype)
+    def open_plain(buffer_bytes: int) -> TensorSource:
+        return CheckpointSource(source, old, buffer_bytes)
 
+    open_source = open_converted(open_plain, shape.dtype, shape.allow_overflow)
     return write_step(directory, draft, open_source, copy_options or CopyOptions(), resumable=True)
 
 
@@ -156,7 +158,8 @@ def _token(old: Manifest, layout: Layout, shape: TargetShape) -> str:
         layout: Layout of the new step.
         shape: Shape of the new step, of which strategy and dtype count besides.
     """
-    target = f"{layout.digest()} {shape.strategy} {shape.dtype}".encode()
+    kind = f"{shape.dtype} with overflow" if shape.allow_overflow else shape.dtype
+    target = f"{layout.digest()} {shape.strategy} {kind}".encode()
     return xxhash.xxh3_64_hexdigest(b"\0".join([_TOKEN_VERSION, to_json(old), target]))
 
 
@@ -251,10 +254,7 @@ def import_foreign(
         state=foreign.state,
     )
 
-    def open_source(buffer_bytes: int) -> TensorSource:
-        plain = foreign.open_source(buffer_bytes)
-        return plain if shape.dtype is None else CastSource(plain, shape.dtype)
-
+    open_source = open_converted(foreign.open_source, shape.dtype, shape.allow_overflow)
     return write_step(directory, draft, open_source, copy_options or CopyOptions())
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.checkpoint.convert.huggingface import open_hf
-from elasticzero.checkpoint.format.dtypes import tensor_spec, torch_dtype
+from elasticzero.checkpoint.format.dtypes import overflowed, tensor_spec, torch_dtype
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.checkpoint.rewrite.sources import TensorSource
@@ -87,10 +87,28 @@ class Pretrained:
         with self._reading(stored):
             for chunk in self._source.chunks(stored, Span(0, flat.numel())):
                 part = torch.frombuffer(chunk, dtype=dtype)
-                flat[start : start + part.numel()] = part
+                target = flat[start : start + part.numel()]
+                target.copy_(part)
+                self._check_range(stored, part, target)
                 start += part.numel()
         if not tensor.is_contiguous():  # then `flat` is a copy
             tensor.data.copy_(flat.view(tensor.shape))
+
+    def _check_range(self, stored: str, part: Tensor, filled: Tensor) -> None:
+        """Raises `CheckpointMismatch` for a value that the model's dtype cannot hold.
+
+        Args:
+            stored: The tensor's name in the files.
+            part: Values of the files.
+            filled: The same values in the model's tensor.
+        """
+        if part.dtype == filled.dtype:
+            return
+        if (value := overflowed(part, filled.to(part.device))) is not None:
+            raise CheckpointMismatch(
+                f"{stored.removeprefix(MODEL)!r} in {self._where} has the value {value:g}, which "
+                f"the model's {filled.dtype} cannot hold: give the model another dtype"
+            )
 
     @contextmanager
     def _reading(self, stored: str) -> Iterator[None]:

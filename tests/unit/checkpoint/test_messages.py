@@ -102,4 +102,7 @@ def test_export_says_under_which_names_and_what_is_not_converted(
         assert main([*order, "--what", what, "--dtype", "bf16"]) == 0
         printed = capsys.readouterr()
         assert text in printed.out
-        assert "--dtype bf16 leaves float8 as it is: 1 tensor, the first model/q" in printed.err
+        assert (
+            "--dtype bf16 leaves float8 and its scales as they are: 1 tensor, the first model/q"
+            in printed.err
+        )
