@@ -34,18 +34,18 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Output = pytest.CaptureFixture[str]
 
 
-def converted(tmp_path: Path, command: str, tensors: dict[str, Tensor], *more: str) -> int:
+def converted(tmp_path: Path, command: str, tensors: dict[str, Tensor], *flags: str) -> int:
     """Runs a conversion to `new`, which then has the tensors under their names in the model."""
     source, target = tmp_path / "run", str(tmp_path / "new")
     if command == "import":
         (tmp_path / "hf").mkdir()
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         save_file(tensors, tmp_path / "hf" / "model.safetensors")
-        return main(["import", "-q", str(tmp_path / "hf"), target, "--format", "hf", *more])
+        return main(["import", "-q", str(tmp_path / "hf"), target, "--format", "hf", *flags])
     checkpoint.save(source, {f"model/{name}": tensor for name, tensor in tensors.items()})
     if command == "reshard":
-        return main(["reshard", "-q", str(source), target, "--world-size", "3", *more])
-    return main(["export", "-q", str(source), target, "--format", command, *more])
+        return main(["reshard", "-q", str(source), target, "--world-size", "3", *flags])
+    return main(["export", "-q", str(source), target, "--format", command, *flags])
 
 
 def result_of(tmp_path: Path, command: str) -> dict[str, Tensor]:
@@ -95,8 +95,8 @@ def test_a_value_beyond_the_range_is_refused_by_name(
 @pytest.mark.parametrize("command", ["import", "reshard", "hf", "dcp"])
 def test_overflow_that_is_allowed_becomes_infinite(tmp_path: Path, command: str) -> None:
     tensors = {"big": torch.tensor([1.0, -1e38]).bfloat16()}
-    more = ("--dtype", "fp16", "--allow-overflow")
-    assert converted(tmp_path, command, tensors, *more) == 0
+    flags = ("--dtype", "fp16", "--allow-overflow")
+    assert converted(tmp_path, command, tensors, *flags) == 0
     assert result_of(tmp_path, command)["big"].tolist() == [1.0, -torch.inf]
 
 
