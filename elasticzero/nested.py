@@ -129,6 +129,36 @@ def tensor_names(json: Any) -> list[str]:
     return [name for item in json.values() for name in tensor_names(item)]
 
 
+def renamed(json: Any, names: Mapping[str, str]) -> Any:
+    """Returns an encoded value in which some tensors have other names.
+
+    Args:
+        json: The encoded value.
+        names: The new name of a tensor by its old one; all others keep theirs.
+    """
+    if isinstance(json, list):
+        return [renamed(item, names) for item in json]
+    if not isinstance(json, dict):
+        return json
+    if len(json) == 1 and ("$tensor" in json or "$array" in json):
+        ((kind, name),) = json.items()
+        return {kind: names.get(name, name)}
+    return {key: renamed(item, names) for key, item in json.items()}
+
+
+def count_values(json: Any) -> int:
+    """Returns the number of numbers, texts and the like in an encoded value, without tensors."""
+    if isinstance(json, list):
+        return sum(map(count_values, json))
+    if not isinstance(json, dict):
+        return 1
+    if len(json) == 1 and ("$tensor" in json or "$array" in json):
+        return 0
+    if set(json) == {"$map"}:
+        return sum(count_values(item) for _, item in json["$map"])
+    return sum(map(count_values, json.values()))
+
+
 def _checked_int(value: int, path: str) -> int:
     if value.bit_length() > _MAX_INT_BITS:
         raise UserError(

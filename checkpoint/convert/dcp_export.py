@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
+from elasticzero.checkpoint.convert.exported_state import (
+    GROUPS_KEY,
+    MODEL_KEY,
+    OPTIMIZER_KEY,
+    OWN_KEY,
+)
 from elasticzero.checkpoint.convert.huggingface import (
     ExportResult,
     aliases_of,
@@ -39,10 +45,6 @@ from elasticzero.errors import ElasticZeroError, StorageError, UserError
 from elasticzero.nested import tensor_names, unflatten
 from elasticzero.spans import Span
 
-MODEL_KEY = "model"
-OWN_KEY = "elasticzero"
-"""Key of the exported values that have no place in a state dict of torch."""
-OPTIMIZER_KEY, GROUPS_KEY = "optimizer", "param_groups"
 _TORCH_WRITER = "inline_container.cc"
 """Text in torch's error when its file could not be written to the end."""
 
@@ -90,8 +92,10 @@ def export_dcp(
     chosen = manifest.layout.tensors if options.everything else model_specs(source, manifest)
     specs = cast_specs(chosen, options.dtype)
     placeholders = _Placeholders(specs)
-    build = _everything if options.everything else _model
-    state_dict = build(manifest, placeholders)
+    if options.everything:
+        state_dict = all_state(manifest, specs, placeholders, _torch_nesting)
+    else:
+        state_dict = model_state(manifest, specs, placeholders)
     total = sum(spec.nbytes for spec in specs.values())
     copy_options.progress.expect(total)
 
@@ -173,22 +177,44 @@ def _read(source: TensorSource, name: str) -> torch.Tensor:
     return tensor
 
 
-def _model(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
-    """Returns the model's tensors under the keys of its own state dict."""
-    names = {name.removeprefix(MODEL_PREFIX): name for name in tensor_of.specs}
-    names |= {alias: MODEL_PREFIX + kept for alias, kept in aliases_of(manifest).items()}
-    return {key: tensor_of(name) for key, name in names.items()}
+def model_state(
+    manifest: Manifest,
+    names: Iterable[str],
+    tensor_of: Callable[[str], Any],
+) -> dict[str, Any]:
+    """Returns the model's tensors under the keys of its own state dict.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        names: Full names of the model's tensors.
+        tensor_of: Returns what stands for a tensor of this full name.
+    """
+    keys = {name.removeprefix(MODEL_PREFIX): name for name in names}
+    keys |= {alias: MODEL_PREFIX + kept for alias, kept in aliases_of(manifest).items()}
+    return {key: tensor_of(name) for key, name in keys.items()}
 
 
-def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
-    """Returns all state, nested as it was saved, or else as torch's state dicts are."""
+def all_state(
+    manifest: Manifest,
+    names: Iterable[str],
+    tensor_of: Callable[[str], Any],
+    nesting: Callable[[Any], Any] = lambda json: json,
+) -> dict[str, Any]:
+    """Returns all state, nested as it was saved, or else as torch's state dicts are.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        names: Full names of its tensors.
+        tensor_of: Returns what stands for a tensor of this full name.
+        nesting: Changes encoded values to those that the format can hold.
+    """
     ours: dict[str, Any] = {"state": json.dumps(manifest.state)}
     if TREE in manifest.state:
-        return {**unflatten(_torch_nesting(manifest.state[TREE]), tensor_of), OWN_KEY: ours}
+        return {**unflatten(nesting(manifest.state[TREE]), tensor_of), OWN_KEY: ours}
     model: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     others: dict[str, Any] = {}
-    for name in tensor_of.specs:
+    for name in names:
         parts = name.split("/")
         if name.startswith(MODEL_PREFIX):
             model[name.removeprefix(MODEL_PREFIX)] = tensor_of(name)
@@ -200,19 +226,12 @@ def _everything(manifest: Manifest, tensor_of: _Placeholders) -> dict[str, Any]:
         model[alias] = tensor_of(MODEL_PREFIX + kept)
     nested: dict[str, Any] = {MODEL_KEY: model} if model else {}
     if states:
-        nested[OPTIMIZER_KEY] = {"state": states, GROUPS_KEY: _param_groups(manifest, tensor_of)}
+        groups = [
+            {"params": list(group["names"]), **unflatten(nesting(group["options"]), tensor_of)}
+            for group in manifest.state.get("groups", ())
+        ]
+        nested[OPTIMIZER_KEY] = {"state": states, GROUPS_KEY: groups}
     return {**nested, OWN_KEY: {**ours, "tensors": others}}
-
-
-def _param_groups(manifest: Manifest, tensor_of: _Placeholders) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups as torch's state dicts have them, with parameters by name."""
-    return [
-        {
-            "params": list(group["names"]),
-            **unflatten(_torch_nesting(group["options"]), tensor_of),
-        }
-        for group in manifest.state.get("groups", ())
-    ]
 
 
 def _torch_nesting(json: Any) -> Any:

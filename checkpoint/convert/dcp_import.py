@@ -6,8 +6,6 @@ archives. This module compares their CRCs, which torch's own reader does not do.
 
 from __future__ import annotations
 
-import io
-import json
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +13,6 @@ from typing import IO, Any, cast
 
 import torch
 
-from elasticzero.checkpoint.convert.dcp_export import GROUPS_KEY, MODEL_KEY, OPTIMIZER_KEY, OWN_KEY
 from elasticzero.checkpoint.convert.dcp_metadata import (
     METADATA_NAME,
     Box,
@@ -25,6 +22,15 @@ from elasticzero.checkpoint.convert.dcp_metadata import (
     UnpicklingError,
     read_contents,
 )
+from elasticzero.checkpoint.convert.exported_state import (
+    GROUPS_KEY,
+    MODEL_KEY,
+    OPTIMIZER_KEY,
+    OWN_KEY,
+    is_copy,
+    parse_exported,
+)
+from elasticzero.checkpoint.convert.file_window import FileWindow
 from elasticzero.checkpoint.convert.huggingface import check_foreign
 from elasticzero.checkpoint.format.dtypes import byte_view, tensor_spec, torch_dtype
 from elasticzero.checkpoint.format.layout import TensorSpec
@@ -34,7 +40,7 @@ from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.urls import open_storage
 from elasticzero.errors import CheckpointDamaged, UserError
-from elasticzero.nested import flatten, unflatten
+from elasticzero.nested import flatten
 from elasticzero.spans import Span
 
 
@@ -62,10 +68,11 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
     ours: dict[str, Any] = {}
     named: dict[KeyPath, str] = {}
     if exported:
-        ours, named = _exported_state(storage, contents.values[OWN_KEY, "state"])
+        text = _load(storage, contents.values[OWN_KEY, "state"])
+        ours, named = parse_exported(text, storage.where)
     names = {path: named.get(path, name) for path, name in _names(contents.tensors).items()}
     if exported:
-        names = {path: name for path, name in names.items() if not _is_copy(path, ours)}
+        names = {path: name for path, name in names.items() if not is_copy(path, ours)}
     if model_only:
         names = {path: name for path, name in names.items() if name.startswith(MODEL_PREFIX)}
     if len(set(names.values())) != len(names):
@@ -82,30 +89,6 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
     specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
     return ForeignCheckpoint(
         specs=specs, state=state, open_source=lambda _: _Directory(storage, tensors, specs)
-    )
-
-
-def _exported_state(
-    storage: Readable, item: StoredItem
-) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Returns (the state of the exported checkpoint, the names of the tensors that the state
-    nests)."""
-    try:
-        state = json.loads(_load(storage, item))
-        if isinstance(state, dict) and isinstance(state.get("aliases", {}), dict):
-            return state, dict(_named_paths(state.get(TREE), ()))
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        pass
-    raise CheckpointDamaged(f"{storage.where}: the state that an export wrote makes no sense")
-
-
-def _is_copy(path: KeyPath, ours: Mapping[str, Any]) -> bool:
-    """Returns whether an export put a tensor here that it also put elsewhere, as torch's state
-    dicts need it."""
-    if TREE in ours:
-        return False
-    return path[:2] == (OPTIMIZER_KEY, GROUPS_KEY) or (
-        path[0] == MODEL_KEY and "/".join(map(str, path[1:])) in ours.get("aliases", ())
     )
 
 
@@ -126,28 +109,6 @@ def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
             case _:
                 names[path] = "/".join(map(str, path))
     return names
-
-
-def _named_paths(json: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yields (path in the export, name) for each tensor in an encoded value."""
-    if isinstance(json, list):
-        for index, item in enumerate(json):
-            yield from _named_paths(item, (*path, index))
-    match json:
-        case {"$tensor": str(name)} | {"$array": str(name)}:
-            yield path, name
-        case {"$tuple": [*items]}:
-            yield from _named_paths(items, path)
-        case {"$map": [*pairs]}:
-            for [key, item] in pairs:
-                yield from _named_paths(item, (*path, str(unflatten(key, _no_tensor))))
-        case dict():
-            for key, item in json.items():
-                yield from _named_paths(item, (*path, key))
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise ValueError(f"{name!r} is the key of a dict")
 
 
 def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
@@ -279,7 +240,7 @@ def _load(storage: Readable, item: StoredItem) -> Any:
     """Returns the value that `torch.save` wrote as an item, after comparing its checksum; no code
     runs."""
     where = f"{storage.where}/{item.file}, bytes {item.start} to {item.start + item.bytes}"
-    window = _Window(storage, item)
+    window = FileWindow(storage, item.file, item.start, item.bytes)
     try:
         if storage.size(item.file) < item.start + item.bytes:
             raise CheckpointDamaged(f"{where}: the file ends before")
@@ -299,34 +260,3 @@ def _load(storage: Readable, item: StoredItem) -> Any:
         ) from None
     except _ITEM_ERRORS as error:
         raise CheckpointDamaged(f"{where} is not an item of torch's: {error!r:.150}") from None
-
-
-class _Window(io.RawIOBase):
-    """Presents the bytes of one item as a file."""
-
-    def __init__(self, storage: Readable, item: StoredItem) -> None:
-        self._storage = storage
-        self._item = item
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._item.bytes}
-        self._position = max(0, base[whence] + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._item.bytes - self._position))
-        start = self._item.start + self._position
-        done = self._storage.read_into(self._item.file, start, view[:count]) if count else 0
-        self._position += done
-        return done

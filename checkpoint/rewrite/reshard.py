@@ -33,6 +33,7 @@ from elasticzero.checkpoint.rewrite.step_copy import (
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Directory, Readable
 from elasticzero.errors import UserError
+from elasticzero.nested import renamed
 from elasticzero.spans import STRATEGIES, Rule, ShardOver, Span
 
 MOST_RANKS = 100_000
@@ -197,19 +198,8 @@ def tie_aliases(foreign: ForeignCheckpoint, aliases: Mapping[str, str]) -> Forei
     state = {**foreign.state, "aliases": {**foreign.state.get("aliases", {}), **aliases}}
     if TREE in state:
         kept_of = {MODEL_PREFIX + alias: MODEL_PREFIX + kept for alias, kept in aliases.items()}
-        state[TREE] = _renamed(state[TREE], kept_of)
+        state[TREE] = renamed(state[TREE], kept_of)
     return replace(foreign, specs=specs, state=state)
-
-
-def _renamed(json: Any, names: Mapping[str, str]) -> Any:
-    """Returns an encoded value in which some tensors have other names."""
-    if isinstance(json, list):
-        return [_renamed(item, names) for item in json]
-    if not isinstance(json, dict):
-        return json
-    if json.keys() == {"$tensor"}:
-        return {"$tensor": names.get(json["$tensor"], json["$tensor"])}
-    return {key: _renamed(item, names) for key, item in json.items()}
 
 
 def _sum(source: TensorSource, name: str) -> str:

@@ -36,13 +36,14 @@ from torch.distributed.checkpoint.state_dict import (
 from elasticzero.checkpoint.api import load, load_state, save
 from elasticzero.checkpoint.cli.main import main
 from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions, export_dcp
-from elasticzero.checkpoint.convert.dcp_import import _load, _Window, open_dcp
+from elasticzero.checkpoint.convert.dcp_import import _load, open_dcp
 from elasticzero.checkpoint.convert.dcp_metadata import (
     METADATA_NAME,
     Contents,
     StoredItem,
     read_contents,
 )
+from elasticzero.checkpoint.convert.file_window import FileWindow
 from elasticzero.checkpoint.rewrite.diff import compare
 from elasticzero.checkpoint.rewrite.reshard import TargetShape, import_foreign
 from elasticzero.checkpoint.storage.base import Storage
@@ -446,7 +447,7 @@ def test_an_item_too_small_for_its_tensor_takes_no_memory(tmp_path: Path) -> Non
 
 
 def test_items_are_read_by_range(victim: Path) -> None:
-    window = _Window(DiskStorage(victim), StoredItem("__0_0.distcp", 2, 5))
+    window = FileWindow(DiskStorage(victim), "__0_0.distcp", 2, 5)
     data = (victim / "__0_0.distcp").read_bytes()
     assert window.read() == data[2:7]
     assert (window.seek(-2, io.SEEK_END), window.read(9)) == (3, data[5:7])
