@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar, get_args
 
+from elasticzero.checkpoint.cli import foreign
 from elasticzero.checkpoint.convert import huggingface
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite import reshard, step_copy
@@ -78,13 +79,16 @@ def _add_diff(command: argparse.ArgumentParser) -> None:
 
 def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", help=catalog.RESOLVABLE)
-    command.add_argument("target", help="The files are written into this new directory.")
+    command.add_argument(
+        "target",
+        help="The files are written into this new directory; with torch, this is the new file.",
+    )
     command.add_argument(
         "--format",
-        choices=("hf", "dcp"),
+        choices=("hf", "dcp", "torch"),
         default="hf",
-        help="hf writes safetensors of Hugging Face, dcp writes torch.distributed.checkpoint. "
-        "(default: hf)",
+        help="hf writes safetensors of Hugging Face, dcp writes torch.distributed.checkpoint, "
+        "torch writes one file for torch.load. (default: hf)",
     )
     command.add_argument(
         "--max-shard-size",
@@ -101,7 +105,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
         "--what",
         choices=("model", "all"),
         default="model",
-        help="With dcp, model writes the model's tensors under the keys of its own "
+        help="With dcp and torch, model writes the model's tensors under the keys of its own "
         "state_dict(), and "
         'all writes all state as {"model": ..., "optimizer": ...}. (default: model)',
     )
@@ -111,20 +115,16 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", help="This directory or safetensors file is imported.")
-    command.add_argument("target", help="The step is written into this checkpoint directory.")
+    command.add_argument("path", help="This directory or file is imported.")
     command.add_argument(
-        "--format",
-        choices=("hf", "dcp"),
-        required=True,
-        help="hf reads safetensors of Hugging Face, dcp reads torch.distributed.checkpoint.",
+        "target", nargs="?", help="The step is written into this checkpoint directory."
     )
+    foreign.add_options(command)
     command.add_argument(
         "--step",
         type=int,
-        default=0,
         metavar="N",
-        help="The checkpoint is that of step N. (default: 0)",
+        help="The checkpoint is that of step N. (default: what was saved says it, or 0)",
     )
     command.add_argument(
         "--world-size",
@@ -137,9 +137,6 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=STRATEGIES,
         help="The tensors are distributed over the ranks as this strategy does. (default: evenly)",
-    )
-    command.add_argument(
-        "--model-only", action="store_true", help="With dcp, only the model is imported."
     )
     command.add_argument(
         "--alias",
@@ -275,6 +272,14 @@ def _export(args: argparse.Namespace) -> int:
                 allow_overflow=args.allow_overflow,
             )
             return export_dcp(source, args.target, dcp_options, copy_options)
+        if args.format == "torch":
+            _reject_options(args, "torch", "max_shard_size", "config")
+            from elasticzero.checkpoint.convert.torch_export import export_torch
+
+            everything = args.what == "all"
+            return export_torch(
+                source, args.target, copy_options, everything=everything, dtype=args.dtype
+            )
         if args.what == "all":
             raise UserError("--what all is not for --format hf, which holds models only")
         most = args.max_shard_size or huggingface.DEFAULT_MAX_SHARD_BYTES
@@ -314,25 +319,35 @@ def _import(args: argparse.Namespace) -> int:
         allow_overflow=args.allow_overflow,
     )
 
+    opened = foreign.open_import(args)
+    checkpoint = opened.foreign
+    if args.alias:
+        checkpoint = reshard.tie_aliases(checkpoint, dict(args.alias))
+        opened = replace(opened, foreign=checkpoint)
+    if args.list:
+        foreign.print_listing(opened, as_json=args.json)
+        return 0
+    if args.target is None:
+        raise UserError("the checkpoint directory to write into is missing (--list needs none)")
+    foreign.print_notes(opened)
+    _report_unconverted(args, checkpoint.specs)
+    step = (opened.step or 0) if args.step is None else args.step
+
     def work(copy_options: step_copy.CopyOptions) -> step_copy.CopyResult:
-        if args.format == "dcp":
-            from elasticzero.checkpoint.convert.dcp_import import open_dcp
+        directory = open_directory(args.target)
+        return reshard.import_foreign(checkpoint, directory, step, shape, copy_options)
 
-            foreign = open_dcp(args.path, model_only=args.model_only)
-        else:
-            foreign = huggingface.open_hf(args.path)
-        for note in foreign.notes:
-            print_error(note)
-        if args.alias:
-            foreign = reshard.tie_aliases(foreign, dict(args.alias))
-        _report_unconverted(args, foreign.specs)
-        return reshard.import_foreign(
-            foreign, open_directory(args.target), args.step, shape, copy_options
+    done = _run_with_progress(args, work, "nothing of the import is left")
+    if args.json:
+        counts = {"values": opened.values, "left_out": len(opened.left_out)}
+        tensors = len(checkpoint.specs)
+        print_result(
+            json.dumps({**asdict(done), "source": args.path, "tensors": tensors, **counts})
         )
-
-    return _report_copy(
-        _run_with_progress(args, work, "nothing of the import is left"), args, args.path
-    )
+        return 0
+    _report_copy(done, args, args.path)
+    print_result(opened.summary())
+    return 0
 
 
 def _reject_options(args: argparse.Namespace, kind: str, *names: str) -> None:

@@ -1,1 +1,1 @@
-"""Converts checkpoints to and from other formats: Hugging Face, torch.distributed.checkpoint."""
+"""Converts checkpoints to and from other formats: Hugging Face, DCP, and files of `torch.save`."""

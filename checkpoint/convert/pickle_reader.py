@@ -1,7 +1,7 @@
-"""Reads the pickles that torch.distributed.checkpoint writes, and runs nothing that they name.
+"""Reads the pickles that torch writes, and runs nothing that they name.
 
-A pickle is a program for a stack machine. This machine has the instructions that torch's metadata
-needs and refuses all others. Names become stand-ins from a table. Time and memory stay within a
+A pickle is a program for a stack machine. This machine has the instructions that torch's files
+need and refuses all others. Names become stand-ins from a table. Time and memory stay within a
 multiple of the file's size: the reader believes no length, index or nesting in the file. It counts
 a tuple with all that the tuple holds, because hashing or comparing one visits every part again.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _MAX_PARTS = 64
@@ -27,10 +28,13 @@ _VISITS_PER_BYTE = 16
     _APPEND, _APPENDS, _SETITEM, _SETITEMS, _TUPLE, _TUPLE1, _TUPLE2, _TUPLE3, _NONE, _NEWTRUE,
     _NEWFALSE, _BININT, _BININT1, _BININT2, _LONG1, _BINFLOAT, _SHORT_BINUNICODE, _BINUNICODE,
     _BINUNICODE8, _SHORT_BINBYTES, _BINBYTES, _MEMOIZE, _BINPUT, _LONG_BINPUT, _BINGET,
-    _LONG_BINGET, _GLOBAL, _STACK_GLOBAL, _REDUCE, _NEWOBJ, _BUILD,
-) = b"\x80\x95.(01}])aesut\x85\x86\x87N\x88\x89JKM\x8aG\x8cX\x8dCB\x94qrhjc\x93R\x81b"  # fmt: skip
+    _LONG_BINGET, _GLOBAL, _STACK_GLOBAL, _REDUCE, _NEWOBJ, _BUILD, _BINPERSID, _EMPTY_SET,
+    _ADDITEMS, _FROZENSET, _NEWOBJ_EX, _BINBYTES8, _BYTEARRAY8,
+) = (
+    b"\x80\x95.(01}])aesut\x85\x86\x87N\x88\x89JKM\x8aG\x8cX\x8dCB\x94qrhjc\x93R\x81bQ\x8f\x90\x91\x92\x8e\x96"
+)  # fmt: skip
 _TEXTS = {_SHORT_BINUNICODE: 1, _BINUNICODE: 4, _BINUNICODE8: 8}
-_BYTES = {_SHORT_BINBYTES: 1, _BINBYTES: 4}
+_BYTES = {_SHORT_BINBYTES: 1, _BINBYTES: 4, _BINBYTES8: 8, _BYTEARRAY8: 8}
 _CONSTANTS = {_NONE: None, _NEWTRUE: True, _NEWFALSE: False}
 _TUPLES = {_EMPTY_TUPLE: 0, _TUPLE1: 1, _TUPLE2: 2, _TUPLE3: 3}
 _INTS = {_BININT1: 1, _BININT2: 2}
@@ -55,33 +59,63 @@ class Size:
 
 
 class Mapped:
-    """Stands for a class of dicts; the value becomes a dict."""
+    """Stands for a class of dicts; the value becomes a dict, without the attributes of its own."""
 
 
-StandIn = type[InertRecord] | type[Size] | type[Mapped] | str
+@dataclass(frozen=True, slots=True)
+class Constructor:
+    """Stands for a function or a class; `make` is a function of ours that makes an inert value."""
+
+    make: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opaque:
+    """Stands for a name, and for all objects of that name: it has the name and holds nothing."""
+
+    name: str
+    refused: bool = False
+    """True: the name is in no table."""
+
+
+StandIn = type[InertRecord] | type[Size] | type[Mapped] | Constructor | Opaque | str
 """The stand-in for a name in the pickle."""
 
+_SET, _FROZEN_SET = Opaque("builtins.set"), Opaque("builtins.frozenset")
 
-def read_pickle(data: bytes, find: Callable[[str, str], StandIn]) -> Any:
+
+def read_pickle(
+    data: bytes,
+    find: Callable[[str, str], StandIn],
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
     """Returns the value in a pickle.
 
     Args:
         data: The pickle.
         find: Returns the stand-in for a module and a name, or raises.
+        persistent: Returns the value that an identifier of something outside of the pickle stands
+            for; None: there are no such identifiers.
 
     Raises:
         ValueError: The pickle cannot be torch's metadata; instead of this error there may be
             `IndexError`, `KeyError`, `TypeError` or `struct.error`.
     """
-    return _Machine(data, find).run()
+    return _Machine(data, find, persistent).run()
 
 
 class _Machine:
     """Runs a pickle with a stack, a memo and a position."""
 
-    def __init__(self, data: bytes, find: Callable[[str, str], StandIn]) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        find: Callable[[str, str], StandIn],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
         self._data = data
         self._find = find
+        self._persistent = persistent
         self._position = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
@@ -113,7 +147,12 @@ class _Machine:
             _STACK_GLOBAL: lambda: self._name(self._stack.pop(-2), self._stack.pop()),
             _REDUCE: lambda: self._call(self._stack.pop(-2), self._stack.pop()),
             _NEWOBJ: lambda: self._call(self._stack.pop(-2), self._stack.pop()),
+            _NEWOBJ_EX: self._new_with_keywords,
             _BUILD: self._build,
+            _BINPERSID: lambda: self._refer(self._stack.pop()),
+            _EMPTY_SET: lambda: self._push(_SET),
+            _FROZENSET: lambda: self._replace(self._marked(), _FROZEN_SET),
+            _ADDITEMS: lambda: self._append(self._marked()),
         }
 
     def run(self) -> Any:
@@ -179,6 +218,10 @@ class _Machine:
     def _discard(self, _: list[Any]) -> None:
         """Drops the values above the last mark."""
 
+    def _replace(self, _: list[Any], value: Any) -> None:
+        """Pushes a value in the place of the values above the last mark."""
+        self._push(value)
+
     def _mark(self) -> None:
         self._below.append(self._stack)
         self._stack = []
@@ -207,12 +250,16 @@ class _Machine:
 
     def _append(self, items: list[Any]) -> None:
         into = self._stack[-1]
+        if isinstance(into, Opaque):
+            return
         if type(into) is not list:
             raise TypeError("a list is expected")
         into.extend(items)
 
     def _set(self, items: list[Any]) -> None:
         into = self._stack[-1]
+        if isinstance(into, Opaque):
+            return
         if type(into) is not dict:
             raise TypeError("a dict is expected")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -229,8 +276,22 @@ class _Machine:
             raise TypeError("a name is expected")
         self._push(self._find(module, name))
 
+    def _refer(self, identifier: Any) -> None:
+        if self._persistent is None:
+            raise ValueError("it refers to something outside of itself")
+        self._make(self._persistent(identifier))
+
+    def _new_with_keywords(self) -> None:
+        keywords, arguments, stand_in = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        if keywords and not isinstance(stand_in, Opaque):
+            raise ValueError("a record that is made with keywords")
+        self._call(stand_in, arguments)
+
     def _call(self, stand_in: Any, arguments: Any) -> None:
-        """Makes the value that a stand-in becomes; nothing is called."""
+        """Makes the value that a stand-in becomes; nothing that the file names is called."""
+        if isinstance(stand_in, Opaque):
+            self._make(stand_in)
+            return
         if type(arguments) is not tuple or len(arguments) > _MAX_PARTS:
             raise ValueError(f"a record of {len(arguments)} parts")
         if stand_in is Size:
@@ -239,18 +300,23 @@ class _Machine:
                 raise TypeError("a size is not a tuple")
             self._push(sizes)
         elif stand_in is Mapped:
-            if arguments:
+            made = [argument for argument in arguments if not isinstance(argument, Opaque)]
+            if made not in ([], [{}]):
                 raise ValueError("a dict that is made of something")
             self._make({})
         elif isinstance(stand_in, type) and issubclass(stand_in, InertRecord):
             record = stand_in()
             record.parts = arguments
             self._make(record)
+        elif isinstance(stand_in, Constructor):
+            self._make(stand_in.make(*arguments))
         else:
             raise TypeError("only records can be made")
 
     def _build(self) -> None:
         state, record = self._stack.pop(), self._stack[-1]
+        if isinstance(record, Opaque) or type(record) is dict:
+            return
         if not isinstance(record, InertRecord):
             raise TypeError("only records have a state")
         record.__setstate__(state)

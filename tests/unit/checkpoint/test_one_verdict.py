@@ -210,6 +210,8 @@ def verdicts(root: Path, aside: Path, capsys: pytest.CaptureFixture[str]) -> dic
         "reshard": command("reshard", "-q", step, aside / "c", "--world-size", 2) == 0,
         "diff": command("diff", "-q", step, step) == 0,
         "export hf": command(*export, aside / "hf") == 0,
+        "export torch": command(*export, aside / "all.pt", "--format", "torch", "--what", "all")
+        == 0,
         "export dcp": command(*export, aside / "dcp", "--format", "dcp", "--what", "all") == 0,
         "load": not raises(lambda: checkpoint.load(step)),
         "load into": not raises(lambda: checkpoint.load(step, {"model/b": SAVED["model"]["b"]})),

@@ -331,7 +331,8 @@ def test_import(directory: Path, tmp_path: Path, capsys: Output) -> None:
     order = ["import", hf, target, "--format", "hf", "--world-size", "2", "--strategy", "zero3"]
     assert main([*order, "--step", "5"]) == 0
     where = Path(target) / step_directory(5)
-    assert capsys.readouterr().out == f"{where}: 2 ranks, 23.6 KiB, from {hf}\n"
+    line = f"{where}: 2 ranks, 23.6 KiB, from {hf}\n"
+    assert capsys.readouterr().out == line + "2 tensors, 0 values of state, 0 left out\n"
     assert main(["diff", "--model-only", target, str(directory)]) == 0
 
 

@@ -1,0 +1,1 @@
+"""Reads what other programs save with `torch.save`, and runs nothing that the files name."""
