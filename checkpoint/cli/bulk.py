@@ -21,6 +21,7 @@ from elasticzero.checkpoint.rewrite.diff import CheckpointDiff, compare
 from elasticzero.checkpoint.rewrite.progress import ProgressBar
 from elasticzero.checkpoint.rewrite.sources import CAST_DTYPES, unconverted
 from elasticzero.checkpoint.steps import catalog
+from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.spans import STRATEGIES, ShardOver
@@ -262,24 +263,8 @@ def _export(args: argparse.Namespace) -> int:
 
     def work(copy_options: step_copy.CopyOptions) -> huggingface.ExportResult:
         _report_unconverted(args, catalog.read_manifest(source).layout.tensors)
-        if args.format == "dcp":
-            _reject_options(args, "dcp", "max_shard_size", "config")
-            from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions, export_dcp
-
-            dcp_options = DcpExportOptions(
-                everything=args.what == "all",
-                dtype=args.dtype,
-                allow_overflow=args.allow_overflow,
-            )
-            return export_dcp(source, args.target, dcp_options, copy_options)
-        if args.format == "torch":
-            _reject_options(args, "torch", "max_shard_size", "config")
-            from elasticzero.checkpoint.convert.torch_export import export_torch
-
-            everything = args.what == "all"
-            return export_torch(
-                source, args.target, copy_options, everything=everything, dtype=args.dtype
-            )
+        if args.format in ("dcp", "torch"):
+            return _export_for_torch(args, source, copy_options)
         if args.what == "all":
             raise UserError("--what all is not for --format hf, which holds models only")
         most = args.max_shard_size or huggingface.DEFAULT_MAX_SHARD_BYTES
@@ -311,6 +296,27 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _export_for_torch(
+    args: argparse.Namespace, source: Readable, copy_options: step_copy.CopyOptions
+) -> huggingface.ExportResult:
+    """Exports to one of the two formats that torch reads.
+
+    Args:
+        args: The command's parsed arguments.
+        source: The checkpoint's step.
+        copy_options: Memory, threads and progress of the copy.
+    """
+    _reject_options(args, args.format, "max_shard_size", "config")
+    from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions, export_dcp
+    from elasticzero.checkpoint.convert.torch_export import export_torch
+
+    options = DcpExportOptions(
+        everything=args.what == "all", dtype=args.dtype, allow_overflow=args.allow_overflow
+    )
+    export = export_dcp if args.format == "dcp" else export_torch
+    return export(source, args.target, options, copy_options)
+
+
 def _import(args: argparse.Namespace) -> int:
     shape = reshard.TargetShape(
         world_size=args.world_size,
@@ -318,7 +324,6 @@ def _import(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         allow_overflow=args.allow_overflow,
     )
-
     opened = foreign.open_import(args)
     checkpoint = opened.foreign
     if args.alias:

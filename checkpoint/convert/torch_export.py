@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elasticzero.checkpoint.convert.dcp_export import all_state, model_state
+from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions, all_state, model_state
 from elasticzero.checkpoint.convert.huggingface import (
     ExportResult,
     check_export_target,
@@ -22,10 +22,10 @@ from elasticzero.checkpoint.convert.huggingface import (
 )
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.sources import (
-    CastSource,
     CheckpointSource,
     TensorSource,
     cast_specs,
+    open_converted,
 )
 from elasticzero.checkpoint.rewrite.step_copy import CopyOptions, run_jobs
 from elasticzero.checkpoint.steps import catalog
@@ -62,10 +62,8 @@ class TensorReference:
 def export_torch(
     source: Readable,
     target: str,
+    options: DcpExportOptions | None = None,
     copy_options: CopyOptions | None = None,
-    *,
-    everything: bool = False,
-    dtype: str | None = None,
 ) -> ExportResult:
     """Writes a checkpoint as `torch.save` would; memory holds one buffer at a time.
 
@@ -76,14 +74,13 @@ def export_torch(
     Args:
         source: The checkpoint's step.
         target: A new file, a path or a URL.
+        options: What is exported, as with DCP; None: the defaults.
         copy_options: Memory and progress of the copy; None: the defaults.
-        everything: Whether all state is exported, and not the model alone.
-        dtype: The dtype of the model's floating-point tensors; None: as they are.
 
     Raises:
         UserError: The target exists or has another ending, or there is no model.
     """
-    copy_options = copy_options or CopyOptions()
+    options, copy_options = options or DcpExportOptions(), copy_options or CopyOptions()
     parent, _, name = target.rpartition("/")
     if not name.endswith(SUFFIXES):
         raise UserError(f"{target} must be a file that ends in one of {', '.join(SUFFIXES)}")
@@ -93,20 +90,20 @@ def export_torch(
         raise UserError(f"{storage.where}/{name} exists: give a new file")
     check_export_target(target)
     manifest = catalog.read_manifest(source)
-    chosen = manifest.layout.tensors if everything else model_specs(source, manifest)
-    specs = cast_specs(chosen, dtype)
+    chosen = manifest.layout.tensors if options.everything else model_specs(source, manifest)
+    specs = cast_specs(chosen, options.dtype)
     references = {name: TensorReference(name, spec) for name, spec in specs.items()}
-    build = all_state if everything else model_state
+    build = all_state if options.everything else model_state
     pickle = _Pickle(build(manifest, references, references.__getitem__))
     total = sum(spec.nbytes for spec in specs.values())
     copy_options.progress.expect(total)
 
     def open_source(buffer_bytes: int) -> TensorSource:
-        plain = CheckpointSource(source, manifest, buffer_bytes)
-        return plain if dtype is None else CastSource(plain, dtype)
+        return CheckpointSource(source, manifest, buffer_bytes)
 
+    converted = open_converted(open_source, options.dtype, options.allow_overflow)
     run_jobs(
-        [lambda opened: storage.write(name, _archive(pickle, opened))], open_source, copy_options
+        [lambda opened: storage.write(name, _archive(pickle, opened))], converted, copy_options
     )
     where = f"{storage.where}/{name}"
     return ExportResult(where=where, files=(name,), tensors=len(specs), bytes=total)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from elasticzero.checkpoint.api import load, load_state, save
 from elasticzero.checkpoint.cli.main import main
+from elasticzero.checkpoint.convert.dcp_export import DcpExportOptions
 from elasticzero.checkpoint.convert.torch_export import export_torch
 from elasticzero.checkpoint.rewrite.diff import compare
 from elasticzero.checkpoint.storage.urls import open_storage
@@ -352,7 +353,7 @@ def test_nesting_without_end_is_refused(tmp_path: Path, program: bytes) -> None:
 def test_strange_tensors_go_out_and_come_back(tmp_path: Path, everything: bool) -> None:
     step = save(tmp_path / "ckpt", {f"model/{name}": t for name, t in STRANGE.items()})
     target = str(tmp_path / "m.pt")
-    done = export_torch(open_storage(step), target, everything=everything)
+    done = export_torch(open_storage(step), target, DcpExportOptions(everything=everything))
     assert (done.where, done.tensors) == (target, len(STRANGE))
     theirs = torch.load(target, weights_only=True)
     assert equal(theirs["model"] if everything else theirs, STRANGE)
@@ -372,7 +373,7 @@ def test_what_was_nested_goes_out_and_comes_back(tmp_path: Path) -> None:
         "$odd": None,
     }
     step = save(tmp_path / "ckpt", value, state={"note": "kept"})
-    export_torch(open_storage(step), str(tmp_path / "all.pt"), everything=True)
+    export_torch(open_storage(step), str(tmp_path / "all.pt"), DcpExportOptions(everything=True))
     theirs = torch.load(tmp_path / "all.pt", weights_only=True)
     theirs.pop("elasticzero")
     assert equal(theirs.pop("array"), torch.arange(3))
@@ -399,7 +400,7 @@ def test_a_jobs_state_goes_out_and_comes_back(tmp_path: Path) -> None:
         "tracked": {"ema": {"mean": {"$tensor": "tracked/ema/mean"}}},
     }
     step = save(tmp_path / "ckpt", tensors, state=state, step=3)
-    export_torch(open_storage(step), str(tmp_path / "all.pt"), everything=True)
+    export_torch(open_storage(step), str(tmp_path / "all.pt"), DcpExportOptions(everything=True))
     theirs = torch.load(tmp_path / "all.pt", weights_only=True)
     assert theirs["model"]["head"].data_ptr() == theirs["model"]["0.weight"].data_ptr()
     assert theirs["optimizer"]["param_groups"][0]["params"] == list(names.values())
