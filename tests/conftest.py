@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Tests, and what they start, find the programs that pip and `make tools` put beside Python.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+# Torch's threads of tests that run at once would spin for the same cores; it reads this as it is
+# imported. Tests of how many threads there are leave it out.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
