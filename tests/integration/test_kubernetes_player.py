@@ -267,7 +267,8 @@ def test_pods_wait_where_there_is_no_node(tmp_path: Path) -> None:
 
 
 def test_suspended_and_scaled_jobs(tmp_path: Path) -> None:
-    with cluster_of(tmp_path, job(LEAVES, size=2)) as cluster:
+    """A pod may get its SIGTERM before it handles any, and is killed after its grace then."""
+    with cluster_of(tmp_path, job(LEAVES, size=2, grace_s=1)) as cluster:
         wait(cluster, "both", lambda: running(cluster) == 2)
         with pytest.raises(Invalid, match="together"):
             cluster.patch("toy", completions=3)

@@ -60,14 +60,14 @@ def test_a_curve_has_every_step_once_through_lost_leaders_a_drain_and_a_join(
     directory = tmp_path / "curves"
     arguments = ["--nnodes", "1:3", "--strategy", "zero2", *runs_to(directory), "--pause", "0.2"]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
-        told.wait_for_step(20)
+        told.wait_for_step(8)
         told.cluster.kill_worker(told.node(1))
         told.wait_for_first_step(2)
-        told.wait_for_step(told.step + 12)
+        told.wait_for_step(told.step + 6)
         leader = told.of("world")[-1]["members"][0]
         told.cluster.kill_node(told.cluster.nodes[leader])
         told.wait_for_first_step(3)
-        told.wait_for_step(told.step + 12)
+        told.wait_for_step(told.step + 6)
         with told.slowed(1.0):
             told.cluster.start_node()
             told.wait_for_first_step(4)

@@ -17,6 +17,7 @@ from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Stepped
+from elasticzero.launcher.workers import group
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.group import Received, WorkerGroup
 from elasticzero.launcher.workers.process import worker_environment
@@ -229,8 +230,11 @@ def test_a_crash_the_agent_learns_of_late_is_the_workers_own(
     assert "script.py" in failure.traceback
 
 
-def test_a_status_is_told_before_what_runs_at_exit(server: ForkServer, tmp_path: Path) -> None:
+def test_a_status_is_told_before_what_runs_at_exit(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A slow end: peers are lost, and the round begins, while functions of atexit still run."""
+    monkeypatch.setattr(group, "EXIT_FUNCTIONS_S", group.UNASKED_GRACE_S + 0.5)
     code = (
         "import atexit, sys, time\n"
         "def last(): print('ending', flush=True); time.sleep(60)\n"

@@ -343,15 +343,15 @@ def save_harmed(place: Path, harm: Harm, at: int) -> Faults:
 
 
 @pytest.mark.parametrize("harm", ["kill", "power cut", "error"])
-def test_a_tagged_save_harmed_at_each_call(tmp_path: Path, harm: Harm) -> None:
+def test_a_tagged_save_harmed_at_each_call(place: Path, harm: Harm) -> None:
     """The tag names the old step or the new one, which is whole; then the next save works."""
-    calls = save_harmed(tmp_path / "counted", "kill", -1).calls
+    calls = save_harmed(place / "counted", "kill", -1).calls
     outcomes = set()
     for at in range(len(calls)):
-        place = tmp_path / str(at)
-        faults = save_harmed(place, harm, at)
-        directory = DiskDirectory(place)
-        tagged = named(place)["best"]
+        root = place / str(at)
+        faults = save_harmed(root, harm, at)
+        directory = DiskDirectory(root)
+        tagged = named(root)["best"]
         assert catalog.step_error(directory.step(step_directory(tagged))) is None, faults.calls[at:]
         new = commit.is_good(directory.step(step_directory(2)))
         assert tagged == 1 or new
@@ -359,9 +359,9 @@ def test_a_tagged_save_harmed_at_each_call(tmp_path: Path, harm: Harm) -> None:
         third = draft(3, generation=5)
         save(directory, third)
         for _ in range(2):
-            keep(place, third)
+            keep(root, third)
         best = 2 if new else 1
-        assert named(place) == {"best": best} and steps(place) == [3, best], faults.calls[at:]
+        assert named(root) == {"best": best} and steps(root) == [3, best], faults.calls[at:]
     assert outcomes == {(1, False), (1, True), (2, True)}
 
 
