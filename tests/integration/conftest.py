@@ -34,8 +34,9 @@ def pytest_sessionfinish() -> None:
     _server.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def etcd() -> Iterator[EtcdServer]:
+    """For jobs of other names each; a test that harms an etcd starts one of its own."""
     with EtcdServer() as member:
         yield member
 
