@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -27,6 +28,7 @@ from elasticzero.checkpoint.storage.base import Directory, Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, StorageError
+from tests.support.cases import slow
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
 from tests.unit.checkpoint.disk_faults import Faults
 from tests.unit.checkpoint.storage.test_disk import failing, without_links
@@ -310,6 +312,7 @@ def count_requests(kind: str, place: Path, case: Case) -> list[int]:
     return turns.calls
 
 
+@pytest.mark.usefixtures("in_one_thread")
 @each_case
 @each_kind
 def test_frozen_at_each_request(kind: str, place: Path, case: str) -> None:
@@ -324,6 +327,7 @@ def test_frozen_at_each_request(kind: str, place: Path, case: str) -> None:
             raise
 
 
+@pytest.mark.usefixtures("in_one_thread")
 @each_case
 @each_kind
 def test_killed_at_each_request_of_the_next_generation(kind: str, place: Path, case: str) -> None:
@@ -422,8 +426,18 @@ def run_frozen(place: Path, case: Case, at: int) -> list[str]:
     return faults.calls
 
 
-@pytest.mark.parametrize("lacks", [lambda _: None, no_exchange, no_exchange_no_links])
-@each_case
+def each_disk() -> Iterator[Any]:
+    """Every case on every kind of disk; where nothing is replaced, no two names are exchanged."""
+    for case in CASES:
+        replaces = "replaced" in case
+        yield case, lambda _: None
+        yield (case, no_exchange) if replaces else slow(case, no_exchange)
+        is_quick = replaces or case == "beside"
+        yield (case, no_exchange_no_links) if is_quick else slow(case, no_exchange_no_links)
+
+
+@pytest.mark.usefixtures("in_one_thread")
+@pytest.mark.parametrize(("case", "lacks"), list(each_disk()))
 def test_frozen_at_each_call_into_the_system(
     place: Path, monkeypatch: pytest.MonkeyPatch, case: str, lacks: Callable[..., None]
 ) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError
 from tests.unit.checkpoint.steps.test_fence import (
@@ -24,20 +23,14 @@ from tests.unit.checkpoint.steps.test_fence import (
     no_exchange,
     no_exchange_no_links,
 )
-from tests.unit.checkpoint.turns import Turns, one_by_one, run_by_calls
+from tests.unit.checkpoint.turns import Turns, run_by_calls
 
+pytestmark = pytest.mark.usefixtures("in_one_thread")
 Lacks = Callable[[pytest.MonkeyPatch], object]
 
 
 def nothing(_: pytest.MonkeyPatch) -> None:
     """The file system has all that Linux knows."""
-
-
-@pytest.fixture(autouse=True)
-def in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the calls of a process have one order."""
-    for module in (commit, catalog):
-        monkeypatch.setattr(module, "run_parallel", one_by_one)
 
 
 def run_case(place: Path, case: Case, counts: Sequence[int]) -> list[int]:
