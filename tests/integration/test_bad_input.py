@@ -8,20 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
+from tests.support.cases import slow
 
 FAILS_ON_IMPORT = SCRIPTS / "fails_on_import.py"
-
-
-def rare(value: object) -> Any:
-    """Makes a case that only `make slow` runs."""
-    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def test_a_script_s_own_hook_sees_its_error_and_cannot_hide_it(tmp_path: Path) -> None:
@@ -225,7 +220,7 @@ def test_fewer_nodes_than_wanted_says_who_is_there(
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(rare(number) for number in (signal.SIGTERM, signal.SIGHUP))]
+    "number", [signal.SIGINT, *(slow(number) for number in (signal.SIGTERM, signal.SIGHUP))]
 )
 def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None:
     arguments = ["local", "--nodes", "3", "--log-dir", str(tmp_path), str(REGRESSION)]

@@ -14,13 +14,9 @@ from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Stepped
 from tests.integration.training_changes import plain
 from tests.integration.training_harness import Pool
+from tests.support.cases import slow
 
 SCRIPT = Path(__file__).parent / "training_changes.py"
-
-
-def slow(*values: Any) -> Any:
-    """Makes a case that only `make slow` runs."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def check(pool: Pool, folder: Path, told: dict[str, Any], worlds: dict[int, int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,10 @@ from elasticzero.ipc.messages import Stopping
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_before_steps import plain
 from tests.integration.training_harness import Pool, Running
+from tests.support.cases import slow
 
 SCRIPT = Path(__file__).parent / "training_before_steps.py"
 STEPS = 8
-
-
-def slow(*values: Any) -> Any:
-    """Makes a case that only `make slow` runs."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def failed(pool: Pool, strategy: str, step: int) -> Running:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,14 +30,7 @@ from tests.integration.clusters import (
     elasticzero as command,
 )
 from tests.integration.reference import order_of_samples, steps_in
-
-
-def drawn(*strategies: str) -> list[Any]:
-    """All strategies, these of them in `make test`, the others in `make slow`."""
-    return [
-        pytest.param(name, marks=[] if name in strategies else [pytest.mark.slow])
-        for name in ("ddp", "zero1", "zero2", "zero3")
-    ]
+from tests.support.cases import drawn
 
 
 def check_weights(checkpoints: Path, reference: dict[str, Tensor]) -> None:

@@ -13,7 +13,8 @@ from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
-from tests.integration.test_elastic_training import check_samples, check_weights, drawn
+from tests.integration.test_elastic_training import check_samples, check_weights
+from tests.support.cases import drawn
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -18,6 +18,7 @@ from tests.integration.clusters import Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
 from tests.integration.test_memory_tier import job_arguments, lose, members
 from tests.integration.training_harness import Pool
+from tests.support.cases import slow
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(180)
@@ -28,11 +29,6 @@ MIRROR = ("--redundancy", "mirror", "--snapshot-every", "1000")
 def rare(*values: str) -> Any:
     """What only `make chaos` runs."""
     return pytest.param(*values, marks=pytest.mark.chaos)
-
-
-def slow(*values: Any) -> Any:
-    """Makes a case that only `make slow` runs."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def redone(told: Story) -> int:
