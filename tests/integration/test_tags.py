@@ -20,7 +20,7 @@ from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, story
 from tests.integration.clusters import elasticzero as command_of
-from tests.integration.test_elastic_training import drawn
+from tests.support.cases import drawn, slow
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(180)
@@ -229,29 +229,31 @@ def regression(tmp_path: Path, strategy: str, *options: str) -> tuple[list[str],
     return [*arguments, "--asks", str(asks), "--pause", "0.1"], asks
 
 
-def weights_at(number: int, tmp_path: Path) -> Path:
-    """A step's directory of a run that nothing disturbs."""
-    place = tmp_path / "undisturbed"
-    command = command_of("local", "--nodes", "2", "--checkpoint-dir", str(place))
-    finished([*command, "--checkpoint-every", str(number), str(REGRESSION), "--epochs", "1"])
-    return step(place, number)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every step of a run that nothing disturbs."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    variables = {"ELASTICZERO_CHECKPOINT_DIR": str(place), "ELASTICZERO_CHECKPOINT_EVERY": "1"}
+    finished([sys.executable, str(REGRESSION), "--epochs", "1"], **variables)
+    return place
 
 
-def check(directory: Path, number: int, tmp_path: Path) -> None:
+def check(directory: Path, number: int, undisturbed: Path) -> None:
     """The tag names this step, which is whole and has the weights of an undisturbed run; no other
     than the last stays besides."""
     assert tags(directory) == {"best": number}
     assert steps(directory) == [number, 34]
     state = elasticzero.checkpoint.load(directory / "tags" / "best")
-    expected = elasticzero.checkpoint.load(weights_at(number, tmp_path))
+    expected = elasticzero.checkpoint.load(step(undisturbed, number))
     for name, tensor in expected.items():
         if name.startswith("model/"):
             assert (tensor - state[name]).abs().max() < 1e-9, name
 
 
-@pytest.mark.parametrize("lost", [pytest.param("worker", marks=pytest.mark.slow), "node"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["worker", "node"])
 def test_the_tag_of_a_job_whose_processes_are_killed(
-    lost: str, tmp_path: Path, etcd: EtcdServer, job: str
+    lost: str, tmp_path: Path, undisturbed: Path, etcd: EtcdServer, job: str
 ) -> None:
     """One rank asks; a worker, or a node with its part of the state, is lost soon after."""
     arguments, asks = regression(tmp_path, "zero2", "--snapshot-every", "2")
@@ -264,14 +266,12 @@ def test_the_tag_of_a_job_whose_processes_are_killed(
             told.cluster.kill_node(told.node(2))
         told.wait_for_first_step(2)
         told.wait_for_end()
-    check(tmp_path / "c", 12, tmp_path)
+    check(tmp_path / "c", 12, undisturbed)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "number"), [("ddp", 13), pytest.param("zero2", 12, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("strategy", "number"), [("ddp", 13), slow("zero2", 12)])
 def test_a_node_lost_in_the_save_itself(
-    strategy: str, number: int, tmp_path: Path, etcd: EtcdServer, job: str
+    strategy: str, number: int, tmp_path: Path, undisturbed: Path, etcd: EtcdServer, job: str
 ) -> None:
     """Its part is not in memory yet when it is killed, so nobody can complete that checkpoint. With
     ddp the others have made one step more, and that state is saved in its place; with zero2
@@ -292,13 +292,13 @@ def test_a_node_lost_in_the_save_itself(
         told.wait_for_first_step(2)
         told.wait_for_end()
         logs = "".join(path.read_text() for path in told.directory().glob("*/[0-9]*.log"))
-    check(tmp_path / "c", number, tmp_path)
+    check(tmp_path / "c", number, undisturbed)
     lost = "the checkpoint of step 12 with the tag best was lost; the state of step 13 is saved"
     assert (lost in logs) == (strategy == "ddp")
 
 
 def test_a_call_at_the_step_at_which_a_node_leaves(
-    tmp_path: Path, etcd: EtcdServer, job: str
+    tmp_path: Path, undisturbed: Path, etcd: EtcdServer, job: str
 ) -> None:
     """The ranks tell each other before the generation ends, and the next one saves the state."""
     (holds := tmp_path / "holds").mkdir()
@@ -320,7 +320,7 @@ def test_a_call_at_the_step_at_which_a_node_leaves(
         told.wait_for_end()
     second = next(world for world in told.of("world") if world["generation"] == 2)
     assert second["resume_step"] == number, "the generation ended elsewhere; the test says nothing"
-    check(tmp_path / "c", number, tmp_path)
+    check(tmp_path / "c", number, undisturbed)
 
 
 def held(holds: Path, ranks: int) -> bool:
