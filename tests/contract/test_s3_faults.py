@@ -22,6 +22,7 @@ from elasticzero.checkpoint.storage.object_store import RETRY, ObjectDirectory, 
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError
 from tests.contract.s3_server import COMPLETE, PUT, UPLOAD_PART, Harm, Proxy
+from tests.support.cases import slow
 from tests.support.deadlines import patience
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks
 
@@ -185,7 +186,7 @@ commit.commit(storage, draft, wait_s=0.0)
 """
 
 
-@pytest.mark.parametrize("at", [UPLOAD_PART, COMPLETE, re.compile("PUT .*sums$"), PUT])
+@pytest.mark.parametrize("at", [slow(UPLOAD_PART), COMPLETE, re.compile("PUT .*sums$"), slow(PUT)])
 def test_a_writer_killed_in_the_middle_leaves_the_step_before(
     s3: Proxy, at: re.Pattern[str]
 ) -> None:

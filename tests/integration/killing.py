@@ -33,6 +33,8 @@ WAIT_S = 60.0
 """A generous deadline."""
 FOREVER = 1_000_000
 """A last step that is never reached."""
+QUICK = 8
+"""Seeds that `make test` plays of the twenty of each test; `make slow` plays the others."""
 
 
 class Savers:

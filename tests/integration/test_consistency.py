@@ -191,6 +191,7 @@ def test_scripts_that_differ_end_a_job_that_needs_all_nodes(
     assert re.search(r"rank 1 on node-\d has global_batch \d+, rank 0 on node-\d has \d+", log)
 
 
+@pytest.mark.slow  # test_quarantine sets another newcomer aside
 @pytest.mark.timeout(120)
 def test_a_newcomer_whose_script_differs_waits_and_others_go_on(
     tmp_path: Path, job: str, etcd: EtcdServer, expected_weights: dict[str, Tensor]

@@ -22,6 +22,7 @@ from elasticzero.launcher.http.routes import Answer, Route
 from elasticzero.launcher.http.server import AgentServer
 from tests.integration.http_server import PAGE, TOKEN, serving
 from tests.integration.http_stranger import ATTACKS
+from tests.support.cases import slow
 from tests.support.deadlines import patience
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -33,6 +34,8 @@ FLOOD_LIMIT_S = 5.0
 """The same where connections come as fast as the machine makes them: the kernel may drop the first
 packet of one, and its client sends that again after 1 s, and after 3 s."""
 MUTATIONS = 2_000
+QUICK = ("large_head", "unread_answer")
+"""Attacks of `make test`: that which takes most memory, and that which holds a thread."""
 SECRET = b"what only holders of the token may read"
 
 
@@ -101,7 +104,7 @@ def check_served(port: int, attack: str) -> list[float]:
 )
 @pytest.mark.parametrize(
     "attack",
-    [pytest.param(a, marks=pytest.mark.slow if a == "slow_body" else ()) for a in ATTACKS],
+    [pytest.param(a, marks=() if a in QUICK else pytest.mark.slow) for a in ATTACKS],
 )
 def test_the_token_is_served_and_memory_stays_bounded(attack: str, descriptors: int) -> None:
     """200 connections of 98 lines of 65 KB took 3 GB, and the agent's lease."""
@@ -114,7 +117,7 @@ def test_the_token_is_served_and_memory_stays_bounded(attack: str, descriptors: 
         assert server.poll() is None
 
 
-@pytest.mark.parametrize("attack", ["large_head", "slow_head", "idle"])
+@pytest.mark.parametrize("attack", [slow("large_head"), slow("slow_head"), "idle"])
 def test_probes_without_a_token_are_served_too(attack: str) -> None:
     with ExitStack() as stack:
         _, port_text = stack.enter_context(started("http_server", "0"))

@@ -71,6 +71,7 @@ def test_nodes_train_and_lose_one_where_the_loopback_is_ipv6(
     networks.inside("a", body)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_nodes_with_addresses_of_their_own_need_no_host(
     networks: Ipv6Networks, tmp_path: Path, job: str

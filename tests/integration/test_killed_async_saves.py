@@ -1,6 +1,6 @@
 """Workers that capture, and the agent that seals and saves it: killed at any time, in any company.
 
-python -m pytest tests/integration/test_killed_async_saves.py            # 20 seeds
+python -m pytest tests/integration/test_killed_async_saves.py            # 8 seeds
 KILLS=200 python -m pytest -m chaos tests/integration/test_killed_async_saves.py
 """
 
@@ -20,6 +20,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from tests.integration.killing import (
     FOREVER,
+    QUICK,
     Savers,
     assert_bits,
     assert_nothing_left,
@@ -29,6 +30,7 @@ from tests.integration.killing import (
     serving,
 )
 from tests.integration.scripts.capture_until_killed import newest_whole
+from tests.support.cases import slow
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def kill_and_look(savers: Savers, directory: Path, seed: int) -> None:
         assert_nothing_left(directory)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(QUICK), *map(slow, range(QUICK, 20))])
 def test_a_reader_gets_the_old_state_or_the_new_one(
     savers: Savers, tmp_path: Path, seed: int
 ) -> None:

@@ -1,6 +1,6 @@
 """Real processes killed in the middle of saves, and two generations that save the same steps.
 
-python -m pytest tests/integration/test_killed_saves.py            # 20 seeds
+python -m pytest tests/integration/test_killed_saves.py            # 8 seeds
 KILLS=200 python -m pytest -m chaos tests/integration/test_killed_saves.py
 """
 
@@ -20,6 +20,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from tests.integration.killing import (
     FOREVER,
+    QUICK,
     Savers,
     assert_nothing_left,
     assert_right,
@@ -28,6 +29,7 @@ from tests.integration.killing import (
     serving,
     wait_for_state,
 )
+from tests.support.cases import slow
 
 WAIT_S = 30.0
 
@@ -56,7 +58,7 @@ def kill_and_look(savers: Savers, directory: Path, seed: int) -> None:
     assert_nothing_left(directory)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(QUICK), *map(slow, range(QUICK, 20))])
 def test_a_reader_gets_the_old_state_or_the_new_one(
     savers: Savers, tmp_path: Path, seed: int
 ) -> None:

@@ -18,6 +18,7 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero
 from tests.integration.pods import PodStory, node_of, pods
 from tests.integration.test_elastic_training import check_samples, check_weights
+from tests.support.cases import slow
 from tests.support.kubernetes.pod import Pod
 from tests.unit.manifests import Manifest
 
@@ -57,6 +58,7 @@ def wait_for_all(told: PodStory, count: int = 3) -> None:
     told.wait_for_first_step(told.generation)
 
 
+@pytest.mark.slow  # the story of a preempted pod ends as well
 def test_a_job_completes(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -181,8 +183,10 @@ BAD_INPUT: list[tuple[str, dict[str, str], Path]] = [
 
 @pytest.mark.parametrize(
     ("variables", "script"),
-    [entry[1:] for entry in BAD_INPUT],
-    ids=[entry[0] for entry in BAD_INPUT],
+    [
+        slow(*BAD_INPUT[0][1:], id=BAD_INPUT[0][0]),
+        pytest.param(*BAD_INPUT[1][1:], id=BAD_INPUT[1][0]),
+    ],
 )
 def test_bad_input_fails_the_job_at_once(
     variables: dict[str, str], script: Path, tmp_path: Path, job: str, etcd: EtcdServer

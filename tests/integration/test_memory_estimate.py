@@ -20,6 +20,7 @@ from elasticzero.memory_estimate import (
 )
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
+from tests.support.cases import slow
 
 SCRIPT = Path(__file__).parent / "training_memory.py"
 LAYER = 256 * 256 + 256
@@ -28,8 +29,15 @@ RANKS = 2
 ADAMW = STATE_SIZES["adamw"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("dtype", "element_bytes"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "element_bytes"),
+    [
+        *(("ddp", "bfloat16", 2), ("zero1", "float32", 4)),
+        *(("zero2", "bfloat16", 2), ("zero3", "float32", 4)),
+        *(slow(strategy, "float32", 4) for strategy in ("ddp", "zero2")),
+        *(slow(strategy, "bfloat16", 2) for strategy in ("zero1", "zero3")),
+    ],
+)
 def test_the_estimate_is_what_tensors_take(
     pool: Pool,
     tmp_path: Path,

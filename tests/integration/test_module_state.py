@@ -22,6 +22,7 @@ from tests.integration.training_modules import (
     loss_of,
     state_of,
 )
+from tests.support.cases import drawn
 
 HERE = Path(__file__).parent
 STEPS = 14
@@ -55,7 +56,7 @@ def assert_equal(actual: Any, expected: Any, path: str = "") -> None:
         assert actual == pytest.approx(expected, abs=1e-9), path
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", drawn("ddp", "zero3"))
 def test_every_kind_of_module_state_is_that_of_one_plain_process(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:

@@ -202,10 +202,8 @@ def assert_equal(folder: Path, expected: dict[str, Tensor]) -> None:
 
 
 FAST_TURNS = {
-    ("ddp", "lists", "between"),
     ("zero1", "lists", "within"),
     ("zero2", "lists", "between"),
-    ("zero3", "networks", "between"),
     ("zero3", "parts", "within"),
 }
 """What `make test` runs of the cases below; `make slow` runs all others."""

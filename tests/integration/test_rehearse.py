@@ -17,6 +17,7 @@ from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import SCRIPTS, elasticzero
 from tests.integration.scripts.rehearsed import PARTS
+from tests.support.cases import slow
 
 REHEARSED = SCRIPTS / "rehearsed.py"
 LATE_S = 900.0
@@ -68,6 +69,7 @@ def test_a_number_that_a_module_keeps_to_itself_is_found(tmp_path: Path) -> None
     assert "step 4" in runs["ddp", "kill-worker"]["note"]
 
 
+@pytest.mark.slow  # its first run ends as that of a script that ends badly
 def test_a_script_of_torchrun_is_refused(tmp_path: Path, root: Path) -> None:
     script = root / "examples" / "torchrun_ddp.py"
     arguments = ["--checkpoint", str(tmp_path / "model.pt")]
@@ -85,7 +87,7 @@ def test_a_strategy_that_refuses_the_script_has_one_run(tmp_path: Path) -> None:
     assert "Remembering" in runs["zero1", "none"]["note"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_what_was_started_ends_with_the_command(number: signal.Signals, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     command = subprocess.Popen(

@@ -17,6 +17,7 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_exact import SAMPLES, Model, Samples, groups, squares
 from tests.integration.training_harness import Pool
+from tests.support.cases import slow
 
 HERE = Path(__file__).parent
 STEPS = (9, 20, 31)
@@ -58,8 +59,13 @@ def assert_close(directory: Path, expected: dict[str, Tensor]) -> None:
         assert difference < 1e-9, (name, difference)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "weighted"),
+    [
+        *(("ddp", True), ("zero1", False), ("zero2", True), ("zero3", False)),
+        *(slow(strategy, strategy in ("zero1", "zero3")) for strategy in STRATEGIES),
+    ],
+)
 def test_weights_are_those_of_one_plain_process(
     pool: Pool, tmp_path: Path, strategy: str, weighted: bool
 ) -> None:
@@ -84,7 +90,7 @@ def test_weights_are_those_of_one_plain_process(
     assert losses[0] != losses[1] != losses[2]
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("first", [0, slow(1), slow(2)])
 def test_state_divided_within_nodes_gives_the_same_weights(
     pool: Pool, tmp_path: Path, first: int
 ) -> None:

@@ -32,6 +32,7 @@ from tests.integration.test_strategies import assert_close, plain
 from tests.integration.test_worker_process import start
 from tests.integration.training_exact import STUCK
 from tests.integration.training_harness import Pool
+from tests.support.cases import slow
 
 SCRIPT = Path(__file__).parent / "training_exact.py"
 WITHOUT_SNAPSHOTS: dict[str, Any] = {"snapshot_every": 0}
@@ -43,7 +44,7 @@ def steps_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "zero2"])
 def test_an_abort_between_step_and_boundary_loses_nothing(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
@@ -78,7 +79,7 @@ def test_a_peer_that_dies_before_the_boundary_leaves_the_step_to_the_others(
         assert "gloo" in worker.last(Failed).message.lower()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", slow("zero3")])
 def test_a_worker_that_is_stuck_in_a_collective_leaves_its_state(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:

@@ -17,6 +17,7 @@ from elasticzero.integrations.lightning import Elastic
 from elasticzero.integrations.lightning.progress import NAME, FitProgress
 from tests.integration.scripts import regression
 from tests.integration.scripts.lightning_trainer import Regression
+from tests.support.cases import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning about data workers and loggers
 
@@ -268,7 +269,7 @@ class CountsToo(Regression):
         self.steps = checkpoint["of_module"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "zero2"])
 def test_what_hooks_of_checkpoints_keep_goes_through_a_fault(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
