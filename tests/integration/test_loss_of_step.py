@@ -8,6 +8,7 @@ import pytest
 
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
+from tests.support.cases import slow
 
 SCRIPT = """
 import sys
@@ -48,7 +49,7 @@ ez.run(train)
 """
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow(1), 2])
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [("float32", "fp32"), ("bfloat16", "fp32"), ("float16", "fp32"), ("float32", "fp16")],

@@ -39,6 +39,7 @@ from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError, StorageError
 from elasticzero.spans import Span
+from tests.support.cases import slow
 from tests.unit.checkpoint.cases import (
     cut,
     draft_of,
@@ -49,24 +50,33 @@ from tests.unit.checkpoint.cases import (
 )
 from tests.unit.checkpoint.disk_faults import Faults, Harm, Killed
 
+pytestmark = pytest.mark.usefixtures("in_one_thread")
 LAYOUT = simple_layout(world_size=2, numel=40)
 HARMS = [harm for harm in get_args(Harm) if harm != "none"]
 Way = Literal["straight", "by memory"]
 LONGER: Way = "by memory"
-"""The way with many more calls: `make test` kills at each of them, `make slow` does the rest."""
+"""The way with many more calls: `make test` kills at each of a first save's, `make slow` does the
+rest."""
 State = tuple[int, int]
 """A generation, and the step that it saved."""
 
-each_way_and_harm = pytest.mark.parametrize(
-    ("way", "harm"),
-    [
-        pytest.param(
-            way, harm, marks=[pytest.mark.slow] if way == LONGER and harm != "kill" else []
-        )
-        for way in get_args(Way)
-        for harm in HARMS
-    ],
-)
+WAYS_AND_HARMS = [(way, harm) for way in get_args(Way) for harm in HARMS]
+
+
+def each(*rare: tuple[Way, Harm]) -> pytest.MarkDecorator:
+    """Every way and harm, of which `make slow` plays these, those that last, and most of the longer
+    way."""
+    return pytest.mark.parametrize(
+        ("way", "harm"),
+        [
+            slow(way, harm)
+            if (way, harm) in rare
+            or harm.endswith("for good")
+            or (way == LONGER and harm != "kill")
+            else (way, harm)
+            for way, harm in WAYS_AND_HARMS
+        ],
+    )
 
 
 @pytest.fixture
@@ -273,7 +283,7 @@ def number_of_calls(node: Node, harm: Harm, *, replacing: bool) -> int:
     return len(faults.calls)
 
 
-@each_way_and_harm
+@each()
 def test_the_old_state_or_the_new_one(root: Path, way: Way, harm: Harm) -> None:
     before = Node(root / "before", way)
     assert before.save(draft(1, 4))
@@ -296,7 +306,7 @@ def test_the_old_state_or_the_new_one(root: Path, way: Way, harm: Harm) -> None:
     assert outcomes == {1, 2}
 
 
-@each_way_and_harm
+@each((LONGER, "kill"))
 def test_a_damaged_step_is_replaced_without_a_moment_with_less(
     root: Path, way: Way, harm: Harm
 ) -> None:

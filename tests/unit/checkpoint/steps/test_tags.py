@@ -342,6 +342,7 @@ def save_harmed(place: Path, harm: Harm, at: int) -> Faults:
     return faults
 
 
+@pytest.mark.usefixtures("in_one_thread")
 @pytest.mark.parametrize("harm", ["kill", "power cut", "error"])
 def test_a_tagged_save_harmed_at_each_call(place: Path, harm: Harm) -> None:
     """The tag names the old step or the new one, which is whole; then the next save works."""
