@@ -51,9 +51,7 @@ def of(numbers: str) -> list[Any]:
     """The cells, each with the marker of the target that runs it."""
 
     def marks(cell: Cell) -> list[pytest.MarkDecorator]:
-        if str(cell) in DRAWN["test"]:
-            return []
-        return [pytest.mark.slow if str(cell) in DRAWN["slow"] else pytest.mark.chaos]
+        return [pytest.mark.slow if str(cell) in DRAWN else pytest.mark.chaos]
 
     return [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in cells_of(numbers)]
 

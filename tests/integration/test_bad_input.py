@@ -208,6 +208,7 @@ def test_a_job_that_is_done(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     assert run(*arguments, "--restart", *script).returncode == 0
 
 
+@pytest.mark.slow  # a unit test has the line, which comes after 10 s
 def test_fewer_nodes_than_wanted_says_who_is_there(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -27,6 +27,7 @@ from tests.integration.test_elastic_training import check_weights
 from tests.integration.test_loops import ask_at, in_order, lines, start, used
 from tests.integration.test_operators import Operator
 from tests.integration.training_harness import Pool
+from tests.support.cases import slow
 
 EPOCHS = 3
 REFUSED = "training stopped in a loop with global_batch 10, and the script now has 14"
@@ -74,7 +75,7 @@ def left_at(pool: Pool, folder: Path, told: dict[str, Any], step: int, **options
     return resume
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "zero2"])
 def test_the_batch_size_changes_twice_in_an_epoch(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:

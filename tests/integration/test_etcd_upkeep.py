@@ -56,6 +56,7 @@ match words[0]:
 """A kubectl that knows members by the names of a cluster, and runs etcdctl here."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_member_that_lost_its_volume_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

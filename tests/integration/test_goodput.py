@@ -134,6 +134,7 @@ def check_recoveries(told: Story) -> None:
         assert lost[0] <= lost[1] <= lost[2], (node, event)
 
 
+@pytest.mark.slow  # test_report reads three faults
 @pytest.mark.timeout(240)
 def test_every_second_of_a_job_with_five_faults_is_in_one_class(
     tmp_path: Path, job: str, etcd: EtcdServer

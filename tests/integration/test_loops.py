@@ -18,6 +18,7 @@ from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import FLAG_LEAVE, Finished, Request, Stopping
 from tests.integration.scripts import loops
 from tests.integration.training_harness import Pool, Running
+from tests.support.cases import slow
 
 SCRIPT = Path(loops.__file__)
 
@@ -82,7 +83,7 @@ def ask_at(running: Running, told: dict[str, Any]) -> None:
     assert [w.exit_code for w in running.workers] == [0] * len(running.workers), running.logs()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "zero2"])
 def test_generations_end_around_an_epochs_end(pool: Pool, tmp_path: Path, strategy: str) -> None:
     """Just before the last step of an epoch, just after it, and just after the next one's first;
     with loops of another dataset between, one left by `break` and one that ends by its steps."""

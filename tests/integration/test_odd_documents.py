@@ -108,6 +108,7 @@ def test_a_job_outlives_odd_documents_of_each_kind(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow  # another odd document is the first story
 @pytest.mark.timeout(240)
 def test_an_odd_world_has_all_leave_with_their_state(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]

@@ -126,6 +126,7 @@ def test_two_operators_drain_scale_and_stop_a_job(
     check_weights(checkpoints, reference)
 
 
+@pytest.mark.slow
 def test_below_min_the_job_waits_goes_on_and_can_be_stopped(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -28,6 +28,7 @@ from elasticzero.launcher.workers.stack_dump import (
 )
 from elasticzero.processes import process_state
 from tests.integration.test_workers import Play
+from tests.support.cases import slow
 from tests.support.deadlines import patience
 
 PATIENCE_S = 60.0
@@ -54,8 +55,14 @@ def until(so: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("tool", ["py-spy", "faulthandler"])
-@pytest.mark.parametrize("kind", HANGS)
+@pytest.mark.parametrize(
+    ("kind", "tool"),
+    [
+        *((kind, "py-spy") for kind in HANGS),
+        *(slow(kind, "faulthandler") for kind in ("stop", "gil", "wait")),
+        ("loop", "faulthandler"),
+    ],
+)
 def test_the_stack_of_a_hung_process_is_dumped(
     server: ForkServer, tmp_path: Path, kind: str, tool: str
 ) -> None:

@@ -302,6 +302,7 @@ def test_two_nodes_meet_behind_tls_with_a_user(tmp_path: Path) -> None:
             handler.shutdown()
 
 
+@pytest.mark.slow  # a wiped etcd is one, and more
 def test_an_outage_of_etcd_longer_than_the_leases_disturbs_nobody() -> None:
     ttl_s = 3
     with EtcdServer() as etcd, ThreadPoolExecutor(8) as pool:

@@ -27,6 +27,7 @@ from tests.integration.training_parameters import (
     loss_of,
     optimizer_of,
 )
+from tests.support.cases import slow
 
 SCRIPT = Path(__file__).parent / "training_parameters.py"
 WORLDS = {2: 4, 1: 6, 3: 11}
@@ -94,7 +95,7 @@ def test_it_trains_as_in_one_process(pool: Pool, tmp_path: Path, kind: str, stra
     assert_close(tmp_path, kind)
 
 
-@pytest.mark.parametrize("kind", ["clamped", "hooked"])
+@pytest.mark.parametrize("kind", [slow("clamped"), "hooked"])
 def test_a_hook_gets_the_gradient_of_all_micro_batches(
     pool: Pool, tmp_path: Path, kind: str
 ) -> None:
@@ -192,7 +193,7 @@ def test_a_later_change_in_a_forward_is_refused_at_a_capture(pool: Pool, tmp_pat
     assert max(s.step for w in running.workers for s in w.all(Stepped)) <= 15
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "zero3"])
 def test_no_rank_has_one_sample_of_a_batch_norm(pool: Pool, tmp_path: Path, strategy: str) -> None:
     """The last global batch of an epoch has four samples: three ranks have two, two and none."""
     train(pool, tmp_path, "BatchNorm", strategy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.launcher.observability.metrics import Metrics
-from elasticzero.launcher.protocol.documents import Failure
+from elasticzero.launcher.protocol.documents import Control, Failure
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.workers.fork_server import Launch
@@ -149,6 +150,23 @@ def test_trouble_with_etcd_is_not_told_at_every_try(
 
 def events_in(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_who_waits_for_others_says_now_and_then_who_is_here(
+    reporter: AgentReporter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    of_two = Control(nnodes=(2, 3))
+    for after_s in (0.0, 9.0, 1.0, 9.0, 1.0):
+        now_s += after_s
+        reporter.console.waiting(lambda: ["n", "a"][:1], of_two)
+    reporter.console.waiting(lambda: pytest.fail("asked again"), of_two)
+    line = "n] waiting for nodes: 1 of at least 2 are here (n); 1 missing"
+    assert [text.endswith(line) for text in capsys.readouterr().err.splitlines()] == [True, True]
+    now_s += 10.0
+    reporter.console.waiting(lambda: ["a", "n"], of_two)
+    assert not capsys.readouterr().err, "enough are here"
 
 
 def test_scalars_may_have_the_names_of_fields(reporter: AgentReporter, tmp_path: Path) -> None:
