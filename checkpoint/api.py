@@ -29,7 +29,7 @@ from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.checkpoint.format.names import checked_step, step_directory
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
 from elasticzero.checkpoint.io.dtensor import layout_of, local_part, pieces_of, writing_ranks
-from elasticzero.checkpoint.io.reader import open_step
+from elasticzero.checkpoint.io.reader import Checkpoint, open_step
 from elasticzero.checkpoint.io.writer import (
     DEFAULT_WAIT_S,
     SaveCoordination,
@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_MAX_LOADS = 5
+"""Maximum number of steps that a load begins to read while retention removes them."""
 _MAX_ERROR_BYTES = 1000
 """Maximum size of an error's text that one rank gives to the others."""
 
@@ -141,7 +143,20 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
         CheckpointDamaged: Bytes are missing or wrong.
         StorageError: The bytes cannot be read.
     """
-    checkpoint = open_step(catalog.resolve(path, _warn if _is_rank_0() else _ignore))
+    log_line = _warn if _is_rank_0() else _ignore
+    for _ in range(_MAX_LOADS):
+        storage = catalog.resolve(path, log_line)
+        try:
+            return _load(open_step(storage), into)
+        except CheckpointDamaged:
+            if storage.where == open_directory(path).where or not catalog.was_removed(storage):
+                raise
+            log_line(f"{storage.where} was removed while it was read: the next good step is read")
+    raise StorageError(f"the steps in {path} are removed faster than they can be read: try again")
+
+
+def _load(checkpoint: Checkpoint, into: Mapping[Any, Any] | None) -> dict[Any, Any]:
+    """Reads a step, as `load` does."""
     targets: dict[str, torch.Tensor] = {}
     requested = None if into is None else flatten(into, "", targets)
     for name, tensor in targets.items():

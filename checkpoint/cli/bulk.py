@@ -284,6 +284,8 @@ def _export(args: argparse.Namespace) -> int:
         f"{done.where}: {count_text(done.tensors, 'tensor')}, {size_text(done.bytes)}, in "
         f"{count_text(len(done.files), 'file')}, from {source.where}"
     )
+    for note in done.notes:
+        print_result(note)
     if args.format == "hf":
         print_result(huggingface.missing_files_text(done.where, has_config=args.config is not None))
     else:

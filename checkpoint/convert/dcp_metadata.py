@@ -157,7 +157,7 @@ _TABLE: Mapping[tuple[str, str], StandIn] = {
     ("torch", "Size"): Size,
     ("collections", "OrderedDict"): Mapped,
 }
-_DTYPE = re.compile(r"bool|(?:u?int|float|bfloat|complex)\d{1,3}(?:_e\dm\d\w{0,4})?")
+_DTYPE = re.compile(r"bool|(?:u?int|float|bfloat|complex)\d{1,3}(?:_e\dm\d\w{0,6})?")
 """Matches the names of torch's dtypes, including those that safetensors lacks."""
 
 

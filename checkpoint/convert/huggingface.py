@@ -47,6 +47,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 NO_IMPORT = "no import is needed; use `reshard` or `export`"
+_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The dtypes that a config.json states, by their safetensors names."""
 _INDEX_LIMIT_BYTES = 1 << 28
 _OF_DIFFUSERS = "diffusion_pytorch_model"
 _PREFERRED = (
@@ -84,6 +86,8 @@ class ExportResult:
     tensors: int
     bytes: int
     """Size of the tensors alone."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user about what was changed besides."""
 
 
 def export_hf(
@@ -107,7 +111,11 @@ def export_hf(
     manifest = catalog.read_manifest(source)
     specs = model_specs(source, manifest)
     config = None if options.config is None else _config(options.config)
-    parts = _split_into_files(cast_specs(specs, options.dtype), options.max_shard_bytes)
+    written = cast_specs(specs, options.dtype)
+    notes: tuple[str, ...] = ()
+    if config is not None:
+        config, notes = with_dtype(config, written.values())
+    parts = _split_into_files(written, options.max_shard_bytes)
     count = len(parts)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     files = dict(zip(names if count > 1 else [ONE_FILE], parts, strict=True))
@@ -128,7 +136,9 @@ def export_hf(
             storage.write("config.json", [config])
         if count > 1:
             storage.write(INDEX_NAME, [_index(files, total)])
-    return ExportResult(where=storage.where, files=tuple(files), tensors=len(specs), bytes=total)
+    return ExportResult(
+        where=storage.where, files=tuple(files), tensors=len(specs), bytes=total, notes=notes
+    )
 
 
 def missing_files_text(where: str, *, has_config: bool) -> str:
@@ -246,6 +256,57 @@ def _config(path: Path) -> bytes:
     except (ValueError, RecursionError) as error:
         raise UserError(f"the config {path} is not JSON: {reason(error)}") from None
     return data
+
+
+def with_dtype(config: bytes, specs: Iterable[TensorSpec]) -> tuple[bytes, tuple[str, ...]]:
+    """Returns a config.json that states the dtype of the weights, and lines about what it changed.
+
+    The dtype is that of most floating-point values of 16 bits and more. Transformers loads a model
+    in the dtype that its config states. A config without such a key, or with the right value, stays
+    as it is. The configs of parts, such as `text_config`, follow where all weights have one dtype.
+
+    Args:
+        config: Contents of the file, which are JSON.
+        specs: The weights.
+    """
+    counts: dict[str, int] = {}
+    for spec in specs:
+        if spec.dtype in _DTYPE_NAMES:
+            counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.numel
+    value = json.loads(config)
+    if not counts or not isinstance(value, dict):
+        return config, ()
+    dtype = _DTYPE_NAMES[max(counts, key=lambda name: counts[name])]
+    changed = _set_dtype(value, dtype, "", parts_too=len(counts) == 1)
+    if not changed:
+        return config, ()
+    lines = [f"config.json: {key} is {dtype}, as the weights; it was {old}" for key, old in changed]
+    return json.dumps(value, indent=2).encode() + b"\n", tuple(lines)
+
+
+def _set_dtype(
+    config: dict[str, Any], dtype: str, path: str, *, parts_too: bool
+) -> list[tuple[str, str]]:
+    """Sets the dtype in a config and in those of its parts; returns (key, old value) of each
+    change.
+
+    Args:
+        config: The config, which is changed in place.
+        dtype: The dtype's name in torch.
+        path: Keys from the root to this config, with a dot after each.
+        parts_too: Whether the configs of parts are changed.
+    """
+    changed = []
+    for key in ("dtype", "torch_dtype"):
+        old = config.get(key)
+        stated = old.removeprefix("torch.") if isinstance(old, str) else dtype
+        if stated != dtype and stated in _DTYPE_NAMES.values():
+            config[key] = dtype
+            changed.append((path + key, old))
+    for key, part in config.items() if parts_too else ():
+        if key.endswith("_config") and key != "quantization_config" and isinstance(part, dict):
+            changed += _set_dtype(part, dtype, f"{path}{key}.", parts_too=True)
+    return changed
 
 
 def open_hf(url: str) -> ForeignCheckpoint:

@@ -15,6 +15,8 @@ _TORCH_NAMES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
     "U16": "uint16",
     "I16": "int16",
     "F16": "float16",
@@ -28,13 +30,20 @@ _TORCH_NAMES = {
     "C64": "complex64",
 }
 _TORCH_DTYPES: dict[str, torch.dtype] = {
-    spelling: getattr(torch, name) for spelling, name in _TORCH_NAMES.items()
+    spelling: getattr(torch, name)
+    for spelling, name in _TORCH_NAMES.items()
+    if hasattr(torch, name)  # the smallest ones are new
 }
 _SPELLINGS = {dtype: spelling for spelling, dtype in _TORCH_DTYPES.items()}
 
 
 def torch_dtype(spelling: str) -> torch.dtype:
-    """Returns the dtype of this safetensors name."""
+    """Returns the dtype of this safetensors name; raises `UserError` if torch is too old for it."""
+    if spelling not in _TORCH_DTYPES:
+        raise UserError(
+            f"torch {torch.__version__} has no {_TORCH_NAMES.get(spelling, spelling)}, the dtype "
+            f"{spelling} of safetensors: use a newer torch"
+        )
     return _TORCH_DTYPES[spelling]
 
 

@@ -27,6 +27,8 @@ ITEM_BYTES: Mapping[str, int] = {
     "F8_E5M2": 1,
     "F8_E4M3FNUZ": 1,
     "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "F4": 1,
     "U16": 2,
     "I16": 2,
     "F16": 2,
@@ -39,7 +41,12 @@ ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
     "C64": 8,
 }
-"""Size of one element, by the dtype's safetensors name."""
+"""Size of one element, by the dtype's safetensors name.
+
+An element of F4 is a pair of values, as in torch's `float4_e2m1fn_x2`; only safetensors' header
+counts single ones."""
+PAIRED = "F4"
+"""The dtype whose elements are pairs."""
 _MAX_DIMS = 64
 """Maximum number of dimensions that torch computes with."""
 TOO_MANY_BYTES = 1 << 63
@@ -72,7 +79,7 @@ class TensorSpec:
     """Describes a tensor without its elements."""
 
     dtype: str
-    """The safetensors name: "F32", "BF16", "I64", "BOOL", ..."""
+    """The safetensors name: "F32", "BF16", "I64", "BOOL", ...; an element of "F4" is a pair."""
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -81,6 +88,8 @@ class TensorSpec:
             raise ValueError(
                 f"a shape has {len(self.shape)} dimensions; the maximum is {_MAX_DIMS}"
             )
+        if self.dtype == PAIRED and not self.shape:
+            raise ValueError(f"a scalar of {PAIRED}, of which a file cannot tell the shape")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"shape {list(self.shape)} has a negative size")
         if width * math.prod(size for size in self.shape if size) >= TOO_MANY_BYTES:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticzero.checkpoint.format.checksums import BlockReader, BlockSums
-from elasticzero.checkpoint.format.layout import ITEM_BYTES, TensorSpec, itemsize
+from elasticzero.checkpoint.format.layout import ITEM_BYTES, PAIRED, TensorSpec, itemsize
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
 from elasticzero.checkpoint.format.names import SUMS_SUFFIX
 from elasticzero.checkpoint.format.strict_json import reason, strict_json
@@ -62,7 +62,8 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> byte
     offset = 0
     for name, spec in specs.items():
         stop = offset + spec.nbytes
-        table[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, stop]}
+        shape = _shape_in_file(spec)
+        table[name] = {"dtype": spec.dtype, "shape": shape, "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % HEAD_GRAIN_BYTES)
@@ -72,6 +73,20 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> byte
             f"allows {HEADER_LIMIT_BYTES}: use more ranks or fewer tensors"
         )
     return struct.pack("<Q", len(text)) + text
+
+
+def _shape_in_file(spec: TensorSpec) -> tuple[int, ...]:
+    """Returns the shape in a header, which counts the single values of pairs."""
+    return (*spec.shape[:-1], 2 * spec.shape[-1]) if spec.dtype == PAIRED else spec.shape
+
+
+def _spec_in_file(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """Returns the spec of a dtype and a shape in a header."""
+    if dtype != PAIRED:
+        return TensorSpec(dtype, shape)
+    if not shape or shape[-1] % 2:
+        raise ValueError(f"shape {list(shape)} of {dtype}: its last size must be even")
+    return TensorSpec(dtype, (*shape[:-1], shape[-1] // 2))
 
 
 def shard_header(manifest: Manifest, rank: int) -> tuple[bytes, int]:
@@ -221,7 +236,7 @@ def parse_header(
         entries = {}
         for name, value in table.items():
             _check_dtype(name, value["dtype"], where)
-            spec = TensorSpec(value["dtype"], tuple(_whole(size) for size in value["shape"]))
+            spec = _spec_in_file(value["dtype"], tuple(_whole(size) for size in value["shape"]))
             start, stop = (base + _whole(offset) for offset in value["data_offsets"])
             if stop - start != spec.nbytes or start < base:
                 raise ValueError(f"tensor {name!r} has {stop - start} bytes, not {spec.nbytes}")

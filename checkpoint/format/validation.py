@@ -11,7 +11,8 @@ from elasticzero.checkpoint.format.layout import ITEM_BYTES, TensorSpec
 from elasticzero.checkpoint.format.manifest import TREE, Manifest
 from elasticzero.nested import unflatten
 
-_UNKNOWN_TO_NUMPY = frozenset({"BF16", *(name for name in ITEM_BYTES if name.startswith("F8"))})
+_SMALL = ("F8", "F4")
+_UNKNOWN_TO_NUMPY = frozenset({"BF16", *(name for name in ITEM_BYTES if name.startswith(_SMALL))})
 
 
 def check_committed(manifest: Manifest) -> None:

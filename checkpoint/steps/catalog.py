@@ -35,6 +35,8 @@ from elasticzero.errors import CheckpointDamaged, ElasticZeroError, StorageError
 from elasticzero.text import list_text, print_error
 
 MANIFEST_LIMIT_BYTES = 1 << 28
+_MAX_LOOKS = 10
+"""Maximum number of looks for a good step in a directory whose steps are being removed."""
 FILES_AT_ONCE = 16
 """Maximum number of files whose sizes are requested at the same time."""
 RESOLVABLE = (
@@ -69,7 +71,10 @@ def read_manifest(storage: Readable, name: str = MANIFEST_NAME) -> Manifest:
     """
     data = manifest_bytes(storage, name)
     if data is None:
-        raise CheckpointDamaged(f"{storage.where}/{name} is missing: this step was never committed")
+        raise CheckpointDamaged(
+            f"{storage.where}/{name} is missing: this step was never committed, or "
+            "was removed, as --keep removes old steps"
+        )
     return parse_manifest(storage, data, name)
 
 
@@ -173,10 +178,8 @@ def every_step(directory: Directory) -> list[StepInfo]:
 
 def newest_good(directory: Directory, excluding: Collection[int] = ()) -> int | None:
     """Returns the newest step that is good by its files' sizes, or None."""
-    for info in every_step(directory):
-        if info.step not in excluding and step_error_text(info.storage) is None:
-            return info.step
-    return None
+    good = _look(directory, excluding).good
+    return None if good is None else good.step
 
 
 def resolve(
@@ -216,27 +219,87 @@ def _find(url: str | os.PathLike[str], log_line: Callable[[str], object]) -> tup
     in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
     if MANIFEST_NAME in names or (names and in_a_step):
         return open_storage(url), False
-    skipped: list[tuple[int, ElasticZeroError]] = []
-    for info in every_step(directory):
-        error = step_error(info.storage)
-        if error is None:
-            if skipped:
-                text = "; ".join(f"step {step} {describe_step_error(why)}" for step, why in skipped)
-                log_line(f"{text}; step {info.step} is used")
-            return info.storage, True
-        if _has_manifest(info.storage):
-            skipped.append((info.step, error))
+    if in_a_step:
+        raise UserError(
+            f"{directory.where} does not exist, or was removed, as --keep removes old steps: give "
+            "another step, or the checkpoint directory"
+        )
+    look = _look(directory)
+    if look.good is not None:
+        if look.skipped:
+            text = "; ".join(
+                f"step {step} {describe_step_error(why)}" for step, why in look.skipped
+            )
+            log_line(f"{text}; step {look.good.step} is used")
+        return look.good.storage, True
     if not names:
         raise UserError(f"{directory.where} holds no checkpoint: it is empty or does not exist")
+    skipped = look.skipped
     for _, error in skipped:
         if out_of_reach(error):
             raise error
+    if look.is_changing:
+        raise StorageError(
+            f"the steps in {directory.where} are removed as fast as they are found: try again"
+        )
     raise UserError(
         f"{directory.where} holds no good checkpoint "
         f"({len(skipped)} damaged; see `elasticzero checkpoint verify`)"
         if skipped
         else f"{directory.where} holds no checkpoint"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Holds what was seen of the steps of a directory."""
+
+    good: StepInfo | None
+    """The newest good step."""
+    skipped: tuple[tuple[int, ElasticZeroError], ...]
+    """Newer steps that are committed and not good, and why."""
+    is_changing: bool = False
+    """True if no look found a good step, and no two looks saw the same steps."""
+
+
+def _look(directory: Directory, excluding: Collection[int] = ()) -> _Look:
+    """Looks for the newest good step.
+
+    Retention removes a step once a newer one is committed. A look that lists the old step and then
+    finds it removed has not seen the newer one, so another look follows until two see the same.
+
+    Args:
+        directory: The checkpoint directory.
+        excluding: Steps that are passed over.
+    """
+    before = None
+    for _ in range(_MAX_LOOKS):
+        skipped: list[tuple[int, ElasticZeroError]] = []
+        infos = [info for info in every_step(directory) if info.step not in excluding]
+        committed = []
+        for info in infos:
+            error = step_error(info.storage)
+            if error is None:
+                return _Look(info, tuple(skipped))
+            if _has_manifest(info.storage):
+                skipped.append((info.step, error))
+                committed.append(info.step)
+        seen = ([info.step for info in infos], committed)
+        if seen == before or len(committed) == len(infos):
+            return _Look(None, tuple(skipped))
+        before = seen
+    return _Look(None, (), is_changing=True)
+
+
+def was_removed(storage: Readable) -> bool:
+    """Returns whether a step that was committed has no manifest any more."""
+    try:
+        storage.size(MANIFEST_NAME)
+    except FileNotFoundError:
+        return True
+    except StorageError:
+        pass
+    return False
 
 
 def tagged(where: str) -> Storage | None:

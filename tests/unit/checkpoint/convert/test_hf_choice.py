@@ -149,7 +149,7 @@ def test_any_mixture_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
                 continue
             if stated is not None and stated not in kind:
                 continue
-            where = tmp_path / f"{number}-{stated}"
+            where = tmp_path / f"{number}-{stated is not None}"
             where.mkdir()
             for value, name in enumerate(kind):
                 model = GPT2LMHeadModel(config)
