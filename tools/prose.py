@@ -232,7 +232,8 @@ FORMAT_FIELDS: dict[str, dict[str, str]] = {
         "groups": "Tensors that are divided together; every tensor is in exactly one group.",
     },
     "TensorSpec": {
-        "dtype": 'Type of the elements as safetensors spells it: "F32", "BF16", "I64", "BOOL", …',
+        "dtype": 'Type of the elements as safetensors spells it: "F32", "BF16", "I64", "BOOL", …; '
+        'an element of "F4" is a pair of values',
         "shape": "Size of each dimension.",
     },
     "Group": {

@@ -302,7 +302,7 @@ def _set_dtype(
         stated = old.removeprefix("torch.") if isinstance(old, str) else dtype
         if stated != dtype and stated in _DTYPE_NAMES.values():
             config[key] = dtype
-            changed.append((path + key, old))
+            changed.append((path + key, str(old)))
     for key, part in config.items() if parts_too else ():
         if key.endswith("_config") and key != "quantization_config" and isinstance(part, dict):
             changed += _set_dtype(part, dtype, f"{path}{key}.", parts_too=True)
