@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticzero.checkpoint.convert import huggingface
 from elasticzero.checkpoint.convert.import_plan import Import, ImportOptions
@@ -14,10 +14,15 @@ from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.errors import UserError
 from elasticzero.text import print_error, print_result, shown, size_text, table_text
 
+if TYPE_CHECKING:
+    from elasticzero.checkpoint.convert.pickled.walk import Saved
+
 FORMATS = {
     "hf": "safetensors of Hugging Face",
     "dcp": "torch.distributed.checkpoint",
-    "torch": "a file of torch.save",
+    "torch": "a file of torch.save, also Lightning's",
+    "trainer": "a directory of transformers' Trainer",
+    "accelerate": "a directory of Accelerator.save_state",
 }
 _OF_PICKLES = ("names", "without", "track")
 """Options that only formats of pickles have."""
@@ -75,7 +80,6 @@ def open_import(args: argparse.Namespace) -> Import:
             raise UserError(f"--{unfit[0]} is not for --format {args.format}")
         return Import(foreign=_open_plain(args))
     from elasticzero.checkpoint.convert.pickled.contents import name_contents
-    from elasticzero.checkpoint.convert.pickled.torch_file import open_file
 
     options = ImportOptions(
         model_only=args.model_only,
@@ -83,7 +87,17 @@ def open_import(args: argparse.Namespace) -> Import:
         without=tuple(args.without or ()),
         tracked=dict(args.track or ()),
     )
-    return name_contents(open_file(args.path), options)
+    return name_contents(_open_saved(args), options)
+
+
+def _open_saved(args: argparse.Namespace) -> Saved:
+    if args.format == "torch":
+        from elasticzero.checkpoint.convert.pickled.torch_file import open_file
+
+        return open_file(args.path)
+    from elasticzero.checkpoint.convert.pickled.directories import open_directory_of_state
+
+    return open_directory_of_state(args.path)
 
 
 def _open_plain(args: argparse.Namespace) -> ForeignCheckpoint:
@@ -108,6 +122,8 @@ def print_listing(opened: Import, *, as_json: bool) -> None:
     if opened.left_out:
         lines = [[left.path, left.reason] for left in opened.left_out]
         print_result(table_text(("left out", "because"), lines), end="")
+    for note in opened.foreign.notes:
+        print_result(shown(note))
     print_result(opened.summary())
 
 

@@ -185,13 +185,15 @@ class _Naming:
             self.notes.append(f"the names of the model's tensors had {self._wrapper!r} in front")
         self.aliases: dict[str, str] = {}
         self.names = self._model_names()
+        tied = len(self.aliases)  # these have paths of their own
+        self._add_aliases(saved.aliases or {})
         self._specs = {name: entries[path].value.spec for path, name in self.names.items()}
         self._optimizers = list(_optimizers(tree, ()))
         self._parameters = self._parameter_names()
         for path, entry in entries.items():
             if path not in self.names:
                 self.names[path] = self._optimizer_name(entry) or _free_name(path)
-        if len(set(self.names.values())) + len(self.aliases) != len(self.names):
+        if len(set(self.names.values())) + tied != len(self.names):
             raise UserError(f"{saved.where}: two tensors would get the same name")
 
     def _model_names(self) -> dict[str, str]:
@@ -210,6 +212,13 @@ class _Naming:
                 name = first
             names[path] = MODEL_PREFIX + name
         return names
+
+    def _add_aliases(self, aliases: Mapping[str, str]) -> None:
+        """Adds names that only what was saved knows, of tensors that have none of them."""
+        model = set(self.names.values())
+        for alias, name in aliases.items():
+            if MODEL_PREFIX + alias not in model and MODEL_PREFIX + name in model:
+                self.aliases.setdefault(alias, name)
 
     def _parameter_names(self) -> dict[tuple[KeyPath, str], str]:
         """Returns the name of each parameter that an optimizer has state for, by its key there."""

@@ -36,6 +36,8 @@ class Saved:
     """Size of all pickles that were read."""
     step: int | None = None
     """The step after which it was saved; None: it does not say."""
+    aliases: Mapping[str, str] | None = None
+    """Other names of the model's tensors, by which they are stored under another."""
     left_out: tuple[LeftOut, ...] = ()
     """What of its files has not been read."""
 
