@@ -90,13 +90,13 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     rest = {name: tensor for name, tensor in state.items() if name not in first}
     for kind in ("safetensors", "bin"):
         (tmp_path / kind).mkdir()
-        files = {}
+        files: dict[str, str] = {}
         for number, part in enumerate((first, rest), 1):
             stem = "model" if kind == "safetensors" else "pytorch_model"
             file = f"{stem}-{number:05d}-of-00002.{kind}"
             files |= dict.fromkeys(part, file)
             save = save_file if kind == "safetensors" else torch.save
-            save(part, tmp_path / kind / file)  # type: ignore[operator]
+            save(part, tmp_path / kind / file)
         index = json.dumps({"metadata": {}, "weight_map": files})
         (tmp_path / kind / f"{stem}.{kind}.index.json").write_text(index)
         seen = read(tmp_path / kind)
