@@ -106,6 +106,9 @@ class Stepped:
     compute_s: float | None = None
     """Time of this rank's own forwards and backwards, without waits for data or for collectives;
     None: it is not known."""
+    held: int | None = None
+    """Newest step of which every node holds its snapshot, or the one that the generation started
+    from. None: no snapshots are taken, or a lost node costs none of the steps since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

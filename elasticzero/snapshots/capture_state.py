@@ -83,6 +83,15 @@ class CaptureState:
         """Returns whether anything is ever captured."""
         return self.takes_snapshots or self.saves
 
+    @property
+    def held_step(self) -> int | None:
+        """Returns the newest step that every node holds, or the one that the generation started
+        from; None: no snapshots are taken, or a node that is left holds the whole state."""
+        schedule = self.schedule
+        if not self.takes_snapshots or self.replicated:
+            return None
+        return schedule.start if schedule.held is None else schedule.held
+
     def control_word(
         self, node: NodeCaptures, *, flags: int, ready: bool, every: int, asks: bool
     ) -> ControlWord:

@@ -99,6 +99,12 @@ class StateStager:
         """Returns whether this rank or node holds the whole state."""
         return self._state.replicated
 
+    @property
+    def held_step(self) -> int | None:
+        """Returns the newest step that is gone back to where a node is lost, as far as snapshots
+        decide it; None: they do not."""
+        return self._state.held_step
+
     # Memory.
 
     def begin(self, copy: BoundaryCopy) -> None:

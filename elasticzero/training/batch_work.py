@@ -344,6 +344,7 @@ class BatchWork:
             total=self._steps_in_all(training.step, training.next_position),
             gradient_norm=training.gradient_norm,
             compute_s=clock.seconds,
+            held=training.stager.held_step,
         )
         if self.tracker.now.only is None:
             self.report(training)

@@ -41,6 +41,7 @@ from elasticzero.launcher.agent.status import LoopPulse, agent_routes
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.access import AgentAccess
+from elasticzero.launcher.http.agent_client import is_answering
 from elasticzero.launcher.http.compute_poll import ComputePoll
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.http.routes import Route
@@ -143,7 +144,7 @@ class Agent:
             subscriptions,
             self.snapshots,
             CheckpointProbe(options.training.checkpoint_dir, self.wake),
-            HostProbe(self.wake),
+            HostProbe(self.wake, lambda member: is_answering(member, self.access)),
         )
         self._writer = StoreWriter(
             store,

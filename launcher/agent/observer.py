@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.launcher.agent.subscriptions import Subscriptions, leads
 from elasticzero.launcher.protocol.documents import Holding, Member, Report, World
-from elasticzero.launcher.protocol.leader import answers_of
+from elasticzero.launcher.protocol.leader import answers_of, is_leader
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import StoreHealth, View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
@@ -50,10 +50,14 @@ class StorageProbe(Protocol):
     def poll(self, bad: Mapping[int, str]) -> CheckpointState: ...
 
 
-class Refusals(Protocol):
-    """Finds out which agents are gone from hosts that answer: see `HostProbe`."""
+class Probe(Protocol):
+    """Finds out which agents are gone or suspended: see `HostProbe`."""
 
-    def poll(self, addresses: Mapping[str, str]) -> Collection[str]: ...
+    def refusing(self, addresses: Mapping[str, str]) -> Collection[str]: ...
+
+    def unanswered_since(
+        self, members: Mapping[str, Member], now_s: float
+    ) -> Mapping[str, float]: ...
 
 
 class Outages:
@@ -126,7 +130,7 @@ class ClusterObserver:
         subscriptions: Subscriptions,
         snapshots: Memory,
         storage_probe: StorageProbe,
-        refusals: Refusals,
+        probe: Probe,
         draw_token: Callable[[], str] = _draw_token,
     ) -> None:
         """Creates an observer that has seen nothing yet.
@@ -138,7 +142,7 @@ class ClusterObserver:
             subscriptions: What this agent follows in the store.
             snapshots: Snapshots in this node's memory.
             storage_probe: Reads the checkpoint directory.
-            refusals: Finds out which agents are gone from hosts that answer.
+            probe: Finds out which agents are gone or suspended.
             draw_token: Returns a new random text, which becomes part of a world's token.
         """
         self._store = store
@@ -147,7 +151,7 @@ class ClusterObserver:
         self._subscriptions = subscriptions
         self._snapshots = snapshots
         self._storage_probe = storage_probe
-        self._refusals = refusals
+        self._probe = probe
         self._draw_token = draw_token
         self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (FirstSeen() for _ in range(4))
@@ -294,6 +298,9 @@ class ClusterObserver:
             answers = answers_of(view)
             answered_s = self._answers.update(generation, len(answers), now_s)
             view = replace(view, refusing=self._refusing(answers, world), answered_s=answered_s)
+        if world is not None and not told_of and is_leader(view):
+            unanswered_since_s = self._unanswered(missing, world, now_s)
+            view = replace(view, unanswered_since_s=unanswered_since_s)
         asks = leads(view) and (world is None or opened or outside)
         asked_s = self._storage_asked.since(generation, asks, now_s)
         if asks:
@@ -311,8 +318,24 @@ class ClusterObserver:
     def _refusing(self, answers: Collection[str], world: World) -> frozenset[str]:
         """Returns the members without an answer whose hosts refuse connections to them."""
         silent = [member for member in world.members if member.node not in answers]
-        refusing = self._refusals.poll({m.incarnation: m.address for m in silent})
+        refusing = self._probe.refusing({m.incarnation: m.address for m in silent})
         return frozenset(member.node for member in silent if member.incarnation in refusing)
+
+    def _unanswered(
+        self, missing: Collection[str], world: World, now_s: float
+    ) -> Mapping[str, float]:
+        """Returns which members without a registration answer no request, and since when.
+
+        It is called also where there is none, so that the probe forgets those that there were.
+
+        Args:
+            missing: Nodes of these members.
+            world: The present world.
+            now_s: Present time, on the agent's clock.
+        """
+        members = {m.incarnation: m for m in world.members if m.node in missing}
+        since = self._probe.unanswered_since(members, now_s)
+        return {members[key].node: since_s for key, since_s in since.items() if key in members}
 
     def _reports_about(self, world: World | None) -> Mapping[str, Report] | None:
         """Returns the reports of this very world, not of another one of the same number."""

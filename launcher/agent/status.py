@@ -12,7 +12,7 @@ from elasticzero.ipc.messages import Logged, Message, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.goodput import goodput
 from elasticzero.launcher.http.agent_client import STATUS
-from elasticzero.launcher.http.routes import Answer, Route, json_answer
+from elasticzero.launcher.http.routes import HEALTH, Answer, Route, json_answer
 from elasticzero.launcher.observability.compute_time import (
     ComputeTimes,
     WorkerTimes,
@@ -156,7 +156,7 @@ def agent_routes(
             answer=lambda query: Answer(content=job_metrics(), kind=CONTENT_TYPE),
             served_to="everyone",
         ),
-        "/healthz": Route(answer=lambda query: pulse.answer(), served_to="everyone"),
+        HEALTH: Route(answer=lambda query: pulse.answer(), served_to="everyone"),
         STATUS: Route(
             answer=lambda query: json_answer(status(), indent=2), served_to="status readers"
         ),

@@ -11,6 +11,7 @@ from typing import Any
 
 from elasticzero.checkpoint.storage.signed_requests import RUN_HEADER, RequestSigner
 from elasticzero.launcher.http.access import AgentAccess
+from elasticzero.launcher.http.routes import HEALTH
 from elasticzero.launcher.protocol.documents import UNSTATED, Member
 from elasticzero.launcher.secrets import Secret
 from elasticzero.security.proofs import run_secret
@@ -84,6 +85,24 @@ def query_agent(
     finally:
         connection.close()
     return value if isinstance(value, dict) else None
+
+
+def is_answering(member: Member, access: AgentAccess, timeout_s: float = QUERY_TIMEOUT_S) -> bool:
+    """Returns whether an agent runs, and its loop turns, as far as it says so in time.
+
+    Args:
+        member: The agent's registration.
+        access: How the job's agents are reached.
+        timeout_s: Seconds for the answer.
+    """
+    connection = access.connection(member, timeout_s)
+    try:
+        connection.request("GET", HEALTH)
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def request_agent(

@@ -15,6 +15,9 @@ ServedTo = Literal["everyone", "status readers", "token holders"]
 """Says who gets an answer: `status readers` need the job's token too, unless `--open-status` is
 given."""
 TEXT = "text/plain; charset=utf-8"
+HEALTH = "/healthz"
+"""Path at which an agent says `ok`, or why not. It is served to everybody and under every name of
+the server, since a probe that was refused would end the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

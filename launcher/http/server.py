@@ -31,7 +31,7 @@ from elasticzero.launcher.http import limits
 from elasticzero.launcher.http.authentication import Authenticator, Verdict
 from elasticzero.launcher.http.limits import HostNames, RefusalLog
 from elasticzero.launcher.http.reception import Client, Reception
-from elasticzero.launcher.http.routes import TEXT, Route
+from elasticzero.launcher.http.routes import HEALTH, TEXT, Route
 from elasticzero.launcher.observability.event_log import LogPart
 from elasticzero.launcher.protocol.documents import FIRST_RUN, UNSTATED, compare_runs
 from elasticzero.launcher.secrets import Secret
@@ -56,9 +56,6 @@ CONNECTIONS_QUEUED = 4096
 """Maximum number of connections that the kernel holds until they are accepted."""
 ENCRYPTED_BYTES = 256 << 10
 """Bytes of a file that are encrypted at a time."""
-HEALTH = "/healthz"
-"""Path that is served under every name of this server: it says nothing but `ok` or why not, and a
-probe that was refused would end the agent."""
 _MOST = re.compile(r"\?most=(\d{1,12})\Z")
 _SNAPSHOT = re.compile(r"/snapshots/(\d{1,18})/(\d{1,18})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})\Z")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")

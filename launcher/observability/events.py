@@ -227,6 +227,8 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "without waits for data or collectives: the median of its last 32 steps; null if that "
             "is not known",
             "slowest_local_rank": "rank of that worker on its node",
+            "held": "newest step whose snapshot all nodes hold, or the one that the generation "
+            "started from; null where snapshots do not decide how many steps a lost node costs",
         },
     ),
     "log": EventSpec(

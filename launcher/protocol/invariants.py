@@ -21,8 +21,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
  R9  When `done` says `finished`, the state's lineage has each step once, in order of generations.
  R10 A generation that trains is not ended by trouble with etcd alone, however long it lasts, nor by
      a loss of data that an agent can replace; nor by a section in which no step is due, nor by a
-     lapsed lease while steps go on. An agent that knows that etcd is away stops no workers at a
-     boundary.
+     lapsed lease while steps go on (but for R25). An agent that knows that etcd is away stops no
+     workers at a boundary.
  R11 A member that has stopped, and has reported so, has a place in the next world. A waiting node
      has one as soon as there is room, and no backup of etcd was restored a moment ago. Excepted are
      nodes that leave, that are quarantined, and those beyond MAX.
@@ -52,6 +52,10 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      registration is gone, and ends if that is not so in time.
  R24 While the number of the job's run cannot be read in etcd, no world and no end is written. A
      node whose agent has met that leaves.
+ R25 While one agent alone stands still, its workers and all others train on for about a TTL after
+     its lease has lapsed, and for as long again as training had gone on since the newest snapshot
+     that all nodes hold; then its generation ends. It ends no sooner, and not at all where an agent
+     of the node answers.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the oldest registration. Its rules:
      node has come for settle_s.
  L2  Every node has finished: write `done`.
  L3  A member's lease has lapsed, the store is well, and no steps prove that the member is alive (V1
-     to V3): raise the alarm.
+     to V4): raise the alarm.
  L4  A round is open: once every member has answered, or is silent past alive_s (and a while longer,
      as long as others still answer) or refuses connections, and those that answered have stopped,
      write the next world, or `done` if trying again is useless, or wait for MIN nodes (`regroup`).
@@ -35,6 +35,13 @@ Rules of liveness, for L3; a lapsed lease is only a suspicion:
  V3  Steps prove nothing any more when the workers here have waited for the next one for a TTL, and
      for twice the longest of the last ones, or have finished for so long; where no step is due,
      after PROOF_OF_LIFE_S. The member may have died meanwhile, and no later lapse would show it.
+ V4  Steps prove that the workers of a member live, and not that its agent does. While that is
+     suspended, no snapshot is held by all nodes: each step is one more to be done again, once the
+     workers cannot go on without their agent. So steps prove nothing any more once the agent has
+     answered no request for a TTL, and training has gone on since the lapse for a TTL, and for as
+     long as before the lapse since the newest held snapshot: going back then costs at most twice
+     what it would have cost at once. An agent that answers is cut off from the store alone, however
+     long it takes to save. Where that snapshot lacks a part without the member, V3 alone counts.
 """
 
 from __future__ import annotations
@@ -43,6 +50,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from elasticzero.errors import ExitCode
+from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE, FLAG_STOP
 from elasticzero.launcher.protocol.actions import (
     Decision,
@@ -228,8 +236,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         policy: Limits and times, with operators' changes.
     """
     gone = view.members is not None and all(
-        member.node in view.missing_since_s
-        and member_is_lost(view, view.missing_since_s[member.node], now_s, policy)
+        member.node in view.missing_since_s and loss_of(view, member.node, now_s, policy)
         for member in world.members
     )
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
@@ -307,12 +314,12 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
         return Decision((WriteDone(done),), done.reason)
     if (alarm := deadlock(view.me.node, reports)) is not None:
         return Decision((RaiseAlarm(alarm),), alarm.reason)
-    for node, since_s in view.missing_since_s.items():
+    for node in view.missing_since_s:
         report = view.reports.get(node)
         if report is not None and report.phase == "finished":
             continue
-        if member_is_lost(view, since_s, now_s, policy):
-            alarm = Alarm(node=view.me.node, kind="lapse", reason=f"the lease of {node} lapsed")
+        if reason := loss_of(view, node, now_s, policy):
+            alarm = Alarm(node=view.me.node, kind="lapse", reason=reason)
             return Decision((RaiseAlarm(alarm),), alarm.reason)
     if view.workers.finished or not view.store.reachable:
         return None
@@ -351,17 +358,52 @@ def leases_are_conclusive(store: StoreHealth, now_s: float, ttl_s: float) -> boo
     return own_lease_is_fresh and store_is_well
 
 
-def member_is_lost(view: View, since_s: float, now_s: float, policy: JobPolicy) -> bool:
-    """Returns whether a member that is not registered is gone: V1 and V2.
+def loss_of(view: View, node: str, now_s: float, policy: JobPolicy) -> str:
+    """Returns why a member that is not registered is gone (V1, V2 and V4); empty: it may live.
 
     Args:
         view: What this agent sees.
-        since_s: Time since which the member is not registered.
-        now_s: Present time, on the same clock.
+        node: The member's node, for which the view says since when it is not registered.
+        now_s: Present time, on the clock of the view's times.
         policy: Limits and times, of which the TTL of a lease counts.
     """
-    proven_alive = _makes_steps(view, since_s - policy.lease_ttl_s / 2, now_s, policy)
-    return leases_are_conclusive(view.store, now_s, policy.lease_ttl_s) and not proven_alive
+    if not leases_are_conclusive(view.store, now_s, policy.lease_ttl_s):
+        return ""
+    after_s = view.missing_since_s[node] - policy.lease_ttl_s / 2
+    if not _makes_steps(view, after_s, now_s, policy):
+        return f"the lease of {node} lapsed"
+    if _agent_is_lost(view, node, now_s, policy):
+        return f"the lease of {node} lapsed, and its agent does not answer"
+    return ""
+
+
+def _agent_is_lost(view: View, node: str, now_s: float, policy: JobPolicy) -> bool:
+    """Returns whether the agent of a member has been silent for so long that the steps of its
+    workers count for nothing: V4.
+
+    Args:
+        view: What this agent sees.
+        node: The member's node, for which the view says since when it is not registered.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, of which the TTL of a lease counts.
+    """
+    workers, silent_s = view.workers, view.unanswered_since_s.get(node)
+    if view.world is None or silent_s is None or workers.held is None:
+        return False
+    if workers.held <= view.world.resume.step and not _is_whole_without(view.world.resume, node):
+        return False
+    unheld_s = max(0.0, view.missing_since_s[node] - workers.held_s)
+    since_s = max(view.missing_since_s[node], workers.held_s)
+    waited = now_s - since_s >= max(policy.lease_ttl_s, unheld_s)
+    return waited and now_s - silent_s >= policy.lease_ttl_s
+
+
+def _is_whole_without(resume: Resume, node: str) -> bool:
+    """Returns whether the state that a generation starts from can be read without a node."""
+    if resume.tier != "ram":
+        return True
+    ranks = {source.rank for source in resume.sources}
+    return ranks == {source.rank for source in resume.sources if source.node != node}
 
 
 def _makes_steps(view: View, after_s: float, now_s: float, policy: JobPolicy) -> bool:

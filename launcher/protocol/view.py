@@ -113,6 +113,11 @@ class WorkerGroupState:
     stepped_s: float = 0.0
     """Time at which the last step was finished; 0 if none was."""
     step: int = 0
+    held: int | None = None
+    """Newest step whose snapshot all nodes hold, or the one that the generation started from; None:
+    snapshots do not decide how many steps a lost node costs."""
+    held_s: float = 0.0
+    """Time of the first step after which that was so."""
     silent_s: float = 0.0
     """Longest time that one of the workers has made no step, where steps are due."""
     before_step_s: float = 0.0
@@ -247,6 +252,8 @@ class View:
     """Members that have not answered in this round, and whose hosts refuse connections to them."""
     missing_since_s: Mapping[str, float] = field(default_factory=dict)
     """Members of the world without a registration, and since when."""
+    unanswered_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Those of them whose agents answer no request, and since when."""
     struck_s: Mapping[str, float] = field(default_factory=dict)
     """Nodes with strikes, and since when they have so many."""
     store: StoreHealth = StoreHealth()

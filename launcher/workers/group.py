@@ -291,6 +291,7 @@ class WorkerGroup:
                 step = max(self._view.step, message.step)
                 at_s = max(self._view.stepped_s, message.at_s)
                 self._view = replace(self._view, step=step, stepped_s=at_s)
+                self._note_held(message)
             case Waiting():
                 self._record(worker, Event.WAITING)
             case Finished():
@@ -319,6 +320,12 @@ class WorkerGroup:
                 self._judge_exit(worker)
             case _:
                 pass
+
+    def _note_held(self, message: Stepped) -> None:
+        """Notes that all nodes hold a newer snapshot than before."""
+        held = self._view.held
+        if message.held is not None and (held is None or message.held > held):
+            self._view = replace(self._view, held=message.held, held_s=message.at_s)
 
     def _record(self, worker: Worker, event: Event) -> None:
         """Advances the states of the worker and of the group by an event."""

@@ -74,15 +74,22 @@ class Port:
         return
 
 
-class Refusals:
-    """Stands for connections to agents: a host that is there says that no agent is."""
+class Probe:
+    """Stands for connections to agents: a host that is there says that no agent is, and an agent
+    that does not run answers nothing."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._unanswered_s: dict[str, float] = {}
 
-    def poll(self, addresses: Mapping[str, str]) -> list[str]:
+    def refusing(self, addresses: Mapping[str, str]) -> list[str]:
         hosts = self._cluster.hosts
         return [key for key, a in addresses.items() if hosts[a.partition(":")[0]].refuses]
+
+    def unanswered_since(self, members: Mapping[str, Member], now_s: float) -> dict[str, float]:
+        silent = [key for key, m in members.items() if not self._cluster.hosts[m.node].answers]
+        self._unanswered_s = {key: self._unanswered_s.get(key, now_s) for key in silent}
+        return dict(self._unanswered_s)
 
 
 class LateRecovery:
@@ -163,6 +170,11 @@ class Host:
         """Whether others can read what its memory holds."""
         return self.agent is not None and not self.agent.dead and not self.dark
 
+    @property
+    def answers(self) -> bool:
+        """Whether its agent tells others that its loop turns."""
+        return self.agent is not None and self.serves and not self.agent.stands_still
+
 
 class Agent:
     """One agent's process."""
@@ -203,8 +215,8 @@ class Agent:
         self.basis: View | None = None
         """What it saw when it last decided on a world to write."""
         self.began_s = cluster.timeline.now_s
-        self.deaf_until_s = 0.0
-        """The loop does not run until then."""
+        self.stalled_s = self.deaf_until_s = 0.0
+        """The loop does not run from the one to the other."""
         self._awake = self._woken = self._asleep = False
         self._sleep_id = 0
         self._pause_s = FIRST_PAUSE_S
@@ -230,7 +242,7 @@ class Agent:
         subscriptions = Subscriptions(store, self.observer, self.membership)
         self.cluster_observer = ClusterObserver(
             *(store, self.observer, self.membership, subscriptions, host.memory, self.look),
-            *(Refusals(cluster), cluster.draw),
+            *(Probe(cluster), cluster.draw),
         )
         self._recovery = LateRecovery()
         side = StoreSide(
@@ -290,9 +302,16 @@ class Agent:
             self._defects = (count - 1, where)
             raise Defect(f"a defect: {place}")
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether the loop does not run."""
+        return self.deaf_until_s > self.cluster.timeline.now_s
+
     def stall(self, seconds: float, *, whole: bool) -> None:
         """The loop does not run for so long; whole: nor does anything else of the process."""
-        until_s = self.cluster.timeline.now_s + seconds
+        now_s = self.cluster.timeline.now_s
+        until_s = now_s + seconds
+        self.stalled_s = self.stalled_s if self.stands_still else now_s
         self.deaf_until_s = max(self.deaf_until_s, until_s)
         self.standstills += seconds > self.plan.ttl_s
         if whole:

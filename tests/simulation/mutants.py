@@ -100,6 +100,24 @@ MUTANTS = (
         wrong="goes_on =",
     ),
     Mutant(
+        name="steps pile up behind an agent that is suspended alone",
+        file="protocol/leader.py",
+        right="    if _agent_is_lost(view, node, now_s, policy):\n",
+        wrong="    if False:\n",
+    ),
+    Mutant(
+        name="an agent that is cut off from etcd alone is taken for a suspended one",
+        file="protocol/leader.py",
+        right="silent_s = view.workers, view.unanswered_since_s.get(node)",
+        wrong="silent_s = view.workers, view.missing_since_s[node]",
+    ),
+    Mutant(
+        name="a suspended agent is given up as soon where it costs more",
+        file="protocol/leader.py",
+        right="waited = now_s - since_s >= max(policy.lease_ttl_s, unheld_s)",
+        wrong="waited = now_s - since_s >= policy.lease_ttl_s",
+    ),
+    Mutant(
         name="growth is asked for while etcd is away",
         file="protocol/leader.py",
         right="if view.workers.finished or not view.store.reachable:",

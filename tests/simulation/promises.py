@@ -1,4 +1,5 @@
-"""What is promised to nodes and operators: rules R10 to R18 of `launcher/protocol/invariants.py`.
+"""What is promised to nodes and operators: rules R10 to R18, and R25, of
+`launcher/protocol/invariants.py`.
 
 Each allows for how late an agent may hear of a thing: by a watch that lost it, by requests that
 take their time, and by whatever kept the agent itself from running. Time is counted as long as etcd
@@ -54,6 +55,7 @@ STOPPED_WITHIN_S = 12.0
 """No step is made for longer after a stop."""
 PAID_WITHIN_STEPS = 10
 """A node that waits is taken within so many steps."""
+SILENT = "its agent does not answer"
 Registration = tuple[str, str]
 """Node and incarnation."""
 
@@ -131,6 +133,10 @@ class Promises:
         return self._now_s - max(since_s, self._last_event_s) > limit_s
 
     @property
+    def _ttl_s(self) -> float:
+        return self._cluster.plan.ttl_s
+
+    @property
     def _heard_s(self) -> float:
         return TROUBLED_HEARD_S if self._cluster.plan.trouble else HEARD_S
 
@@ -186,11 +192,47 @@ class Promises:
         pause_s = STEP_SHARE * self._cluster.plan.step_s
         goes_on = is_current and now_s - stepped_s < pause_s and now_s - since_s > self._heard_s
         text = f"{alarm.reason}, though steps went on: {generation}"
-        self._require(not goes_on, "R10", text)
-        node = alarm.reason.removeprefix("the lease of ").removesuffix(" lapsed")
+        node = alarm.reason.removeprefix("the lease of ").partition(" lapsed")[0]
+        silent = alarm.reason.endswith(SILENT)
+        self._require(silent or not goes_on, "R10", text)
+        if silent:
+            self._check_silent(world, node, text)
+            return
         plan, reached = self._cluster.plan, self._cluster.rules.reached.get(generation, 0)
         if not (plan.phased and reached >= plan.total_steps):  # its last save may take long
             self._check_noticed(generation, node, stepped_s if is_current else 0.0)
+
+    def _check_silent(self, world: World, node: str, text: str) -> None:
+        """R25: an agent is given up no sooner, and none that answers."""
+        cluster = self._cluster
+        agent, true_s, ttl_s = cluster.hosts[node].agent, cluster.timeline.now_s, self._ttl_s
+        group = cluster.group(world)
+        lapsed_s = max(
+            (at for (name, _), (at, _) in self._ended.items() if name == node), default=0
+        )
+        went_on_s = true_s - max(lapsed_s, group.held_s)
+        least_s = ANSWER_SHARE * max(ttl_s, lapsed_s - group.held_s)
+        self._require(went_on_s > least_s, "R25", f"{text}, for {went_on_s:.1f} s")
+        still = agent is None or agent.dead or true_s < agent.deaf_until_s + self._heard_s
+        self._require(still, "R25", f"{text}, and its agent runs")
+
+    def _check_bounded(self, group: Group) -> None:
+        """R25: no steps pile up behind an agent that stands still alone."""
+        true_s, ttl_s = self._cluster.timeline.now_s, self._ttl_s
+        agents = [self._cluster.hosts[member.node].agent for member in group.world.members]
+        living = [agent for agent in agents if agent is not None and not agent.dead]
+        still = [agent for agent in living if agent.stands_still]
+        others = [agent for agent in living if agent not in still]
+        if group.held_step is None or len(still) != 1 or len(living) < len(agents):
+            return
+        stalled_s, since_s = still[0].stalled_s, self._now_s - self._last_event_s
+        if any(not agent.hears_for(ttl_s) for agent in others) or group.ledger.held is None:
+            return
+        unheld_s = max(0.0, stalled_s + ttl_s - group.held_s)
+        most_s = ttl_s + LAPSE_KNOWN_S + max(ttl_s, unheld_s) + self._heard_s
+        lasts_s = min(true_s - stalled_s, since_s)
+        text = f"{group.generation} trains on for {lasts_s:.1f} s without {still[0].host.name}"
+        self._require(lasts_s < most_s, "R25", text)
 
     def _check_noticed(self, generation: int, node: str, stepped_s: float) -> None:
         """R16."""
@@ -426,6 +468,7 @@ class Promises:
         goes_on &= now_s - stepped_s < pause_s
         self._steps = (group.generation, now_s, since_s if goes_on else now_s)
         self._check_owed(group.world)
+        self._check_bounded(group)
         if self._stop_s is not None and not self._wish_is_lost():
             late = self._long_ago(self._stop_s, STOPPED_WITHIN_S)
             text = f"generation {group.generation} trains on after a stop"

@@ -79,6 +79,9 @@ COMMITTER_TRAINS_S = 20.0
 ODD_RUN_SHARE = 0.05
 """So many schedules of one run, in which etcd keeps its data, have a number of the run that cannot
 be read."""
+SUSPENDED_SHARE = 0.04
+"""So many schedules are about an agent that is suspended alone, or cut off from etcd alone, for
+longer than its lease lives; and about nothing else."""
 RESTARTED_SHARE = 0.03
 """So many schedules are about agents that are killed and begin anew in one round."""
 WAITING_SHARE = 0.02
@@ -214,6 +217,9 @@ def _with_directed_faults(seed: int, plan: Plan) -> Plan:
     backed_up = Random(f"{seed} backed up")
     if plan.runs == 1 and not plan.phased and backed_up.random() < WAITING_SHARE:
         return _with_waiting_node(backed_up, plan)
+    suspended = Random(f"{seed} suspended")
+    if plan.runs == 1 and not plan.phased and suspended.random() < SUSPENDED_SHARE:
+        return _with_suspended_agent(suspended, plan)
     restarted = Random(f"{seed} restarted")
     if plan.runs == 1 and restarted.random() < RESTARTED_SHARE:
         return _with_restarted_agents(restarted, plan)
@@ -239,6 +245,20 @@ def _with_waiting_node(random: Random, plan: Plan) -> Plan:
     trouble = min(plan.trouble, 0.01)  # the node looks every few seconds, and is to be answered
     plan = replace(plan, policy=policy, total_steps=steps, trouble=trouble, crash_at=0)
     return replace(plan, faults=faults)
+
+
+def _with_suspended_agent(random: Random, plan: Plan) -> Plan:
+    """A divided state of which snapshots are held often or seldom, and an agent that is away."""
+    at_s, lasts_s = random.uniform(2.0, 8.0), random.choice([3.0, 6.0, 15.0, 30.0])
+    kind = random.choice(["stop-agent", "stop-agent", "cut-from-etcd"])
+    faults = (Fault(at_s, kind, random.random(), lasts_s),)
+    every = random.choice([2, 5, 30, 60])
+    steps = int((at_s + lasts_s + 5.0) / plan.step_s)
+    policy = replace(plan.policy, strategy="zero1")
+    trouble = random.choice([0.0, min(plan.trouble, 0.01)])
+    plan = replace(plan, policy=policy, strategy="zero1", snapshot_every=every, crash_at=0)
+    plan = replace(plan, total_steps=steps, trouble=trouble, checkpoint_every=0, faults=faults)
+    return plan
 
 
 def _with_restarted_agents(random: Random, plan: Plan) -> Plan:

@@ -7,8 +7,9 @@ Captures follow `elasticzero.snapshots.schedule`, the real one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from elasticzero.comm.control import ControlWord
 from elasticzero.launcher.protocol.documents import World
@@ -26,6 +27,8 @@ COLLECTIVE_TIMEOUT_S = 600.0
 SUPERSEDED_S = 1.0
 """A save whose generation is over is given up then."""
 PULL_LIMIT_S = 3.0
+AWAKE_S = 0.01
+"""An agent that stood still works again so soon."""
 
 Phase = Literal["starting", "connecting", "restoring", "training", "stopping", "gone"]
 
@@ -106,6 +109,9 @@ class Group:
         """By rank: those that connected."""
         self.step = world.resume.step
         self.stepped_s: float | None = None
+        self.held_s = 0.0
+        """When the newest snapshot that every node holds was known to be held: of the step that the
+        generation started from, when it began to train."""
         self.broken = False
         self.epoch = 0
         """Grows when a step that was under way will not end as it was to."""
@@ -122,6 +128,13 @@ class Group:
         self.saved = self.step if world.resume.tier == "storage" else None
         self.save: Save | None = None
         self._restored = 0
+
+    @property
+    def held_step(self) -> int | None:
+        """What ranks tell their agents: see `CaptureState.held_step`."""
+        if not self.snapshots or self.size == 1:
+            return None
+        return self.ledger.start if self.ledger.held is None else self.ledger.held
 
     # -- coming together
 
@@ -209,6 +222,7 @@ class Group:
             worker.worker_group.fail(worker, "user", "ValueError: bad sample")
             return
         self.step += 1
+        self.held_s = self.held_s if self.stepped_s is not None else cluster.timeline.now_s
         self.stepped_s = cluster.timeline.now_s
         for worker in self.workers.values():
             worker.step = self.step
@@ -264,7 +278,10 @@ class Group:
         """Exchange words and capture what is due; whether the generation ends here."""
         before, self.word = self.word, self._word()
         if before is not None:
+            held = self.ledger.held
             self.ledger = self.ledger.after_exchange(before)
+            if self.ledger.held != held:
+                self.held_s = self.cluster.timeline.now_s
             if before.flags:
                 for worker_group in self.worker_groups.values():
                     worker_group.leave_at_boundary()
@@ -320,11 +337,19 @@ class Group:
     ) -> None:
         if worker_group.agent.dead:
             return
+        if worker_group.agent.stands_still:
+            self._later_than(worker_group, self._seal, index, worker_group, name, save)
+            return
         worker_group.host.memory.seal([name])
         if save is not None:
             self.cluster.later(0.05, 0.8, self._persist, index, worker_group, save)
         until_s = self.cluster.timeline.now_s + PULL_LIMIT_S
         self.cluster.later(0.005, 0.1, self._pull, index, worker_group, name, until_s)
+
+    def _later_than(self, worker_group: WorkerGroup, act: Callable[..., None], *args: Any) -> None:
+        """Has an agent that stands still do something once it runs."""
+        left_s = worker_group.agent.deaf_until_s - self.cluster.timeline.now_s
+        self.cluster.timeline.after(left_s + AWAKE_S, act, *args)
 
     def _pull(
         self, index: int, worker_group: WorkerGroup, name: SnapshotName, until_s: float
@@ -332,11 +357,15 @@ class Group:
         """Pull the replica that belongs to a step, and say that the step is kept here."""
         if worker_group.agent.dead or worker_group.agent.worker_group is not worker_group:
             return
+        if worker_group.agent.stands_still:
+            self._later_than(worker_group, self._pull, index, worker_group, name, until_s)
+            return
         owners = replica_sources([member.zone for member in self.world.members])
         if owners and self.snapshots:
             owner = owners[index]
             other = self.worker_groups[owner]
             reach = not (other.agent.dead or other.host.dark or worker_group.host.dark)
+            reach &= not other.agent.stands_still
             ranks = self.world.ranks(owner)
             if not reach or not all(other.host.memory.has(name, rank) for rank in ranks):
                 if self.cluster.timeline.now_s < until_s:

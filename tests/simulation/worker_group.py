@@ -52,6 +52,8 @@ class WorkerGroup:
         self._complete_given = False
         self._heard_step = 0
         self._heard_s = 0.0
+        self._held: int | None = None
+        self._held_s = 0.0
         self.progress_monitor = Hanging(self)
         self._viewed: tuple[object, WorkerGroupState] = (None, WorkerGroupState())
         """What there was to be seen last, and the view of it."""
@@ -120,6 +122,8 @@ class WorkerGroup:
             aborted_s=self.aborted_s,
             stepped_s=self._heard_s,
             step=heard,
+            held=self._held,
+            held_s=self._held_s,
         )
         return advance(state, *(event for event, did in happened.items() if did))
 
@@ -129,6 +133,9 @@ class WorkerGroup:
         if group.stepped_s is not None and group.step > self._heard_step:
             self._heard_step = group.step
             self._heard_s = self.host.clock_at(max(group.stepped_s, self.agent.deaf_until_s))
+            held = group.held_step
+            if held is not None and (self._held is None or held > self._held):
+                self._held, self._held_s = held, self._heard_s
             self.progress_monitor.moved()
 
     def request(self, flags: int) -> None:

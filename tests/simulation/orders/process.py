@@ -188,9 +188,12 @@ class NoStorage:
         return CheckpointState()
 
 
-class NoRefusals:
-    def poll(self, addresses: Mapping[str, str]) -> Sequence[str]:
+class NoProbe:
+    def refusing(self, addresses: Mapping[str, str]) -> Sequence[str]:
         return ()
+
+    def unanswered_since(self, members: Mapping[str, Member], now_s: float) -> Mapping[str, float]:
+        return {}
 
 
 class Process:
@@ -333,7 +336,7 @@ class Process:
             subscriptions,
             self.memory,
             NoStorage(),
-            NoRefusals(),
+            NoProbe(),
             self._draw,
         )
         side = StoreSide(

@@ -141,3 +141,24 @@ def test_what_is_told_never_shrinks(events: list[tuple[str, bool]]) -> None:
             (3, None)
         }, "the newest snapshot that every node holds is never overwritten"
         before = now
+
+
+@pytest.mark.parametrize(
+    ("change", "shards"), [({}, 1), ({}, 2), ({"snapshot_every": 0}, 4), ({}, 4)]
+)
+def test_a_lost_node_costs_the_steps_since_what_all_nodes_hold(
+    change: dict[str, object], shards: int
+) -> None:
+    """Where each node holds the whole state, or no snapshots are taken, they decide nothing."""
+    state = CaptureState.of(
+        replace(ASSIGNMENT, **change),  # type: ignore[arg-type]
+        shards=shards,
+        saving=True,
+        alone=False,
+    ).begun(10, ASSIGNMENT)
+    decides = shards == 4 and not change
+    assert state.held_step == (10 if decides else None)
+    state = state.captured(20, checkpoint=False, in_memory=True)
+    assert state.held_step == (10 if decides else None), "some node may not hold it yet"
+    state = state.after_exchange(ControlWord(ready=True, held=20))
+    assert state.held_step == (20 if decides else None)

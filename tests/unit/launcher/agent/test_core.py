@@ -85,7 +85,13 @@ class NodeWithoutProcesses:
         subscriptions = Subscriptions(store, cache, self.membership)
         look = CheckpointProbe(None, self.changed.set)
         cluster = ClusterObserver(
-            store, cache, self.membership, subscriptions, self, look, HostProbe(print)
+            store,
+            cache,
+            self.membership,
+            subscriptions,
+            self,
+            look,
+            HostProbe(print, lambda member: True),
         )
         side = StoreSide(
             cache=cache,

@@ -50,7 +50,7 @@ class Node:
         self.subscriptions = Subscriptions(self.store, observer, self.membership)
         self.cluster_observer = ClusterObserver(
             *(self.store, observer, self.membership, self.subscriptions),
-            *(Nothing(), look, HostProbe(self._changed.set)),
+            *(Nothing(), look, HostProbe(self._changed.set, lambda member: True)),
         )
         assert self.membership.register()
 

@@ -61,6 +61,7 @@ def member(name: str) -> Member:
 
 
 A, B, C, D = (member(name) for name in "abcd")
+FROM_B = (Source(rank=0, node="b", address="10.0.0.1:9400"),)
 FROM_C = (Source(rank=0, node="c", address="10.0.0.1:9400"),)
 RAM = Resume(tier="ram", step=5, generation=2, sources=FROM_C)
 
@@ -111,6 +112,21 @@ LAPSED = replace(
     missing_since_s={"b": 99.5},
     workers=replace(TRAINS, stepped_s=96.0),
 )
+SUSPENDED = replace(
+    LAPSED,
+    missing_since_s={"b": 94.0},
+    unanswered_since_s={"b": 94.5},
+    workers=replace(TRAINS, held=18, held_s=93.0),
+)
+SUSPENSION = [
+    RaiseAlarm(
+        Alarm(
+            node="a",
+            kind="lapse",
+            reason="the lease of b lapsed, and its agent does not answer",
+        )
+    )
+]
 ALONE = View(me=A, members=named(A), oldest=True, last_join_s=99.0, began_s=90.0, token="new")
 ROUND = replace(AT_REST, alarm=ALARM, alarm_s=90.0, round_s=99.5)
 MY_STOPPED = says("stopped", A, holdings=HELD, final_step=20)
@@ -287,6 +303,20 @@ TABLE = [
     ("a step since, and none is due", v(LAPSED, missing_since_s={"b": 75.0}, workers=w(TRAINS, stepped_s=76.0)), []),
     ("a step since, but none is due for long", v(LAPSED, missing_since_s={"b": 60.0}, workers=w(TRAINS, stepped_s=69.0)), LAPSE),
     ("a step since, and all here have finished", v(LAPSED, missing_since_s={"b": 90.0}, my_report=says("finished", A), workers=w(TRAINS, stepped_s=94.0, running=0, outcome=GroupOutcome.FINISHED)), LAPSE),
+    ("its agent is suspended, and nothing is held", SUSPENDED, SUSPENSION),
+    ("so it seems, but it answers", v(SUSPENDED, unanswered_since_s={}), []),
+    ("another one does not answer", v(SUSPENDED, unanswered_since_s={"c": 94.0}), []),
+    ("it has not answered for less than a TTL", v(SUSPENDED, unanswered_since_s={"b": 95.5}), []),
+    ("its lease lapsed less than a TTL ago", v(SUSPENDED, missing_since_s={"b": 95.5}, unanswered_since_s={"b": 90.0}), []),
+    ("the newest snapshot was old already", v(SUSPENDED, workers=w(TRAINS, held=18, held_s=80.0)), []),
+    ("it was, and training went on for as long again", v(SUSPENDED, missing_since_s={"b": 80.0}, workers=w(TRAINS, held=18, held_s=61.0)), SUSPENSION),
+    ("a snapshot is held since", v(SUSPENDED, workers=w(TRAINS, held=18, held_s=96.0)), []),
+    ("snapshots decide nothing", v(SUSPENDED, workers=TRAINS), []),
+    ("none is held, but a checkpoint was read", v(SUSPENDED, workers=w(TRAINS, held=10, held_s=93.0)), SUSPENSION),
+    ("none is held, and it alone has a part of the start", v(SUSPENDED, world=world(A, B, resume=replace(RAM, sources=FROM_B)), workers=w(TRAINS, held=5, held_s=93.0)), []),
+    ("none is held, and another one has that part too", v(SUSPENDED, world=world(A, B, resume=replace(RAM, sources=(*FROM_B, *FROM_C))), workers=w(TRAINS, held=5, held_s=93.0)), SUSPENSION),
+    ("suspended, and the own lease is not confirmed", v(SUSPENDED, store=replace(HEALTHY, confirmed_s=90.0)), []),
+    ("suspended, and had finished", v(SUSPENDED, reports={"a": RESTORED, "b": says("finished", B)}), []),
     ("the store came back just now", v(LAPSED, store=replace(HEALTHY, outage_end_s=96.0)), []),
     ("the store is away", v(LAPSED, store=replace(HEALTHY, reachable=False)), []),
     ("own lease not confirmed", v(LAPSED, store=replace(HEALTHY, confirmed_s=90.0)), []),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -241,3 +241,19 @@ def test_no_transition_leads_back() -> None:
 
 def test_no_worker_makes_no_event() -> None:
     assert list(group_events([])) == []
+
+
+def test_a_snapshot_is_held_since_the_first_step_that_says_so(tmp_path: Path) -> None:
+    """Whichever rank says it first, and whatever an older message says later."""
+    driver = Driver(tmp_path)
+    steps = [(0, 1.0, None), (0, 2.0, 0), (1, 3.0, 0), (0, 4.0, 8), (1, 4.5, 8), (1, 5.0, 0)]
+    try:
+        seen = []
+        for rank, at_s, held in steps:
+            step = replace(REPORTS["stepped"], at_s=at_s, held=held)  # type: ignore[call-arg]
+            driver.says(rank, step)
+            view = driver.group.view(driver.now_s)
+            seen.append((view.held, view.held_s))
+        assert seen == [(None, 0.0), (0, 2.0), (0, 2.0), (8, 4.0), (8, 4.0), (8, 4.0)]
+    finally:
+        driver.close()
