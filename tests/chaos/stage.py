@@ -46,6 +46,9 @@ CELL_S = 20.0
 the slower, for nodes may take long to start."""
 HOLDS_POLL_S = 0.2
 """A rank that is no longer held has gone on by then."""
+BEHIND_S = 12.0
+"""Training that is done again because an agent was suspended alone lasts for less: two TTLs of 2 s,
+and what a busy machine adds."""
 NPROC = "ELASTICZERO_NPROC_PER_NODE"
 
 
@@ -371,6 +374,8 @@ class Stage:
             elif generation - 1 in seen.worlds:
                 resumed = seen.worlds[generation]["resume_step"]
                 assert resumed >= seen.held(generation - 1), tale
+                if cell.fault == "agent" and cell.step not in ("forming", *PROVOKED):
+                    assert cost * self._pause_s < BEHIND_S, tale
         self.done[-1] += f", {sum(map(seen.cost, new))} recomputed"
         if cell.fault == "etcd" and cell.step not in ("forming", *PROVOKED):
             assert not new, f"{cell}: generation {new} without need\n{self._told.logs()}"
