@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -406,13 +407,19 @@ class Stage:
 
 
 def _ready(node: Node) -> bool:
-    """Whether a node's fork server has imported everything: only then it catches SIGCHLD."""
+    """Whether a node's fork server has imported everything: only then it catches SIGCHLD.
+
+    It is a child of its keeper, which is one of the agent's: another may be a process that is kept
+    ready for the next program that the agent starts.
+    """
+    return any(map(_catches_sigchld, chain(*map(children_of, children_of(node.process.pid)))))
+
+
+def _catches_sigchld(pid: int) -> bool:
     with suppress(OSError):
-        (keeper,) = children_of(node.process.pid)
-        for server in children_of(keeper):
-            for line in Path(f"/proc/{server}/status").read_text().splitlines():
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (signal.SIGCHLD - 1) & 1)
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGCHLD - 1) & 1)
     return False
 
 
