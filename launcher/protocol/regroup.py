@@ -349,7 +349,7 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
     has none.
 
     That happens in a round that lasts because no node can go on. Of several nodes that hold a shard
-    the first in the world's order writes it.
+    the first in the world's order writes it; where that one is lost, the next one.
 
     Args:
         view: What this agent sees.
@@ -359,7 +359,10 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
     """
     if not view.can_save:
         return None
-    reports = {n: r for n, r in answers_of(view).items() if r.phase == "stopped"}
+    answers = answers_of(view)
+    living = [m for m in world.members if view.members is None or _lives(view, m, now_s, policy)]
+    stopped = [m.node for m in living if m.node in answers and answers[m.node].phase == "stopped"]
+    reports = {node: answers[node] for node in stopped}
     ending = view.control.stop and len(reports) == len(world.members)
     waited_s = now_s - (view.round_s or now_s)
     if waited_s < SAVE_AFTER_ALIVE * policy.alive_s and not ending:

@@ -153,6 +153,15 @@ SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
 
 NOTHING_HELD = says("stopped", A, final_step=20)
 STRANDED = replace(ENDED, members=named(A), reports={"a": MY_STOPPED}, round_s=95.0, alarm_s=95.0)
+STOPPED_B = says("stopped", B, holdings=HELD, final_step=20)
+BOTH_HOLD = replace(
+    STRANDED,
+    me=B,
+    members=named(A, B),
+    can_save=True,
+    my_report=STOPPED_B,
+    reports={"a": MY_STOPPED, "b": STOPPED_B},
+)
 LEAVER = says("stopped", A, leaving=True, holdings=HELD, final_step=20)
 STOP = Control(stop=True)
 DRAINED = Control(drain=(Drain(node="c", incarnation="i-c"),))
@@ -256,6 +265,9 @@ TABLE = [
     ("storage does not answer: no first world", v(ALONE, storage_pending="looking", members=named(A, B), last_join_s=90.0), []),
     ("stopped, not sealed: no report yet", v(ROUND, workers=w(STOPPED, sealing=True), my_report=says("alive", A)), []),
     ("nobody can go on: save what is held", v(STRANDED, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
+    ("nobody can go on: another one saves what it holds too", BOTH_HOLD, []),
+    ("nobody can go on, and that one is lost", v(BOTH_HOLD, members=named(B), missing_since_s={"a": 90.0}), [SaveHeldSnapshot(3, 20, 1, (0,))]),
+    ("nobody can go on, and that one has come anew", v(BOTH_HOLD, members=named(B, replace(A, incarnation="i-2"))), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("nobody can go on: told once", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,)), []),
     ("nobody can go on: nothing newer than storage", v(STRANDED, can_save=True, storage_step=20), []),
     ("nobody can go on: storage is newer", v(STRANDED, can_save=True, storage_step=30), []),
@@ -325,6 +337,7 @@ TABLE = [
     # L4
     ("all stopped: next world", ENDED, [WriteWorld]),
     ("one silent, not long", v(SILENT_B, alarm_s=99.8, members=named(A, C)), []),
+    ("one stopped, as another registration than the world names", v(ENDED, reports={"a": MY_STOPPED, "b": says("stopped", replace(B, incarnation="i-9"))}, alarm_s=99.8), []),
     ("one silent, whose host refuses connections", v(SILENT_B, alarm_s=99.8, members=named(A, C), refusing=frozenset("b")), [WriteWorld]),
     ("one silent, but nobody was asked", v(SILENT_B, alarm=None, alarm_s=None, round_s=99.6, members=named(A, C)), []),
     ("one still stopping", v(ENDED, reports={"a": MY_STOPPED, "b": says("alive", B)}, round_s=90.0), []),
