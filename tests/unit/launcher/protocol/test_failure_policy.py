@@ -179,6 +179,15 @@ def test_steps_that_were_reached_before_are_no_progress() -> None:
     assert failures_without_progress(behind, 21, ("a", OWN), reports) == 0
 
 
+@pytest.mark.parametrize(("resume", "counts"), [(15, True), (20, True), (21, False)])
+def test_another_error_within_steps_that_were_reached_counts(resume: int, counts: bool) -> None:
+    """It has not happened before, and the state is past the step that the generation began from."""
+    behind = world(resume=Resume(tier="storage", step=10), furthest=20, setbacks=())
+    reports = dict.fromkeys("ab", report(None))
+    expected = behind.fruitless + 1 if counts else 0
+    assert failures_without_progress(behind, resume, ("a", OWN), reports) == expected
+
+
 def told(generation: int, **changes: Any) -> FailureRecord:
     plain = FailureRecord(
         generation=generation, node="a", rank=0, blame="user", step=20, message="ValueError: no"
