@@ -69,6 +69,8 @@ class Cluster:
         """The last one that was written."""
         self._stands: World | None = None
         """The one that etcd holds."""
+        self.when_written: Callable[[World], None] | None = None
+        """Called with each world that is written."""
         self.done: Done | None = None
         self.run_number = FIRST_RUN
         """Of the job's present run."""
@@ -173,6 +175,8 @@ class Cluster:
             self.note(f"etcd: {_told(after)}")
             self.rules.writes(before, after)
             self.world = self._stands = after
+            if self.when_written is not None:
+                self.when_written(after)
         elif key == DONE:
             if self.done is not None and self.etcd.losses:
                 return  # it was lost, and stands again

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from elasticzero.launcher.protocol.documents import Drain, Run, to_bytes
+from elasticzero.launcher.protocol.documents import Drain, Run, World, to_bytes
 from elasticzero.launcher.store.job_run import RUN
 from elasticzero.launcher.store.watch_cache import CONTROL, MEMBERS, WORLD
 from tests.simulation.agents import Agent, Host
@@ -77,6 +77,12 @@ class Faults:
             case "freeze-committer":
                 cluster.note(f"-- {kind}{lasts}")
                 cluster.storage.before_manifest = partial(self._freeze_committer, seconds)
+            case "kill-saver":
+                cluster.note(f"-- {kind}{lasts}")
+                cluster.storage.before_part = self._kill_saver
+            case "kill-source":
+                cluster.note(f"-- {kind}{lasts}")
+                cluster.when_written = partial(self._kill_source, seconds)
             case "sigterm-leader":
                 self._strike(kind, self._leader() or agent, seconds)
             case _ if kind.partition(":")[0] in OPERATORS:
@@ -387,6 +393,26 @@ class Faults:
         self._cluster.storage.before_manifest = None
         self._freeze(agent, seconds, "its save makes a manifest")
         self._cluster.later(0.0, 0.3, self._kill_worker, agent, 0.0)
+
+    def _kill_saver(self, agent: Agent) -> bool:
+        """The first agent that is to write its part of a held snapshot is killed before it does."""
+        self._cluster.storage.before_part = None
+        self._cluster.note(f"-- {agent.host.name} is killed before it saves what it holds")
+        self._cluster.rules.cause("kill-agent")
+        self._kill_agent(agent, 0.0)
+        return True
+
+    def _kill_source(self, seconds: float, world: World) -> None:
+        """A world starts from memory, of which one node alone holds a part: that one is killed
+        before others have read it."""
+        ranks = [source.rank for source in world.resume.sources]
+        for source in world.resume.sources:
+            agent = self._cluster.hosts[source.node].agent
+            alone = ranks.count(source.rank) == 1 and len(set(ranks)) > 1
+            if alone and agent is not None and not agent.dead:
+                self._cluster.when_written = None
+                self._timeline.after(seconds, self._strike, "kill-agent", agent, 0.0)
+                return
 
     def _freeze(self, agent: Agent, seconds: float, before: str) -> None:
         self._cluster.note(f"-- {agent.host.name} is frozen before {before}")

@@ -9,6 +9,7 @@ serves, and begins anew when an agent comes back that could not be heard.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 from elasticzero.launcher.protocol.documents import (
@@ -95,6 +96,8 @@ class Promises:
         """Those that do not any more: when they ended, in true time, and since when they stood."""
         self._reports: dict[tuple[int, str], tuple[float, Report]] = {}
         """By generation and node: the last report, and when it was put."""
+        self._answered: dict[tuple[int, str], float] = {}
+        """By generation and node: when it first answered in the round, in true time."""
         self._alarms: dict[int, float] = {}
         """By generation: when its alarm was raised, in true time."""
         self._owing: dict[str, tuple[float, int]] = {}
@@ -169,6 +172,8 @@ class Promises:
 
     def reported(self, generation: int, node: str, report: Report) -> None:
         self._reports[generation, node] = (self._now_s, report)
+        if report.phase in ("alive", "stopped"):
+            self._answered.setdefault((generation, node), self._cluster.timeline.now_s)
         if report.phase == "stopped" and (generation, node) in self._crashed:
             named = report.failure is not None and report.failure.blame != "peer"
             text = f"{node} does not say that a worker of {generation} died: {report.failure}"
@@ -245,6 +250,16 @@ class Promises:
         text = f"{generation} stood still for {lasted_s:.1f} s, until the lease of {node} counted"
         self._require(lasted_s < most_s, "R16", text)
 
+    def quiet_for(self, seconds: float) -> bool:
+        """Whether nothing has happened for so long."""
+        return self._now_s - self._last_event_s > seconds
+
+    def round_s(self, world: World) -> float:
+        """For how long the round of a world has been open, by its alarm or its first answer."""
+        times = [self._alarms.get(world.generation, inf)]
+        times += [self._answered.get((world.generation, node), inf) for node in world.nodes]
+        return self._cluster.timeline.now_s - min(times)
+
     def asks(self, agent: Agent) -> None:
         """R10: nobody who knows that etcd is away has workers stop at a boundary."""
         away_s = self._cluster.timeline.now_s - agent.store.away_since_s
@@ -276,6 +291,7 @@ class Promises:
         self._check_writer(before, after)
         if before is not None:
             self._check_odd(before, after)
+            self._check_last_save(before, after)
         charged = self._only_machines and after.fruitless > 0
         self._require(not charged, "R15", f"a failure was charged: {after.reason}")
         self._written_s = self._now_s
@@ -411,7 +427,13 @@ class Promises:
         judged = all(failed[node].final or _is_newcomer(before, node) for node in bad)
         least = max(least for least, _ in self.sizes())
         left = sum(node not in bad for node, _ in reports)
-        if not bad or len(bad) < len(failed) or not judged or left < least:
+        if not bad or len(bad) < len(failed) or not judged:
+            return
+        if left < least:
+            waiting = [node for node, _ in self._since if node not in before.nodes]
+            final = any(failed[node].final for node in bad) and left + len(waiting) < least
+            text = f"{after.generation} is tried, though {', '.join(bad)} cannot train"
+            self._require(not final or self._lately_lost, "R17", text)
             return
         text = f"{after.generation} follows failures of {', '.join(bad)} alone"
         self._require(after.fruitless <= before.fruitless, "R17", f"{text}, and they count")
@@ -421,6 +443,18 @@ class Promises:
         self._require(not back, "R17", f"{text}, and goes back")
         kept = [node for node in bad if any(m.node == node for m in after.members)]
         self._require(not kept, "R17", f"{text}, and has {', '.join(kept)}")
+
+    def _check_last_save(self, before: World, after: World) -> None:
+        """R19: where the last checkpoint was not written, no generation begins before it is."""
+        reports = [self._reports.get((before.generation, m.node)) for m in before.members]
+        failures = [p[1].failure for p in reports if p is not None and p[1].phase == "stopped"]
+        blames = {failure.blame for failure in failures if failure is not None}
+        if "storage" not in blames or blames - {"storage", "peer"}:
+            return
+        step = max(f.step for f in failures if f is not None and f.blame == "storage")
+        written = max(self._cluster.storage.steps, default=0)
+        text = f"{after.generation} begins, and step {step} is not written"
+        self._require(written >= step, "R19", text)
 
     def few_are_good(self, done: Done) -> bool:
         """Whether a job may have ended by nodes with bad input; R17: not where MIN others train."""

@@ -41,11 +41,15 @@ TOLD_LATE_S = 4.5
 COUNTED_NEVER = frozenset(
     {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "slow-agent", "stop-agent"}
     | {"freeze-agent", "freeze-writer", "freeze-committer", "loop-error", "drain-newcomer"}
-    | {"odd-run", "join-backed-up"}
+    | {"odd-run", "join-backed-up", "kill-source", "kill-saver"}
     | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again", "storage-away"}
 )
 """Faults of machines and of storage: a job that meets no others is never given up."""
 STORAGE_SEEN_WITHIN_S = 6.0
+SAVED_WITHIN_S = 8.0
+"""What the nodes that are left hold is saved so soon, whoever was lost."""
+TRIED_SHARE = 0.9
+"""Clocks differ: of the time for which a save is tried so much must have passed by any."""
 Chain = tuple[tuple[int, int, int], ...]
 """Which generation did which steps of a state: (generation, first step, last step), in order."""
 
@@ -451,6 +455,18 @@ class Rules:
         alive = all(agent is not None and not agent.dead for agent in agents)
         return alive and all((m.node, m.incarnation) in self._registered for m in world.members)
 
+    def _none_is_away(self, world: World) -> bool:
+        """Whether each member is either lost, or runs and is registered."""
+        for member in world.members:
+            agent = self._cluster.hosts[member.node].agent
+            lost = agent is None or agent.dead
+            me = agent.membership.me if agent is not None else member
+            lost |= me.incarnation != member.incarnation
+            stands = (member.node, member.incarnation) in self._registered
+            if not lost and (not stands or (agent is not None and agent.stands_still)):
+                return False
+        return True
+
     def _check_given_up(self, done: Done) -> None:
         """R7: only after --max-restarts failures in a row that came no further."""
         plan = self._cluster.plan
@@ -475,9 +491,21 @@ class Rules:
         self.require(stood, "R7", f"given up, and the last generations began at {row}")
 
     def _check_saved(self, done: Done) -> None:
-        """R19: what memory holds is a checkpoint, unless `done` says that it could not be saved."""
+        """R19: what memory holds is a checkpoint, unless `done` says that it could not be saved;
+        then that has been tried for --save-timeout."""
         world, storage = self._cluster.world, self._cluster.storage
-        if world is None or not storage.possible or "could not be saved" in done.reason:
+        if world is None or not storage.possible:
+            return
+        if "could not be saved" in done.reason:
+            waited_s = self.promises.round_s(world)
+            least_s = TRIED_SHARE * self._cluster.plan.policy.save_timeout_s
+            text = f"{done.reason}, and that was tried for {waited_s:.1f} s"
+            self.require(waited_s > least_s, "R19", text)
+            quiet = self.promises.quiet_for(SAVED_WITHIN_S) and storage.well_for(least_s)
+            if quiet and self._none_is_away(world):
+                best = self._best_in_memory(world, world)
+                text = f"memory held {best} all the time, and {done.reason}"
+                self.require(max(storage.steps, default=0) >= best, "R19", text)
             return
         if self._all_are_there(world):
             best = self._best_in_memory(world, world)

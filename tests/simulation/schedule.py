@@ -47,7 +47,7 @@ CLEAN = frozenset({"join", "drain", "scale", "stop"})
 """These alone, and those above, recompute no step."""
 MACHINES = frozenset(
     {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "lose-node-silently"}
-    | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again"}
+    | {"kill-source", "kill-saver", "sigterm", "sigterm-leader", "sigterm-two", "sigterm-again"}
 )
 """Where nothing else happens, and etcd is well, no failure counts."""
 LASTING = ("pause", "storage", "kill-etcd", "cut", "slow", "stop-agent", "hang", "busy", "outage")
@@ -82,6 +82,13 @@ be read."""
 SUSPENDED_SHARE = 0.04
 """So many schedules are about an agent that is suspended alone, or cut off from etcd alone, for
 longer than its lease lives; and about nothing else."""
+SOURCE_SHARE = 0.02
+"""So many schedules are about a node that is lost before others have read what it alone holds."""
+NO_HELP_S = 15.0
+"""As long as something is still to happen, no further nodes come."""
+NEEDED_SHARE = 0.02
+"""So many schedules are about a node with bad input that is needed; and as many about a job that is
+given up, and loses the node that is to save its state."""
 RESTARTED_SHARE = 0.03
 """So many schedules are about agents that are killed and begin anew in one round."""
 WAITING_SHARE = 0.02
@@ -220,6 +227,12 @@ def _with_directed_faults(seed: int, plan: Plan) -> Plan:
     suspended = Random(f"{seed} suspended")
     if plan.runs == 1 and not plan.phased and suspended.random() < SUSPENDED_SHARE:
         return _with_suspended_agent(suspended, plan)
+    given_up = Random(f"{seed} given up")
+    if plan.runs == 1 and not plan.phased and given_up.random() < 2 * NEEDED_SHARE:
+        return _with_end(given_up, plan)
+    source = Random(f"{seed} source")
+    if plan.runs == 1 and not plan.phased and source.random() < SOURCE_SHARE:
+        return _with_lost_source(source, plan)
     restarted = Random(f"{seed} restarted")
     if plan.runs == 1 and restarted.random() < RESTARTED_SHARE:
         return _with_restarted_agents(restarted, plan)
@@ -259,6 +272,35 @@ def _with_suspended_agent(random: Random, plan: Plan) -> Plan:
     plan = replace(plan, policy=policy, strategy="zero1", snapshot_every=every, crash_at=0)
     plan = replace(plan, total_steps=steps, trouble=trouble, checkpoint_every=0, faults=faults)
     return plan
+
+
+def _with_end(random: Random, plan: Plan) -> Plan:
+    """A job that cannot go on: a node with bad input is needed, or its script always fails. In half
+    of the latter the node that is to save the state is killed before it does; another one has its
+    part, for a snapshot is taken at each step."""
+    plan = replace(plan, storage=True, trouble=0.0, crash_at=0, slow_start_s=0.0, nproc=1)
+    if random.random() < 0.5:
+        kind = f"join-bad:{random.choice(['import', 'model', 'script'])}"
+        policy = replace(plan.policy, min_nodes=plan.nodes + 1, max_nodes=plan.nodes + 2)
+        faults = Fault(0.0, kind, 0.0, 0.0), Fault(NO_HELP_S, "back-up-etcd", 0.0, 0.0)
+        return replace(plan, policy=policy, faults=faults)
+    policy = replace(plan.policy, max_nodes=plan.nodes, min_nodes=1)
+    steps = random.randint(20, 40)
+    faults = (Fault(0.5, "kill-saver", 0.0, 0.0),) if random.random() < 0.5 else ()
+    plan = replace(plan, policy=policy, total_steps=2 * steps, crash_at=steps, faults=faults)
+    return replace(plan, snapshot_every=1, step_s=0.25, checkpoint_every=0)
+
+
+def _with_lost_source(random: Random, plan: Plan) -> Plan:
+    """A node leaves or comes at a boundary, so that each part of the state exists once; then one of
+    those that hold a part is killed while the others begin."""
+    at_s = random.uniform(2.0, 4.0)
+    change = Fault(at_s, random.choice(["drain", "join"]), random.random(), 0.0)
+    lost = Fault(at_s - 0.1, "kill-source", 0.0, random.uniform(0.05, 0.5))
+    policy = replace(plan.policy, strategy="zero1", min_nodes=1, max_nodes=plan.nodes + 2)
+    steps = max(plan.total_steps, int((at_s + 4.0) / plan.step_s))
+    plan = replace(plan, policy=policy, strategy="zero1", total_steps=steps, trouble=0.0)
+    return replace(plan, crash_at=0, slow_start_s=0.0, faults=(change, lost))
 
 
 def _with_restarted_agents(random: Random, plan: Plan) -> Plan:

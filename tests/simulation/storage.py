@@ -102,6 +102,8 @@ class Storage:
         self.possible = possible
         self.away = False
         """It takes no writes."""
+        self._back_s = 0.0
+        """When it last came back."""
         self.steps: dict[int, Checkpoint] = {}
         self.gone: dict[int, Checkpoint] = {}
         """Steps that are not there any more, damaged since then."""
@@ -109,7 +111,14 @@ class Storage:
         """Told of every checkpoint."""
         self.before_manifest: Callable[[Agent], None] | None = None
         """Called with the agent whose save is about to make a manifest, in phases."""
+        self.before_part: Callable[[Agent], bool] | None = None
+        """Called with the agent that is about to write its part of a held snapshot; whether it has
+        met with something before that."""
         self._parts: dict[SnapshotName, set[int]] = {}
+
+    def well_for(self, seconds: float) -> bool:
+        """Whether it has taken writes for so long."""
+        return not self.away and self.timeline.now_s - self._back_s > seconds
 
     def commit(self, generation: int, step: int, *, replacing: bool = False) -> None:
         """The manifest of a step is made: exclusively, unless it replaces a damaged one."""
@@ -130,7 +139,7 @@ class Storage:
 
     def save_part(self, part: Part) -> None:
         """Some ranks' shards of a snapshot, saved though its workers are gone."""
-        if self.away:
+        if self.away or (self.before_part is not None and self.before_part(part.agent)):
             return
         parts = self._parts.setdefault(part.name, set())
         parts.update(part.ranks)
@@ -150,7 +159,7 @@ class Storage:
         self.timeline.after(seconds, self._come_back)
 
     def _come_back(self) -> None:
-        self.away = False
+        self.away, self._back_s = False, self.timeline.now_s
 
     def damage(self, *, hidden: bool) -> None:
         """The newest checkpoint is damaged."""
