@@ -97,7 +97,10 @@ class PretendedWorkers:
     def generation(self) -> int:
         return self._workers.generation
 
-    def poll(self, addresses: Mapping[str, str]) -> Collection[str]:
+    def unanswered_since(self, members: Mapping[str, Member], now_s: float) -> Mapping[str, float]:
+        return {}
+
+    def refusing(self, addresses: Mapping[str, str]) -> Collection[str]:
         """Stands for connections to agents: the hosts of those that are lost say nothing."""
         return ()
 

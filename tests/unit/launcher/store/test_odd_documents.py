@@ -107,13 +107,16 @@ class Probe:
 
 
 class Nothing:
-    """A node without snapshots, a port, and a network without refusals."""
+    """A node without snapshots, a port, and a network in which each agent answers."""
 
     def held(self) -> Sequence[Any]:
         return ()
 
-    def poll(self, addresses: Mapping[str, str]) -> Sequence[str]:
+    def refusing(self, addresses: Mapping[str, str]) -> Sequence[str]:
         return ()
+
+    def unanswered_since(self, members: Mapping[str, Member], now_s: float) -> Mapping[str, float]:
+        return {}
 
     def close(self) -> None:
         return
