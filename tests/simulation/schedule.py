@@ -282,8 +282,9 @@ def _with_end(random: Random, plan: Plan) -> Plan:
     if random.random() < 0.5:
         kind = f"join-bad:{random.choice(['import', 'model', 'script'])}"
         policy = replace(plan.policy, min_nodes=plan.nodes + 1, max_nodes=plan.nodes + 2)
-        faults = Fault(0.0, kind, 0.0, 0.0), Fault(NO_HELP_S, "back-up-etcd", 0.0, 0.0)
-        return replace(plan, policy=policy, faults=faults)
+        comes = Fault(0.0, kind, 0.0, 0.0)
+        waits = Fault(NO_HELP_S, "back-up-etcd", 0.0, 0.0)
+        return replace(plan, policy=policy, faults=(comes, waits))
     policy = replace(plan.policy, max_nodes=plan.nodes, min_nodes=1)
     steps = random.randint(20, 40)
     faults = (Fault(0.5, "kill-saver", 0.0, 0.0),) if random.random() < 0.5 else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -250,7 +250,7 @@ def test_a_snapshot_is_held_since_the_first_step_that_says_so(tmp_path: Path) ->
     try:
         seen = []
         for rank, at_s, held in steps:
-            step = replace(REPORTS["stepped"], at_s=at_s, held=held)  # type: ignore[call-arg]
+            step = Stepped(step=1, at_s=at_s, step_s=0.1, data_wait_s=0.0, samples=1, held=held)
             driver.says(rank, step)
             view = driver.group.view(driver.now_s)
             seen.append((view.held, view.held_s))
