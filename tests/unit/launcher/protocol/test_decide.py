@@ -61,7 +61,6 @@ def member(name: str) -> Member:
 
 
 A, B, C, D = (member(name) for name in "abcd")
-FROM_B = (Source(rank=0, node="b", address="10.0.0.1:9400"),)
 FROM_C = (Source(rank=0, node="c", address="10.0.0.1:9400"),)
 RAM = Resume(tier="ram", step=5, generation=2, sources=FROM_C)
 
@@ -112,21 +111,6 @@ LAPSED = replace(
     missing_since_s={"b": 99.5},
     workers=replace(TRAINS, stepped_s=96.0),
 )
-SUSPENDED = replace(
-    LAPSED,
-    missing_since_s={"b": 94.0},
-    unanswered_since_s={"b": 94.5},
-    workers=replace(TRAINS, held=18, held_s=93.0),
-)
-SUSPENSION = [
-    RaiseAlarm(
-        Alarm(
-            node="a",
-            kind="lapse",
-            reason="the lease of b lapsed, and its agent does not answer",
-        )
-    )
-]
 ALONE = View(me=A, members=named(A), oldest=True, last_join_s=99.0, began_s=90.0, token="new")
 ROUND = replace(AT_REST, alarm=ALARM, alarm_s=90.0, round_s=99.5)
 MY_STOPPED = says("stopped", A, holdings=HELD, final_step=20)
@@ -153,15 +137,6 @@ SILENT_B = replace(ENDED, reports={"a": MY_STOPPED, "b": says("restored", B)})
 
 NOTHING_HELD = says("stopped", A, final_step=20)
 STRANDED = replace(ENDED, members=named(A), reports={"a": MY_STOPPED}, round_s=95.0, alarm_s=95.0)
-STOPPED_B = says("stopped", B, holdings=HELD, final_step=20)
-BOTH_HOLD = replace(
-    STRANDED,
-    me=B,
-    members=named(A, B),
-    can_save=True,
-    my_report=STOPPED_B,
-    reports={"a": MY_STOPPED, "b": STOPPED_B},
-)
 LEAVER = says("stopped", A, leaving=True, holdings=HELD, final_step=20)
 STOP = Control(stop=True)
 DRAINED = Control(drain=(Drain(node="c", incarnation="i-c"),))
@@ -265,9 +240,6 @@ TABLE = [
     ("storage does not answer: no first world", v(ALONE, storage_pending="looking", members=named(A, B), last_join_s=90.0), []),
     ("stopped, not sealed: no report yet", v(ROUND, workers=w(STOPPED, sealing=True), my_report=says("alive", A)), []),
     ("nobody can go on: save what is held", v(STRANDED, can_save=True), [SaveHeldSnapshot(3, 20, 1, (0,))]),
-    ("nobody can go on: another one saves what it holds too", BOTH_HOLD, []),
-    ("nobody can go on, and that one is lost", v(BOTH_HOLD, members=named(B), missing_since_s={"a": 90.0}), [SaveHeldSnapshot(3, 20, 1, (0,))]),
-    ("nobody can go on, and that one has come anew", v(BOTH_HOLD, members=named(B, replace(A, incarnation="i-2"))), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("nobody can go on: told once", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,)), []),
     ("nobody can go on: nothing newer than storage", v(STRANDED, can_save=True, storage_step=20), []),
     ("nobody can go on: storage is newer", v(STRANDED, can_save=True, storage_step=30), []),
@@ -315,20 +287,6 @@ TABLE = [
     ("a step since, and none is due", v(LAPSED, missing_since_s={"b": 75.0}, workers=w(TRAINS, stepped_s=76.0)), []),
     ("a step since, but none is due for long", v(LAPSED, missing_since_s={"b": 60.0}, workers=w(TRAINS, stepped_s=69.0)), LAPSE),
     ("a step since, and all here have finished", v(LAPSED, missing_since_s={"b": 90.0}, my_report=says("finished", A), workers=w(TRAINS, stepped_s=94.0, running=0, outcome=GroupOutcome.FINISHED)), LAPSE),
-    ("its agent is suspended, and nothing is held", SUSPENDED, SUSPENSION),
-    ("so it seems, but it answers", v(SUSPENDED, unanswered_since_s={}), []),
-    ("another one does not answer", v(SUSPENDED, unanswered_since_s={"c": 94.0}), []),
-    ("it has not answered for less than a TTL", v(SUSPENDED, unanswered_since_s={"b": 95.5}), []),
-    ("its lease lapsed less than a TTL ago", v(SUSPENDED, missing_since_s={"b": 95.5}, unanswered_since_s={"b": 90.0}), []),
-    ("the newest snapshot was old already", v(SUSPENDED, workers=w(TRAINS, held=18, held_s=80.0)), []),
-    ("it was, and training went on for as long again", v(SUSPENDED, missing_since_s={"b": 80.0}, workers=w(TRAINS, held=18, held_s=61.0)), SUSPENSION),
-    ("a snapshot is held since", v(SUSPENDED, workers=w(TRAINS, held=18, held_s=96.0)), []),
-    ("snapshots decide nothing", v(SUSPENDED, workers=TRAINS), []),
-    ("none is held, but a checkpoint was read", v(SUSPENDED, workers=w(TRAINS, held=10, held_s=93.0)), SUSPENSION),
-    ("none is held, and it alone has a part of the start", v(SUSPENDED, world=world(A, B, resume=replace(RAM, sources=FROM_B)), workers=w(TRAINS, held=5, held_s=93.0)), []),
-    ("none is held, and another one has that part too", v(SUSPENDED, world=world(A, B, resume=replace(RAM, sources=(*FROM_B, *FROM_C))), workers=w(TRAINS, held=5, held_s=93.0)), SUSPENSION),
-    ("suspended, and the own lease is not confirmed", v(SUSPENDED, store=replace(HEALTHY, confirmed_s=90.0)), []),
-    ("suspended, and had finished", v(SUSPENDED, reports={"a": RESTORED, "b": says("finished", B)}), []),
     ("the store came back just now", v(LAPSED, store=replace(HEALTHY, outage_end_s=96.0)), []),
     ("the store is away", v(LAPSED, store=replace(HEALTHY, reachable=False)), []),
     ("own lease not confirmed", v(LAPSED, store=replace(HEALTHY, confirmed_s=90.0)), []),
@@ -337,7 +295,6 @@ TABLE = [
     # L4
     ("all stopped: next world", ENDED, [WriteWorld]),
     ("one silent, not long", v(SILENT_B, alarm_s=99.8, members=named(A, C)), []),
-    ("one stopped, as another registration than the world names", v(ENDED, reports={"a": MY_STOPPED, "b": says("stopped", replace(B, incarnation="i-9"))}, alarm_s=99.8), []),
     ("one silent, whose host refuses connections", v(SILENT_B, alarm_s=99.8, members=named(A, C), refusing=frozenset("b")), [WriteWorld]),
     ("one silent, but nobody was asked", v(SILENT_B, alarm=None, alarm_s=None, round_s=99.6, members=named(A, C)), []),
     ("one still stopping", v(ENDED, reports={"a": MY_STOPPED, "b": says("alive", B)}, round_s=90.0), []),
