@@ -31,20 +31,34 @@ SHORT = Timeouts(request_s=0.6)
 VARIABLE = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 
 
-@pytest.fixture
-def etcd() -> Iterator[EtcdServer]:
+@pytest.fixture(scope="module")
+def member() -> Iterator[EtcdServer]:
     with EtcdServer() as member:
         yield member
 
 
 @pytest.fixture
-def connect(etcd: EtcdServer) -> Iterator[Connect]:
+def etcd(member: EtcdServer) -> Iterator[EtcdServer]:
+    """An etcd that works again after a test has harmed it."""
+    yield member
+    if member.pid is None:
+        member.start()
+    else:
+        member.resume()
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    """A prefix of keys that no other test has."""
+    return job_prefix(request.node.name)
+
+
+@pytest.fixture
+def connect(etcd: EtcdServer, prefix: str) -> Iterator[Connect]:
     opened: list[EtcdStore] = []
 
     def one(*endpoints: str, timeouts: Timeouts = SHORT) -> EtcdStore:
-        opened.append(
-            EtcdStore(endpoints or [etcd.endpoint], job_prefix("faults"), timeouts=timeouts)
-        )
+        opened.append(EtcdStore(endpoints or [etcd.endpoint], prefix, timeouts=timeouts))
         return opened[-1]
 
     yield one
@@ -267,7 +281,9 @@ def test_the_few_keys_that_all_agents_watch_are_read_together(connect: Connect) 
     told["alarm/"].until(has())
 
 
-def test_etcd_outlives_reads_that_are_given_up(etcd: EtcdServer, connect: Connect) -> None:
+def test_etcd_outlives_reads_that_are_given_up(
+    etcd: EtcdServer, prefix: str, connect: Connect
+) -> None:
     """Releases before September 2022 panic where a transaction that only reads is given up."""
     writer = connect()
     for i in range(16):
@@ -283,8 +299,7 @@ def test_etcd_outlives_reads_that_are_given_up(etcd: EtcdServer, connect: Connec
         stores = []
         for i in range(12):
             hasty = Timeouts(request_s=0.004 + 0.002 * i, backoff_s=0.001, backoff_max_s=0.01)
-            address, prefix = [etcd.endpoint], job_prefix("faults")
-            store = EtcdStore(address, prefix, observe=observe, timeouts=hasty)
+            store = EtcdStore([etcd.endpoint], prefix, observe=observe, timeouts=hasty)
             stores.append(stack.enter_context(store))
         while time.monotonic() < until_s or len(given_up) <= 10:
             watches = [store.watch("k/", Told()) for store in stores for _ in range(5)]
