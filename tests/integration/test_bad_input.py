@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero, story
 from tests.support.cases import slow
+from tests.support.deadlines import patience
 
 FAILS_ON_IMPORT = SCRIPTS / "fails_on_import.py"
 
@@ -241,6 +243,9 @@ def test_ctrl_c_stops_everything(number: signal.Signals, tmp_path: Path) -> None
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
+    deadline_s = time.monotonic() + patience(10.0)
+    while any(map(is_alive, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)  # the kernel ends what is bound to a process that has ended
     assert not [pid for pid in pids if is_alive(pid)]
     assert "Traceback" not in output
 
