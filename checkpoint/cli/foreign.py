@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from elasticzero.checkpoint.convert import huggingface
 from elasticzero.checkpoint.convert.import_plan import Import, ImportOptions
 from elasticzero.checkpoint.format.manifest import TREE
-from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.errors import UserError
 from elasticzero.text import print_error, print_result, shown, size_text, table_text
 
@@ -59,6 +58,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="The value under this path (keys joined by /) is left out; may be repeated.",
     )
     command.add_argument(
+        "--map",
+        action="append",
+        type=_prefixes,
+        metavar="FROM=TO",
+        help="With dcp, what is under the path FROM (keys joined by /) is imported as if it were "
+        "under TO, as in app/model=model; may be repeated.",
+    )
+    command.add_argument(
         "--track",
         action="append",
         type=_assignment,
@@ -75,10 +82,12 @@ def open_import(args: argparse.Namespace) -> Import:
         UserError: It cannot be imported, or an option is of another format.
         CheckpointDamaged: A file is damaged.
     """
+    if args.map is not None and args.format != "dcp":
+        raise UserError(f"--map is not for --format {args.format}")
     if args.format in ("hf", "dcp"):
         if unfit := [name for name in _OF_PICKLES if getattr(args, name) is not None]:
             raise UserError(f"--{unfit[0]} is not for --format {args.format}")
-        return Import(foreign=_open_plain(args))
+        return _open_plain(args)
     from elasticzero.checkpoint.convert.pickled.contents import name_contents
 
     options = ImportOptions(
@@ -100,12 +109,12 @@ def _open_saved(args: argparse.Namespace) -> Saved:
     return open_directory_of_state(args.path)
 
 
-def _open_plain(args: argparse.Namespace) -> ForeignCheckpoint:
+def _open_plain(args: argparse.Namespace) -> Import:
     if args.format == "hf":
-        return huggingface.open_hf(args.path)
-    from elasticzero.checkpoint.convert.dcp_import import open_dcp
+        return Import(foreign=huggingface.open_hf(args.path))
+    from elasticzero.checkpoint.convert.dcp_import import plan_dcp
 
-    return open_dcp(args.path, model_only=args.model_only)
+    return plan_dcp(args.path, model_only=args.model_only, maps=args.map or ())
 
 
 def print_listing(opened: Import, *, as_json: bool) -> None:
@@ -156,6 +165,13 @@ def _names(path: Path) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         raise UserError(f"--names {path} cannot be read: {error}") from None
     return tuple(line.strip() for line in lines if line.strip())
+
+
+def _prefixes(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not FROM=TO")
+    return old, new
 
 
 def _assignment(text: str) -> tuple[str, str]:

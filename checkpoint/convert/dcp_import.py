@@ -6,9 +6,10 @@ archives. This module compares their CRCs, which torch's own reader does not do.
 
 from __future__ import annotations
 
+import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, cast
 
 import torch
@@ -22,9 +23,18 @@ from elasticzero.checkpoint.convert.dcp_metadata import (
     UnpicklingError,
     read_contents,
 )
+from elasticzero.checkpoint.convert.dcp_names import (
+    PARAMS_KEY,
+    PrefixMap,
+    extra_state_of,
+    flat_parameter,
+    is_rooted,
+    name_of,
+    unread_note,
+    usual_paths,
+)
 from elasticzero.checkpoint.convert.exported_state import (
     GROUPS_KEY,
-    MODEL_KEY,
     OPTIMIZER_KEY,
     OWN_KEY,
     is_copy,
@@ -32,6 +42,7 @@ from elasticzero.checkpoint.convert.exported_state import (
 )
 from elasticzero.checkpoint.convert.file_window import FileWindow
 from elasticzero.checkpoint.convert.huggingface import check_foreign
+from elasticzero.checkpoint.convert.import_plan import Import, LeftOut
 from elasticzero.checkpoint.format.dtypes import byte_view, tensor_spec, torch_dtype
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.format.manifest import TREE
@@ -44,18 +55,32 @@ from elasticzero.nested import flatten
 from elasticzero.spans import Span
 
 
-def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
+def open_dcp(
+    url: str, *, model_only: bool = False, maps: Sequence[PrefixMap] = ()
+) -> ForeignCheckpoint:
+    """Opens a torch.distributed.checkpoint directory as `plan_dcp` does.
+
+    Args:
+        url: The directory, a path or a URL.
+        model_only: Whether to leave out everything but the model.
+        maps: Prefixes of paths, and what takes their place.
+    """
+    return plan_dcp(url, model_only=model_only, maps=maps).foreign
+
+
+def plan_dcp(url: str, *, model_only: bool = False, maps: Sequence[PrefixMap] = ()) -> Import:
     """Opens a torch.distributed.checkpoint directory and gives its tensors the names of this
     format.
 
     The tensors under the key "model" are the model; without such a key, the tensors at the root
     are. Optimizer state keyed by parameter names gets the names `optimizer/<parameter>/<key>`.
-    Every other tensor is named by its path. All else becomes state, and `checkpoint.load` returns
-    the whole with its nesting.
+    `dcp_names` has the keys that mean the same. Every other tensor is named by its path. All else
+    becomes state, and `checkpoint.load` returns the whole with its nesting.
 
     Args:
         url: The directory, a path or a URL.
         model_only: Whether to leave out everything but the model.
+        maps: Prefixes of paths with keys joined by "/", and what takes their place.
 
     Raises:
         UserError: The directory is of another kind, or it asks for code to be run.
@@ -68,11 +93,15 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
     ours: dict[str, Any] = {}
     named: dict[KeyPath, str] = {}
     if exported:
-        text = _load(storage, contents.values[OWN_KEY, "state"])
+        text = _load(storage, contents.values[OWN_KEY, "state"], OWN_KEY)
         ours, named = parse_exported(text, storage.where)
-    names = {path: named.get(path, name) for path, name in _names(contents.tensors).items()}
+    paths = [*contents.tensors, *contents.values]
+    usual = {path: path for path in paths} if exported and not maps else usual_paths(paths, maps)
+    rooted = is_rooted(usual[path] for path in contents.tensors)
+    names = {p: named.get(p, name_of(usual[p], rooted=rooted)) for p in contents.tensors}
     if exported:
         names = {path: name for path, name in names.items() if not is_copy(path, ours)}
+    left_out = _left_out(paths, names, usual, rooted=rooted) if model_only else ()
     if model_only:
         names = {path: name for path, name in names.items() if name.startswith(MODEL_PREFIX)}
     if len(set(names.values())) != len(names):
@@ -83,65 +112,119 @@ def open_dcp(url: str, *, model_only: bool = False) -> ForeignCheckpoint:
         state = ours
     else:
         values = {} if model_only else contents.values
-        state = _state(names, {path: _load(storage, item) for path, item in values.items()})
+        read = {path: _load(storage, item, _text(path)) for path, item in values.items()}
+        state = _state(names, read, usual, rooted=rooted)
         state |= {key: ours[key] for key in ("aliases",) if key in ours}
     tensors = {name: contents.tensors[path] for path, name in names.items()}
     specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
-    return ForeignCheckpoint(
-        specs=specs, state=state, open_source=lambda _: _Directory(storage, tensors, specs)
+    note = None if exported else unread_note(names, usual)
+    foreign = ForeignCheckpoint(
+        specs=specs,
+        state=state,
+        open_source=lambda _: _Directory(storage, tensors, specs),
+        notes=() if note is None else (note,),
     )
+    return Import(foreign=foreign, left_out=left_out)
 
 
-def _names(tensors: Mapping[KeyPath, StoredTensor]) -> dict[KeyPath, str]:
-    """Returns the name of each tensor in this format."""
-    rooted = not any(path[0] == MODEL_KEY for path in tensors)
-    names: dict[KeyPath, str] = {}
-    for path in tensors:
-        match path:
-            case (str(key),) if rooted:
-                names[path] = MODEL_PREFIX + key
-            case (str(top), "state", str(parameter), str(key)) if (
-                top == OPTIMIZER_KEY and not parameter.isdecimal()
-            ):
-                names[path] = f"{top}/{parameter}/{key}"
-            case (str(top), "tensors", str(name)) if top == OWN_KEY:
-                names[path] = name
-            case _:
-                names[path] = "/".join(map(str, path))
-    return names
+def _left_out(
+    paths: Iterable[KeyPath],
+    names: Mapping[KeyPath, str],
+    usual: Mapping[KeyPath, KeyPath],
+    *,
+    rooted: bool,
+) -> tuple[LeftOut, ...]:
+    """Returns what is left out where only the model's tensors are imported.
+
+    Args:
+        paths: The paths of all tensors and values.
+        names: The name of each tensor.
+        usual: Each path with the usual keys.
+        rooted: Whether the model is at the root.
+    """
+    reasons: dict[str, str] = {}
+    for path in paths:
+        if names.get(path, "").startswith(MODEL_PREFIX) or path[0] == OWN_KEY:
+            continue
+        if (extra := extra_state_of(usual[path], rooted=rooted)) is not None:
+            top = path[: len(path) - len(extra) + 1]
+            reasons[_text(top)] = "--model-only leaves out the extra state of modules too"
+        else:
+            reasons[_text(path)] = "--model-only takes the model's tensors alone"
+    return tuple(LeftOut(path, reason) for path, reason in reasons.items())
 
 
-def _state(names: Mapping[KeyPath, str], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+def _text(path: KeyPath) -> str:
+    return "/".join(map(str, path))
+
+
+def _state(
+    names: Mapping[KeyPath, str],
+    values: Mapping[KeyPath, Any],
+    usual: Mapping[KeyPath, KeyPath],
+    *,
+    rooted: bool,
+) -> dict[str, Any]:
     """Returns the values that are not tensors, and the nesting, as `checkpoint.save` stores them.
 
-    The optimizer's groups are also stored as a session stores them.
+    The optimizer's groups and the extra state of modules are also stored as a session stores them.
+
+    Args:
+        names: The name of each tensor, by its path.
+        values: The values that are not tensors, by their paths.
+        usual: Each path with the usual keys.
+        rooted: Whether the model is at the root.
     """
     leaves: dict[KeyPath, Any] = {path: {"$tensor": name} for path, name in names.items()}
     for path, value in values.items():
         tensors: dict[str, torch.Tensor] = {}
-        leaves[path] = flatten(value, "/".join(map(str, path)), tensors)
+        try:
+            leaves[path] = flatten(value, _text(path), tensors)
+        except UserError as error:
+            raise UserError(f"{error}; `--model-only` leaves it out") from None
         if tensors:
             raise UserError(
                 f"{next(iter(tensors))!r} is a tensor inside a value that torch saved as one "
                 "piece: it cannot be imported; `--model-only` leaves it out"
             )
-    tree = _nested(leaves)
-    state: dict[str, Any] = {TREE: tree}
-    optimizer = tree.get(OPTIMIZER_KEY)
-    groups = optimizer.get(GROUPS_KEY) if isinstance(optimizer, dict) else None
-    if isinstance(groups, list) and all(_is_named(group) for group in groups):
-        state["groups"] = [
-            {
-                "names": group["params"],
-                "options": {key: value for key, value in group.items() if key != "params"},
-            }
-            for group in groups
-        ]
+    state: dict[str, Any] = {TREE: _nested(leaves)}
+    if groups := _groups(leaves, usual):
+        state["groups"] = groups
+    extra = {path: extra_state_of(usual[path], rooted=rooted) for path in leaves}
+    if modules := {below: leaves[path] for path, below in extra.items() if below is not None}:
+        state["modules"] = _nested(modules)
     return state
 
 
+def _groups(
+    leaves: Mapping[KeyPath, Any], usual: Mapping[KeyPath, KeyPath]
+) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups as a session stores them; empty unless all have names.
+
+    Args:
+        leaves: The encoded values by their paths.
+        usual: Each path with the usual keys.
+    """
+    below: dict[KeyPath, Any] = {}
+    for path, leaf in leaves.items():
+        if usual[path][:2] == (OPTIMIZER_KEY, GROUPS_KEY):
+            below[usual[path][2:]] = leaf
+            if (parameter := flat_parameter(path, usual[path])) is not None:
+                below[usual[path][2], PARAMS_KEY] = [parameter]
+    groups = _nested(below) if below else []
+    if not isinstance(groups, list) or not all(_is_named(group) for group in groups):
+        return []
+    return [
+        {
+            "names": group[PARAMS_KEY],
+            "options": {key: value for key, value in group.items() if key != PARAMS_KEY},
+        }
+        for group in groups
+    ]
+
+
 def _is_named(group: Any) -> bool:
-    params = group.get("params") if isinstance(group, dict) else None
+    params = group.get(PARAMS_KEY) if isinstance(group, dict) else None
     return isinstance(params, list) and all(isinstance(name, str) for name in params)
 
 
@@ -210,7 +293,7 @@ class _Directory:
         yield byte_view(flat)
 
     def _part(self, name: str, spec: TensorSpec, box: Box) -> torch.Tensor:
-        part = _load(self._storage, box.item)
+        part = _load(self._storage, box.item, name)
         described = (torch_dtype(spec.dtype), box.sizes)
         if not isinstance(part, torch.Tensor) or (part.dtype, tuple(part.shape)) != described:
             raise CheckpointDamaged(
@@ -220,6 +303,8 @@ class _Directory:
         return part.reshape(1) if not spec.shape else part
 
 
+_UNKNOWN_NAME = re.compile(r"GLOBAL ([\w.]+)")
+"""Matches the name in torch's error about a value that `weights_only` does not read."""
 _ITEM_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
@@ -236,9 +321,19 @@ _ITEM_ERRORS = (
 """The exceptions that zipfile and torch raise for bytes that are not a valid item."""
 
 
-def _load(storage: Readable, item: StoredItem) -> Any:
+def _load(storage: Readable, item: StoredItem, what: str) -> Any:
     """Returns the value that `torch.save` wrote as an item, after comparing its checksum; no code
-    runs."""
+    runs.
+
+    Args:
+        storage: The directory.
+        item: Place of the item.
+        what: Path of the value, or name of the tensor, for messages.
+
+    Raises:
+        UserError: Reading the item would run code.
+        CheckpointDamaged: The item is not what was written.
+    """
     where = f"{storage.where}/{item.file}, bytes {item.start} to {item.start + item.bytes}"
     window = FileWindow(storage, item.file, item.start, item.bytes)
     try:
@@ -254,9 +349,11 @@ def _load(storage: Readable, item: StoredItem) -> Any:
     except FileNotFoundError:
         raise CheckpointDamaged(f"{storage.where}/{item.file} is missing") from None
     except UnpicklingError as error:
+        unknown = _UNKNOWN_NAME.search(str(error))
+        name = f" ({unknown[1]:.80})" if unknown else ""
         raise UserError(
-            f"{where} asks for code to be run when it is read, so it is not read; `--model-only` "
-            f"leaves all but the model's tensors out ({str(error).splitlines()[0]:.150})"
+            f"{what!r} asks for code to be run when it is read{name}, so it is not read; "
+            f"`--model-only` leaves out all but the model's tensors ({where})"
         ) from None
     except _ITEM_ERRORS as error:
         raise CheckpointDamaged(f"{where} is not an item of torch's: {error!r:.150}") from None

@@ -304,3 +304,14 @@ def check_keys(name: str, keys: Mapping[str, Spec], schema: Schema) -> None:
 
 def _text(spec: Spec) -> str:
     return f"{list(spec.shape)} of {spec.dtype}"
+
+
+def lacks_state(keys: Mapping[str, Spec], schema: Schema, small: Mapping[str, Any]) -> bool:
+    """Returns whether nothing is stored of what an optimizer keeps for a parameter.
+
+    Args:
+        keys: Shape and dtype of each stored entry of the parameter.
+        schema: What this optimizer keeps for it.
+        small: What is stored of it besides tensors.
+    """
+    return bool(dealt_keys(schema)) and not set(keys) - {MASTER} and not small

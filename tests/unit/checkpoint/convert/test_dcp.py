@@ -436,7 +436,7 @@ def test_a_spoiled_item_is_refused_in_words(data: st.DataObject) -> None:
     torch.save({"w": torch.arange(4.0), "rates": [1, "x"]}, saved)
     spoiled = spoiled_somewhere(data, saved.getvalue())
     with suppress(CheckpointDamaged, UserError):
-        _load(_Memory(spoiled), StoredItem("f", 0, len(spoiled)))
+        _load(_Memory(spoiled), StoredItem("f", 0, len(spoiled)), "x")
 
 
 def test_an_item_too_small_for_its_tensor_takes_no_memory(tmp_path: Path) -> None:
