@@ -27,6 +27,9 @@ from elasticzero.launcher.store.watch_cache import (
 )
 
 MEMORY_AGAIN_S = 0.25
+MOST_ASKED = 64
+"""Maximum number of members without a registration that are asked at a time whether they run. After
+an outage of the store all are without one, and none is asked before it has been well for a TTL."""
 
 
 def _draw_token() -> str:
@@ -299,7 +302,9 @@ class ClusterObserver:
             answered_s = self._answers.update(generation, len(answers), now_s)
             view = replace(view, refusing=self._refusing(answers, world), answered_s=answered_s)
         if world is not None and not told_of and is_leader(view):
-            unanswered_since_s = self._unanswered(missing, world, now_s)
+            well_s = now_s - view.store.outage_end_s if reachable else 0.0
+            asked = missing[:MOST_ASKED] if well_s >= policy.lease_ttl_s else ()
+            unanswered_since_s = self._unanswered(asked, world, now_s)
             view = replace(view, unanswered_since_s=unanswered_since_s)
         asks = leads(view) and (world is None or opened or outside)
         asked_s = self._storage_asked.since(generation, asks, now_s)
@@ -326,7 +331,8 @@ class ClusterObserver:
     ) -> Mapping[str, float]:
         """Returns which members without a registration answer no request, and since when.
 
-        It is called also where there is none, so that the probe forgets those that there were.
+        It is called also where none is to be asked, so that the probe forgets those that there
+        were.
 
         Args:
             missing: Nodes of these members.

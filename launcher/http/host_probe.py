@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elasticzero.concurrency import run_parallel
 from elasticzero.launcher.protocol.documents import Member
@@ -66,14 +66,17 @@ class HostProbe:
             return dict(self._unanswered_s)
 
     def _ask(self, members: Mapping[str, Member], began_s: float) -> None:
-        answers = run_parallel(members.values(), self._answers, threads=THREADS)
-        with self._lock:
-            for key, answered in zip(members, answers, strict=True):
-                if answered:
-                    self._unanswered_s.pop(key, None)
-                else:
-                    self._unanswered_s.setdefault(key, began_s)
-            self._asking, self._ask_after_s = False, time.monotonic() + ASK_AGAIN_S
+        answers: Sequence[bool] = ()
+        try:
+            answers = run_parallel(members.values(), self._answers, threads=THREADS)
+        finally:
+            with self._lock:
+                for key, answered in zip(members, answers, strict=False):
+                    if answered:
+                        self._unanswered_s.pop(key, None)
+                    else:
+                        self._unanswered_s.setdefault(key, began_s)
+                self._asking, self._ask_after_s = False, time.monotonic() + ASK_AGAIN_S
 
     def refusing(self, addresses: Mapping[str, str]) -> Collection[str]:
         """Returns which agents are known to be gone, and begins to find out about the others.

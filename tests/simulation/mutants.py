@@ -508,9 +508,9 @@ MUTANTS = (
         file="agent/observer.py",
         right="if entry is None or (reports.history, entry.mod_revision) != self._put_at:\n",
         wrong="if False:\n",
-        unfound="Nearly every loss of data is found by its revisions, and then all reports are "
-        "put again. It matters where a restored backup has reached the very revision of "
-        "the report.",
+        unfound="Nearly every loss of data is found by its revisions, and then all reports are put "
+        "again. It matters where a restored backup has reached the very revision of the report. A "
+        "unit test holds the rule.",
     ),
     Mutant(
         name="the remnants of a backup are taken into the world",

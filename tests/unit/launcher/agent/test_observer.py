@@ -13,13 +13,20 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.observer import Answers, ClusterObserver, Outages
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
-from elasticzero.launcher.protocol.documents import Member, NodeStrikes, World, to_bytes
+from elasticzero.launcher.protocol.documents import (
+    Member,
+    NodeStrikes,
+    Phase,
+    Report,
+    World,
+    to_bytes,
+)
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import PrefixState
 from elasticzero.launcher.store.membership import Membership, bound_socket
-from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache
+from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache, reports_of
 from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
@@ -50,9 +57,19 @@ class Node:
         self.subscriptions = Subscriptions(self.store, observer, self.membership)
         self.cluster_observer = ClusterObserver(
             *(self.store, observer, self.membership, self.subscriptions),
-            *(Nothing(), look, HostProbe(self._changed.set, lambda member: True)),
+            *(Nothing(), look, HostProbe(self._changed.set, self._answers)),
         )
+        self.asked: list[str] = []
+        """Nodes whose agents were asked whether they run; none answers."""
         assert self.membership.register()
+
+    def _answers(self, member: Member) -> bool:
+        self.asked.append(member.node)
+        return False
+
+    def note_outage(self) -> None:
+        """The store comes back just now."""
+        self.membership.note_outage(self._now_s)
 
     def look(self, after_s: float = 2.0, policy: JobPolicy = POLICY) -> View:
         self._now_s += after_s
@@ -275,3 +292,51 @@ def test_the_last_answer_is_the_last_that_was_seen_to_come() -> None:
     seen = [answers.update(*look) for look in looks]
     assert seen == [None, None, 10.2, 10.2, 10.2]
     assert [answers.update(2, 3, 11.0), answers.update(2, 4, 11.1)] == [None, 11.1]
+
+
+PHASES: tuple[Phase, Phase] = ("restored", "stopped")
+
+
+@pytest.mark.parametrize("loss", ["deleted", "replaced"])
+def test_a_report_that_the_store_does_not_hold_is_not_taken_for_put(loss: str) -> None:
+    """A restored backup may hold less, or an earlier report of this node, and no error shows it."""
+    server = MemoryServer(time.monotonic)
+    node = Node("a", server)
+    world_of([node])
+    node.look_until(lambda v: v.reports is not None)
+    key = f"{reports_of(1)}a"
+    earlier, report = (Report(incarnation="a-1", phase=phase, store_port=2) for phase in PHASES)
+    revision = node.store.write({key: to_bytes(report)})
+    assert revision is not None
+    node.cluster_observer.reported(1, report, revision)
+    view = node.look_until(lambda v: "a" in (v.reports or {}))
+    assert view.my_report == report
+    other = MemoryStore(server)
+    if loss == "deleted":
+        other.write({}, deletes=[key])
+    else:
+        other.write({key: to_bytes(earlier)})
+    node.look_until(lambda v: v.my_report is None)
+    node.close()
+
+
+def test_a_member_without_a_registration_is_asked_whether_it_runs() -> None:
+    """Not where the store was away until a moment ago: all members are without one then."""
+    server = MemoryServer(time.monotonic)
+    first, second = Node("a", server), Node("b", server)
+    world_of([first, second])
+    first.look_until(lambda v: v.world is not None and v.members is not None)
+    first.note_outage()
+    MemoryStore(server).write({}, deletes=[second.membership.key])
+    first.look_until(lambda v: "b" in v.missing_since_s, 0.0)
+    for _ in range(10):
+        assert not first.look(0.4).unanswered_since_s
+    assert not first.asked
+    view = first.look_until(lambda v: bool(v.unanswered_since_s))
+    assert view.unanswered_since_s.keys() == {"b"} == set(first.asked)
+    assert view.unanswered_since_s["b"] >= view.missing_since_s["b"] + POLICY.lease_ttl_s / 2
+    assert second.membership.register()
+    first.look_until(lambda v: not v.missing_since_s)
+    assert not first.look(0.0).unanswered_since_s
+    first.close()
+    second.close()
