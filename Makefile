@@ -71,6 +71,7 @@ check: $(READY) ## ruff, mypy --strict, import contracts, house rules, no stale 
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -q tests/unit/test_house.py
 	$(RUN) -m tools.reference --check
+	$(RUN) -m tools.kubernetes_fields --check
 	$(RUN) -m tools.manifests --check
 	$(RUN) -m tools.monitoring --check
 
@@ -78,7 +79,8 @@ reference: $(READY) ## write docs/reference, and generated files of monitoring, 
 	$(RUN) -m tools.reference
 	$(RUN) -m tools.monitoring
 
-manifests: $(READY) ## write k8s/ by elasticzero k8s render
+manifests: $(READY) ## write k8s/ by elasticzero k8s render, and the table of fields for --patch
+	$(RUN) -m tools.kubernetes_fields
 	$(RUN) -m tools.manifests
 
 changelog: $(READY) ## put the files of changes/ into CHANGELOG.md: make changelog VERSION=0.3.0

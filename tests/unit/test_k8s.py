@@ -558,7 +558,7 @@ def test_gpus_are_asked_for_and_used(case: tuple[str, str], job: Manifest, agent
     assert resources["limits"].get(GPU) == resources["requests"].get(GPU)
     assert resources["limits"].get(GPU, "0") == str(gpus)
     workers = environment(agent)[f"{PREFIX}NPROC_PER_NODE"]
-    assert workers == (str(gpus) if gpus else "auto")
+    assert workers == ("gpu" if gpus else "auto")
     tolerated = [t["key"] for t in pod_of(job)["tolerations"]]
     assert (GPU in tolerated) == bool(gpus)
 

@@ -9,12 +9,14 @@ preemptions.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import partial
 
-from elasticzero.errors import ExitCode
+from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
-from elasticzero.ops.kubernetes.clouds import GPU, ZONE
+from elasticzero.ops.kubernetes.clouds import ZONE
 from elasticzero.ops.kubernetes.etcd import etcd_endpoints
+from elasticzero.ops.kubernetes.extras import NVIDIA, Volume
 from elasticzero.ops.kubernetes.naming import (
     AGENT,
     Manifest,
@@ -31,6 +33,7 @@ from elasticzero.ops.kubernetes.pods import (
     apart,
     field_variable,
     http_probe,
+    in_one_zone,
     mount,
     on_nodes,
     secret_volume,
@@ -170,35 +173,44 @@ def job_spec(options: RenderOptions, container_name: str = "agent") -> Manifest:
 
 def _pod(options: RenderOptions, container_name: str) -> Manifest:
     pod = options.pod
-    placement: Manifest = {
-        "tolerations": _tolerations(options),
-        "topologySpreadConstraints": spread_over_zones(labels_for(options, AGENT)),
-        "affinity": apart(labels_for(options, AGENT)),
-    }
-    if options.spot:
-        terms = [
-            [{"key": key, "operator": "In", "values": [value]}]
-            for key, value in options.cloud.spot_labels
-        ]
-        placement["affinity"] = {**on_nodes(terms), **placement["affinity"]}
     accounts: Manifest = {}
     if pod.service_account:
         accounts["serviceAccountName"] = pod.service_account
     if pod.pull_secret:
         accounts["imagePullSecrets"] = [{"name": pod.pull_secret}]
     return secured_pod(
-        AGENT_USER,
+        AGENT_USER if pod.has_fixed_user else None,
         restartPolicy="Never",
         terminationGracePeriodSeconds=options.grace.period_s,
         **accounts,
-        **placement,
+        **_placement(options),
         containers=[_container(options, container_name)],
         volumes=_volumes(options),
     )
 
 
+def _placement(options: RenderOptions) -> Manifest:
+    """Returns the fields by which the scheduler finds machines for the agents."""
+    labels = labels_for(options, AGENT)
+    affinity = apart(labels)
+    if options.zones == "one":
+        affinity = {**in_one_zone(labels), **affinity}
+    if options.spot:
+        terms = [
+            [{"key": key, "operator": "In", "values": [value]}]
+            for key, value in options.cloud.spot_labels
+        ]
+        affinity = {**on_nodes(terms), **affinity}
+    is_spread = options.zones == "spread"
+    spread = {"topologySpreadConstraints": spread_over_zones(labels)} if is_spread else {}
+    return {"tolerations": _tolerations(options), **spread, "affinity": affinity}
+
+
 def _tolerations(options: RenderOptions) -> list[Manifest]:
-    taints = list(options.cloud.gpu_taints) if options.pod.gpus else []
+    taints = list(options.cloud.gpu_taints) if options.pod.has_nvidia else []
+    # Nodes with devices are often tainted with the name of the resource.
+    names = [name for name in options.pod.resources if "/" in name and not NVIDIA.fullmatch(name)]
+    taints += [(name, None) for name in names]
     if options.spot and options.cloud.spot_taint is not None:
         taints.append(options.cloud.spot_taint)
     lost = [
@@ -215,7 +227,7 @@ def _tolerations(options: RenderOptions) -> list[Manifest]:
 
 def _container(options: RenderOptions, name: str) -> Manifest:
     pod = options.pod
-    devices = {GPU: str(pod.gpus)} if pod.gpus else {}
+    devices = pod.devices
     health = partial(http_probe, "/healthz", "http", encrypted=options.tls_mode != "off")
     source = {"envFrom": [{"secretRef": {"name": secret}} for secret in pod.secrets]}
     return secured_container(
@@ -290,7 +302,7 @@ def fixed_variables(options: RenderOptions) -> list[Manifest]:
     service = [] if etcd.endpoints else [variable("ETCD_SERVICE", etcd_name(options))]
     variables = {
         "ELASTICZERO_ETCD": etcd.endpoints or etcd_endpoints(etcd, "ETCD_SERVICE"),
-        "ELASTICZERO_NPROC_PER_NODE": str(pod.gpus) if pod.gpus else "auto",
+        "ELASTICZERO_NPROC_PER_NODE": pod.workers,
         "ELASTICZERO_STRATEGY": options.strategy,
         "ELASTICZERO_GRACE": str(options.grace.agent_s),
         "ELASTICZERO_JOIN_TIMEOUT": str(JOIN_TIMEOUT_S),
@@ -313,6 +325,9 @@ def fixed_variables(options: RenderOptions) -> list[Manifest]:
             "ELASTICZERO_ETCD_CERT": f"{CERTIFICATES}/tls.crt",
             "ELASTICZERO_ETCD_KEY": f"{CERTIFICATES}/tls.key",
         }
+    if not pod.has_fixed_user:
+        # The image knows no name of such a user, for which torch.compile asks.
+        variables["USER"] = "elasticzero"
     token = []
     if pod.token_secret:
         key = {"secretKeyRef": {"name": pod.token_secret, "key": "token"}}
@@ -334,6 +349,26 @@ def _mounts(options: RenderOptions) -> list[Manifest]:
         mounts.append(mount("etcd-certificates", CERTIFICATES, read_only=True))
     if options.tls_mode == "files":
         mounts.append(mount("agent-certificates", AGENT_CERTIFICATES, read_only=True))
+    return [*mounts, *_existing_mounts(options, [one["mountPath"] for one in mounts])]
+
+
+def _existing_mounts(options: RenderOptions, taken: Sequence[str]) -> list[Manifest]:
+    """Returns the mounts of --volume.
+
+    Args:
+        options: the options of the job.
+        taken: paths at which the container has other volumes.
+
+    Raises:
+        UserError: two volumes have one path.
+    """
+    mounts, paths = [], set(taken)
+    for name, volume in _volumes_by_name(options).items():
+        path = volume.path.rstrip("/") or "/"
+        if path in paths:
+            raise UserError(f"--volume …:{volume.path}: a volume is there already")
+        paths.add(path)
+        mounts.append(mount(name, path, read_only=volume.read_only))
     return mounts
 
 
@@ -344,12 +379,13 @@ def _volumes(options: RenderOptions) -> list[Manifest]:
             "name": "shared-memory",
             "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory},
         },
-        {"name": "temporary", "emptyDir": {"sizeLimit": "20Gi"}},
+        {"name": "temporary", "emptyDir": {"sizeLimit": options.pod.tmp_size}},
         {"name": "logs", "emptyDir": {"sizeLimit": "5Gi"}},
     ]
     if options.has_claim:
         claim = {"claimName": checkpoint_claim(options)}
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
+    volumes += [_existing_volume(*entry) for entry in _volumes_by_name(options).items()]
     script = options.script
     if isinstance(script, LocalScript):
         volumes.append({"name": "script", "configMap": {"name": _script_name(options, script)}})
@@ -358,3 +394,21 @@ def _volumes(options: RenderOptions) -> list[Manifest]:
     if options.tls_mode == "files":
         volumes.append(secret_volume("agent-certificates", agents_secret(options)))
     return volumes
+
+
+def _volumes_by_name(options: RenderOptions) -> dict[str, Volume]:
+    """Returns the volumes of --volume by the names that the pod gives them."""
+    return {f"volume-{n}": volume for n, volume in enumerate(options.pod.volumes)}
+
+
+def _existing_volume(name: str, volume: Volume) -> Manifest:
+    """Returns a volume of --volume; what it is of must exist, for a pod waits for it otherwise."""
+    match volume.source:
+        case "pvc":
+            return {"name": name, "persistentVolumeClaim": {"claimName": volume.name}}
+        case "secret":
+            return secret_volume(name, volume.name)
+        case "configmap":
+            return {"name": name, "configMap": {"name": volume.name}}
+        case _:
+            return {"name": name, "hostPath": {"path": volume.name, "type": "Directory"}}

@@ -31,7 +31,6 @@ from elasticzero.ops.kubernetes.pods import (
     variable,
 )
 
-ETCD_IMAGE = "gcr.io/etcd-development/etcd:v3.6.16"
 ETCD_USER = 65532
 CLIENT, PEER, METRICS = 2379, 2380, 2381
 DATA, CERTIFICATES, BACKUPS = "/var/lib/etcd", "/etc/etcd/tls", "/backups"
@@ -117,7 +116,7 @@ def etcd_members(options: RenderOptions) -> Manifest:
     if options.etcd.tls:
         volumes.append(secret_volume("certificates", server_secret(options)))
     spec = secured_pod(
-        ETCD_USER,
+        ETCD_USER if options.pod.has_fixed_user else None,
         terminationGracePeriodSeconds=30,
         **placement,
         containers=[_member(options)],
@@ -156,7 +155,7 @@ def _member(options: RenderOptions) -> Manifest:
         mounts.append(mount("certificates", CERTIFICATES, read_only=True))
     return secured_container(
         "etcd",
-        ETCD_IMAGE,
+        options.etcd.image,
         command=["/usr/local/bin/etcd"],
         args=etcd_arguments(options.etcd),
         env=[
@@ -260,7 +259,7 @@ def _cron_job(options: RenderOptions, what: str, schedule: str, arguments: list[
         volumes.append(secret_volume("certificates", client_secret(options)))
     container = secured_container(
         what,
-        ETCD_IMAGE,
+        options.etcd.image,
         command=["/usr/local/bin/etcdctl"],
         args=[f"--endpoints={endpoints}", *flags, "--command-timeout=60s", *arguments],
         env=[variable(SERVICE, etcd_name(options))],
@@ -268,7 +267,7 @@ def _cron_job(options: RenderOptions, what: str, schedule: str, arguments: list[
         **({"volumeMounts": mounts} if mounts else {}),
     )
     pod = secured_pod(
-        ETCD_USER,
+        ETCD_USER if options.pod.has_fixed_user else None,
         restartPolicy="Never",
         containers=[container],
         **({"volumes": volumes} if volumes else {}),

@@ -13,7 +13,7 @@ from elasticzero.ops.kubernetes.agents import (
     job_spec,
     run_variables,
 )
-from elasticzero.ops.kubernetes.clouds import GPU
+from elasticzero.ops.kubernetes.extras import times
 from elasticzero.ops.kubernetes.naming import AGENT, Manifest, labels_for, metadata_for
 from elasticzero.ops.kubernetes.options import RenderOptions, bytes_of_quantity
 
@@ -33,8 +33,7 @@ def kueue_queue(options: RenderOptions) -> list[Manifest]:
         "cpu": f"{most * int(cpus[:-1])}m" if cpus.endswith("m") else str(most * int(cpus)),
         "memory": f"{most * bytes_of_quantity(options.memory) >> 20}Mi",
     }
-    if options.pod.gpus:
-        quota[GPU] = str(most * options.pod.gpus)
+    quota |= {name: times(most, amount) for name, amount in options.pod.devices.items()}
     resources = [{"name": name, "nominalQuota": amount} for name, amount in quota.items()]
     flavor = {"name": options.queue, "resources": resources}
     return [

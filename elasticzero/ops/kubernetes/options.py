@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.tls.credentials import TlsMode
-from elasticzero.ops.kubernetes.clouds import CLOUDS, CloudNodes, Grace, grace_of
+from elasticzero.ops.kubernetes.clouds import CLOUDS, GPU, CloudNodes, Grace, grace_of
+from elasticzero.ops.kubernetes.extras import AMD, NVIDIA, Volume, accelerators, check_resources
 
 MAX_NAME = 40
 """Most characters of a job's id: names of CronJobs, which add to it, may have 52."""
@@ -21,6 +22,9 @@ KEY = re.compile(r"[-._a-zA-Z0-9]+")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KINDS = ("job", "jobset", "trainjob")
 """Kinds of object that the agents' pods can belong to."""
+ZONES = ("spread", "one")
+"""Values of --zones: the agents lie evenly in the zones, or all in the zone of the first."""
+ETCD_IMAGE = "gcr.io/etcd-development/etcd:v3.6.16"
 SET_BY = {
     "ELASTICZERO_JOB": "--name and --run set it",
     "ELASTICZERO_NNODES": "--nnodes sets it",
@@ -69,6 +73,7 @@ class EtcdOptions:
     """True: etcd shows certificates and demands them of its clients."""
     backup: bool = False
     """True: a snapshot of etcd is written to a volume every hour."""
+    image: str = ETCD_IMAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,39 @@ class PodOptions:
     """Secret whose key `token` holds the job's token; empty: the first node makes a token."""
     service_account: str = ""
     pull_secret: str = ""
+    resources: Mapping[str, str] = field(default_factory=dict)
+    """Further resources by name, such as the GPUs of another maker, or huge pages."""
+    volumes: tuple[Volume, ...] = ()
+    tmp_size: str = "20Gi"
+    """Size of /tmp, on the machine's disk."""
+    has_fixed_user: bool = True
+    """False: the cluster chooses the user and the group of all pods, etcd's too."""
+
+    @property
+    def has_nvidia(self) -> bool:
+        """Returns whether the pod has GPUs of NVIDIA, or parts of one."""
+        return bool(self.gpus) or any(map(NVIDIA.fullmatch, self.resources))
+
+    @property
+    def accelerators(self) -> int:
+        """Returns how many GPUs the pod has, of whatever maker."""
+        return self.gpus + accelerators(self.resources)
+
+    @property
+    def workers(self) -> str:
+        """Returns the number of the pod's workers as `--nproc-per-node` takes it.
+
+        `gpu` counts NVIDIA's devices, and ends the agent with a sentence where a pod has none.
+        """
+        if self.has_nvidia:
+            return "gpu"
+        return self.resources.get(AMD, "auto")
+
+    @property
+    def devices(self) -> Mapping[str, str]:
+        """Returns what the pod asks for beside CPUs and memory."""
+        gpus = {GPU: str(self.gpus)} if self.gpus else {}
+        return {**gpus, **self.resources}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +153,8 @@ class RenderOptions:
     kind: str = "job"
     monitoring: str = "monitoring"
     """Namespace of the pods that scrape metrics; `none`: there are none."""
+    zones: str = "spread"
+    """Whether the agents lie in many zones, or in one."""
     queue: str = ""
     """Kueue's LocalQueue that admits the job; empty: none."""
     make_queue: bool = False
@@ -135,6 +175,7 @@ class RenderOptions:
         if not 1 <= least <= most:
             raise UserError(f"--nnodes {least}:{most}: MIN must be at least 1 and not above MAX")
         _check_choices(self)
+        check_resources(self.pod.resources)
         _check_sizes(self)
         _check_script(self.script)
         _check_etcd(self.etcd)
@@ -170,11 +211,11 @@ class RenderOptions:
 
     @property
     def cpus(self) -> str:
-        return self.pod.cpus or str(4 * self.pod.gpus or 2)
+        return self.pod.cpus or str(4 * self.pod.accelerators or 2)
 
     @property
     def memory(self) -> str:
-        return self.pod.memory or f"{32 * self.pod.gpus or 8}Gi"
+        return self.pod.memory or f"{32 * self.pod.accelerators or 8}Gi"
 
     @property
     def shared_memory(self) -> str:
@@ -228,6 +269,8 @@ def _check_choices(options: RenderOptions) -> None:
         raise UserError(
             "--spot needs --cloud gke, eks or aks: it is by their labels that spot nodes are known"
         )
+    if options.zones not in ZONES:
+        raise UserError(f"--zones {options.zones}: one of {', '.join(ZONES)} is expected")
     if options.make_queue and not options.queue:
         raise UserError("--make-queue needs --queue NAME")
     if not NAMESPACE.fullmatch(options.monitoring):
@@ -254,6 +297,7 @@ def _check_sizes(options: RenderOptions) -> None:
         "--memory": options.memory,
         "--shared-memory": options.pod.shared_memory or "1Gi",
         "--checkpoint-size": options.checkpoint_size,
+        "--tmp-size": options.pod.tmp_size,
     }
     for flag, size in sizes.items():
         if not QUANTITY.fullmatch(size):
@@ -294,6 +338,7 @@ def _check_etcd(etcd: EtcdOptions) -> None:
         "--etcd-tls": etcd.tls and not etcd.endpoints.startswith("https://"),
         "--etcd-backup": etcd.backup,
         "--etcd-storage": bool(etcd.storage),
+        "--etcd-image": etcd.image != ETCD_IMAGE,
     }
     if etcd.endpoints:
         for flag, is_set in set_by_flag.items():

@@ -15,16 +15,20 @@ CONTAINER_SECURITY: Manifest = {
 }
 
 
-def secured_pod(user: int, **spec: Any) -> Manifest:
-    """Returns the spec of a pod that runs as this user, without a token of the cluster."""
+def secured_pod(user: int | None, **spec: Any) -> Manifest:
+    """Returns the spec of a pod without a token of the cluster.
+
+    Args:
+        user: the pod runs as this user; None: the cluster chooses the user and the group, as
+            OpenShift does, which refuses a pod that names others.
+    """
+    fixed = {"runAsUser": user, "runAsGroup": user, "fsGroup": user} if user else {}
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": user,
-            "runAsGroup": user,
-            "fsGroup": user,
+            **fixed,
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -78,6 +82,13 @@ def apart(labels: Mapping[str, str]) -> Manifest:
     term = {"topologyKey": HOST, "labelSelector": {"matchLabels": dict(labels)}}
     wish = [{"weight": 100, "podAffinityTerm": term}]
     return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}
+
+
+def in_one_zone(labels: Mapping[str, str]) -> Manifest:
+    """Returns the requirement that pods with these labels lie in one zone, which the first of them
+    chooses."""
+    term = {"topologyKey": ZONE, "labelSelector": {"matchLabels": dict(labels)}}
+    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def on_nodes(terms: Sequence[Sequence[Manifest]]) -> Manifest:

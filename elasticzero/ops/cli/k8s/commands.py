@@ -20,6 +20,8 @@ from elasticzero.ops.cli.k8s.options import (
     RENDER_REQUIRED,
     REPLACE_OPTIONS,
 )
+from elasticzero.ops.cli.k8s.patch_files import read_patches
+from elasticzero.ops.kubernetes.extras import parse_resource, parse_volume
 from elasticzero.ops.kubernetes.naming import Manifest
 from elasticzero.ops.kubernetes.operations import (
     drain_script,
@@ -33,6 +35,7 @@ from elasticzero.ops.kubernetes.options import (
     RenderOptions,
     check_job_name,
 )
+from elasticzero.ops.kubernetes.patches.apply import patched_manifests
 from elasticzero.ops.kubernetes.render import render_manifests
 from elasticzero.text import print_result
 
@@ -95,7 +98,7 @@ def _add_replace_member(parser: Parser) -> None:
 
 
 def _render(args: argparse.Namespace) -> int:
-    files = render_manifests(render_options(args))
+    files = rendered_files(args)
     manifests = [manifest for part in files.values() for manifest in part]
     if args.output == "json":
         listed = {"apiVersion": "v1", "kind": "List", "items": manifests}
@@ -103,6 +106,19 @@ def _render(args: argparse.Namespace) -> int:
     else:
         print_result(yaml_text(manifests), end="")
     return int(ExitCode.DONE)
+
+
+def rendered_files(args: argparse.Namespace) -> dict[str, list[Manifest]]:
+    """Returns the manifests of `render` by the file of k8s/ that has them.
+
+    Args:
+        args: the parsed command line.
+
+    Raises:
+        UserError: a value or a patch is invalid, or a file cannot be read.
+    """
+    patches = read_patches(args.patch or ())
+    return patched_manifests(render_manifests(render_options(args)), patches)
 
 
 def render_options(args: argparse.Namespace) -> RenderOptions:
@@ -131,6 +147,7 @@ def render_options(args: argparse.Namespace) -> RenderOptions:
         strategy=args.strategy,
         kind=args.kind,
         monitoring=args.monitoring,
+        zones=args.zones,
         queue=args.queue or "",
         make_queue=args.make_queue,
         etcd=EtcdOptions(
@@ -139,6 +156,7 @@ def render_options(args: argparse.Namespace) -> RenderOptions:
             storage=args.etcd_storage or "",
             tls=args.etcd_tls,
             backup=args.etcd_backup,
+            image=args.etcd_image,
         ),
         pod=PodOptions(
             gpus=args.gpus or 0,
@@ -150,6 +168,10 @@ def render_options(args: argparse.Namespace) -> RenderOptions:
             token_secret=args.token_secret or "",
             service_account=args.service_account or "",
             pull_secret=args.pull_secret or "",
+            resources=dict(map(parse_resource, args.resource or ())),
+            volumes=tuple(map(parse_volume, args.volume or ())),
+            tmp_size=args.tmp_size,
+            has_fixed_user=not args.no_fixed_uid,
         ),
         tls=args.tls,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from elasticzero.launcher.tls.credentials import TLS_MODES
 from elasticzero.memory_estimate import AUTO
 from elasticzero.ops.kubernetes.clouds import CLOUDS
-from elasticzero.ops.kubernetes.options import KINDS
+from elasticzero.ops.kubernetes.options import ETCD_IMAGE, KINDS, ZONES
 from elasticzero.options.option import Option
 from elasticzero.spans import STRATEGIES
 
@@ -66,6 +66,14 @@ RENDER_OPTIONS = (
     _option("", "--kind", "The pods belong to this kind of object.", "job", choices=KINDS),
     _option(
         "",
+        "--patch",
+        "The strategic merge patches of this YAML file are applied to the manifests, as kustomize "
+        "does; several files follow each other.",
+        metavar="FILE",
+        is_list=True,
+    ),
+    _option(
+        "",
         "--output",
         "The manifests are printed in this format; kubectl takes both, and json needs no PyYAML.",
         "yaml",
@@ -79,6 +87,14 @@ RENDER_OPTIONS = (
         "A pod has S seconds from SIGTERM to SIGKILL. (default: as the cloud's nodes give)",
         type=int,
         metavar="S",
+    ),
+    _option(
+        NODES,
+        "--zones",
+        "The agents lie evenly in the zones of the cluster, or all in one, where their network is "
+        "fastest: pods that find no room there wait.",
+        "spread",
+        choices=ZONES,
     ),
     _option(NODES, "--queue", "Kueue admits the job by this LocalQueue.", metavar="NAME"),
     _switch(
@@ -99,6 +115,35 @@ RENDER_OPTIONS = (
         "--memory",
         "A pod has SIZE of memory, such as 64Gi. (default: 32Gi for a GPU, or 8Gi)",
         metavar="SIZE",
+    ),
+    _option(
+        PODS,
+        "--resource",
+        "A pod has N of this resource too, such as amd.com/gpu=8, nvidia.com/mig-3g.40gb=1 or "
+        "hugepages-2Mi=5120Mi.",
+        metavar="NAME=N",
+        is_list=True,
+    ),
+    _option(
+        PODS,
+        "--volume",
+        "A pod has this volume at PATH: of a claim that exists (pvc/NAME), a secret/NAME, a "
+        "configmap/NAME, or a /DIRECTORY of the machine; with :ro after it, only to read.",
+        metavar="SOURCE:PATH",
+        is_list=True,
+    ),
+    _option(
+        PODS,
+        "--tmp-size",
+        "/tmp has at most SIZE, of the machine's disk.",
+        "20Gi",
+        metavar="SIZE",
+    ),
+    _switch(
+        PODS,
+        "--no-fixed-uid",
+        "No pod names its user and group, so that the cluster chooses them, as OpenShift's "
+        "restricted-v2 demands.",
     ),
     _option(
         PODS,
@@ -159,6 +204,13 @@ RENDER_OPTIONS = (
         "etcd's volumes have this storage class; with emptyDir etcd has none. (default: the "
         "cluster's default class)",
         metavar="CLASS",
+    ),
+    _option(
+        ETCD,
+        "--etcd-image",
+        "etcd's pods run this image, such as a copy in a registry of your own.",
+        ETCD_IMAGE,
+        metavar="IMAGE",
     ),
     _switch(
         ETCD,

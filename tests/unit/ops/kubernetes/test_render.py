@@ -10,6 +10,7 @@ import pytest
 from elasticzero.errors import UserError
 from elasticzero.launcher.tls.credentials import TlsMode
 from elasticzero.ops.kubernetes.clouds import CLOUDS, grace_of
+from elasticzero.ops.kubernetes.extras import parse_volume
 from elasticzero.ops.kubernetes.options import (
     SET_BY,
     EtcdOptions,
@@ -20,7 +21,16 @@ from elasticzero.ops.kubernetes.options import (
     half_of,
 )
 from elasticzero.ops.kubernetes.render import render_manifests
-from tests.unit.manifests import Manifest, agent_of, agents_of, environment, only, pod_of
+from tests.unit.manifests import (
+    Manifest,
+    agent_of,
+    agents_of,
+    environment,
+    labels_of,
+    only,
+    pod_of,
+    workloads,
+)
 
 OPTIONS = RenderOptions(
     name="train", image="registry/image:1", nnodes=(2, 4), script="/app/train.py"
@@ -220,6 +230,17 @@ def test_bytes_of_a_quantity() -> None:
         ({"pod": PodOptions(gpus=-1)}, "0 or more"),
         ({"pod": PodOptions(environment={"A B": "1"})}, "--env A B"),
         ({"pod": PodOptions(environment={"ELASTICZERO_HTTP_PORT": "1"})}, "the same port"),
+        ({"zones": "two"}, "--zones two: one of spread, one"),
+        ({"pod": PodOptions(tmp_size="20GB")}, "--tmp-size 20GB"),
+        ({"pod": PodOptions(resources={"cpu": "2"})}, "--cpus sets it"),
+        ({"pod": PodOptions(resources={"nvidia.com/gpu": "2"})}, "--gpus sets it"),
+        ({"pod": PodOptions(resources={"amdgpu": "2"})}, "a name such as amd.com/gpu"),
+        ({"pod": PodOptions(resources={"amd.com/": "2"})}, "a name such as amd.com/gpu"),
+        ({"pod": PodOptions(resources={"amd.com/gpu": "0"})}, "a number from 1 is expected"),
+        ({"pod": PodOptions(resources={"amd.com/gpu": "8Gi"})}, "a number from 1 is expected"),
+        ({"pod": PodOptions(resources={"hugepages-2Mi": "5GB"})}, "a size such as 512Mi"),
+        ({"pod": PodOptions(resources={"nvidia.com/mig-1g.5gb": "2"})}, "one part of a GPU"),
+        ({"etcd": EtcdOptions(endpoints="e:2379", image="x")}, "--etcd-image is for an etcd"),
         ({"etcd": EtcdOptions(members=2)}, "--etcd-members 2"),
         ({"tls": "job"}, "--tls job .* give --token-secret"),
         ({"etcd": EtcdOptions(endpoints="e:2379", tls=True)}, "without https://"),
@@ -304,3 +325,119 @@ def test_a_train_job_has_the_run_and_its_runtime_the_rest() -> None:
     assert of_run.index("ELASTICZERO_JOB") < of_run.index("ELASTICZERO_CHECKPOINT_DIR")
     step = replicated["template"]["metadata"]["labels"]
     assert step["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
+
+
+def test_agents_in_one_zone_wait_for_room_there() -> None:
+    manifests = rendered(zones="one")
+    pod, labels = pod_of(agents_of(manifests)), labels_of(agents_of(manifests))
+    (term,) = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "topology.kubernetes.io/zone"
+    assert term["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert "topologySpreadConstraints" not in pod
+    assert pod["affinity"]["podAntiAffinity"], "on different machines of the zone"
+    etcd = pod_of(only(manifests, "StatefulSet"))
+    assert etcd["topologySpreadConstraints"] and "podAffinity" not in etcd["affinity"]
+
+
+def test_one_zone_and_spot_nodes_are_both_demanded() -> None:
+    pod = pod_of(agents_of(rendered(zones="one", spot=True, cloud_name="gke")))
+    assert pod["affinity"].keys() == {"nodeAffinity", "podAffinity", "podAntiAffinity"}
+
+
+@pytest.mark.parametrize(
+    ("pod", "workers", "cpus"),
+    [
+        (PodOptions(), "auto", "2"),
+        (PodOptions(gpus=8), "gpu", "32"),
+        (PodOptions(resources={"nvidia.com/mig-3g.40gb": "1"}), "gpu", "4"),
+        (PodOptions(resources={"nvidia.com/gpu.shared": "1"}), "gpu", "4"),
+        (PodOptions(resources={"amd.com/gpu": "8"}), "8", "32"),
+        (PodOptions(gpus=8, resources={"vpc.amazonaws.com/efa": "32"}), "gpu", "32"),
+    ],
+)
+def test_workers_are_as_many_as_devices(pod: PodOptions, workers: str, cpus: str) -> None:
+    manifests = rendered(pod=pod)
+    assert variables(manifests)["ELASTICZERO_NPROC_PER_NODE"] == workers
+    resources = agent_of(agents_of(manifests))["resources"]
+    assert resources["requests"]["cpu"] == cpus
+    for name, amount in pod.resources.items():
+        assert resources["limits"][name] == resources["requests"][name] == amount
+
+
+def test_nodes_with_devices_are_tolerated() -> None:
+    """Many clusters taint them with the name of the resource."""
+    resources = {"amd.com/gpu": "8", "hugepages-2Mi": "5Gi", "nvidia.com/mig-1g.5gb": "1"}
+    tolerations = pod_of(agents_of(rendered(pod=PodOptions(resources=resources))))["tolerations"]
+    keys = [t["key"] for t in tolerations if t["effect"] == "NoSchedule"]
+    assert keys == ["nvidia.com/gpu", "amd.com/gpu"]
+
+
+def test_a_queue_has_room_for_further_resources() -> None:
+    pod = PodOptions(resources={"amd.com/gpu": "8", "hugepages-2Mi": "5Gi"})
+    manifests = rendered(queue="gold", make_queue=True, pod=pod)
+    (group,) = only(manifests, "ClusterQueue")["spec"]["resourceGroups"]
+    quota = {r["name"]: r["nominalQuota"] for r in group["flavors"][0]["resources"]}
+    assert (quota["amd.com/gpu"], quota["hugepages-2Mi"]) == ("32", "20Gi")
+
+
+def test_volumes_that_exist_are_mounted() -> None:
+    texts = ("pvc/data:/data:ro", "secret/keys:/keys", "configmap/settings:/etc/it", "/mnt/x:/x:ro")
+    pod = pod_of(agents_of(rendered(pod=PodOptions(volumes=tuple(map(parse_volume, texts))))))
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (container,) = pod["containers"]
+    mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"]}
+    assert mounts["/data"]["persistentVolumeClaim"] == {"claimName": "data"}
+    assert mounts["/keys"]["secret"]["secretName"] == "keys"
+    assert mounts["/etc/it"]["configMap"] == {"name": "settings"}
+    assert mounts["/x"]["hostPath"] == {"path": "/mnt/x", "type": "Directory"}
+    read_only = {m["mountPath"] for m in container["volumeMounts"] if m.get("readOnly")}
+    assert read_only == {"/data", "/x"}
+
+
+def test_the_cluster_may_choose_the_users() -> None:
+    """Of every pod: OpenShift's restricted-v2 refuses one that names a user of its own."""
+    manifests = rendered(pod=PodOptions(has_fixed_user=False), etcd=EtcdOptions(backup=True))
+    pods = [pod_of(workload) for workload in workloads(manifests)]
+    assert len(pods) == 4
+    for pod in pods:
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & pod["securityContext"].keys()
+        assert pod["securityContext"]["runAsNonRoot"] is True
+    assert variables(manifests)["USER"], "for getpass, which torch.compile calls"
+
+
+def test_etcd_runs_the_image_that_is_given() -> None:
+    manifests = rendered(etcd=EtcdOptions(image="mirror/etcd:1", backup=True))
+    containers = [agent_of(workload) for workload in workloads(manifests)]
+    images = {one["name"]: one["image"] for one in containers}
+    assert {images[name] for name in ("etcd", "defrag", "backup")} == {"mirror/etcd:1"}
+
+
+def test_tmp_has_the_size_that_is_given() -> None:
+    volumes = pod_of(agents_of(rendered(pod=PodOptions(tmp_size="1Ti"))))["volumes"]
+    assert {"name": "temporary", "emptyDir": {"sizeLimit": "1Ti"}} in volumes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data",
+        "pvc/data",
+        "pvc/data:data",
+        "pvc/Data:/x",
+        "nfs/x:/x",
+        "pvc/x:/x:rw",
+        "/a:/b:ro:ro",
+        "",
+    ],
+)
+def test_a_volume_that_is_none(text: str) -> None:
+    with pytest.raises(UserError, match=r"--volume .*PATH is expected"):
+        parse_volume(text)
+
+
+@pytest.mark.parametrize("path", ["/tmp", "/dev/shm", "/scripts/", "/data"])
+def test_two_volumes_at_one_path(path: str) -> None:
+    volumes = (parse_volume("pvc/data:/data"), parse_volume(f"pvc/other:{path}"))
+    script = LocalScript(file_name="train.py", text="")
+    with pytest.raises(UserError, match=r"--volume .*is there already"):
+        rendered(pod=PodOptions(volumes=volumes), script=script)
