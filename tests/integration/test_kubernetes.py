@@ -58,17 +58,52 @@ def wait_for_all(told: PodStory, count: int = 3) -> None:
     told.wait_for_first_step(told.generation)
 
 
+def environment_of(pod: Pod) -> dict[str, str]:
+    """What the agent of a pod was started with."""
+    assert pod.container is not None
+    text = Path(f"/proc/{pod.container.pids[-1]}/environ").read_text()
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+PATCH = """
+kind: Job
+metadata: {name: JOB}
+spec:
+  template:
+    metadata: {labels: {team: vision}}
+    spec:
+      nodeSelector: {pool: big}
+      tolerations: [{key: team, operator: Exists, effect: NoSchedule}]
+      volumes: [{name: scratch, emptyDir: {sizeLimit: 1Gi}}]
+      containers:
+        - name: agent
+          env:
+            - {name: ELASTICZERO_STRATEGY, value: zero1}
+            - {name: ELASTICZERO_JOB}
+            - {name: RUN, value: of-$(ELASTICZERO_JOB)}
+          volumeMounts: [{name: scratch, mountPath: /scratch}]
+"""
+
+
 @pytest.mark.slow  # the story of a preempted pod ends as well
-def test_a_job_completes(
+def test_a_patched_job_completes(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    with pods(tmp_path, etcd.endpoint, job, SLOWLY) as told:
+    patch = tmp_path / "patch.yaml"
+    patch.write_text(PATCH.replace("JOB}", f"{job}}}", 1))
+    with pods(tmp_path, etcd.endpoint, job, SLOWLY, flags=("--patch", str(patch))) as told:
         wait_for_all(told)
         told.pause(0.3)
         told.wait("all to be ready", lambda: all(pod.ready for pod in told.cluster.live()))
+        for pod in told.cluster.live():
+            variables = environment_of(pod)
+            assert variables["ELASTICZERO_STRATEGY"] == "zero1"
+            assert variables["RUN"] == f"of-{job}"
         check_complete(told)
     assert {index: len(codes) for index, codes in told.codes.items()} == {0: 1, 1: 1, 2: 1}
     assert told.generation == 1
+    for pod in told.cluster.pods(told.job):
+        assert pod.fields.labels["team"] == "vision"
     check_result(told, reference)
 
 
