@@ -9,8 +9,10 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -78,3 +80,14 @@ def arguments_of(place: str) -> list[str]:
     if place in OTHER_RENDERS:
         return ["k8s", "render", *shlex.split(OTHER_RENDERS[place]), *shlex.split(tool.SCRIPT)]
     return tool.command_of(place)
+
+
+read_schema = cache(kubernetes_validate.utils.schema_contents)
+
+
+def validate(manifest: Manifest, version: str) -> None:
+    """Holds a manifest strictly to the schema of a release, which is read once; the package reads
+    all definitions for each manifest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kubernetes_validate.utils, "schema_contents", read_schema)
+        kubernetes_validate.validate(manifest, version, strict=True)

@@ -43,6 +43,7 @@ from tests.unit.renders import (
     kustomized,
     prefixed,
     printed,
+    validate,
 )
 from tools import manifests as tool
 
@@ -166,14 +167,14 @@ def test_overlays_are_small(root: Path) -> None:
 def test_strictly_valid(place: str, version: str, render: Render) -> None:
     for manifest in render(place):
         if manifest["apiVersion"].partition("/")[0] not in SCHEMAS:
-            kubernetes_validate.validate(manifest, version, strict=True)
+            validate(manifest, version)
         if (embedded := job_template(manifest)) is not None:
-            kubernetes_validate.validate(embedded, version, strict=True)
+            validate(embedded, version)
         if manifest["kind"] == "TrainJob":
             container = {"name": "node", "env": manifest["spec"]["trainer"]["env"]}
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}}
             pod["spec"] = {"containers": [container]}
-            kubernetes_validate.validate(pod, version, strict=True)
+            validate(pod, version)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -47,19 +47,21 @@ class Sum:
     """Sums the tables of the ranks of a world, each in a thread of its own."""
 
     def __init__(self, world_size: int) -> None:
-        self._tables: list[Tensor] = []
+        self._tables: list[list[Tensor]] = [[]]
+        """Of each sum so far, and of the next one."""
+        self._sums = threading.local()
         self._barrier = threading.Barrier(world_size)
         self._lock = threading.Lock()
 
     def __call__(self, table: Tensor) -> Tensor:
+        number = getattr(self._sums, "number", 0)
+        self._sums.number = number + 1
         with self._lock:
-            self._tables.append(table)
+            self._tables[number].append(table)
+            if len(self._tables) == number + 1:
+                self._tables.append([])
         self._barrier.wait(20)
-        total = torch.stack(self._tables).sum(0)
-        if self._barrier.wait(20) == 0:
-            self._tables = []
-        self._barrier.wait(20)
-        return total
+        return torch.stack(self._tables[number]).sum(0)
 
     def abort(self) -> None:
         self._barrier.abort()
