@@ -22,6 +22,7 @@ FORMATS = {
     "torch": "a file of torch.save, also Lightning's",
     "trainer": "a directory of transformers' Trainer",
     "accelerate": "a directory of Accelerator.save_state",
+    "deepspeed": "a directory of DeepSpeed's ZeRO, or a universal checkpoint",
 }
 _OF_PICKLES = ("names", "without", "track")
 """Options that only formats of pickles have."""
@@ -104,6 +105,10 @@ def _open_saved(args: argparse.Namespace) -> Saved:
         from elasticzero.checkpoint.convert.pickled.torch_file import open_file
 
         return open_file(args.path)
+    if args.format == "deepspeed":
+        from elasticzero.checkpoint.convert.pickled.deepspeed import open_deepspeed
+
+        return open_deepspeed(args.path)
     from elasticzero.checkpoint.convert.pickled.directories import open_directory_of_state
 
     return open_directory_of_state(args.path)

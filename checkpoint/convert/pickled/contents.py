@@ -239,6 +239,9 @@ class _Naming:
             else:
                 named = zip(keys, names, strict=True)
                 parameters |= {(path, str(key)): self._checked(name) for key, name in named}
+            for key in state["state"]:  # of no group
+                if isinstance(key, str) and not key.isdecimal():
+                    parameters.setdefault((path, key), self._checked(key))
         if left:
             raise UserError(f"--names has {len(left)} more names than optimizers have parameters")
         return parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -180,17 +180,21 @@ _LEFT_OUT = {
 """Names of objects that no checkpoint holds, and that nothing is lost of which training needs."""
 
 
-def read_values(archive: Archive) -> Any:
+def read_values(archive: Archive, names: Mapping[tuple[str, str], StandIn] | None = None) -> Any:
     """Returns what was saved, with an `ArchivedTensor` for each tensor.
 
     Arrays are numpy's. All else that is neither a container, a number nor a text is `Opaque`.
+
+    Args:
+        archive: The file.
+        names: Stand-ins for names of the program that wrote it; None: it has none.
 
     Raises:
         UserError: The pickle has a tensor that no checkpoint can hold.
         CheckpointDamaged: The pickle makes no sense.
     """
     data = archive.pickle()
-    reader = _Reader(archive, len(data))
+    reader = _Reader(archive, len(data), names or {})
     try:
         return read_pickle(data, reader.find, reader.storage)
     except (
@@ -211,7 +215,9 @@ def read_values(archive: Archive) -> Any:
 class _Reader:
     """Makes the values of one pickle."""
 
-    def __init__(self, archive: Archive, pickle_bytes: int) -> None:
+    def __init__(
+        self, archive: Archive, pickle_bytes: int, names: Mapping[tuple[str, str], StandIn]
+    ) -> None:
         self._archive = archive
         self._copies_left = _COPIES_PER_BYTE * pickle_bytes + 1000
         view2, parameter = Constructor(self._tensor), Constructor(lambda data, *_: data)
@@ -219,6 +225,7 @@ class _Reader:
         buffer = Constructor(self._array_of_buffer)
         self._table: dict[tuple[str, str], StandIn] = {
             **_PLAIN,
+            **names,
             ("torch._utils", "_rebuild_tensor"): view2,
             ("torch._utils", "_rebuild_tensor_v2"): view2,
             ("torch._utils", "_rebuild_tensor_v3"): Constructor(self._tensor_of_dtype),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from elasticzero.checkpoint.api import load
 from elasticzero.checkpoint.convert.import_plan import Import, ImportOptions
@@ -39,6 +40,23 @@ def written(seen: Import, target: Path, **shape: Any) -> Path:
 
 def loaded(seen: Import, target: Path) -> Any:
     return load(written(seen, target))
+
+
+def spoil(data: st.DataObject, content: bytes) -> bytes:
+    """Returns a file of `torch.save` with some bytes changed, most of them of its pickle.
+
+    It may have no checksums then, so that its pickle is read whatever it is.
+    """
+    spoiled = bytearray(content)
+    pickle_end = spoiled.index(b"PK", 4)
+    for _ in range(data.draw(st.integers(1, 4))):
+        where = st.one_of(st.integers(0, pickle_end), st.integers(0, len(spoiled) - 1))
+        spoiled[data.draw(where)] = data.draw(st.integers(0, 255))
+    position = spoiled.rfind(b"PK\x01\x02") if data.draw(st.booleans()) else -1
+    while position >= 0:
+        spoiled[position + 16 : position + 20] = bytes(4)
+        position = spoiled.rfind(b"PK\x01\x02", 0, position)
+    return bytes(spoiled)
 
 
 def small_model() -> torch.nn.Sequential:
