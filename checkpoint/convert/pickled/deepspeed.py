@@ -157,7 +157,7 @@ class _Reading:
         states = [self._values(self._storage, name) for name in models]
         first = states[0]
         if _UNIVERSAL in names:
-            tree = self._universal(first)
+            tree = self._universal(states)
         elif optimizers:
             tree = self._of_ranks(states, [self._values(self._storage, n) for n in optimizers])
         else:  # no stage of ZeRO: rank 0 has all
@@ -233,18 +233,25 @@ class _Reading:
             if key in zero:
                 self._left_out.append(LeftOut(f"optimizer_state_dict/{key}", "DeepSpeed's own"))
 
-    def _universal(self, first: Any) -> dict[str, Any]:
-        """Returns the model and the optimizer of a universal checkpoint."""
+    def _universal(self, states: Sequence[Any]) -> dict[str, Any]:
+        """Returns the model and the optimizer of a universal checkpoint.
+
+        The model states are those of the ranks. What they have whole may also be among the
+        parameters, in 32 bits.
+        """
+        first = states[0]
         above = open_storage(f"{self._storage.where}/{_UNIVERSAL}")
         groups = self._values(above, _UNIVERSAL_GROUPS)
         shapes = [dict(group) for group in first["param_shapes"]]
         shape_of = {name: shape for group in shapes for name, shape in group.items()}
         inner = groups.get("optimizer_state_dict") or {}
         common = {k: v for k, v in (inner.get("state") or {}).get(0, {}).items() if k == "step"}
-        model = _whole(first)
+        fragments = first.get("frozen_param_fragments") or {}
+        is_whole = all(fragments[n].spec.shape == tuple(s) for n, s in _frozen_shapes(first))
+        model = {**_whole(first), **_frozen(states, not is_whole)}
         state: dict[str, dict[str, Any]] = {}
         for name in above.names():
-            if name == _UNIVERSAL_GROUPS:
+            if name == _UNIVERSAL_GROUPS or name in model:
                 continue
             entries = self._universal_entries(f"{above.where}/{name}", shape_of.get(name))
             model[name] = entries.pop("fp32")
@@ -382,14 +389,18 @@ def _whole(first: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors that are not in vectors: buffers, and with stages 1 and 2 what is
     frozen."""
     flat = {name for group in first.get("param_shapes") or () for name in group}
-    partitioned = set(first.get("frozen_param_shapes") or ())
-    return {n: t for n, t in first["module"].items() if n not in flat | partitioned}
+    apart = flat.union(name for name, _ in _frozen_shapes(first))
+    return {n: t for n, t in first["module"].items() if n not in apart}
+
+
+def _frozen_shapes(first: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return list((first.get("frozen_param_shapes") or {}).items())
 
 
 def _frozen(states: Sequence[Mapping[str, Any]], partitioned: bool) -> dict[str, Any]:
     """Returns the frozen parameters, of which each rank has a part with stage 3."""
     frozen = {}
-    for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
+    for name, shape in _frozen_shapes(states[0]):
         ranks = states if partitioned else states[:1]
         parts = [state["frozen_param_fragments"][name] for state in ranks]
         if not partitioned:

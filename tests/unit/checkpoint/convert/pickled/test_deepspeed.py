@@ -218,7 +218,19 @@ class Job:
         """Saves as ds_to_universal.py does; `flat` as it does of stage 3."""
         (path / "zero").mkdir(parents=True)
         module = {**{n: t.bfloat16() for n, t in self.parameters.items()}, **self.frozen}
-        torch.save(self.model_state(module), path / "mp_rank_00_model_states.pt")
+        frozen = {n: t.reshape(-1) for n, t in self.frozen.items()}
+        others = {
+            "frozen_param_shapes": {n: t.shape for n, t in self.frozen.items()},
+            "frozen_param_fragments": frozen,
+        }
+        ranks = "zero_pp_rank_0_" if flat else ""
+        torch.save(
+            self.model_state(module, **(others if flat else {})),
+            path / f"{ranks}mp_rank_00_model_states.pt",
+        )
+        for name, tensor in self.frozen.items():  # as with --inject_missing_state
+            (path / "zero" / name).mkdir()
+            torch.save({"param": tensor.float()}, path / "zero" / name / "fp32.pt")
         for name, tensor in self.parameters.items():
             (path / "zero" / name).mkdir()
             for kind, value in (("fp32", tensor), ("exp_avg", self.exp_avg[name])):
