@@ -18,7 +18,6 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SCRIPTS, elasticzero
 from tests.integration.pods import PodStory, node_of, pods
 from tests.integration.test_elastic_training import check_samples, check_weights
-from tests.support.cases import slow
 from tests.support.kubernetes.pod import Pod
 from tests.unit.manifests import Manifest
 
@@ -216,12 +215,11 @@ BAD_INPUT: list[tuple[str, dict[str, str], Path]] = [
 ]
 
 
+@pytest.mark.slow  # the played cluster has a test of exit codes, and bad input has its own
 @pytest.mark.parametrize(
     ("variables", "script"),
-    [
-        slow(*BAD_INPUT[0][1:], id=BAD_INPUT[0][0]),
-        pytest.param(*BAD_INPUT[1][1:], id=BAD_INPUT[1][0]),
-    ],
+    [entry[1:] for entry in BAD_INPUT],
+    ids=[entry[0] for entry in BAD_INPUT],
 )
 def test_bad_input_fails_the_job_at_once(
     variables: dict[str, str], script: Path, tmp_path: Path, job: str, etcd: EtcdServer

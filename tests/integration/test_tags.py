@@ -297,6 +297,7 @@ def test_a_node_lost_in_the_save_itself(
     assert (lost in logs) == (strategy == "ddp")
 
 
+@pytest.mark.slow
 def test_a_call_at_the_step_at_which_a_node_leaves(
     tmp_path: Path, undisturbed: Path, etcd: EtcdServer, job: str
 ) -> None:
