@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ExitCode, UserError
+from elasticzero.options.values import path_argument
 from elasticzero.spans import STRATEGIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_error, print_result, shown, size_text
 
@@ -99,7 +101,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--config",
-        type=Path,
+        type=path_argument("--config", os.environ),
         help="With hf, this config.json of the model is copied beside the weights.",
     )
     command.add_argument(
@@ -272,7 +274,7 @@ def _export(args: argparse.Namespace) -> int:
             max_shard_bytes=most,
             dtype=args.dtype,
             allow_overflow=args.allow_overflow,
-            config=args.config,
+            config=None if args.config is None else Path(args.config),
         )
         return huggingface.export_hf(source, args.target, options, copy_options)
 

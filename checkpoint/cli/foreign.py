@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from elasticzero.checkpoint.convert import huggingface
 from elasticzero.checkpoint.convert.import_plan import Import, ImportOptions
 from elasticzero.checkpoint.format.manifest import TREE
 from elasticzero.errors import UserError
+from elasticzero.options.values import path_argument
 from elasticzero.text import print_error, print_result, shown, size_text, table_text
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model-only", action="store_true", help="Only the model is imported.")
     command.add_argument(
         "--names",
-        type=Path,
+        type=path_argument("--names", os.environ),
         metavar="FILE",
         help="The file has the names of the optimizer's parameters, one a line, in the "
         "optimizer's order, for state that is keyed by number.",
@@ -93,7 +95,7 @@ def open_import(args: argparse.Namespace) -> Import:
 
     options = ImportOptions(
         model_only=args.model_only,
-        names=None if args.names is None else _names(args.names),
+        names=None if args.names is None else _names(Path(args.names)),
         without=tuple(args.without or ()),
         tracked=dict(args.track or ()),
     )

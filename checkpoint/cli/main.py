@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="elasticzero checkpoint")
     add_commands(parser.add_subparsers(required=True), command_line)
-    args = parser.parse_args(command_line)
     try:
+        args = parser.parse_args(command_line)
         return int(args.run_command(args))
     except ElasticZeroError as error:
         print_error(f"error: {error}")

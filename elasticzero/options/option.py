@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from elasticzero.errors import UserError
-from elasticzero.options.values import Number, Parse
+from elasticzero.options.values import Expand, Number, Parse
 
 SCRIPT_KEY, ARGUMENTS_KEY = "script", "args"
 """Keys of the training script and of its arguments in the file of `--config`."""
@@ -53,6 +53,9 @@ class Option:
     """True if the file of `--config` may give it."""
     stands_alone: bool = False
     """True for an option with which the command runs no script, and so needs none."""
+    expand: Expand | None = None
+    """Replaces `~` and variables in the value, which is a path or has paths in it; None: it has
+    none."""
     is_listed: bool = False
     """True if `--help` of `run` and of `local` lists it; `--help-all` and the reference have every
     option. The help lists the 25 that people use most: one that is added takes the place of
@@ -99,6 +102,24 @@ class Option:
             if text := environment.get(variable):
                 return variable, self.value(f"{variable}={text}", text)
         return None
+
+    def expanded(self, value: Any, environment: Mapping[str, str], note: str = "") -> Any:
+        """Returns a value with `~` and variables in its paths replaced.
+
+        Args:
+            value: The raw value.
+            environment: Environment variables.
+            note: End of an error, which says where the value comes from.
+
+        Raises:
+            UserError: A variable is not set.
+        """
+        if self.expand is None or not isinstance(value, str):
+            return value
+        try:
+            return self.expand(self.flags[0], value, environment)
+        except UserError as error:
+            raise UserError(f"{error}{note}") from None
 
     def value(self, where: str, text: str) -> Any:
         """Returns the value of the given text; raises `UserError`, which begins with `where`."""

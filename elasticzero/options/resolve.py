@@ -81,8 +81,10 @@ def values_in(
     for option in options:
         values[option.name], sources[option.name] = option.default, DEFAULT
         if (setting := option.given_in(environment)) is not None:
-            variable, values[option.name] = setting
-            sources[option.name] = ValueSource(Origin.ENVIRONMENT, variable)
+            variable, value = setting
+            source = ValueSource(Origin.ENVIRONMENT, variable)
+            values[option.name] = option.expanded(value, environment, source.note)
+            sources[option.name] = source
     return values, sources
 
 

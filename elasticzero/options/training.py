@@ -16,7 +16,7 @@ from elasticzero.options.settings import (
     data_changes,
     spike_limit,
 )
-from elasticzero.options.values import Number
+from elasticzero.options.values import Number, expanded_path
 from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 from elasticzero.text import bytes_of
 
@@ -156,6 +156,7 @@ _CHECKPOINTS = grouped(
         ("--checkpoint-dir",),
         "Checkpoints are stored in this directory or URL, which all nodes must be able to reach.",
         metavar="DIR",
+        expand=expanded_path,
         field="training.checkpoint_dir",
         is_listed=True,
     ),
@@ -231,6 +232,7 @@ _SNAPSHOTS = grouped(
         "in the temporary directory (TMPDIR).",
         "/dev/shm",
         metavar="DIR",
+        expand=expanded_path,
     ),
 )
 

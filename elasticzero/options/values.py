@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 from elasticzero.errors import UserError
 
 MAX_PORT = 65535
+_REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\}|(\{))")
+"""Matches `$NAME`, `${NAME}`, and the beginning of any other `${`."""
+Expand = Callable[[str, str, Mapping[str, str]], str]
+"""Function that takes the flag, for the error, the value and the environment; returns the value
+with its paths expanded."""
 Parse = Callable[[str, Any], Any]
 """Function that takes the flag, for the error, and the value; returns the converted value."""
 
@@ -81,3 +87,74 @@ def port_number(flag: str, port: int | None) -> int | None:
     if port is not None and not 0 <= port <= MAX_PORT:
         raise UserError(f"{flag} {port}: a port from 0 to {MAX_PORT} is expected")
     return port
+
+
+def expanded_path(where: str, text: str, environment: Mapping[str, str]) -> str:
+    """Returns a path or URL with its `~`, `$NAME` and `${NAME}` replaced, as a shell does.
+
+    A shell leaves them alone after `--option=`, in a file, and in most places that set variables.
+
+    Args:
+        where: What names the option, with which an error begins.
+        text: The path or URL.
+        environment: Environment variables.
+
+    Raises:
+        UserError: A variable is not set, or the text asks for more than that.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name is None:
+            raise UserError(f"{where} {text}: of variables only $NAME and ${{NAME}} are replaced")
+        if name not in environment:
+            raise UserError(f"{where} {text}: the variable {name} is not set")
+        return environment[name]
+
+    head, slash, rest = text.partition("/")
+    home = ""
+    if head.startswith("~"):
+        if head != "~":
+            raise UserError(
+                f"{where} {text}: only ~ alone is replaced, by the home of this user; a directory "
+                f"of this name is ./{text}"
+            )
+        if not environment.get("HOME"):
+            raise UserError(f"{where} {text}: the variable HOME is not set, which ~ stands for")
+        home, head = environment["HOME"], ""
+    return home + _REFERENCE.sub(value_of, head + slash + rest)
+
+
+def expanded_items(
+    where: str, text: str, environment: Mapping[str, str], separator: str = ":"
+) -> str:
+    """Returns a list such as `tensorboard:DIR,mlflow` with the path in each item expanded.
+
+    Args:
+        where: What names the option, with which an error begins.
+        text: The list, with commas between its items.
+        environment: Environment variables.
+        separator: What stands before the path of an item.
+
+    Raises:
+        UserError: As of `expanded_path`.
+    """
+    parts = (part.partition(separator) for part in text.split(","))
+    return ",".join(
+        kind + between + (expanded_path(where, place, environment) if place else "")
+        for kind, between, place in parts
+    )
+
+
+def path_argument(flag: str, environment: Mapping[str, str]) -> Callable[[str], str]:
+    """Returns the `type` of an argument of a command that is a path and has no row in a table.
+
+    Args:
+        flag: The argument's flag, for errors.
+        environment: Environment variables.
+    """
+
+    def path(text: str) -> str:
+        return expanded_path(flag, text, environment)
+
+    return path

@@ -22,6 +22,7 @@ from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.options.validation import (
     check_folder,
+    check_metrics_directory,
     check_name,
     check_script,
     check_trackers,
@@ -125,6 +126,7 @@ def agent_options(
     console = console_of(args)
     parsed = parse_common_options(args)
     check_trackers(parsed.agent["log_to"])
+    check_metrics_directory(os.environ)
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
     directory, storage_error = _checkpoint_directory(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -20,6 +21,7 @@ from elasticzero.launcher.options.table import (
 )
 from elasticzero.launcher.options.validation import (
     check_access,
+    check_metrics_directory,
     check_name,
     check_script,
     endpoints_of,
@@ -207,6 +209,7 @@ def check_local(args: argparse.Namespace) -> None:
     if args.job is not None:
         check_name(args.job, "--job")
     parse_common_options(args)
+    check_metrics_directory(os.environ)
     check_access(args)
     check_tls(args, given_token(args))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from elasticzero.launcher.options.trackers import tracker_targets
 from elasticzero.options.option import Option, grouped
-from elasticzero.options.values import Number
+from elasticzero.options.values import Number, expanded_items, expanded_path
 from elasticzero.text import bytes_of
 
 LOG_OPTIONS = grouped(
@@ -17,6 +17,7 @@ LOG_OPTIONS = grouped(
         "The workers' output is written to DIR/JOB/NODE/LOCAL_RANK.log and no longer to the "
         "terminal. (default: a temporary directory, and the terminal)",
         metavar="DIR",
+        expand=expanded_path,
         pet=True,
         in_local="taken",
         is_listed=True,
@@ -73,6 +74,7 @@ LOG_OPTIONS = grouped(
         "tensorboard:DIR (by default runs), wandb:DIR (wandb), mlflow:URI (MLflow's own setting).",
         metavar="TRACKERS",
         parse=tracker_targets,
+        expand=expanded_items,
         field="log_to",
         is_listed=True,
     ),

@@ -21,6 +21,7 @@ from elasticzero.options.option import (
     spellings,
 )
 from elasticzero.options.sources import DEFAULT, FLAG, Origin, ValueSource
+from elasticzero.options.values import expanded_path
 from elasticzero.text import print_foreign
 
 if TYPE_CHECKING:
@@ -252,13 +253,14 @@ def _complete(parser: Parser, values: argparse.Namespace) -> None:
         _complete_script(parser, values, file)
     for option in parser.options:
         if option.name in values.sources:
+            setattr(values, option.name, option.expanded(getattr(values, option.name), os.environ))
             continue
         value, source = option.default, DEFAULT
         if (setting := option.given_in(os.environ)) is not None:
             value, source = setting[1], ValueSource(Origin.ENVIRONMENT, setting[0])
         elif (held := file.get(option.name)) is not None:
             value, source = held.value, ValueSource(Origin.FILE, held.where)
-        setattr(values, option.name, value)
+        setattr(values, option.name, option.expanded(value, os.environ, source.note))
         values.sources[option.name] = source
     absent = [
         option
@@ -275,7 +277,10 @@ def _read_file(parser: Parser, values: argparse.Namespace) -> dict[str, FileValu
     for option in parser.options:
         if option.flags[0] == "--config":
             setting = option.given_in(os.environ)
-            path = getattr(values, option.name, setting[1] if setting else None)
+            path, note = getattr(values, option.name, None), ""
+            if path is None and setting is not None:
+                path, note = setting[1], ValueSource(Origin.ENVIRONMENT, setting[0]).note
+            path = option.expanded(path, os.environ, note)
             if not path:
                 break
             from elasticzero.launcher.options.config_file import read_config
@@ -299,7 +304,10 @@ def _complete_script(
         if getattr(values, name):
             continue
         held = file.get(key)
-        setattr(values, name, held.value if held is not None else [])
+        value: Any = held.value if held is not None else []
+        if key == SCRIPT_KEY and held is not None:
+            value = expanded_path(f"{held.where}: {key}", value, os.environ)
+        setattr(values, name, value)
         values.sources[name] = ValueSource(Origin.FILE, held.where) if held is not None else DEFAULT
     alone = any(o.stands_alone and hasattr(values, o.name) for o in parser.options)
     if not values.script and not alone:

@@ -24,7 +24,7 @@ from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.training import TRAINING_OPTIONS
-from elasticzero.options.values import Number, port_number
+from elasticzero.options.values import Number, expanded_path, port_number
 
 DEFAULT_HTTP_PORT = 9400
 """First port that is tried if none is given."""
@@ -37,6 +37,7 @@ CONFIG = Option(
     "What no flag and no variable gives is read from this TOML file: its keys are the options' "
     "names, script and args.",
     metavar="FILE",
+    expand=expanded_path,
     in_local="taken",
     in_file=False,
     is_listed=True,
@@ -76,16 +77,19 @@ _JOB_AND_ETCD = grouped(
         "etcd's certificate must be signed by the authority in this PEM file. (default: one of "
         "the system's authorities)",
         metavar="FILE",
+        expand=expanded_path,
     ),
     Option(
         ("--etcd-cert",),
         "This PEM file holds the client certificate that is shown to etcd.",
         metavar="FILE",
+        expand=expanded_path,
     ),
     Option(
         ("--etcd-key",),
         "This PEM file holds the private key of the client certificate.",
         metavar="FILE",
+        expand=expanded_path,
     ),
     Option(
         ("--etcd-user",),
@@ -94,7 +98,10 @@ _JOB_AND_ETCD = grouped(
         metavar="NAME",
     ),
     Option(
-        ("--etcd-password-file",), "This file holds the password of the etcd user.", metavar="FILE"
+        ("--etcd-password-file",),
+        "This file holds the password of the etcd user.",
+        metavar="FILE",
+        expand=expanded_path,
     ),
     Option(
         ("--token-file",),
@@ -102,6 +109,7 @@ _JOB_AND_ETCD = grouped(
         f"the same on every node; {TOKEN} may hold it instead. (default: the first node makes a "
         "token and stores it in etcd)",
         metavar="FILE",
+        expand=expanded_path,
     ),
 )
 JOB_OPTIONS = (*_JOB_AND_ETCD, TLS_AUTHORITIES)

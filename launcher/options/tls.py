@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from elasticzero.launcher.tls.credentials import TLS_MODES
 from elasticzero.options.option import Option, grouped
+from elasticzero.options.values import expanded_path
 
 TLS_OPTIONS = grouped(
     "tls",
@@ -23,11 +24,13 @@ TLS_OPTIONS = grouped(
         "With --tls files, this PEM file holds the certificate of this node; it is read again "
         "when it changes, as the two others are.",
         metavar="FILE",
+        expand=expanded_path,
     ),
     Option(
         ("--tls-key",),
         "With --tls files, this PEM file holds the private key of the certificate.",
         metavar="FILE",
+        expand=expanded_path,
     ),
 )
 (TLS_AUTHORITIES,) = grouped(
@@ -37,5 +40,6 @@ TLS_OPTIONS = grouped(
         "With --tls files, the certificates of the job's nodes must be signed by an authority in "
         "this PEM file, which signs for this job alone: each of its certificates opens the job.",
         metavar="FILE",
+        expand=expanded_path,
     ),
 )

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from elasticzero.errors import UserError
 from elasticzero.options.option import Option
+from elasticzero.options.values import expanded_items
 
 DEFAULT_ROLE = "default"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -53,6 +55,7 @@ MAPPED = (
         "These keys are used: join_timeout, last_call_timeout, lease_ttl, is_host, and those of "
         "etcd's certificates.",
         "KEY=VALUE,…",
+        expand=partial(expanded_items, separator="="),
     ),
     _mapped(
         "--node-rank", "The node of rank 0 starts the etcd of a static rendezvous.", "N", type=int

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,6 +176,23 @@ def make_log_directory(log_dir: str | None, job: str) -> Path:
             "--log-dir DIR"
         ) from None
     return directory
+
+
+def check_metrics_directory(environment: Mapping[str, str]) -> None:
+    """Raises `UserError` if prometheus_client would fail to write its files.
+
+    With its variable set it keeps every metric in a file there, in each process.
+    """
+    for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+        folder = environment.get(variable)
+        if folder is None:
+            continue
+        path = Path(folder or ".")
+        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{variable}={folder}: a directory that can be written is expected, in which "
+                "prometheus_client keeps metrics; make it, or unset the variable"
+            )
 
 
 def check_trackers(targets: Sequence[TrackerTarget]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.options.parser import Parser, add_options
 from elasticzero.launcher.options.table import JOB_OPTIONS, add_job_options
 from elasticzero.launcher.options.validation import check_access, endpoints_of
+from elasticzero.options.values import path_argument
 
 
 def _add_top(parser: Parser) -> None:
@@ -43,6 +45,7 @@ def _add_report(parser: Parser) -> None:
         "--output",
         default="report.html",
         metavar="FILE",
+        type=path_argument("--output", os.environ),
         help="The page is written to this file; - is the standard output. (default: report.html)",
     )
     add_options(parser, JOB_OPTIONS)

@@ -40,7 +40,7 @@ from elasticzero.ops.rehearse.runs import (
 from elasticzero.ops.rehearse.script_imports import imports_elasticzero
 from elasticzero.ops.rehearse.table import render
 from elasticzero.options.option import Option, grouped
-from elasticzero.options.values import Number
+from elasticzero.options.values import Number, expanded_path
 from elasticzero.rehearsal.records import RunResult
 from elasticzero.spans import STRATEGIES
 from elasticzero.text import count_text, list_text, print_foreign, print_result, span_text
@@ -111,6 +111,7 @@ OPTIONS = grouped(
         ("--log-dir",),
         "Logs and records of all runs are kept in this directory. (default: they are removed)",
         metavar="DIR",
+        expand=expanded_path,
         has_variable=False,
         is_listed=True,
     ),
