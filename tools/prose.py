@@ -15,8 +15,9 @@ A flag goes before the environment, the environment before the file of `--config
 before the default. In the file a key is the option's name without the dashes, as
 [the page on the command line](../command-line.md#options-in-a-file) shows. An empty variable counts
 as unset. In a path `~`, `$NAME` and `${NAME}` are replaced, wherever the value comes from; a
-variable that is not set is an error. The variable of a switch takes `1`, `true` or `yes`, and `0`, `false` or `no`. The words
-of a flag may be joined by `_` as well as by `-`, but not in `elasticzero checkpoint`.
+variable that is not set is an error. The variable of a switch takes `1`, `true` or `yes`, and `0`,
+`false` or `no`. The words of a flag may be joined by `_` as well as by `-`, but not in
+`elasticzero checkpoint`.
 
 The commands write errors to stderr and end with one of the [exit codes](exit-codes.md)."""
 
