@@ -81,10 +81,10 @@ def test_every_option_that_is_a_path_is_expanded() -> None:
         assert rows[flag].expand is not None, flag
 
 
-def parsed(*words: str) -> Any:
+def parsed(*arguments: str) -> Any:
     parser = Parser(prog="elasticzero run")
     add_run_options(parser)
-    return parser.parse_args(list(words))
+    return parser.parse_args(list(arguments))
 
 
 def test_a_flag_a_variable_and_the_file_are_expanded(
@@ -115,15 +115,15 @@ def test_an_error_says_where_the_value_comes_from(
     monkeypatch.delenv("NONE", raising=False)
     config = tmp_path / "job.toml"
     config.write_text('log-dir = "$NONE/x"\n' if place == "file" else "")
-    words = {"flag": ["--log-dir=$NONE/x"], "config": ["--config=$NONE/x"]}.get(place, [])
+    arguments = {"flag": ["--log-dir=$NONE/x"], "config": ["--config=$NONE/x"]}.get(place, [])
     if place == "variable":
         monkeypatch.setenv("ELASTICZERO_LOG_DIR", "$NONE/x")
     note = {"variable": r" \(from ELASTICZERO_LOG_DIR\)", "file": rf" \(from {config}:1\)"}
     flag = "--config" if place == "config" else "--log-dir"
-    words = words if place == "config" else [f"--config={config}", *words]
+    arguments = arguments if place == "config" else [f"--config={config}", *arguments]
     end = note.get(place, "")
     with pytest.raises(UserError, match=rf"^{flag} \$NONE/x: the variable NONE is not set{end}$"):
-        parsed(*words, "train.py")
+        parsed(*arguments, "train.py")
 
 
 def test_a_process_without_an_agent_expands_too() -> None:
