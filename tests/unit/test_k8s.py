@@ -276,6 +276,9 @@ def test_every_port_is_the_agents(
     assert annotations["prometheus.io/port"] == str(port)
     assert annotations["prometheus.io/scheme"] == ("http" if is_plain else "https")
     service = only(manifests, "Service", "-agents")
+    of_job = {**annotations, "prometheus.io/path": "/metrics/job"}
+    assert annotations["prometheus.io/path"] == "/metrics"
+    assert service["metadata"]["annotations"] == of_job, "each has one path"
     assert service["spec"]["ports"] == [{"name": "http", "port": port, "targetPort": "http"}]
     policy = only(manifests, "NetworkPolicy", "-agents")
     of_run, of_monitoring = policy["spec"]["ingress"]

@@ -40,6 +40,9 @@ SHARED_FILES = {
     "podmonitor": SharedFile(
         f"{_MONITORING}/podmonitor.yaml", "what Prometheus' operator scrapes on Kubernetes"
     ),
+    "podmonitoring": SharedFile(
+        f"{_MONITORING}/podmonitoring.yaml", "what Google's managed Prometheus scrapes on GKE"
+    ),
     "kustomization": SharedFile(
         f"{_MONITORING}/kustomization.yaml",
         "the Kustomize component of dashboard, prometheusrule and podmonitor",

@@ -84,17 +84,32 @@ def _script_name(options: RenderOptions, script: LocalScript) -> str:
 
 
 def agents_service_manifest(options: RenderOptions) -> Manifest:
-    """Returns the headless Service by which metrics are found."""
+    """Returns the headless Service by which metrics are found.
+
+    An annotation has one path. Pods have that of their own metrics, and the Service that of the
+    job's, so that a Prometheus that follows annotations scrapes both.
+    """
+    metadata = metadata_for(options, AGENT, agents_service(options))
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata_for(options, AGENT, agents_service(options)),
+        "metadata": {**metadata, "annotations": _scraped(options, "/metrics/job")},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": labels_for(options, AGENT),
             "ports": [{"name": "http", "port": DEFAULT_HTTP_PORT, "targetPort": "http"}],
         },
+    }
+
+
+def _scraped(options: RenderOptions, path: str) -> dict[str, str]:
+    """Returns the annotations by which Prometheus' usual configuration scrapes a path."""
+    return {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/scheme": "http" if options.tls_mode == "off" else "https",
+        "prometheus.io/port": str(DEFAULT_HTTP_PORT),
+        "prometheus.io/path": path,
     }
 
 
@@ -159,12 +174,7 @@ def job_spec(options: RenderOptions, container_name: str = "agent") -> Manifest:
         "template": {
             "metadata": {
                 "labels": labels_for(options, AGENT),
-                "annotations": {
-                    "prometheus.io/scrape": "true",
-                    "prometheus.io/scheme": "http" if options.tls_mode == "off" else "https",
-                    "prometheus.io/port": str(DEFAULT_HTTP_PORT),
-                    "prometheus.io/path": "/metrics",
-                },
+                "annotations": _scraped(options, "/metrics"),
             },
             "spec": _pod(options, container_name),
         },
@@ -300,8 +310,13 @@ def fixed_variables(options: RenderOptions) -> list[Manifest]:
     """Returns the variables that are the same in all pods and runs of the name."""
     etcd, pod = options.etcd, options.pod
     service = [] if etcd.endpoints else [variable("ETCD_SERVICE", etcd_name(options))]
-    variables = {
-        "ELASTICZERO_ETCD": etcd.endpoints or etcd_endpoints(etcd, "ETCD_SERVICE"),
+    endpoints = etcd.endpoints or etcd_endpoints(etcd, "ETCD_SERVICE")
+    variables = {"ELASTICZERO_ETCD": endpoints, **_tls_variables(options)}
+    token = []
+    if pod.token_secret:
+        key = {"secretKeyRef": {"name": pod.token_secret, "key": "token"}}
+        token = [{"name": "ELASTICZERO_TOKEN", "valueFrom": key}]
+    others = {
         "ELASTICZERO_NPROC_PER_NODE": pod.workers,
         "ELASTICZERO_STRATEGY": options.strategy,
         "ELASTICZERO_GRACE": str(options.grace.agent_s),
@@ -310,29 +325,31 @@ def fixed_variables(options: RenderOptions) -> list[Manifest]:
         # To stdout, where the cluster collects it, and to a volume of bounded size.
         "ELASTICZERO_LOG_DIR": LOGS,
         "ELASTICZERO_TEE": "true",
-        # Probes and scrapes name the scheme, so that no node follows another mode of the job.
-        "ELASTICZERO_TLS": options.tls_mode,
     }
+    if not pod.has_fixed_user:
+        # The image knows no name of such a user, for which torch.compile asks.
+        others["USER"] = "elasticzero"
+    # Those that differ from overlay to overlay go first, so that the patches of k8s/ stay small.
+    first = [variable(name, value) for name, value in variables.items()]
+    return [*service, *first, *token, *(variable(name, value) for name, value in others.items())]
+
+
+def _tls_variables(options: RenderOptions) -> dict[str, str]:
+    # Probes and scrapes name the scheme, so that no node follows another mode of the job.
+    variables = {"ELASTICZERO_TLS": options.tls_mode}
     if options.tls_mode == "files":
         variables |= {
             "ELASTICZERO_TLS_CA": f"{AGENT_CERTIFICATES}/ca.crt",
             "ELASTICZERO_TLS_CERT": f"{AGENT_CERTIFICATES}/tls.crt",
             "ELASTICZERO_TLS_KEY": f"{AGENT_CERTIFICATES}/tls.key",
         }
-    if etcd.tls:
+    if options.etcd.tls:
         variables |= {
             "ELASTICZERO_ETCD_CACERT": f"{CERTIFICATES}/ca.crt",
             "ELASTICZERO_ETCD_CERT": f"{CERTIFICATES}/tls.crt",
             "ELASTICZERO_ETCD_KEY": f"{CERTIFICATES}/tls.key",
         }
-    if not pod.has_fixed_user:
-        # The image knows no name of such a user, for which torch.compile asks.
-        variables["USER"] = "elasticzero"
-    token = []
-    if pod.token_secret:
-        key = {"secretKeyRef": {"name": pod.token_secret, "key": "token"}}
-        token = [{"name": "ELASTICZERO_TOKEN", "valueFrom": key}]
-    return [*service, *(variable(name, value) for name, value in variables.items()), *token]
+    return variables
 
 
 def _mounts(options: RenderOptions) -> list[Manifest]:

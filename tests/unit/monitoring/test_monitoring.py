@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -142,6 +143,25 @@ def test_the_pod_monitor_finds_the_agents_and_both_paths(root: Path, folder: Pat
     ports = {p["name"]: p["containerPort"] for p in template["spec"]["containers"][0]["ports"]}
     assert {endpoint["port"] for endpoint in endpoints} == {"http"}
     assert ports["http"] == DEFAULT_HTTP_PORT
+
+
+def test_google_scrapes_both_paths_under_different_names(root: Path, folder: Path) -> None:
+    """Endpoints of one port within one resource are refused by the operator."""
+    monitorings = list(yaml.safe_load_all((folder / "podmonitoring.yaml").read_text()))
+    schema = root / "tests" / "fixtures" / "kubernetes" / "podmonitoring.json"
+    manifests = list(yaml.safe_load_all((root / "k8s" / "base" / "agents.yaml").read_text()))
+    (template,) = (m["spec"]["template"] for m in manifests if m["kind"] == "Job")
+    for resource in monitorings:
+        jsonschema.validate(resource, json.loads(schema.read_text()))
+        selected = resource["spec"]["selector"]["matchLabels"]
+        assert selected.items() <= template["metadata"]["labels"].items()
+    endpoints = [m["spec"]["endpoints"] for m in monitorings]
+    assert [[e["path"] for e in one] for one in endpoints] == [["/metrics"], ["/metrics/job"]]
+    assert {e["port"] for one in endpoints for e in one} == {"http"}
+    assert len({m["metadata"]["name"] for m in monitorings}) == 2
+    wrong = {**monitorings[0], "spec": {**monitorings[0]["spec"], "interval": "15s"}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, json.loads(schema.read_text()))
 
 
 def test_the_dashboard_is_whole(folder: Path) -> None:
