@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -228,6 +229,40 @@ def test_the_script_asks_for_another_try_by_exit_code(
         restarts,
         "elasticzero run a b\n" * (restarts + 1),
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "workers"),
+    [
+        ({}, ""),
+        ({"SLURM_GPUS_ON_NODE": "8"}, "gpu"),
+        ({"SLURM_GPUS_ON_NODE": "8", "ELASTICZERO_NPROC_PER_NODE": "4"}, "4"),
+    ],
+)
+def test_a_task_with_gpus_has_a_worker_for_each(
+    variables: dict[str, str], workers: str, tmp_path: Path
+) -> None:
+    for name, text in {
+        "srun": 'shift; exec "$@"',
+        "elasticzero": 'echo "workers ${ELASTICZERO_NPROC_PER_NODE:-}"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ELASTICZERO_ETCD": "x:1"}
+    done = subprocess.run(
+        ["bash", str(SCRIPT)],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"workers {workers}\n"
+
+
+def test_the_script_asks_for_whole_nodes() -> None:
+    lines = re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(), re.MULTILINE)
+    assert {"--exclusive", "--mem=0"} <= set(lines)
+    assert not [line for line in lines if line.startswith("--gres")], "not each cluster has GPUs"
 
 
 def test_without_an_etcd_the_script_says_what_is_missing(tmp_path: Path) -> None:
