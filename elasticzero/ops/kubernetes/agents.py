@@ -336,7 +336,7 @@ def fixed_variables(options: RenderOptions) -> list[Manifest]:
 
 def _tls_variables(options: RenderOptions) -> dict[str, str]:
     # Probes and scrapes name the scheme, so that no node follows another mode of the job.
-    variables = {"ELASTICZERO_TLS": options.tls_mode}
+    variables: dict[str, str] = {"ELASTICZERO_TLS": options.tls_mode}
     if options.tls_mode == "files":
         variables |= {
             "ELASTICZERO_TLS_CA": f"{AGENT_CERTIFICATES}/ca.crt",
