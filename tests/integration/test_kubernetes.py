@@ -24,7 +24,7 @@ from tests.unit.manifests import Manifest
 pytestmark = pytest.mark.timeout(120)
 
 SLOWLY = ("--pause", "0.1")
-WAITING_S = 3.0
+WAITING_S = 1.5
 """Pause of each step while a pod is to come, however long it takes to start."""
 
 

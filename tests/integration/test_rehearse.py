@@ -78,6 +78,7 @@ def test_a_script_of_torchrun_is_refused(tmp_path: Path, root: Path) -> None:
     assert "trains without calling elasticzero.run" in err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_strategy_that_refuses_the_script_has_one_run(tmp_path: Path) -> None:
     options = ("--strategies", "zero1", "--faults", "kill-worker")

@@ -320,6 +320,7 @@ def test_a_node_leaves_at_the_signals_that_are_named(tmp_path: Path) -> None:
     assert "SIGUSR1 (25 s of grace)" in output
 
 
+@pytest.mark.slow  # worker_settings has a unit test
 def test_each_worker_sees_its_own_gpu_only(tmp_path: Path) -> None:
     arguments = ["--standalone", "--nproc-per-node=2", "--virtual-local-rank"]
     run([*arguments, str(ENVIRONMENT), str(tmp_path)], {"CUDA_VISIBLE_DEVICES": "5,7"})

@@ -28,7 +28,7 @@ SMALL = Draw(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seeds", parts(QUICK, 10), ids=lambda seeds: f"from-{seeds.start}")
+@pytest.mark.parametrize("seeds", parts(QUICK, 8), ids=lambda seeds: f"from-{seeds.start}")
 def test_scripts_are_exact_or_refused(pool: Pool, tmp_path: Path, seeds: range) -> None:
     check(pool, seeds, tmp_path)
 
