@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+WRAPPED = "$wrapped"
+"""Key of the state that holds, by path, the class and options of tensors that wrap others."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_DEVICE = re.compile(r"device\(type='[a-z]+'(?:, index=\d+)?\)")
 _MAX_LOADS = 5
 """Maximum number of steps that a load begins to read while retention removes them."""
 _MAX_ERROR_BYTES = 1000
@@ -129,8 +134,9 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     Of a checkpoint that a job wrote, it returns the tensors by name. Loading needs no process
     group. Without `into`, every tensor is newly made, whole, on the CPU. With it, its tensors are
     filled in place (of a DTensor this rank's part) and appear in the result, and everything else in
-    the result comes from the checkpoint. Of a checkpoint that holds more, only the values under the
-    first-level keys of `into` are read.
+    the result comes from the checkpoint. A tensor that wraps others, as quantized ones do, is
+    filled through its inner tensors; without `into` it is a dict of these. Of a checkpoint that
+    holds more, only the values under the first-level keys of `into` are read.
 
     Args:
         path: A checkpoint directory, of which the newest good step is read, or one step's
@@ -158,7 +164,9 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
 def _load(checkpoint: Checkpoint, into: Mapping[Any, Any] | None) -> dict[Any, Any]:
     """Reads a step, as `load` does."""
     targets: dict[str, torch.Tensor] = {}
-    requested = None if into is None else flatten(into, "", targets)
+    wrappers: dict[str, torch.Tensor] = {}
+    requested = None if into is None else flatten(into, "", targets, wrappers)
+    _check_wrappers(wrappers, checkpoint.manifest)
     for name, tensor in targets.items():
         check_plain(name, tensor)
         check_fillable(name, local_part(name, tensor)[1])
@@ -179,6 +187,47 @@ def _load(checkpoint: Checkpoint, into: Mapping[Any, Any] | None) -> dict[Any, A
             f"the checkpoint of step {step}: its nesting makes no sense: {error!r:.200}"
         ) from None
     checkpoint.load(LoadTarget(name, *local_part(name, t)) for name, t in tensors.items())
+    return _with_wrappers(result, into, wrappers) if wrappers else result
+
+
+def _check_wrappers(wrappers: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
+    """Raises `CheckpointMismatch` for a wrapper of another class, or with other options, than the
+    one whose inner tensors were saved."""
+    stored = manifest.state.get(WRAPPED, {})
+    for path, wrapper in wrappers.items():
+        expected, saved = _wrapper_text(wrapper), stored.get(path)
+        if saved is not None and saved != expected:
+            raise CheckpointMismatch(
+                f"{path!r} was saved as {saved}, and `into` has {expected}: the same numbers would "
+                "mean something else"
+            )
+
+
+def _wrapper_text(wrapper: torch.Tensor) -> str:
+    """Returns the class, sizes and options of a tensor that wraps others, without addresses."""
+    context = wrapper.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+    kind = type(wrapper)
+    options = _ADDRESS.sub("", repr(context))
+    options = _DEVICE.sub("", options)[:_MAX_ERROR_BYTES]
+    return f"{kind.__module__}.{kind.__qualname__} of {list(wrapper.shape)}, {options}"
+
+
+def _with_wrappers(result: Any, into: Any, wrappers: Mapping[str, torch.Tensor]) -> Any:
+    """Returns the result with the wrappers of `into` in the place of their inner tensors.
+
+    Args:
+        result: The values that were read.
+        into: The values whose tensors were filled.
+        wrappers: The tensors of `into` that wrap others.
+    """
+    if isinstance(into, torch.Tensor):
+        return into if any(into is wrapper for wrapper in wrappers.values()) else result
+    if isinstance(into, Mapping) and isinstance(result, dict):
+        return {k: _with_wrappers(v, into.get(k), wrappers) for k, v in result.items()}
+    lists = isinstance(into, (list, tuple)) and isinstance(result, (list, tuple))
+    if lists and len(into) == len(result):
+        pairs = zip(result, into, strict=True)
+        return type(result)(_with_wrappers(v, i, wrappers) for v, i in pairs)
     return result
 
 
@@ -194,7 +243,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
         StorageError: The manifest cannot be read.
     """
     manifest = catalog.read_manifest(catalog.resolve(path, _ignore))
-    return {key: value for key, value in manifest.state.items() if key != TREE}
+    return {key: value for key, value in manifest.state.items() if key not in (TREE, WRAPPED)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +301,8 @@ def _savable(
     if not isinstance(tensors, Mapping):
         raise UserError(f"checkpoint.save takes a dict, not a {type(tensors).__name__}")
     try:
-        tree = flatten(tensors, "", named)
+        wrappers: dict[str, torch.Tensor] = {}
+        tree = flatten(tensors, "", named, wrappers)
     except RecursionError:
         raise UserError("checkpoint.save: this is nested too deep, or contains itself") from None
     extra = dict(state or {})
@@ -269,10 +319,13 @@ def _savable(
         raise UserError(f"checkpoint.save: {error}") from None
     for name, tensor in named.items():
         check_plain(name, tensor)
-    if TREE in extra:
-        raise UserError(f"checkpoint.save: the key {TREE!r} of `state` is taken")
-    nested = tree != _flat(named)
-    return named, {**extra, **({TREE: tree} if nested else {})}
+    if taken := {TREE, WRAPPED} & extra.keys():
+        raise UserError(f"checkpoint.save: the key {min(taken)!r} of `state` is taken")
+    if tree != _flat(named):
+        extra[TREE] = tree
+    if wrappers:
+        extra[WRAPPED] = {path: _wrapper_text(wrapper) for path, wrapper in wrappers.items()}
+    return named, extra
 
 
 def _flat(names: Iterable[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from elasticzero.errors import UserError
 
@@ -25,21 +25,36 @@ _MAX_INT_BITS = 8192
 _SHOWN_CHARACTERS = 100
 
 
-def flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def flatten(
+    value: Any,
+    path: str,
+    tensors: dict[str, Tensor],
+    wrappers: dict[str, Tensor] | None = None,
+) -> Any:
     """Returns `value` as JSON, and adds its tensors to `tensors` by their path, without a copy.
+
+    A tensor that has no memory and wraps others, as quantized ones do, becomes a dict of these.
 
     Args:
         value: Dicts, lists and tuples, nested in any way.
         path: The path of `value` itself; "" for the root.
         tensors: Takes the tensors.
+        wrappers: Takes the tensors that wrap others, by path; None: such tensors are refused.
 
     Raises:
         UserError: A value cannot be stored, or a tensor's name is taken; the error has the path.
     """
-    return _encode(value, path, tensors, 0)
+    return _encode(value, path, _Sink(tensors, wrappers), 0)
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+class _Sink(NamedTuple):
+    """Takes the tensors of a value by their paths."""
+
+    tensors: dict[str, Tensor]
+    wrappers: dict[str, Tensor] | None
+
+
+def _encode(value: Any, path: str, sink: _Sink, depth: int) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -48,7 +63,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> An
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if not isinstance(value, (list, tuple, Mapping)):
-        return _leaf(value, path, tensors, depth)
+        return _leaf(value, path, sink, depth)
     if depth == MAX_DEPTH:
         raise UserError(
             f"{path[:_SHOWN_CHARACTERS]!r}... is nested too deep, or contains itself: a checkpoint "
@@ -56,29 +71,98 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> An
         )
     below = depth + 1
     if isinstance(value, (list, tuple)):
-        items = [_encode(v, _joined(path, i), tensors, below) for i, v in enumerate(value)]
+        items = [_encode(v, _joined(path, i), sink, below) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
-    pairs = [(k, _encode(v, _joined(path, k), tensors, below)) for k, v in value.items()]
+    pairs = [(k, _encode(v, _joined(path, k), sink, below)) for k, v in value.items()]
     if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
         return dict(pairs)
-    keys = [_encode(key, _joined(path, key), tensors, below) for key, _ in pairs]
+    keys = [_encode(key, _joined(path, key), sink, below) for key, _ in pairs]
     return {"$map": [[key, item] for key, (_, item) in zip(keys, pairs, strict=True)]}
 
 
-def _leaf(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+def _leaf(value: Any, path: str, sink: _Sink, depth: int) -> Any:
     import numpy as np
     from torch import Tensor
 
     if isinstance(value, Tensor):
-        return {"$tensor": _named(path, value, tensors)}
+        if not has_no_memory(value):
+            return {"$tensor": _named(path, value, sink.tensors)}
+        inner = _inner_tensors(value, path, refuse=sink.wrappers is None)
+        assert sink.wrappers is not None
+        sink.wrappers[path] = value
+        return {k: _encode(v, _joined(path, k), sink, depth + 1) for k, v in inner.items()}
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
-        return _encode(value.item(), path, tensors, depth)
+        return _encode(value.item(), path, sink, depth)
     if isinstance(value, np.ndarray):
-        return {"$array": _named(path, _from_array(value, path), tensors)}
+        return {"$array": _named(path, _from_array(value, path), sink.tensors)}
     raise UserError(
         f"{path!r} is a {type(value).__name__}, which a checkpoint cannot hold: only numbers, "
         "strings, tensors, arrays, lists, tuples and dicts can be kept"
     )
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Returns whether a tensor of a subclass has no elements of its own, so that they cannot be
+    copied: those of the tensors that it wraps stand for them."""
+    import torch
+
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or torch.nn.parameter.is_lazy(tensor):
+        return False
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        return False
+    if hasattr(tensor, "device_mesh"):  # a DTensor, whose own rows are in another
+        return has_no_memory(tensor.to_local())  # type: ignore[attr-defined]
+    if has_inner_tensors(tensor):
+        return True
+    try:
+        storage = tensor.untyped_storage()
+        is_empty = storage.device.type == "meta" or storage.data_ptr() == 0
+        return tensor.numel() > 0 and is_empty
+    except RuntimeError:  # the storage of a wrapper is not valid
+        return True
+
+
+def has_inner_tensors(tensor: Tensor) -> bool:
+    """Returns whether a tensor follows torch's protocol for those that wrap others."""
+    import torch
+
+    kind = type(tensor)
+    return (
+        kind is not torch.Tensor
+        and hasattr(kind, "__tensor_flatten__")
+        and hasattr(kind, "__tensor_unflatten__")
+    )
+
+
+def _inner_tensors(tensor: Tensor, path: str, *, refuse: bool) -> dict[str, Any]:
+    """Returns the tensors that a tensor wraps, by their attributes.
+
+    Args:
+        tensor: The tensor.
+        path: Its path, for messages.
+        refuse: Whether every wrapper is refused.
+
+    Raises:
+        UserError: They are not known, or are refused.
+    """
+    kind = type(tensor).__name__
+    if refuse or not has_inner_tensors(tensor) or hasattr(tensor, "device_mesh"):
+        why = "which is refused here" if refuse else "and it is not known which ones"
+        raise UserError(
+            f"{path!r} is a {kind}, which has no memory of its own and wraps other tensors, {why}: "
+            "dequantize it, or save the tensors in it (checkpoint.save takes those of classes with "
+            "__tensor_flatten__ and __tensor_unflatten__)"
+        )
+    names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    inner = {name: getattr(tensor, name) for name in names}
+    for name, value in inner.items():
+        again = getattr(tensor, name)
+        if again is not value and again.data_ptr() != value.data_ptr():
+            raise UserError(
+                f"{path!r} is a {kind} that gives a copy of its {name!r}, which could not be filled"
+            )
+    return inner
 
 
 def unflatten(json: Any, tensor_of: Callable[[str], Any]) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
+from elasticzero.nested import has_no_memory
 from elasticzero.spans import Rule, Span
 from elasticzero.state.buffers import ModelBuffers
 from elasticzero.state.extra_state import KEY as EXTRA_STATE
@@ -157,12 +158,23 @@ class NamedModel:
             if (first_name := first.setdefault(id(tensor), name)) != name:
                 self.aliases[name] = first_name
             elif isinstance(tensor, nn.Parameter):
+                _check_memory(name, tensor)
                 self.parameters[name] = tensor
         _check_entries(model, {name for name, _ in tensors})
 
     def name_of(self) -> dict[int, str]:
         """Returns the parameters' names by `id`."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """Raises `UserError` for a parameter that wraps other tensors, which no strategy can copy."""
+    if has_no_memory(tensor):
+        raise UserError(
+            f"parameter {name!r} is a {type(tensor).__name__}, which has no memory of its own and "
+            "wraps other tensors: a session trains plain parameters; dequantize it, or keep it out "
+            "of the model and save it with checkpoint.save"
+        )
 
 
 def _check_entries(model: nn.Module, tensors: set[str]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from elasticzero.nested import has_inner_tensors
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedEntry:
@@ -35,13 +37,7 @@ class PackedEntry:
 
 def is_packed(value: Any) -> bool:
     """Tells whether an entry of an optimizer's state wraps other tensors."""
-    kind = type(value)
-    return (
-        kind is not Tensor
-        and isinstance(value, Tensor)
-        and hasattr(kind, "__tensor_flatten__")
-        and hasattr(kind, "__tensor_unflatten__")
-    )
+    return isinstance(value, Tensor) and has_inner_tensors(value)
 
 
 def inner_entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
