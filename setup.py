@@ -14,6 +14,7 @@ SHARED = {
     "elasticzero.share.examples": "examples",
     "elasticzero.share.examples.slurm": "examples/slurm",
     "elasticzero.share.k8s.components.monitoring": "k8s/components/monitoring",
+    "elasticzero.share.k8s.components.networks": "k8s/components/networks",
 }
 own = [p for p in find_packages(include=["elasticzero*"]) if not p.startswith(tuple(MAPPED))]
 mapped = ["elasticzero." + p for p in find_packages(include=["launcher*", "checkpoint*"])]

@@ -10,17 +10,18 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import chdir
 from pathlib import Path
 
 from elasticzero import __version__
 from elasticzero.cli.main import parse
-from elasticzero.ops.cli.k8s.commands import render_options, yaml_text
+from elasticzero.ops.cli.k8s.commands import rendered_files, yaml_text
 from elasticzero.ops.kubernetes.naming import Manifest
-from elasticzero.ops.kubernetes.options import RenderOptions
-from elasticzero.ops.kubernetes.render import render_manifests
 from tools.kustomize import difference
 from tools.source import ROOT
 
+SOURCES = ROOT
+"""Where the paths of patches begin."""
 FOLDER = ROOT / "k8s"
 BASE = "base"
 NAME = "--name elasticzero"
@@ -48,7 +49,21 @@ EXAMPLES = {
     "examples/trainjob.yaml": f"--name train {IMAGE} {GPUS} --checkpoints shared-files "
     "--kind trainjob",
 }
-RENDERS = {BASE: f"{CPUS} --checkpoints shared-files", **OVERLAYS, **EXAMPLES}
+TRAIN = f"--name train {IMAGE} {GPUS} --zones one"
+PATCHES = "--patch k8s/components/networks"
+NETWORKS = {
+    "examples/eks-efa.yaml": f"{TRAIN} --cloud eks --checkpoints s3://example-bucket/runs "
+    "--service-account trainer --resource vpc.amazonaws.com/efa=32 "
+    f"--resource hugepages-2Mi=5120Mi {PATCHES}/eks-efa.yaml",
+    "examples/gke-tcpxo.yaml": f"{TRAIN} --cloud gke --checkpoints gs://example-bucket/runs "
+    f"--service-account trainer --monitoring gmp-system {PATCHES}/gke-tcpxo.yaml",
+    "examples/infiniband.yaml": f"{TRAIN} --checkpoints nfs "
+    f"--resource rdma/hca_shared_devices_a=1 {PATCHES}/infiniband.yaml",
+    "examples/roce.yaml": f"{TRAIN} --checkpoints nfs "
+    f"--resource rdma/rdma_shared_device_eth=1 {PATCHES}/roce.yaml",
+}
+"""Whole renders for fast networks; docs/fast-networks.md has the same commands."""
+RENDERS = {BASE: f"{CPUS} --checkpoints shared-files", **OVERLAYS, **EXAMPLES, **NETWORKS}
 """Options of the command for each folder, and for each file that is one whole render; all run the
 same script."""
 
@@ -85,13 +100,15 @@ def command_of(place: str) -> list[str]:
     return ["k8s", "render", *shlex.split(RENDERS[place]), *shlex.split(SCRIPT)]
 
 
-def options_of(place: str) -> RenderOptions:
-    return render_options(parse(command_of(place)))
+def files_of(place: str) -> Mapping[str, list[Manifest]]:
+    """The manifests that the command prints, by the file of k8s/ that has them."""
+    with chdir(SOURCES):
+        return rendered_files(parse(command_of(place)))
 
 
 def rendered(place: str) -> list[Manifest]:
     """The manifests that the command prints."""
-    return [m for manifests in render_manifests(options_of(place)).values() for m in manifests]
+    return [m for manifests in files_of(place).values() for m in manifests]
 
 
 def head_of(place: str) -> str:
@@ -108,7 +125,7 @@ def kustomization(resources: Iterable[str], rest: str) -> str:
 
 def base_files() -> Mapping[str, str]:
     """The text of each file of the base, by its name."""
-    files = render_manifests(options_of(BASE))
+    files = files_of(BASE)
     names = NAMES + "".join(
         f"  - kind: {referred}\n    fieldSpecs:\n"
         + "".join(f"      - kind: {kind}\n        path: {path}\n" for kind, path in places)
@@ -139,7 +156,7 @@ def all_files() -> Mapping[Path, str]:
     """The text of each file of k8s/ that the command makes, by its place below that folder."""
     folders = {BASE: base_files(), **{place: overlay_files(place) for place in OVERLAYS}}
     texts = {Path(f, name): text for f, texts in folders.items() for name, text in texts.items()}
-    return texts | {Path(p): head_of(p) + yaml_text(rendered(p)) for p in EXAMPLES}
+    return texts | {Path(p): head_of(p) + yaml_text(rendered(p)) for p in (*EXAMPLES, *NETWORKS)}
 
 
 def stale_files(*, write: bool) -> list[str]:

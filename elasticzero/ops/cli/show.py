@@ -16,6 +16,7 @@ from elasticzero.launcher.options.parser import Parser
 from elasticzero.text import print_bytes, print_result, table_text
 
 _MONITORING = "k8s/components/monitoring"
+_NETWORKS = "k8s/components/networks"
 _PACKAGE = Path(version.__file__).parent  # the folder of the whole package
 
 
@@ -46,6 +47,18 @@ SHARED_FILES = {
     "kustomization": SharedFile(
         f"{_MONITORING}/kustomization.yaml",
         "the Kustomize component of dashboard, prometheusrule and podmonitor",
+    ),
+    "networks/eks-efa.yaml": SharedFile(
+        f"{_NETWORKS}/eks-efa.yaml", "the patch for EKS with EFA, for k8s render"
+    ),
+    "networks/gke-tcpxo.yaml": SharedFile(
+        f"{_NETWORKS}/gke-tcpxo.yaml", "the patch for GKE with TCPXO, for k8s render"
+    ),
+    "networks/infiniband.yaml": SharedFile(
+        f"{_NETWORKS}/infiniband.yaml", "the patch for InfiniBand, for k8s render"
+    ),
+    "networks/roce.yaml": SharedFile(
+        f"{_NETWORKS}/roce.yaml", "the patch for RoCE, for k8s render"
     ),
     "sbatch": SharedFile("examples/slurm/elasticzero.sbatch", "the batch script for Slurm"),
     "examples/quickstart.py": SharedFile("examples/quickstart.py", "the smallest training script"),
