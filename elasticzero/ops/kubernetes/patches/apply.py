@@ -35,11 +35,19 @@ def patched_manifests(
         if after is None:
             del result[name][index]
             continue
+        for field in ("metadata", "spec"):
+            if field in before and not after.get(field):
+                patch.refuse((field,), f"{before['kind']} {_name(before)} must keep its {field}")
         if after["metadata"].get("annotations") == {}:
             del after["metadata"]["annotations"]  # as kustomize does, which keeps empty labels
         check_object(after, kind, places)
         result[name][index] = after
     return result
+
+
+def _name(manifest: Manifest) -> str:
+    name: str = manifest["metadata"]["name"]
+    return name
 
 
 def _target(files: Mapping[str, list[Manifest]], patch: Patch) -> tuple[str, int]:

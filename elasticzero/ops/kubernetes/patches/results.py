@@ -38,6 +38,8 @@ def check_object(manifest: Manifest, kind: str, places: Mapping[str, str]) -> No
     claims = manifest.get("spec", {}).get("volumeClaimTemplates", ())
     volumes = [claim["metadata"]["name"] for claim in claims]
     for name, pod in _pods(manifest, ""):
+        if not pod["containers"]:
+            raise UserError(f"{_place(f'{name}.containers', places)}: {name} has no container left")
         for title, container in _containers(pod, name):
             _check_container(container, title, pod, volumes, places)
 

@@ -310,6 +310,16 @@ MISTAKES = {
         ":11: .*env.A. is there twice",
     ),
     "an empty entry": (f"{POD}   tolerations:\n   -", ":8: .*has no value"),
+    "no container": (f"{AGENT}     $patch: delete", ":7: .*spec has no container left"),
+    "no list of containers": (f"{POD}   containers: null", ":6: .*spec has no containers"),
+    "no spec": (f"{JOB}spec: null", ":4: Job train must keep its spec"),
+    "no metadata": (
+        "kind: Job\nmetadata: {name: NAME, $patch: delete}",
+        ":2: Job train must keep its metadata",
+    ),
+    "an entry that is no object": (f"{POD}   containers: [agent]", ":7: .*0. must have fields"),
+    "metadata that is a list": ("kind: Job\nmetadata: [a]", ":1: the patch has no metadata.name"),
+    "a key that is an object": ("? {a: b}\n: c", ":1: not YAML"),
     "a key that is no text": (f"{POD}   nodeSelector: {{1: a}}", ":7: .*the key 1"),
 }
 
