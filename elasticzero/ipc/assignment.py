@@ -15,9 +15,10 @@ from elasticzero.security.certificates import Credentials
 from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import ShardOver
 
-Tier = Literal["other", "fresh", "ram", "storage"]
+Tier = Literal["other", "fresh", "ram", "storage", "live"]
 """Names where the state of a generation is read from. `other`: a word of a later release, which no
-agent gives to a worker."""
+agent gives to a worker. `live`: each worker has it already, because it has entered the generation
+inside its loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +159,8 @@ class Assignment(TrainingSettings):
     proofs: bool = True
     """True if the nodes prove the secret to each other; False: one may be of the release before,
     which expects to be shown it."""
+    changes_inside: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True if a planned change may be made inside the loops of this generation."""
 
     @property
     def one_release(self) -> bool:

@@ -55,6 +55,52 @@ class SaveState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Agent to worker: connect the next generation beside the training, and go over to it at the
+    boundary at which all ranks are prepared."""
+
+    token: str
+    """Token of the next generation."""
+    assignment: Assignment | None = None
+    """Place of this worker in the next generation, whose `resume` has the tier `live`; rank 0's
+    socket comes with the message. None: its node leaves at that boundary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Agent to worker: forget what `Prepare` with this token has begun."""
+
+    token: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareFailed:
+    """Worker to agent: it cannot go over to the next generation inside its loop.
+
+    Until it is withdrawn the worker is not prepared, and training goes on.
+    """
+
+    token: str
+    reason: str
+    final: bool = False
+    """True if no later generation can be entered from this one inside the loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switched:
+    """Worker to agent: it has gone over to the next generation inside its loop. Its later messages
+    are of that generation."""
+
+    token: str
+    """Token of the generation that it has entered."""
+    step: int
+    """Boundary at which all ranks did so."""
+    seconds: float
+    """Time in seconds that training waited for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
     """Worker to agent: the script called `elasticzero.run`; the worker will obey requests."""
 
@@ -253,6 +299,9 @@ class Stopping:
     complete: bool
     """True if this worker alone holds the whole state (DDP, or a world of one)."""
     reason: str
+    switched: str = ""
+    """Token of the next generation, if the others have gone over to it at this boundary, without
+    this worker; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +339,10 @@ Message = (
     | Abort
     | Locate
     | SaveState
+    | Prepare
+    | Withdraw
+    | PrepareFailed
+    | Switched
     | Attached
     | Restored
     | DataChanged
