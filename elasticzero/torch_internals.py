@@ -12,6 +12,9 @@ Check after an upgrade of torch; `tests/unit/test_torch_internals.py` and those 
    there, but for `deleteKey` and `getNumKeys`; `tests/unit/comm/store` calls all of them so;
  - `_world.pg_map` has every process group of this process as a key, the default one too;
  - `_world.group_count` grows with every group that is made;
+ - a `ProcessGroup` with a backend of gloo needs no entry in `_world` for its own methods, and may
+   become the default group by entries in the tables of `_world` that `replace_default_group` fills,
+   after which `destroy_process_group` ends the one before alone;
  - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
  - `_get_backend(device)` gives the NCCL backend, which has `name`, `abort` and, from torch 2.7 on,
    `get_error`. `make gpu` runs all of these;
@@ -73,6 +76,7 @@ __all__ = [
     "count_of_changes",
     "counts_of_changes",
     "drop_step_hooks",
+    "group_beside",
     "group_of_one",
     "has_hook_of_several",
     "has_state_dict_hooks",
@@ -81,6 +85,7 @@ __all__ = [
     "nccl_backends",
     "order_hooks",
     "parameters_of",
+    "replace_default_group",
     "script_groups",
     "sharing_tensors",
     "unsaved_buffers_of",
@@ -141,6 +146,55 @@ def group_of_one() -> dist.ProcessGroup:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def group_beside(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Returns a group over gloo that torch has no record of, beside those that it has; any thread
+    may make it.
+
+    Its own methods are its collectives. The functions of `torch.distributed` take it once
+    `replace_default_group` was called.
+
+    Args:
+        store: The store at which its ranks meet.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        timeout: Time limit of its collectives.
+    """
+    backend_type = dist.ProcessGroup.BackendType.GLOO
+    backend = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, world_size, timeout)
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(backend_type)
+    group._register_backend(torch.device("cpu"), backend_type, backend)
+    group._set_group_desc(OWN_GROUP)
+    return group
+
+
+def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> None:
+    """Makes a group of `group_beside` torch's default group; the one before stays one of this
+    package's, until it is destroyed.
+
+    Args:
+        group: The new default group, of all ranks.
+        name: A name that no other group of this process has.
+        store: The store at which its ranks have met.
+    """
+    c10d: Any = dist.distributed_c10d
+    world, before = c10d._world, dist.group.WORLD
+    tag = f"ptd:{name}"
+    named: Any = group
+    named._set_group_name(name)
+    world.pg_map[group] = "gloo", store
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend("gloo")))
+    world.pg_to_tag[group] = tag
+    for label in ("", tag):
+        world.tags_to_pg.setdefault(label, []).append(group)
+    c10d._register_process_group(name, group)
+    if before is not None:
+        before._set_group_desc(OWN_GROUP)
+    c10d._update_default_pg(group)
 
 
 def script_groups() -> list[dist.ProcessGroup]:

@@ -38,6 +38,7 @@ from elasticzero.torch_internals import (
     OWN_GROUP,
     PrefixStore,
     collectives_begun,
+    replace_default_group,
     script_groups,
 )
 
@@ -58,8 +59,18 @@ MAX_TEXT_BYTES = 512
 """Maximum length of a text that one rank gives to all; the rest is cut off."""
 
 
+_OF_WORLD = (
+    *("rank_info", "control_tree", "world", "_store", "_row", "_apart", "_open"),
+    *("_verified_at", "_number"),
+)
+"""The attributes of `ProcessGroups` that `enter` exchanges."""
+
+
 class ProcessGroups:
-    """Connects the ranks of one generation by groups, for tensors, and the control tree."""
+    """Connects the ranks of one generation by groups, for tensors, and the control tree.
+
+    Where a generation is entered inside of a loop, the same object connects those of the next.
+    """
 
     def __init__(
         self,
@@ -382,6 +393,45 @@ class ProcessGroups:
         dist.broadcast(values, 0, group=self.world.process_group)
         self.verify_collectives()
         return values
+
+    def enter(self, following: ProcessGroups) -> None:
+        """Goes over to the groups of the next world, and gives `following` those of this one, which
+        `following.retire` ends.
+
+        Objects that refer to this one are then of the next world. The main thread calls this
+        between two steps, where no collective runs; all ranks that stay do so at one boundary.
+
+        Args:
+            following: What `next_world.connect_beside` has returned.
+
+        Raises:
+            DistBackendError: The groups of one of the two were shut; nothing is changed then.
+        """
+        with self._shut_lock, following._shut_lock:
+            if self._shut.is_set() or following._shut.is_set():
+                raise dist.DistBackendError(CLOSED)
+            for name in _OF_WORLD:
+                theirs = getattr(following, name)
+                setattr(following, name, getattr(self, name))
+                setattr(self, name, theirs)
+        info, store = self.rank_info, self._store
+        assert store is not None
+        prefixed = PrefixStore(info.token, store)
+        replace_default_group(self.world.process_group, f"{OWN_GROUP}/{info.token}", prefixed)
+
+    def retire(self) -> threading.Thread:
+        """Ends these groups in a thread, which this returns; torch has forgotten them at once. All
+        ranks that have used them call this between the same two collectives, for torch names new
+        groups by the number of those that it has."""
+        last = self._take(*reversed(self._open))
+
+        def end() -> None:
+            self.release()
+            last.clear()
+
+        thread = threading.Thread(target=end, name="elasticzero-retire", daemon=True)
+        thread.start()
+        return thread
 
     def release(self) -> None:
         """Ends all work on the groups: when this returns, none runs any more."""

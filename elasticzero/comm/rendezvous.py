@@ -85,7 +85,11 @@ class RankInfo:
         return cls(**{**shared, "local_rank": assignment.visible_local_rank})
 
 
-def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> ClosableStore:
+def rendezvous(
+    info: RankInfo,
+    allow: Allow = lambda limit_s: None,
+    reached: Callable[[ClosableStore], None] = lambda store: None,
+) -> ClosableStore:
     """Connects to rank 0's store, and returns it once every rank has registered there.
 
     A peer that goes away later is an error of torch's own.
@@ -93,6 +97,8 @@ def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> ClosableS
     Args:
         info: This rank's place, the addresses at which ranks meet, and the time limits.
         allow: Sets the time limit of the step that follows; by default nothing limits it.
+        reached: Is called with the store before this waits for other ranks. Another thread that
+            closes it then ends the wait.
 
     Raises:
         RetryError: Rank 0's host is not reached within `info.connect_timeout_s`, or a rank has not
@@ -101,6 +107,7 @@ def rendezvous(info: RankInfo, allow: Allow = lambda limit_s: None) -> ClosableS
     deadline_s = time.monotonic() + info.start_timeout_s
     store = _store(info, allow, deadline_s)
     try:
+        reached(store)
         allow(max(0.0, deadline_s - time.monotonic()) + info.connect_timeout_s)
         arrivals = PrefixStore(f"{info.token}/here", store)
         arrivals.set(str(info.rank), "1")

@@ -25,12 +25,15 @@ from elasticzero.ipc.messages import (
     Located,
     LoopExited,
     Message,
+    Prepare,
+    PrepareFailed,
     Request,
     Saved,
     SaveState,
     SnapshotHeld,
     Tagged,
     TagStep,
+    Withdraw,
 )
 from elasticzero.ipc.thread_location import main_thread
 from elasticzero.log_output import (
@@ -62,11 +65,18 @@ STANDALONE = Assignment(
 class GenerationEnded(BaseException):
     """Ends the script's loop. It is no `Exception`, so that no handler of the script catches it."""
 
-    def __init__(self, reason: str, *, aborted: bool = False) -> None:
+    def __init__(self, reason: str, *, aborted: bool = False, switched: str = "") -> None:
+        """Says how the generation has ended on this rank.
+
+        Args:
+            reason: Why it has.
+            aborted: True if the agent has ended it; False if all ranks agreed at a boundary.
+            switched: Token of the world that the other ranks have gone over to; empty: none.
+        """
         super().__init__(reason)
         self.reason = reason
         self.aborted = aborted
-        """True if the agent has ended the generation; False if all ranks agreed at a boundary."""
+        self.switched = switched
 
 
 class RolledBack(GenerationEnded):
@@ -116,6 +126,7 @@ class AgentClient:
         self._busy_sections: list[str] = []
         """The busy sections that the main thread is in, the innermost last."""
         self._on_abort: Callable[[], None] = lambda: None
+        self._on_change: Callable[[Prepare | Withdraw], None] = self._refuse_change
         self.awaits = ""
         """The place where the main thread left its loop, while it waits for the other ranks to
         leave theirs."""
@@ -160,6 +171,25 @@ class AgentClient:
         self._on_abort = act
         if self.aborted is not None:
             act()
+
+    def on_change(self, act: Callable[[Prepare | Withdraw], None]) -> None:
+        """Registers `act`, which the receiving thread calls when the agent has another world
+        prepared beside this one, and when it takes that back; `act` must not wait."""
+        self._on_change = act
+
+    def _refuse_change(self, message: Prepare | Withdraw) -> None:
+        """Answers where no world can be entered inside of a loop."""
+        if isinstance(message, Prepare):
+            close_store_of(message)
+            reason = "this generation has no loop in which another world can be entered"
+            self.send(PrepareFailed(token=message.token, reason=reason, final=True))
+
+    def enter_world(self, assignment: Assignment) -> None:
+        """Takes the assignment of a world that is entered inside of the loop.
+
+        What the agent has asked and told is still asked and true.
+        """
+        self.assignment = assignment
 
     @contextmanager
     def exit_on_abort(self) -> Iterator[None]:
@@ -211,6 +241,7 @@ class AgentClient:
         self._busy_sections.clear()
         self.awaits = ""
         self._on_abort = lambda: None
+        self._on_change = self._refuse_change
         self._assignments.put(replace(assignment, store_fd=self._channel.take_fd()))
 
     def send(self, message: Message) -> None:
@@ -269,6 +300,11 @@ class AgentClient:
                     self._begin(message)
                 case Request(flags=flags):
                     self.flags = flags
+                case Prepare(assignment=Assignment() as assignment):
+                    placed = replace(assignment, store_fd=self._channel.take_fd())
+                    self._on_change(replace(message, assignment=placed))
+                case Prepare() | Withdraw():
+                    self._on_change(message)
                 case Abort(reason=reason):
                     self.aborted = reason
                     self._on_abort()
@@ -293,6 +329,12 @@ class AgentClient:
                     self.tags_missing = max(0, self.tags_missing - 1)
                 case _:
                     pass
+
+
+def close_store_of(message: Prepare) -> None:
+    """Closes the socket of rank 0's store, which came with a message that is not followed."""
+    if message.assignment is not None and message.assignment.store_fd is not None:
+        os.close(message.assignment.store_fd)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -1,0 +1,336 @@
+"""Connects the ranks of the next world beside the training, and says when this rank is prepared.
+
+An agent hands the next world over by `Prepare`, and takes it back by `Withdraw`.
+
+Rules:
+ NW1  There is one next world at a time. A `Prepare` with the token of the present one changes
+      nothing. One with another token takes its place, as if the present one was withdrawn before.
+ NW2  A rank that stays is prepared once a thread has connected the groups of the next world. A rank
+      that leaves is prepared at once.
+ NW3  A control word in which a rank is prepared is a promise. Until the word of all ranks is there,
+      a `Withdraw` is kept. If all are prepared, this rank goes over all the same, as all others do.
+      If not, the promise ends, and the `Withdraw` takes effect.
+ NW4  A rank that cannot connect says so, once for each `Prepare`. Training goes on.
+ NW5  The groups of the world before are ended at the first boundary of the next one: by then all
+      ranks that stay have gone over, and need nothing from them.
+Invariant: as long as a promise lasts, the groups of the next world are there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import Enum, auto
+
+import torch
+
+from elasticzero.comm.control_tree import join
+from elasticzero.comm.process_group import DESTROY_TIMEOUT_S, WORLD, ProcessGroups
+from elasticzero.comm.rendezvous import ClosableStore, RankInfo, rendezvous
+from elasticzero.comm.store.addressed import AddressedStore
+from elasticzero.errors import one_line
+from elasticzero.ipc.agent_client import AgentClient, close_store_of
+from elasticzero.ipc.assignment import Assignment
+from elasticzero.ipc.messages import Prepare, PrepareFailed, Withdraw
+from elasticzero.rank_groups.group import RankGroup
+from elasticzero.torch_internals import PrefixStore, group_beside
+
+CONNECT_S = 8.0
+"""Time in seconds within which the ranks of the next world must connect. Agents give up after a
+little more."""
+NOT_TRAINING = "its script has not restored its state yet"
+
+
+class Stage(Enum):
+    """Says how far this rank has come with the next world."""
+
+    EMPTY = auto()
+    """There is none."""
+    CONNECTING = auto()
+    FAILED = auto()
+    """It could not be connected."""
+    PREPARED = auto()
+    PROMISED = auto()
+    """The word of the step that runs says that this rank is prepared."""
+    RECALLED = auto()
+    """The same, and it was withdrawn since."""
+
+
+class Event(Enum):
+    """Names what happens to the next world."""
+
+    OFFERED = auto()
+    CONNECTED = auto()
+    FAILED = auto()
+    WITHDRAWN = auto()
+    PROMISED = auto()
+    DECLINED = auto()
+    """The word of all ranks says that one of them is not prepared."""
+    ENTERED = auto()
+    """It says that all of them are."""
+
+
+STAGES = {
+    (Stage.EMPTY, Event.OFFERED): Stage.CONNECTING,
+    (Stage.CONNECTING, Event.CONNECTED): Stage.PREPARED,
+    (Stage.CONNECTING, Event.FAILED): Stage.FAILED,
+    (Stage.CONNECTING, Event.WITHDRAWN): Stage.EMPTY,
+    (Stage.FAILED, Event.WITHDRAWN): Stage.EMPTY,
+    (Stage.PREPARED, Event.WITHDRAWN): Stage.EMPTY,
+    (Stage.PREPARED, Event.PROMISED): Stage.PROMISED,
+    (Stage.PROMISED, Event.WITHDRAWN): Stage.RECALLED,
+    (Stage.PROMISED, Event.DECLINED): Stage.PREPARED,
+    (Stage.PROMISED, Event.ENTERED): Stage.EMPTY,
+    (Stage.RECALLED, Event.DECLINED): Stage.EMPTY,
+    (Stage.RECALLED, Event.ENTERED): Stage.EMPTY,
+}
+"""The stage after each event; an event that is not here changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Holds the next world as this rank has it."""
+
+    token: str = ""
+    assignment: Assignment | None = None
+    """This rank's place in it; None: this rank leaves."""
+    groups: ProcessGroups | None = None
+    """Its groups, once they are connected."""
+    store: ClosableStore | None = None
+    """The store at which its ranks meet, once it is reached."""
+    stage: Stage = Stage.EMPTY
+    reason: str = ""
+    """Why it could not be connected."""
+
+    def after(self, event: Event) -> Offer:
+        """Returns the offer after an event."""
+        stage = STAGES.get((self.stage, event), self.stage)
+        return self if stage is self.stage else replace(self, stage=stage)
+
+
+class NextWorld:
+    """Holds the next world of one generation on one rank.
+
+    The thread that receives the agent's messages calls `receive` and `abandon`, and the main thread
+    all else.
+    """
+
+    def __init__(self, link: AgentClient, obstacle: str = "") -> None:
+        """Begins without one, before the script has restored its state.
+
+        Args:
+            link: The client of the agent.
+            obstacle: Why no world can be entered inside of a loop; empty: nothing prevents it.
+        """
+        self._link = link
+        self._lock = threading.Lock()
+        self._offer = Offer()
+        self._obstacle = obstacle or NOT_TRAINING
+        """Why no `Prepare` is taken; empty: it is."""
+        self._final = bool(obstacle)
+        """True if that stays so."""
+        self._before: ProcessGroups | None = None
+        """What had the groups of the world that was entered last, and has those of the one before
+        once `ProcessGroups.enter` was called (NW5)."""
+        self._threads: list[threading.Thread] = []
+
+    def admit(self, obstacle: str) -> None:
+        """Takes a `Prepare` from here on, unless there is an obstacle, which stays."""
+        if not self._final:
+            self._obstacle, self._final = obstacle, bool(obstacle)
+
+    # The thread that receives messages.
+
+    def receive(self, message: Prepare | Withdraw) -> None:
+        """Does what the agent says; does not wait."""
+        if isinstance(message, Withdraw):
+            self._withdraw(message.token)
+            return
+        failure = self._take(message)
+        if failure is not None:
+            close_store_of(message)
+            if failure:
+                self._fail(message.token, failure)
+
+    def _take(self, message: Prepare) -> str | None:
+        """Begins with the next world that a message offers; returns why not, empty where it has
+        been offered before, and None where this has begun."""
+        if self._obstacle:
+            return self._obstacle
+        with self._lock:
+            present = self._offer
+            if present.stage is not Stage.EMPTY and present.token == message.token:
+                return present.reason
+            if present.stage in (Stage.PROMISED, Stage.RECALLED):
+                return "it is about to go over to another world"
+            offered = Offer(token=message.token, assignment=message.assignment)
+            self._offer = offered.after(Event.OFFERED)
+            if message.assignment is None:
+                self._offer = self._offer.after(Event.CONNECTED)
+        self._drop(present)
+        if message.assignment is not None:
+            thread = threading.Thread(
+                target=self._connect,
+                args=(message.token, RankInfo.from_assignment(message.assignment)),
+                name="elasticzero-next-world",
+                daemon=True,
+            )
+            self._threads.append(thread)
+            thread.start()
+        return None
+
+    def _withdraw(self, token: str) -> None:
+        with self._lock:
+            present = self._offer
+            if present.token != token:
+                return
+            self._offer = after = present.after(Event.WITHDRAWN)
+        if after.stage is Stage.EMPTY:
+            self._drop(present)
+
+    def _fail(self, token: str, reason: str) -> None:
+        self._link.send(PrepareFailed(token=token, reason=reason, final=self._final))
+
+    def abandon(self) -> None:
+        """Drops the next world, because the generation ends; there will be no other."""
+        self._obstacle, self._final = "the generation ends", True
+        with self._lock:
+            present, self._offer = self._offer, Offer()
+        self._drop(present)
+
+    # The thread that connects.
+
+    def _connect(self, token: str, info: RankInfo) -> None:
+        try:
+            groups = connect_beside(info, CONNECT_S, lambda store: self._reached(token, store))
+        except Exception as error:  # noqa: BLE001 - the top of a thread: told to the agent
+            reason = one_line(error)
+            if self._change(token, Event.FAILED, reason=reason):
+                self._fail(token, reason)
+            return
+        if not self._change(token, Event.CONNECTED, groups=groups):
+            groups.retire()
+
+    def _reached(self, token: str, store: ClosableStore) -> None:
+        with self._lock:
+            is_present = self._is_connecting(token)
+            if is_present:
+                self._offer = replace(self._offer, store=store)
+        if not is_present:
+            store.close()
+
+    def _change(
+        self, token: str, event: Event, *, groups: ProcessGroups | None = None, reason: str = ""
+    ) -> bool:
+        """Moves the offer on if it is still the one that is connecting, and returns whether it is.
+
+        Args:
+            token: Token of the world that was connected.
+            event: Whether that was so.
+            groups: Its groups.
+            reason: Why it could not be connected.
+        """
+        with self._lock:
+            if not self._is_connecting(token):
+                return False
+            self._offer = replace(self._offer.after(event), groups=groups, reason=reason)
+            return True
+
+    def _is_connecting(self, token: str) -> bool:
+        return self._offer.token == token and self._offer.stage is Stage.CONNECTING
+
+    def _drop(self, offer: Offer) -> None:
+        """Ends what was connected of a world that is not entered."""
+        if offer.groups is not None:
+            self._threads.append(offer.groups.retire())
+        elif offer.store is not None:
+            offer.store.close()
+
+    # The main thread.
+
+    @property
+    def offered(self) -> bool:
+        """Returns whether this rank is prepared."""
+        return self._offer.stage is Stage.PREPARED
+
+    def promise(self) -> bool:
+        """Returns whether this rank is prepared, which binds it until `decide` is called (NW3)."""
+        with self._lock:
+            self._offer = self._offer.after(Event.PROMISED)
+            return self._offer.stage in (Stage.PROMISED, Stage.RECALLED)
+
+    def decide(self, *, enters: bool) -> Offer | None:
+        """Ends a promise by the word of all ranks, which they have reached this boundary with.
+
+        Args:
+            enters: Whether all are prepared.
+
+        Returns:
+            The world that this rank goes over to now; None: it stays.
+        """
+        self._end_before()
+        if self._offer.stage not in (Stage.PROMISED, Stage.RECALLED):
+            return None
+        with self._lock:
+            present = self._offer
+            self._offer = present.after(Event.ENTERED if enters else Event.DECLINED)
+        if enters:
+            self._before = present.groups
+            return present
+        if self._offer.stage is Stage.EMPTY:
+            self._drop(present)
+        return None
+
+    def _end_before(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            self._threads.append(before.retire())
+
+    def close(self) -> None:
+        """Ends the groups that no generation uses, and gives the threads time to end."""
+        self.abandon()
+        self._end_before()
+        for thread in self._threads:
+            thread.join(DESTROY_TIMEOUT_S)
+
+
+def connect_beside(
+    info: RankInfo, limit_s: float, reached: Callable[[ClosableStore], None]
+) -> ProcessGroups:
+    """Connects the ranks of the next world on the CPU, beside the groups that this process has; any
+    thread may call it.
+
+    torch's default group stays what it is until `ProcessGroups.enter`.
+
+    Args:
+        info: This rank's place in the next world.
+        limit_s: Seconds within which all ranks must come, and again for a step that needs no other
+            rank's decision. One that stops in between may keep this waiting for longer.
+        reached: Is called with the store that the wait depends on; closing it ends the wait.
+
+    Returns:
+        The groups, whose ranks have all made one collective.
+    """
+    limit_s = min(limit_s, info.connect_timeout_s)
+    hurried = replace(info, connect_timeout_s=limit_s, start_timeout_s=limit_s)
+    store = rendezvous(hurried, reached=reached)
+    try:
+        addressed = AddressedStore(store)
+        with addressed.recording() as connections:
+            group = group_beside(
+                PrefixStore(info.token, addressed),
+                info.rank,
+                info.world_size,
+                timedelta(seconds=info.collective_timeout_s),
+            )
+            group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=limit_s))
+        tree = join(hurried, store)
+    except BaseException:
+        store.close()
+        raise
+    store.set_timeout(timedelta(seconds=info.connect_timeout_s))
+    addressed.set_timeout(timedelta(seconds=info.connect_timeout_s))
+    world = RankGroup(WORLD, range(info.world_size), group, connections)
+    return ProcessGroups(info, torch.device("cpu"), tree, world, addressed)
