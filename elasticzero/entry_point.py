@@ -75,9 +75,34 @@ def run(train: Callable[[Session], None], *, keep_process: bool = True) -> None:
         prepare_for_next_generation(link, ended, baseline)
 
 
-def _generation(link: AgentClient, train: Callable[[Session], None]) -> EndedGeneration | None:
-    """Runs one generation; returns None once training has finished."""
-    generation = Generation(link)
+@_ending_misuse
+def run_framework(train: Callable[[Session], None], framework: str) -> None:
+    """Does what `run` does for a framework whose loop keeps what follows from the number of ranks,
+    and a model that was made outside of it: each change of the world enters `train` anew, in
+    another process.
+
+    Args:
+        train: the training function.
+        framework: the framework's name.
+    """
+    link = AgentClient.from_environment()
+    if link.standalone:
+        _train_standalone(train)
+    elif (ended := _generation(link, train, framework)) is not None:
+        exit_now(ended.code)
+
+
+def _generation(
+    link: AgentClient, train: Callable[[Session], None], framework: str = ""
+) -> EndedGeneration | None:
+    """Runs one generation; returns None once training has finished.
+
+    Args:
+        link: The client of the agent.
+        train: The training function.
+        framework: The framework that trains; empty: the script does.
+    """
+    generation = Generation(link, framework)
     try:
         generation.enter()
         _enter(train, generation)
@@ -129,7 +154,7 @@ class OpenRun:
         self._open, self._stack = True, ExitStack()
         if link.standalone:
             link = _standalone_link()
-        self._generation = Generation(link)
+        self._generation = Generation(link, "a script without a training function")
         if isinstance(link, single_process.LocalLink):
             self._stack.enter_context(link.interruptions(lambda: self._generation.training))
         self._hook, sys.excepthook = sys.excepthook, self._end

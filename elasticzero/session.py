@@ -17,6 +17,7 @@ from elasticzero.data.loader import BatchReader
 from elasticzero.data.loop_arguments import LoopArguments
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import Logged
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import MadeOptimizers
@@ -44,8 +45,7 @@ class Session:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._link = generation.link
-        self._assignment = generation.link.assignment
-        self._comparison = Comparison(generation.groups, self._assignment)
+        self._comparison = Comparison(generation.groups, generation.link)
         self._work = BatchWork(
             generation.link,
             generation.groups,
@@ -55,6 +55,10 @@ class Session:
         self._loops = Loops(generation.link, self._comparison, self._work)
         self.device = generation.device
         """The device of the batches and the model."""
+
+    @property
+    def _assignment(self) -> Assignment:
+        return self._link.assignment
 
     @property
     def rank(self) -> int:
@@ -438,6 +442,19 @@ class Session:
             UserError: a function was given before.
         """
         return self._work.on_gradients(self._prepared("on_gradients"), function)
+
+    def on_world_change(self, function: Callable[[], object]) -> None:
+        """Calls `function()` on each rank that goes on after a node has left inside of a loop.
+
+        `rank`, `world_size` and `generation` are the new ones then. It is called between two steps,
+        on all ranks together; what it changes in the training state counts. Where a change enters
+        the training function anew instead, that makes what follows from the world, and nothing is
+        called.
+
+        Args:
+            function: sets what the script has computed from the number of ranks.
+        """
+        self._generation.on_world_change.append(function)
 
     def evaluate(
         self,

@@ -23,6 +23,7 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.differences import Verdict, by_trained, difference
 from elasticzero.data.loader import RankSchedule
 from elasticzero.errors import PeerSetAside, UserError
+from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.options.training import compared_options
 from elasticzero.parallel.optimizers.groups import Optimizers
@@ -131,9 +132,9 @@ the release before do not give the last one."""
 class Comparison:
     """Compares the descriptions of the scripts of one generation's ranks."""
 
-    def __init__(self, groups: ProcessGroups | None, assignment: Assignment) -> None:
+    def __init__(self, groups: ProcessGroups | None, link: AgentClient) -> None:
         self._groups = groups
-        self._assignment = assignment
+        self._link = link
 
     def require_equal(self, call: Call, description: Description) -> None:
         """Raises if the ranks' descriptions differ.
@@ -154,8 +155,9 @@ class Comparison:
         if differing is None:
             return
         verdict, texts = differing
-        if self._assignment.rank in verdict.odd:
-            raise UserError(f"{texts[verdict.odd.index(self._assignment.rank)]}; {ADVICE}")
+        rank = self._link.assignment.rank
+        if rank in verdict.odd:
+            raise UserError(f"{texts[verdict.odd.index(rank)]}; {ADVICE}")
         raise PeerSetAside("; ".join(texts))
 
     def warn_of_versions(self) -> bool:
@@ -170,13 +172,13 @@ class Comparison:
             return True
         verdict, texts = differing
         for rank, text in zip(verdict.odd, texts, strict=True):
-            if self._assignment.rank in (rank, 0):
+            if self._link.assignment.rank in (rank, 0):
                 log.warning("warning: %s; results may depend on the rank", text)
         return RELEASE not in verdict.names
 
     def _compare(self, call: Call, description: Description) -> tuple[Verdict, list[str]] | None:
         """Returns the verdict, and a sentence for each odd rank; None: all ranks have the same."""
-        groups, assignment = self._groups, self._assignment
+        groups, assignment = self._groups, self._link.assignment
         if groups is None or assignment.world_size == 1:
             return None
         digest = combined({name: of_value(value) for name, value in description.items()})

@@ -123,7 +123,6 @@ class ReplicaVerifier:
         self._replicas = replicas
         self._shards = shards
         self._comparison_s = comparison_s
-        self._enabled = assignment.world_size > 1 and assignment.verify_every != 0
         self._every = assignment.verify_every
         self._interval = SigningInterval()
         self._digested = self.verified = 0
@@ -131,6 +130,14 @@ class ReplicaVerifier:
         """The digest that the next control word carries to be compared."""
         self._compared: StateDigest | None = None
         """The digest that was compared last."""
+
+    @property
+    def _enabled(self) -> bool:
+        return self._assignment.world_size > 1 and self._assignment.verify_every != 0
+
+    def enter_world(self, assignment: Assignment) -> None:
+        """Goes on among the ranks of another world, whose states are those of this one."""
+        self._assignment = assignment
 
     def begin(self, step: int) -> None:
         """Begins with the state of this step, which all ranks have just read."""

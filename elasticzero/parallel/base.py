@@ -105,6 +105,11 @@ class Strategy(Protocol):
     shards: int
     """Number of ranks that hold the whole training state together: those of one row."""
 
+    @property
+    def enter_world(self) -> Callable[[Mesh], None] | None:
+        """Returns what lays the state over the ranks of another world between two steps, where each
+        rank has all of it; None: the loop must begin anew for that."""
+
     def expect(self, part: MicroBatch) -> None:
         """Announces the micro-batch of the next backward."""
 

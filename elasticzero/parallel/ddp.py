@@ -36,6 +36,7 @@ from elasticzero.parallel.gradients import (
     check_frozen,
     check_hooks_of_several,
 )
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import check_takes_dense, open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
 from elasticzero.parallel.parameter_changes import ParameterMemory
@@ -103,6 +104,13 @@ class Replicated:
         """Mean loss of the newest complete global batch."""
         self.model: nn.Module = setting.model
         self._memory = ParameterMemory(self._parameters)
+
+    def enter_world(self, mesh: Mesh) -> None:
+        """Sums gradients over the ranks of another world from the next step on."""
+        self._ranks, self._group = mesh.world_size, mesh.world_group
+        self._changes.enter_world(self._ranks)
+        if self._sums is not None:
+            self._sums.enter_world(mesh)
 
     def take_changes(self) -> UserError | None:
         return self._memory.difference()

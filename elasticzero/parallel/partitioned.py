@@ -507,6 +507,10 @@ class ForwardChanges:
         """Digests from the beginning of the step; None: it is not looked at."""
         self._names: list[str] = []
 
+    def enter_world(self, ranks: int) -> None:
+        """Takes the number of ranks of another world."""
+        self._ranks = ranks
+
     def request(self) -> None:
         """Has the next step looked at; all ranks call this after the same step."""
         self._due = self._ranks > 1
@@ -553,6 +557,8 @@ class PiecedStrategy:
     _pieced: PartitionedOptimizer
     _parameters: Mapping[str, nn.Parameter]
     _changes: ForwardChanges
+    enter_world: Callable[[Mesh], None] | None = None
+    """A rank has a part of the state, which another world divides in another way."""
 
     @property
     def loss(self) -> float:

@@ -78,6 +78,22 @@ class CaptureState:
         stored = assignment.resume.tier == "storage"
         return replace(self, schedule=schedule, saved_step=step if stored else self.saved_step)
 
+    def entered(self, step: int, assignment: Assignment, *, shards: int) -> CaptureState:
+        """Returns the state once another world was entered at a boundary, where no save runs.
+
+        Args:
+            step: The boundary's step.
+            assignment: That of this rank in the world.
+            shards: Number of ranks that hold the whole state together.
+        """
+        fresh = CaptureState.of(assignment, shards=shards, saving=self.saves, alone=False)
+        return replace(
+            fresh.begun(step, assignment),
+            saved_step=self.saved_step,
+            overdue=self.overdue,
+            unsaved=self.unsaved,
+        )
+
     @property
     def captures(self) -> bool:
         """Returns whether anything is ever captured."""

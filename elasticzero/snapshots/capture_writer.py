@@ -12,6 +12,7 @@ from elasticzero.checkpoint.format.shards import shard_header
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.snapshots.direct_save import check_finite, write_while_waiting
 from elasticzero.snapshots.manifest_draft import WriterInfo, as_changed, draft
 from elasticzero.snapshots.memory import Reservation, Sizes
@@ -56,13 +57,16 @@ class CaptureWriter:
         a = link.assignment
         overflow = Path(a.overflow_root) if a.overflow_root else None
         self._link = link
-        self._assignment = a
         self._strategy = strategy
         self._share, self._shards = share, shards
         self._memory = SharedMemoryStager(Path(a.snapshot_root), a.local_rank, overflow)
         self._reservation = Reservation(self._memory, warn)
         self._layout: Layout | None = None
         """The newest layout, which is likely to be the next one too."""
+
+    @property
+    def _assignment(self) -> Assignment:
+        return self._link.assignment
 
     @property
     def ready(self) -> bool:

@@ -18,6 +18,7 @@ from elasticzero.checkpoint.ram.slots import SlotsInUse
 from elasticzero.comm.control import ControlWord
 from elasticzero.errors import ElasticZeroError, LastSaveFailed, NotFinite, StorageError, one_line
 from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import AbandonSave, Captured, SnapshotInterval
 from elasticzero.snapshots.capture_state import CaptureState, NewestSave, NodeCaptures
 from elasticzero.snapshots.capture_writer import CaptureWriter, Drafted
@@ -78,8 +79,8 @@ class StateStager:
         """
         self.strategy = strategy
         self._link = link
-        self._assignment = link.assignment
         self._save = save
+        self._shards = shards
         self._state = CaptureState.of(
             link.assignment, shards=shards, saving=saving, alone=link.standalone
         )
@@ -88,6 +89,10 @@ class StateStager:
         """True once the size of shared memory was checked, or if another rank checks it."""
         self._save_error = ""
         self._tuner = IntervalTuner()
+
+    @property
+    def _assignment(self) -> Assignment:
+        return self._link.assignment
 
     @property
     def saves(self) -> bool:
@@ -131,6 +136,10 @@ class StateStager:
         )
         if short is not None:
             self._link.send(short)
+
+    def enter_world(self, step: int) -> None:
+        """Goes on in the world that was entered at the boundary of `step`."""
+        self._state = self._state.entered(step, self._assignment, shards=self._shards)
 
     def close(self) -> None:
         """Releases this process's mappings of the memory of captures; the snapshots stay."""

@@ -42,6 +42,9 @@ class NamedGroup(Protocol):
 class SharedByRankZero(Stateful, Protocol):
     """Describes state that rank 0 finds, and gives all ranks at a boundary."""
 
+    @property
+    def is_open(self) -> bool: ...
+
     def shared(self) -> dict[str, Tensor]: ...
 
     def take_shared(self) -> None: ...
@@ -194,6 +197,12 @@ class AuxiliaryState:
             on_cpu = {name: tensor.cpu() for name, tensor in extra.items()}
             values = loads(bytes(on_cpu[EXTRA].numpy()))
             self._extra_states.put({n: decode_state(v, on_cpu) for n, v in values.items()})
+
+    @property
+    def awaits_rank_zero(self) -> bool:
+        """Returns whether all ranks wait for something that this world's rank 0 finds; the same on
+        all of them."""
+        return self._buckets is not None and self._buckets.is_open
 
     def of_rank_zero(self) -> dict[str, Tensor]:
         """Returns what all ranks take from rank 0 at a boundary, to be filled in place."""

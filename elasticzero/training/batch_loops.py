@@ -29,7 +29,7 @@ from typing import Any
 from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.changes import change_text, needed_changes
-from elasticzero.data.loader import BatchReader, RankSchedule
+from elasticzero.data.loader import BatchReader, OpenBatches, RankSchedule
 from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.errors import UserError
@@ -146,6 +146,7 @@ class Loops:
             )
         self._tracker.now.check_new_loop()
         training.finish_pending_step()
+        schedule = self._in_this_world(schedule)
         loop = self._tracker.move(StepState.next_loop).loop
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
@@ -243,7 +244,7 @@ class Loops:
         """
         tracker, work = self._tracker, self._work
         schedule = self._without_left_out(schedule, training.position.dataset)
-        data = reader.open(schedule, training.position)
+        data: OpenBatches = reader.open(schedule, training.position)
         plan, slices = schedule.plan, None
         if schedule.virtual_batch is not None:
             seed, dataset = plan.order.seed, training.position.dataset
@@ -256,6 +257,10 @@ class Loops:
                 training.at_boundary()
                 if training.stopped is not None:
                     break
+                placed = self._in_this_world(schedule)
+                if placed is not schedule:
+                    schedule = placed
+                    data = self._open_again(training, schedule, reader, data)
                 self._epoch = batch.epoch
                 ends = (
                     EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
@@ -288,6 +293,35 @@ class Loops:
                 work.report(training)
                 self._link.send(LoopExited())
         work.end_loop(loop)
+
+    def _in_this_world(self, schedule: RankSchedule) -> RankSchedule:
+        """Returns the schedule as this rank has it in the present world, which may have been
+        entered since the loop began: the same object if not."""
+        a = self._link.assignment
+        if (schedule.rank, schedule.world_size) == (a.rank, a.world_size):
+            return schedule
+        return replace(schedule, rank=a.rank, world_size=a.world_size)
+
+    def _open_again(
+        self,
+        training: TrainingState,
+        schedule: RankSchedule,
+        reader: BatchReader | StreamReader,
+        data: OpenBatches,
+    ) -> OpenBatches:
+        """Returns the micro-batches from the present position on, in a world that was entered
+        inside of the loop; all ranks call this together.
+
+        Args:
+            training: The training state.
+            schedule: What this rank computes of the loop in that world.
+            reader: Reads the dataset.
+            data: The micro-batches of the world before, which are closed.
+        """
+        data.close()
+        at, allowed = training.position, self._link.assignment.allow_data_change
+        # A stream's plan begins anew with what the position says, as in a generation of its own.
+        return reader.open(schedule, schedule.plan.start(at, at.loop, at.dataset, allowed))
 
     def _without_left_out(self, schedule: RankSchedule, dataset: int) -> RankSchedule:
         """Returns the schedule that leaves out the batches of this dataset that are to be."""

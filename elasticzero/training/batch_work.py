@@ -23,7 +23,8 @@ from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.buffers import BufferCopy, ModelBuffers
 from elasticzero.step_clock import StepClock
 from elasticzero.training.step_machine import StepEvent, StepPhase, StepState
-from elasticzero.training.training_state import StepTracker, TrainingState
+from elasticzero.training.step_tracker import StepTracker
+from elasticzero.training.training_state import TrainingState
 
 
 class SliceStates:

@@ -48,9 +48,11 @@ from elasticzero.training.module_checks import (
     watch_batch_norms,
 )
 from elasticzero.training.precision import Compute
-from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
-from elasticzero.training.training_state import Captures, LaidModel, StepTracker, TrainingState
+from elasticzero.training.step_tracker import StepTracker
+from elasticzero.training.training_state import Captures, LaidModel, TrainingState
+from elasticzero.training.worlds.change import WorldChange
+from elasticzero.training.worlds.rows import Rows
 
 if TYPE_CHECKING:
     from elasticzero.rehearsal.probe import Probe
@@ -77,6 +79,8 @@ class Place:
     """Files with the model's first values; None: the model has them."""
     saving: bool
     """True if checkpoints are written."""
+    change: WorldChange | None
+    """Enters the next world inside of a loop; None: planned changes begin all loops anew."""
     save: Callable[[Manifest, list[TensorPiece]], None] | None
     """Saves without an agent; None: an agent does."""
 
@@ -198,6 +202,7 @@ def prepare_training(
             objects=ParameterObjects(model),
             probe=_open_probe(place, model, laid, auxiliary, guard, compute),
             values=BoundaryValues(parameters),
+            change=place.change,
         ),
         Captures(
             stager=stager,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange, ControlWord
+from elasticzero.comm.next_world import Offer
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import SharedState, verify_unless_no_collective
 from elasticzero.consistency.replicas import ReplicaVerifier
@@ -20,7 +21,7 @@ from elasticzero.data.position import DataPosition, EpochEnd
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack
 from elasticzero.ipc.assignment import LeftOutBatch
-from elasticzero.ipc.messages import FLAG_FINISH, FLAG_REASONS, Captured
+from elasticzero.ipc.messages import FLAG_FINISH, FLAG_LEAVE, FLAG_REASONS, Captured, Switched
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.parameter_changes import ParameterObjects
@@ -32,9 +33,11 @@ from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
 from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.schedules import warn_of_changed_rates
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
-from elasticzero.training.rows import Rows
 from elasticzero.training.step_guard import StepGuard
 from elasticzero.training.step_machine import StepEvent, StepOutcome, StepState
+from elasticzero.training.step_tracker import StepTracker
+from elasticzero.training.worlds.change import PartsOfWorld, WorldChange
+from elasticzero.training.worlds.rows import Rows
 
 if TYPE_CHECKING:
     from elasticzero.rehearsal.probe import Probe
@@ -60,6 +63,8 @@ class LaidModel:
     """Records what each boundary has, for a rehearsal; None: this is none."""
     values: BoundaryValues = field(default_factory=lambda: BoundaryValues({}))
     """What parameters were at the last boundary, where the script has changed them since."""
+    change: WorldChange | None = None
+    """Enters the next world inside of a loop; None: planned changes begin all loops anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,37 +76,6 @@ class Captures:
     mirrored: MirroredShards
     source: Checkpoint | None = None
     """The state that this generation starts from, if `session.prepare` has opened it."""
-
-
-class StepTracker:
-    """Holds the present `StepState`, and moves it.
-
-    A loop that the script left open is closed by Python's garbage collector, in any thread and
-    perhaps amid another move of that thread: a move that another came between is made anew, from
-    the state that the other left. Any thread may read the state.
-    """
-
-    def __init__(self) -> None:
-        self.now = StepState()
-        self._lock = threading.RLock()
-
-    def move(self, change: Callable[[StepState], StepState]) -> StepState:
-        """Makes what `change` returns of the present state the present one, and returns it.
-
-        Args:
-            change: Must be pure, because it may be called several times.
-        """
-        while True:
-            before = self.now
-            after = change(before)
-            with self._lock:
-                if self.now is before:
-                    self.now = after
-                    return after
-
-    def record(self, event: StepEvent) -> None:
-        """Moves the state by an event without arguments."""
-        self.move(lambda state: state.after(event))
 
 
 class TrainingState:
@@ -132,6 +106,7 @@ class TrainingState:
         self.probe = model.probe
         self._objects = model.objects
         self.values = model.values
+        self._change = model.change
         self.stager = captures.stager
         self.requests = captures.requests
         self._source = captures.source
@@ -238,6 +213,8 @@ class TrainingState:
     def begin_backward(self) -> None:
         """Submits the control word for the boundary of a global batch, at its first backward."""
         word = self.stager.control_word(self._flags(), asks=self.requests.waiting)
+        if self._change is not None and not self._exchange.submitted:
+            word = replace(word, prepared=self._change.promise(self.stager, self.auxiliary))
         self._exchange.submit(self._verifier.with_digest(word))
 
     def _flags(self) -> int:
@@ -476,6 +453,10 @@ class TrainingState:
         self._raise_unless_equal(self._verifier.equal_at_exchange(word))
         self.stager.after_exchange(word)
         self.requests.after_exchange(word)
+        if self._change is not None:
+            offer, began_s = self._change.decide(word), time.monotonic()
+            if offer is not None:
+                self._go_over(self._change, offer, began_s)
         if word.flags & FLAG_FINISH:
             self._mark_stopped()
         if not word.flags & ~FLAG_FINISH:
@@ -490,6 +471,39 @@ class TrainingState:
             self.probe.record(self.step)
         reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
         raise GenerationEnded(" and ".join(reasons))
+
+    def _go_over(self, change: WorldChange, offer: Offer, began_s: float) -> None:
+        """Goes over to the next world, or ends this rank's part where it is not in it (WC3 to WC6
+        in `world_change`).
+
+        Args:
+            change: Enters the world.
+            offer: The world.
+            began_s: When the word of all ranks was there, by the monotonic clock.
+
+        Raises:
+            GenerationEnded: This rank leaves.
+        """
+        place = self._place(Call.CHECKPOINT)
+        asked, self.copy = self.requests.agree(self.boundary_copy(), place)
+        if offer.assignment is None:
+            self.stager.stop_agreed()
+            raise GenerationEnded(FLAG_REASONS[FLAG_LEAVE], switched=offer.token)
+        parts = PartsOfWorld(
+            strategy=self.strategy,
+            auxiliary=self.auxiliary,
+            stager=self.stager,
+            verifier=self._verifier,
+        )
+        self.rows = change.enter(offer, self.step, parts)
+        self.copy = replace(self.copy, rng=self.auxiliary.generators())
+        seconds = time.monotonic() - began_s
+        self._link.send(Switched(token=offer.token, step=self.step, seconds=seconds))
+        if change.call_functions():
+            self.take_changes()
+            self.copy = self._copy_now()
+        if asked:
+            self.copy = self.requests.save(self.boundary_copy(), self._verify)
 
     def _capture_due(self, *, applied: bool, last: bool, tell: bool) -> None:
         """Captures what is due at this boundary, or was asked for.

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from os import PathLike
 
 import torch
 from torch import Tensor
 
 from elasticzero.comm.barriers import Call
+from elasticzero.comm.next_world import NextWorld
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
 from elasticzero.parallel.parameter_changes import refused_operation
 from elasticzero.training.preparation import Place, Prepared
-from elasticzero.training.training_state import StepTracker, TrainingState
+from elasticzero.training.step_tracker import StepTracker
+from elasticzero.training.training_state import TrainingState
+from elasticzero.training.worlds.change import WorldChange, obstacle
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
 from elasticzero.worker.join import agree_on_checkpointing, join_world
 from elasticzero.worker.process_reuse import EndedGeneration
@@ -31,7 +35,14 @@ class Generation:
     and `close`; or, after an error anywhere, `end`.
     """
 
-    def __init__(self, link: AgentClient) -> None:
+    def __init__(self, link: AgentClient, framework: str = "") -> None:
+        """Begins before the ranks have met.
+
+        Args:
+            link: The client of the agent.
+            framework: The framework that trains, and keeps what follows from the number of ranks;
+                empty: the script trains.
+        """
         self.link = link
         self.device = torch.device("cpu")
         self.saving = True
@@ -42,6 +53,11 @@ class Generation:
         self.began_s = self.entered_s = time.monotonic()
         self.groups: ProcessGroups | None = None
         """The process groups; None without an agent."""
+        self.on_world_change: list[Callable[[], object]] = []
+        """The script's functions that are called once another world was entered in a loop."""
+        self._framework = framework
+        self._next: NextWorld | None = None
+        """The next world; None: planned changes begin all loops anew."""
 
     @property
     def training(self) -> TrainingState | None:
@@ -64,7 +80,17 @@ class Generation:
             self.groups = groups
             self.link.on_abort(lambda: self._abort(groups))
             self.saving = agree_on_checkpointing(self.link, groups)
+            if self.link.assignment.changes_inside and self.link.assignment.one_release:
+                self._next = NextWorld(self.link, self._obstacle_of_process())
+                self.link.on_change(self._next.receive)
         self.entered_s = time.monotonic()
+
+    def _obstacle_of_process(self) -> str:
+        """Returns why this process can enter no world in a loop, whatever it trains; empty: it
+        can."""
+        if self.device.type != "cpu":
+            return "its groups are of NCCL, which cannot be connected beside the training yet"
+        return f"{self._framework} trains" if self._framework else ""
 
     def place(
         self, comparison: Comparison, *, cpu_offload: bool, load: str | PathLike[str] | None
@@ -85,8 +111,14 @@ class Generation:
             cpu_offload=cpu_offload,
             load=load,
             saving=self.saving,
+            change=self._world_change(),
             save=self.link.save if isinstance(self.link, LocalLink) else None,
         )
+
+    def _world_change(self) -> WorldChange | None:
+        if self._next is None or self.groups is None:
+            return None
+        return WorldChange(self.link, self.groups, self._next, self.on_world_change)
 
     def report_restored(self, began_s: float, bytes_read: int) -> None:
         """Tells the agent that the state is in place, and what the time until now has gone to.
@@ -96,6 +128,9 @@ class Generation:
             bytes_read: Bytes that it has read.
         """
         assert self.training is not None
+        if self._next is not None:
+            a, strategy = self.link.assignment, self.training.strategy
+            self._next.admit(obstacle(a, strategy, rehearses=self.training.probe is not None))
         self.link.send(
             Restored(
                 step=self.training.step,
@@ -126,6 +161,7 @@ class Generation:
 
     def close(self) -> None:
         """Closes the groups once all ranks have finished; the script continues alone."""
+        self._close_next()
         if self.groups is not None:
             self.groups.close()
 
@@ -138,7 +174,12 @@ class Generation:
         traceback.clear_frames(error.__traceback__)  # they refer to the script's objects
         if self.training is not None:
             self.training.close()
+        self._close_next()
         return EndedGeneration(code, self.groups)
+
+    def _close_next(self) -> None:
+        if self._next is not None:
+            self._next.close()
 
     def explained(self, error: BaseException) -> BaseException:
         """Returns the error, or the one that tells the script's author what it means."""
@@ -149,6 +190,8 @@ class Generation:
     def _abort(self, groups: ProcessGroups) -> None:
         """Shuts the groups after the agent has ended the generation."""
         groups.shut()
+        if self._next is not None:
+            self._next.abandon()
         watch_for_stuck_collective(self.link, self._stop_state, lambda: groups.awaits_gpu)
 
     def _stop_state(self) -> StopState:

@@ -91,7 +91,9 @@ def run_stop_protocol(
     code, is_cause = _explain(link, error, state)
     kept = False
     try:
-        answered = _hand_over(link, str(error) or type(error).__name__, state)
+        switched = error.switched if isinstance(error, GenerationEnded) else ""
+        reason = str(error) or type(error).__name__
+        answered = _hand_over(link, reason, state, switched)
         kept = may_keep and answered and not is_cause and link.assignment.keep
     except BaseException as lost:  # noqa: BLE001 - the end of the process: what is left is to say so
         code = _report_lost_state(link, lost, state.step)
@@ -252,13 +254,14 @@ def _blame(error: BaseException, *, from_agent: bool, results_suspect: bool) -> 
     return "peer" if results_suspect else "user"
 
 
-def _hand_over(link: AgentClient, reason: str, state: StopState) -> bool:
+def _hand_over(link: AgentClient, reason: str, state: StopState, switched: str) -> bool:
     """Announces the stop, and writes the snapshot if the agent asks for it (S2, S3).
 
     Args:
         link: The client of the agent.
         reason: Why the worker stops, of which the first line is sent.
         state: The state of the worker.
+        switched: Token of the world that the other ranks have gone over to; empty: none.
 
     Returns:
         False if no answer came.
@@ -270,6 +273,7 @@ def _hand_over(link: AgentClient, reason: str, state: StopState) -> bool:
             clean=clean,
             complete=clean and state.complete,
             reason=reason.splitlines()[0],
+            switched=switched,
         )
     )
     try:

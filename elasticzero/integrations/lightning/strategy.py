@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.data import DataLoader
 
 from elasticzero.comm.broadcast_value import broadcast_value
-from elasticzero.entry_point import run
+from elasticzero.entry_point import run_framework
 from elasticzero.errors import UserError
 from elasticzero.integrations.launch_environment import hide
 from elasticzero.integrations.lightning import data, refusals
@@ -81,7 +81,7 @@ class Launcher(_Launcher):
                 results.append(function(*args, **others))
 
         with self._strategy.launch_environment.shown():
-            run(generation, keep_process=False)
+            run_framework(generation, "Lightning")
         self._strategy.make_whole()
         return results[0]
 

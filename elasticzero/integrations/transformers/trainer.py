@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers.trainer_utils import TrainOutput
 
-from elasticzero.entry_point import run
+from elasticzero.entry_point import run_framework
 from elasticzero.errors import UserError
 from elasticzero.integrations.launch_environment import hide
 from elasticzero.integrations.resume_argument import resume_note
@@ -108,7 +108,7 @@ class Trainer(transformers.Trainer):
 
         self.is_in_train = True
         with self.elastic_launch.shown():
-            run(generation, keep_process=False)
+            run_framework(generation, "transformers")
         self.is_in_train = False
         if self.elastic_loop is not None and self.elastic_loop.whole_model is not None:
             self.elastic_loop.whole_model.restore()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.finite import LossCheck
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.rank_groups.group import RankGroup
 from elasticzero.step_clock import wait_for
 
@@ -83,6 +84,10 @@ class AllReduce:
         """This message, once the first bucket is under way."""
         self.loss = 0.0
         """Mean loss of the global batch; NaN where a loss of any rank is not finite."""
+
+    def enter_world(self, mesh: Mesh) -> None:
+        """Sums over the ranks of another world from the next step on; the buckets stay."""
+        self._group = mesh.world_group
 
     def lend(self, bucket: SummedBucket) -> None:
         numels = [parameter.numel() for parameter in bucket.parameters]

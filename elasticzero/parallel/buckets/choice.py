@@ -67,6 +67,11 @@ class BucketChoice:
                 if parameter.requires_grad
             ]
 
+    @property
+    def is_open(self) -> bool:
+        """Returns whether ranks have no order yet, which rank 0 records."""
+        return self._shares
+
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         return lambda _: self._ready.setdefault(name)
 

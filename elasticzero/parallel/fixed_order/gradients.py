@@ -177,6 +177,7 @@ class FixedOrderReducer:
         trained = {n: p for n, p in parameters.items() if p.requires_grad and p.numel()}
         for parameter in trained.values():
             parameter.data = parameter.data.contiguous()
+        self._trained = trained
         self._losses = losses
         self._tree = GradientTree(trained, {}, mesh)
         self._mesh = mesh
@@ -199,6 +200,10 @@ class FixedOrderReducer:
             inputs: The parameters whose gradients are computed; None: all.
         """
         self._tree.backward(loss, fraction, part, inputs)
+
+    def enter_world(self, mesh: Mesh) -> None:
+        """Deals the parameters to the ranks of another world, between two steps."""
+        self._tree, self._mesh = GradientTree(self._trained, {}, mesh), mesh
 
     def clear(self) -> None:
         """Drops the gradients, which were applied."""

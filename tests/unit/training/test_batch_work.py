@@ -9,7 +9,7 @@ from elasticzero.data.sampling import BatchPlan, SampleOrder
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.training.batch_work import BatchWork
 from elasticzero.training.step_machine import StepState
-from elasticzero.training.training_state import StepTracker
+from elasticzero.training.step_tracker import StepTracker
 
 
 class Order(SampleOrder):

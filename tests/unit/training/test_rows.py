@@ -14,7 +14,7 @@ from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.rank_groups.group import RankGroup
-from elasticzero.training.rows import Rows
+from elasticzero.training.worlds.rows import Rows
 from tests.support.fake_groups import fake_group
 
 

@@ -22,7 +22,7 @@ from elasticzero.training.step_machine import (
     StepPhase,
     StepState,
 )
-from elasticzero.training.training_state import StepTracker
+from elasticzero.training.step_tracker import StepTracker
 
 PLAN = BatchPlan(order=SampleOrder(samples=100), global_batch=20, steps=1)
 BATCH = GlobalBatch(epoch=0, start=0, stop=20)

@@ -21,8 +21,9 @@ from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
 from elasticzero.state.model import RankState
 from elasticzero.training.preparation import Prepared
-from elasticzero.training.rows import Rows
-from elasticzero.training.training_state import Captures, LaidModel, StepTracker, TrainingState
+from elasticzero.training.step_tracker import StepTracker
+from elasticzero.training.training_state import Captures, LaidModel, TrainingState
+from elasticzero.training.worlds.rows import Rows
 from elasticzero.worker.generation import Generation
 
 SAMPLES: Any = [1, 2]

@@ -1,0 +1,1 @@
+"""Places one rank among those of its world, and takes it over to the next one."""
