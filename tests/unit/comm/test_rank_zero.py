@@ -113,6 +113,10 @@ class Order:
     def shared(self) -> dict[str, Tensor]:
         return {"order": torch.zeros(1)}
 
+    @property
+    def is_open(self) -> bool:
+        return False
+
     def take_shared(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""Trains a small model whose result no world changes, and writes what it is.
+
+Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a directory), and at
+will micro, virtual (samples of a slice, with which there are dropout and a BatchNorm), clip,
+weighted, stream, workers, checkpoint (a step), and die ([rank, step, where]).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+import elasticzero as ez
+from elasticzero.comm.process_group import ProcessGroups
+
+SAMPLES = 46
+
+
+def model_of(told: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(1)
+    sliced = bool(told.get("virtual"))
+    # A micro-batch of a stream may have one sample, of which there is no variance.
+    norm = nn.BatchNorm1d(9) if sliced and not told.get("stream") else nn.LayerNorm(9)
+    layers = [nn.Linear(5, 9), norm, nn.Tanh(), nn.Dropout(0.3 if sliced else 0.0), nn.Linear(9, 2)]
+    return nn.Sequential(*layers).to(torch.float32 if sliced else torch.float64)
+
+
+def sample(index: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(5, generator=generator, dtype=torch.float64)
+    return {"x": x, "index": torch.tensor(index), "tokens": torch.tensor(1 + index % 4)}
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return sample(index)
+
+
+class Shards(IterableDataset[dict[str, Tensor]]):
+    """Gives the samples as a stream."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return map(sample, range(SAMPLES))
+
+
+class Counter:
+    """Is tracked; counts epochs."""
+
+    def __init__(self) -> None:
+        self.epochs = torch.zeros(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """By sample: B."""
+    x = batch["x"].to(next(model.parameters()).dtype)
+    out: Tensor = model(x)
+    return ((out - x[:, :2].sin()) ** 2).mean(1)
+
+
+def die(session: ez.Session, told: dict[str, Any], where: str) -> None:
+    if [session.rank, session.step_count, where] == told.get("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at_the_change(session: ez.Session, told: dict[str, Any]) -> None:
+    """Has this process end before or after its groups are exchanged, if the test asks for it."""
+    enter = ProcessGroups.enter
+
+    def entering(groups: ProcessGroups, following: ProcessGroups) -> None:
+        if told.get("die_in_change") == [session.rank, "before"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rank = session.rank
+        enter(groups, following)
+        if told.get("die_in_change") == [rank, "after"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ProcessGroups.enter = entering  # type: ignore[method-assign]
+
+
+def train(session: ez.Session, told: dict[str, Any]) -> None:
+    model, optimizer = session.prepare(
+        model_of(told), lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
+    )
+    schedule = session.track("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8))
+    counter = session.track("counter", Counter())
+    die_at_the_change(session, told)
+    session.restore()
+    changes: list[list[int]] = []
+
+    def changed() -> None:
+        changes.append([session.generation, session.rank, session.world_size, session.step_count])
+
+    session.on_world_change(changed)
+    dataset: Any = Samples()
+    if told.get("stream"):
+        dataset = ez.Stream(Shards(), readers=8)
+    values: list[Any] = []
+
+    def end_epoch() -> None:
+        counter.epochs += 1
+        values.append(session.evaluate(Samples(), lambda b: losses_of(model, b).mean()))
+
+    log = Path(told["log"]) / f"{os.getpid()}.jsonl"
+    loop: Iterator[dict[str, Tensor]] = session.batches(
+        dataset,
+        global_batch=told["batch"],
+        micro_batch=told.get("micro"),
+        virtual_batch=told.get("virtual"),
+        epochs=told["epochs"],
+        num_workers=told.get("workers", 0),
+        on_epoch_end=end_epoch,
+    )
+    indices: list[int] = []
+    for batch in loop:
+        if session.micro_batch.weight:
+            indices += batch["index"].tolist()
+        losses = losses_of(model, batch)
+        if told.get("weighted"):
+            tokens = batch["tokens"].to(losses.dtype)
+            session.backward((losses * tokens).sum() / tokens.sum(), weight=tokens.sum())
+        else:
+            session.backward(losses.mean())
+        die(session, told, "after backward")
+        if session.step(max_grad_norm=told.get("clip")):
+            schedule.step()
+            with log.open("a") as file:
+                world = [session.generation, session.rank, session.world_size]
+                file.write(json.dumps([session.step_count, world, indices]) + "\n")
+            indices = []
+            if session.step_count == told.get("checkpoint"):
+                session.checkpoint("asked")
+            die(session, told, "after step")
+            time.sleep(told["pause"])
+    state = session.state_dict()
+    if session.rank == 0:
+        bits = {name: tensor.contiguous().numpy().tobytes().hex() for name, tensor in state.items()}
+        floats = {name: tensor.double().flatten().tolist() for name, tensor in state.items()}
+        told_of = {"bits": bits, "floats": floats, "values": values, "changes": changes}
+        told_of |= {"step": session.step_count, "epochs": counter.epochs.item()}
+        told_of["rate"] = optimizer.param_groups[0]["lr"]
+        Path(told["out"]).write_text(json.dumps(told_of))
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    ez.run(lambda session: train(session, told))

@@ -1,0 +1,111 @@
+"""Plays the agents' part of a planned change inside of the loops of a world that runs."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from elasticzero.ipc.assignment import Assignment, Resume
+from elasticzero.ipc.channel import ChannelClosed
+from elasticzero.ipc.messages import Message, Prepare, PrepareFailed, Stopping, Switched, Withdraw
+from tests.integration.training_harness import Running, Worker
+
+SEND_S = 5.0
+
+
+@dataclass(slots=True)
+class Change:
+    """A change of a world without some of its workers."""
+
+    running: Running
+    leavers: Collection[int]
+    """The ranks that leave."""
+    token: str
+    offers: dict[int, Prepare]
+    """What each worker is sent, by its place among the workers."""
+    store: socket.socket
+
+    @classmethod
+    def without(cls, running: Running, leavers: Collection[int]) -> Change:
+        """The change in which the workers at these places among those of `running` leave. Those
+        that have left before must be closed."""
+        token, store = secrets.token_hex(8), socket.socket()
+        store.bind(("127.0.0.1", 0))
+        alive = [p for p, worker in enumerate(running.workers) if worker.exit_code is None]
+        stay = [place for place in alive if place not in leavers]
+        offers = {place: Prepare(token=token) for place in alive if place in leavers}
+        for rank, place in enumerate(stay):
+            assignment = replace(
+                running.assignments[place],
+                generation=running.assignments[place].generation + 1,
+                token=token,
+                rank=rank,
+                group_rank=rank,
+                world_size=len(stay),
+                nodes=len(stay),
+                master_port=store.getsockname()[1],
+                resume=Resume(tier="live", step=-1),
+            )
+            offers[place] = Prepare(token=token, assignment=assignment)
+        return cls(running, leavers, token, offers, store)
+
+    def send(self, places: Collection[int] | None = None) -> None:
+        """Offers the next world to these workers, by default to all."""
+        for place, offer in self.offers.items():
+            if places is None or place in places:
+                worker = self.running.workers[place]
+                fd = None
+                if offer.assignment is not None and offer.assignment.rank == 0:
+                    fd = self.store.fileno()
+                with suppress(ChannelClosed):
+                    worker.channel.send_with_fd(offer, fd, SEND_S)
+
+    def withdraw(self, places: Collection[int] | None = None) -> None:
+        for place in self.offers if places is None else places:
+            self.tell(place, Withdraw(token=self.token, reason="the test withdraws it"))
+
+    def tell(self, place: int, message: Message) -> None:
+        with suppress(ChannelClosed):
+            self.running.workers[place].channel.send(message)
+
+    @property
+    def staying(self) -> dict[int, Assignment]:
+        """The assignments of the workers that stay, by their places."""
+        return {p: o.assignment for p, o in self.offers.items() if o.assignment is not None}
+
+    def switched(self, place: int) -> Switched | None:
+        worker = self.running.workers[place]
+        return next((m for m in worker.all(Switched) if m.token == self.token), None)
+
+    def failures(self) -> list[PrepareFailed]:
+        workers: list[Worker] = self.running.workers
+        return [m for w in workers for m in w.all(PrepareFailed) if m.token == self.token]
+
+    def done(self) -> bool:
+        """Whether all that stay have gone over, and all that leave have ended."""
+        workers = self.running.workers
+        return all(
+            workers[place].exit_code is not None
+            if offer.assignment is None
+            else self.switched(place) is not None or workers[place].exit_code is not None
+            for place, offer in self.offers.items()
+        )
+
+    def complete(self) -> int:
+        """Waits until it is done; returns the step."""
+        self.running.until(self.done)
+        steps = {place: self.switched(place) for place in self.staying}
+        assert None not in steps.values(), self.running.logs()
+        numbers = {said.step for said in steps.values() if said is not None}
+        for place in self.leavers:
+            stopping = self.running.workers[place].last(Stopping)
+            assert stopping.switched == self.token and stopping.clean, stopping
+            numbers.add(stopping.step)
+        assert len(numbers) == 1, numbers
+        for place, assignment in self.staying.items():
+            self.running.assignments[place] = assignment
+        self.store.close()
+        return numbers.pop()
