@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elasticzero.checkpoint.format.names import step_directory
+from elasticzero.checkpoint.steps.catalog import read_manifest, steps
+from elasticzero.checkpoint.storage.urls import open_directory
+from elasticzero.ipc.assignment import Resume, Source
+from elasticzero.ipc.messages import (
+    FLAG_STOP,
+    Captured,
+    PrepareFailed,
+    Request,
+    Stepped,
+    Stopping,
+    Switched,
+)
 from tests.integration.training_harness import Pool, Running
 from tests.integration.world_changes import Change
 
@@ -38,7 +53,8 @@ def drawn(seed: int) -> Case:
     told |= {"clip": chance.choice([None, 0.5]), "weighted": chance.random() < 0.4}
     told |= {"stream": chance.random() < 0.4, "workers": chance.choice([0, 0, 0, 1])}
     world = chance.choice([2, 3, 4])
-    places, departures, step = list(range(world)), [], chance.randrange(3, 6)
+    places, step = list(range(world)), chance.randrange(3, 6)
+    departures: list[tuple[int, tuple[int, ...]]] = []
     while len(places) > 1 and (not departures or chance.random() < 0.6):
         leave = tuple(sorted(chance.sample(places, chance.randint(1, min(2, len(places) - 1)))))
         departures.append((step, leave))
@@ -47,38 +63,32 @@ def drawn(seed: int) -> Case:
     return Case(told, world, tuple(departures))
 
 
-def options_of(case: Case) -> dict[str, Any]:
-    return {"generation": 1, "deterministic": bool(case.told.get("virtual"))}
+def begin(pool: Pool, told: dict[str, Any], folder: Path, world: int, **options: Any) -> Running:
+    folder.mkdir(exist_ok=True)
+    arguments = {**told, "out": str(folder / "out.json"), "log": str(folder)}
+    options = {"generation": 1, "deterministic": bool(told.get("virtual")), **options}
+    options = {"changes_inside": True, **options}
+    return pool.start(SCRIPT, [json.dumps(arguments)], world, **options)
+
+
+def result(folder: Path) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    return made
 
 
 def run(pool: Pool, case: Case, folder: Path) -> tuple[dict[str, Any], list[int]]:
     """What the script wrote, and the steps at which nodes left."""
-    folder.mkdir()
-    told = {**case.told, "out": str(folder / "out.json"), "log": str(folder)}
-    running = pool.start(
-        SCRIPT, [json.dumps(told)], case.world, changes_inside=True, **options_of(case)
-    )
+    running = begin(pool, case.told, folder, case.world)
     steps = []
     for after, leavers in case.departures:
-        running.until(reached(running, after))
+        running.until(running.reached(after))
         time.sleep(random.Random(str(case)).random() * 0.01)
         change = Change.without(running, leavers)
         change.send()
         steps.append(change.complete())
     running.until(running.ended)
     assert {worker.exit_code for worker in running.workers} == {0}, running.logs()
-    return json.loads((folder / "out.json").read_text()), steps
-
-
-def reached(running: Running, step: int) -> Any:
-    alive = [w for w in running.workers if w.exit_code is None]
-    return lambda: all(any(s.step >= step for s in steps_of(w)) for w in alive)
-
-
-def steps_of(worker: Any) -> Any:
-    from elasticzero.ipc.messages import Stepped
-
-    return worker.all(Stepped)
+    return result(folder), steps
 
 
 def used(folder: Path) -> dict[int, list[int]]:
@@ -91,8 +101,8 @@ def used(folder: Path) -> dict[int, list[int]]:
     return {step: sorted(indices) for step, indices in samples.items()}
 
 
-def check_equal(case: Case, disturbed: dict[str, Any], alone: dict[str, Any]) -> None:
-    if case.told.get("virtual"):
+def check_equal(told: dict[str, Any], disturbed: dict[str, Any], alone: dict[str, Any]) -> None:
+    if told.get("virtual"):
         assert disturbed["bits"] == alone["bits"]
         assert disturbed["values"] == alone["values"]
     for name, numbers in alone["floats"].items():
@@ -112,7 +122,7 @@ def test_nodes_that_leave_change_nothing_of_the_result(
     case = drawn(seed)
     disturbed, steps = run(pool, case, tmp_path / "disturbed")
     alone, _ = run(pool, Case(case.told, 1, ()), tmp_path / "alone")
-    check_equal(case, disturbed, alone)
+    check_equal(case.told, disturbed, alone)
     assert used(tmp_path / "disturbed") == used(tmp_path / "alone")
     stays = min(set(range(case.world)) - {p for _, leave in case.departures for p in leave})
     left = case.world
@@ -123,3 +133,220 @@ def test_nodes_that_leave_change_nothing_of_the_result(
         rank = sum(1 for place in range(stays) if place not in gone)
         expected.append([number, rank, left, step])
     assert disturbed["changes"] == expected
+
+
+TOLD: dict[str, Any] = {"epochs": 3, "batch": 8, "pause": 0.03, "clip": 0.5}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without a change."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(pool, Case(TOLD, 1, ()), folder)
+    return folder
+
+
+def check_result(folder: Path, alone: Path) -> None:
+    check_equal(TOLD, result(folder), result(alone))
+    assert used(folder) == used(alone)
+
+
+def survive(pool: Pool, running: Running, folder: Path) -> None:
+    """Trains to the end on one worker, from the newest state that a world has handed over."""
+    running.until(running.ended)
+    running.settle()
+    held = [(w.last(Captured), place) for place, w in enumerate(running.workers) if w.all(Captured)]
+    assert held, running.logs()
+    newest, place = max(held, key=lambda entry: (entry[0].step, entry[0].generation))
+    assert newest.world_size == 1
+    was = running.assignments[place]
+    assert newest.generation == was.generation, running.logs()
+    source = Source(rank=0, node=was.node, address="127.0.0.1:1")
+    resume = Resume(tier="ram", step=newest.step, generation=newest.generation, sources=(source,))
+    moved = {0: lambda a: replace(a, node=was.node, snapshot_root=was.snapshot_root)}
+    options = {"resume": resume, "generation": newest.generation + 1, "odd": moved}
+    again = begin(pool, TOLD, folder, 1, **options)
+    again.finish()
+
+
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [
+        (0, "before its groups are exchanged"),
+        pytest.param(1, "before its groups are exchanged", marks=pytest.mark.slow),
+        pytest.param(1, "once its groups are exchanged", marks=pytest.mark.slow),
+        pytest.param(0, "once its groups are exchanged", marks=pytest.mark.slow),
+        pytest.param(0, "as its function is called", marks=pytest.mark.slow),
+        pytest.param(0, "in the first step", marks=pytest.mark.slow),
+        pytest.param(1, "in the first step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed_at_the_change_costs_no_step(
+    pool: Pool, tmp_path: Path, alone: Path, place: int, where: str
+) -> None:
+    """The others are at the boundary, clean, in the one world or in the other."""
+    running = begin(pool, {**TOLD, "die": [place, where]}, tmp_path, 3)
+    running.until(running.reached(3))
+    change = Change.without(running, [2])
+    change.send()
+    running.until(running.ended)
+    assert running.workers[place].exit_code == -9
+    left, (other,) = running.workers[2].last(Stopping), {0, 1} - {place}
+    stopped = running.workers[other].last(Stopping)
+    assert left.clean and left.switched == change.token
+    assert (stopped.step, stopped.clean, stopped.complete) == (left.step, True, True)
+    survive(pool, running, tmp_path)
+    check_result(tmp_path, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_rank_that_is_killed_before_the_change_ends_the_old_world(
+    pool: Pool, tmp_path: Path, alone: Path, place: int
+) -> None:
+    """One that stays, or the one that leaves, before the last rank is offered the next world."""
+    running = begin(pool, TOLD, tmp_path, 3)
+    running.until(running.reached(3))
+    change = Change.without(running, [2])
+    change.send({0, 1, 2} - {place})
+    running.until(running.reached(6))
+    os.kill(running.workers[place].pid, signal.SIGKILL)
+    running.until(running.ended)
+    assert not any(worker.all(Switched) for worker in running.workers)
+    for other in {0, 1, 2} - {place}:
+        stopping = running.workers[other].last(Stopping)
+        assert stopping.clean and not stopping.switched
+    survive(pool, running, tmp_path)
+    check_result(tmp_path, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_rank_that_is_frozen_delays_the_change_and_no_more(
+    pool: Pool, tmp_path: Path, alone: Path, place: int
+) -> None:
+    running = begin(pool, TOLD, tmp_path, 3)
+    running.until(running.reached(3))
+    change = Change.without(running, [2])
+    os.kill(running.workers[place].pid, signal.SIGSTOP)
+    change.send()
+    until_s = time.monotonic() + 1.0
+    running.until(lambda: time.monotonic() > until_s)
+    assert not any(worker.all(Switched) for worker in running.workers)
+    os.kill(running.workers[place].pid, signal.SIGCONT)
+    change.complete()
+    running.until(running.ended)
+    check_result(tmp_path, alone)
+
+
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 9))]
+)
+def test_a_change_is_withdrawn_on_all_ranks_or_on_none(
+    pool: Pool, tmp_path: Path, alone: Path, seed: int
+) -> None:
+    """Whenever the message comes, and to whichever ranks. A later change is made all the same."""
+    chance = random.Random(seed)
+    running = begin(pool, TOLD, tmp_path, 3)
+    running.until(running.reached(2))
+    while running.workers[0].last(Stepped).step < 7 and not any(
+        worker.all(Switched) for worker in running.workers
+    ):
+        change = Change.without(running, [2])
+        change.send()
+        until_s = time.monotonic() + chance.random() * 0.05
+        running.until(lambda until_s=until_s: time.monotonic() > until_s)  # type: ignore[misc]
+        change.withdraw(chance.sample([0, 1, 2], chance.randint(1, 3)))
+        until_s = time.monotonic() + 0.03
+        running.until(lambda until_s=until_s: time.monotonic() > until_s)  # type: ignore[misc]
+        change.withdraw()
+    if not any(worker.all(Switched) for worker in running.workers):
+        change = Change.without(running, [2])
+        change.send()
+    change.complete()
+    assert not any(worker.all(PrepareFailed) for worker in running.workers), running.logs()
+    running.until(running.ended)
+    check_result(tmp_path, alone)
+
+
+@pytest.mark.slow
+def test_a_world_that_is_offered_twice_is_entered_once(
+    pool: Pool, tmp_path: Path, alone: Path
+) -> None:
+    running = begin(pool, TOLD, tmp_path, 3)
+    running.until(running.reached(2))
+    others = Change.without(running, [0])
+    others.send([1, 2])
+    change = Change.without(running, [1])  # another token takes its place
+    for _ in range(3):
+        change.send()
+    others.withdraw()
+    change.complete()
+    descriptors = {place: open_files(running.workers[place].pid) for place in (0, 2)}
+    running.until(running.ended)
+    assert [len(worker.all(Switched)) for worker in running.workers] == [1, 0, 1]
+    assert all(count < 60 for count in descriptors.values()), descriptors
+    check_result(tmp_path, alone)
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"strategy": "zero1"}, "divides the state"),
+        ({"on_nonfinite": "rollback"}, "snapshot"),
+        ({"changes_inside": False}, "no loop in which"),
+    ],
+)
+@pytest.mark.slow
+def test_what_cannot_be_entered_inside_is_refused_for_good(
+    pool: Pool, tmp_path: Path, alone: Path, options: dict[str, Any], reason: str
+) -> None:
+    running = begin(pool, TOLD, tmp_path, 2, **options)
+    running.until(running.reached(2))
+    change = Change.without(running, [1])
+    change.send()
+    running.until(lambda: len(change.failures()) == 2)
+    assert all(f.final and reason in f.reason for f in change.failures()), change.failures()
+    assert running.finish()
+    check_result(tmp_path, alone)
+
+
+@pytest.mark.slow
+def test_the_stop_protocol_is_that_of_the_world_that_was_entered(
+    pool: Pool, tmp_path: Path, alone: Path
+) -> None:
+    running = begin(pool, TOLD, tmp_path, 3)
+    running.until(running.reached(2))
+    change = Change.without(running, [0])
+    change.send()
+    step = change.complete()
+    running.workers[2].channel.send(Request(flags=FLAG_STOP))
+    survive(pool, running, tmp_path)
+    for place in (1, 2):
+        stopping = running.workers[place].last(Stopping)
+        assert stopping.clean and stopping.step >= step and not stopping.switched
+    assert running.workers[1].last(Captured).generation == 2
+    check_result(tmp_path, alone)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_whole_around_a_change(pool: Pool, tmp_path: Path, alone: Path) -> None:
+    """None is being saved while a world is entered, and those after it are of the new one."""
+    saved = tmp_path / "saved"
+    options = {"checkpoint_dir": str(saved), "checkpoint_every": 2}
+    running = begin(pool, TOLD, tmp_path, 3, **options)
+    running.until(running.reached(3))
+    change = Change.without(running, [0])
+    change.send()
+    step = change.complete()
+    running.until(running.ended)
+    assert {worker.exit_code for worker in running.workers} == {0}, running.logs()
+    check_result(tmp_path, alone)
+    directory = open_directory(str(saved))
+    made = [directory.step(step_directory(s.step)) for s in steps(directory)]
+    worlds = {m.step: m.layout.world_size for m in map(read_manifest, made)}
+    assert worlds and all(worlds[s] == (3 if s < step else 2) for s in worlds), (step, worlds)

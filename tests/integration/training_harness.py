@@ -31,6 +31,7 @@ from elasticzero.ipc.messages import (
     SnapshotHeld,
     Stepped,
     Stopping,
+    Switched,
     Tagged,
     TagStep,
 )
@@ -226,6 +227,11 @@ class Running:
         self.workers = workers
         self.assignments = assignments
         self._reports_held = reports_held
+        self.offered: dict[tuple[int, str], Assignment] = {}
+        """The assignments of worlds that are entered inside of a loop, by the worker's place among
+        the workers and the world's token."""
+        self.stores: list[socket.socket] = []
+        """The sockets of these worlds' stores, which workers get copies of."""
         self.overs: list[SaveFinished] = []
         """Every save that has ended, on whatever node."""
         self._complete: set[str] = set()
@@ -240,6 +246,8 @@ class Running:
             saver.close()
         for worker in self.workers:
             worker.channel.close()
+        for store in self.stores:
+            store.close()
 
     def kill(self) -> None:
         """Sends SIGKILL to the workers that have not ended, which may do so at this moment."""
@@ -270,6 +278,8 @@ class Running:
                     self._savers[worker.node].abandon(message.generation, message.step)
                 if isinstance(message, TagStep):
                     self._savers[worker.node].tag(message)
+                if isinstance(message, Switched):
+                    self._enter(self.workers.index(worker), message.token)
                 if isinstance(message, Stopping):
                     with suppress(ChannelClosed):
                         worker.channel.send(SaveState(write=self._wanted(worker, message)))
@@ -297,6 +307,11 @@ class Running:
                     if worker.node == node and worker.exit_code is None:
                         with suppress(ChannelClosed):
                             worker.channel.send(notice)
+
+    def _enter(self, place: int, token: str) -> None:
+        """Has a worker that has gone over to another world be of that one; it has one a node."""
+        self.assignments[place] = assignment = self.offered[place, token]
+        self._savers[assignment.node].begin(_role(assignment, (assignment.rank,)))
 
     def _wanted(self, worker: Worker, stopping: Stopping) -> bool:
         """One complete snapshot a node is enough."""
@@ -367,15 +382,18 @@ def _saver(assignment: Assignment, ranks: tuple[int, ...]) -> CheckpointSaver:
         RetentionPolicy(),
         lambda: None,
     )
-    role = SnapshotRole(
+    saver.begin(_role(assignment, ranks))
+    return saver
+
+
+def _role(assignment: Assignment, ranks: tuple[int, ...]) -> SnapshotRole:
+    return SnapshotRole(
         generation=assignment.generation,
         token=assignment.token,
         world_size=assignment.world_size,
         ranks=ranks,
         bad_steps=frozenset(assignment.bad_steps),
     )
-    saver.begin(role)
-    return saver
 
 
 def _receive(channel: Channel) -> list[Message]:

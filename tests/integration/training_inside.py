@@ -2,7 +2,7 @@
 
 Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a directory), and at
 will micro, virtual (samples of a slice, with which there are dropout and a BatchNorm), clip,
-weighted, stream, workers, checkpoint (a step), and die ([rank, step, where]).
+weighted, stream, workers, and die ([rank, where], of a rank in its first world).
 """
 
 from __future__ import annotations
@@ -76,24 +76,22 @@ def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return ((out - x[:, :2].sin()) ** 2).mean(1)
 
 
-def die(session: ez.Session, told: dict[str, Any], where: str) -> None:
-    if [session.rank, session.step_count, where] == told.get("die"):
+def die(told: dict[str, Any], rank: int, where: str) -> None:
+    """Ends this process if the test asks for that."""
+    if told.get("die") == [rank, where]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_at_the_change(session: ez.Session, told: dict[str, Any]) -> None:
+def watch_change(told: dict[str, Any], rank: int) -> None:
     """Has this process end before or after its groups are exchanged, if the test asks for it."""
     enter = ProcessGroups.enter
 
     def entering(groups: ProcessGroups, following: ProcessGroups) -> None:
-        if told.get("die_in_change") == [session.rank, "before"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rank = session.rank
+        die(told, rank, "before its groups are exchanged")
         enter(groups, following)
-        if told.get("die_in_change") == [rank, "after"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        die(told, rank, "once its groups are exchanged")
 
-    ProcessGroups.enter = entering  # type: ignore[method-assign]
+    ProcessGroups.enter = entering  # type: ignore
 
 
 def train(session: ez.Session, told: dict[str, Any]) -> None:
@@ -102,11 +100,13 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     )
     schedule = session.track("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8))
     counter = session.track("counter", Counter())
-    die_at_the_change(session, told)
     session.restore()
+    first, rank = session.generation, session.rank
+    watch_change(told, rank)
     changes: list[list[int]] = []
 
     def changed() -> None:
+        die(told, rank, "as its function is called")
         changes.append([session.generation, session.rank, session.world_size, session.step_count])
 
     session.on_world_change(changed)
@@ -139,25 +139,23 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
             session.backward((losses * tokens).sum() / tokens.sum(), weight=tokens.sum())
         else:
             session.backward(losses.mean())
-        die(session, told, "after backward")
+        if session.generation > first:
+            die(told, rank, "in the first step")
         if session.step(max_grad_norm=told.get("clip")):
             schedule.step()
             with log.open("a") as file:
                 world = [session.generation, session.rank, session.world_size]
                 file.write(json.dumps([session.step_count, world, indices]) + "\n")
             indices = []
-            if session.step_count == told.get("checkpoint"):
-                session.checkpoint("asked")
-            die(session, told, "after step")
             time.sleep(told["pause"])
     state = session.state_dict()
     if session.rank == 0:
         bits = {name: tensor.contiguous().numpy().tobytes().hex() for name, tensor in state.items()}
         floats = {name: tensor.double().flatten().tolist() for name, tensor in state.items()}
-        told_of = {"bits": bits, "floats": floats, "values": values, "changes": changes}
-        told_of |= {"step": session.step_count, "epochs": counter.epochs.item()}
-        told_of["rate"] = optimizer.param_groups[0]["lr"]
-        Path(told["out"]).write_text(json.dumps(told_of))
+        made: dict[str, Any] = {"bits": bits, "floats": floats, "values": values}
+        made |= {"changes": changes, "step": session.step_count, "epochs": counter.epochs.item()}
+        made["rate"] = optimizer.param_groups[0]["lr"]
+        Path(told["out"]).write_text(json.dumps(made))
 
 
 if __name__ == "__main__":

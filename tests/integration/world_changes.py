@@ -34,6 +34,7 @@ class Change:
         that have left before must be closed."""
         token, store = secrets.token_hex(8), socket.socket()
         store.bind(("127.0.0.1", 0))
+        running.stores.append(store)
         alive = [p for p, worker in enumerate(running.workers) if worker.exit_code is None]
         stay = [place for place in alive if place not in leavers]
         offers = {place: Prepare(token=token) for place in alive if place in leavers}
@@ -50,6 +51,7 @@ class Change:
                 resume=Resume(tier="live", step=-1),
             )
             offers[place] = Prepare(token=token, assignment=assignment)
+            running.offered[place, token] = assignment
         return cls(running, leavers, token, offers, store)
 
     def send(self, places: Collection[int] | None = None) -> None:
@@ -105,7 +107,4 @@ class Change:
             assert stopping.switched == self.token and stopping.clean, stopping
             numbers.add(stopping.step)
         assert len(numbers) == 1, numbers
-        for place, assignment in self.staying.items():
-            self.running.assignments[place] = assignment
-        self.store.close()
         return numbers.pop()
