@@ -94,6 +94,8 @@ class Offer:
     """Holds the next world as this rank has it."""
 
     token: str = ""
+    number: int = 0
+    """Its number among those that were offered, of which a token may be offered again."""
     assignment: Assignment | None = None
     """This rank's place in it; None: this rank leaves."""
     groups: ProcessGroups | None = None
@@ -105,9 +107,11 @@ class Offer:
     """Why it could not be connected."""
 
     def after(self, event: Event) -> Offer:
-        """Returns the offer after an event."""
+        """Returns the offer after an event; what is empty has nothing."""
         stage = STAGES.get((self.stage, event), self.stage)
-        return self if stage is self.stage else replace(self, stage=stage)
+        if stage is self.stage:
+            return self
+        return Offer() if stage is Stage.EMPTY else replace(self, stage=stage)
 
 
 class NextWorld:
@@ -127,6 +131,8 @@ class NextWorld:
         self._link = link
         self._lock = threading.Lock()
         self._offer = Offer()
+        self._count = 0
+        """Number of worlds that were offered."""
         self._obstacle = obstacle or NOT_TRAINING
         """Why no `Prepare` is taken; empty: it is."""
         self._final = bool(obstacle)
@@ -165,15 +171,18 @@ class NextWorld:
                 return present.reason
             if present.stage in (Stage.PROMISED, Stage.RECALLED):
                 return "it is about to go over to another world"
-            offered = Offer(token=message.token, assignment=message.assignment)
-            self._offer = offered.after(Event.OFFERED)
+            self._count += 1
+            offered = Offer(
+                token=message.token, number=self._count, assignment=message.assignment
+            ).after(Event.OFFERED)
             if message.assignment is None:
-                self._offer = self._offer.after(Event.CONNECTED)
+                offered = offered.after(Event.CONNECTED)
+            self._offer = offered
         self._drop(present)
         if message.assignment is not None:
             thread = threading.Thread(
                 target=self._connect,
-                args=(message.token, RankInfo.from_assignment(message.assignment)),
+                args=(offered, RankInfo.from_assignment(message.assignment)),
                 name="elasticzero-next-world",
                 daemon=True,
             )
@@ -202,44 +211,42 @@ class NextWorld:
 
     # The thread that connects.
 
-    def _connect(self, token: str, info: RankInfo) -> None:
+    def _connect(self, offered: Offer, info: RankInfo) -> None:
+        def reached(store: ClosableStore) -> None:
+            if not self._connecting(offered, lambda present: replace(present, store=store)):
+                store.close()
+
         try:
-            groups = connect_beside(info, CONNECT_S, lambda store: self._reached(token, store))
+            groups = connect_beside(info, CONNECT_S, reached)
         except Exception as error:  # noqa: BLE001 - the top of a thread: told to the agent
             reason = one_line(error)
-            if self._change(token, Event.FAILED, reason=reason):
-                self._fail(token, reason)
+
+            def failed(present: Offer) -> Offer:
+                return replace(present.after(Event.FAILED), reason=reason)
+
+            if self._connecting(offered, failed):
+                self._fail(offered.token, reason)
             return
-        if not self._change(token, Event.CONNECTED, groups=groups):
+
+        def connected(present: Offer) -> Offer:
+            return replace(present.after(Event.CONNECTED), groups=groups)
+
+        if not self._connecting(offered, connected):
             groups.retire()
 
-    def _reached(self, token: str, store: ClosableStore) -> None:
-        with self._lock:
-            is_present = self._is_connecting(token)
-            if is_present:
-                self._offer = replace(self._offer, store=store)
-        if not is_present:
-            store.close()
-
-    def _change(
-        self, token: str, event: Event, *, groups: ProcessGroups | None = None, reason: str = ""
-    ) -> bool:
-        """Moves the offer on if it is still the one that is connecting, and returns whether it is.
+    def _connecting(self, offered: Offer, change: Callable[[Offer], Offer]) -> bool:
+        """Changes the present offer if it is still this one, and connects; returns whether it is.
 
         Args:
-            token: Token of the world that was connected.
-            event: Whether that was so.
-            groups: Its groups.
-            reason: Why it could not be connected.
+            offered: The offer that a thread connects.
+            change: Returns what takes its place.
         """
         with self._lock:
-            if not self._is_connecting(token):
+            present = self._offer
+            if present.number != offered.number or present.stage is not Stage.CONNECTING:
                 return False
-            self._offer = replace(self._offer.after(event), groups=groups, reason=reason)
+            self._offer = change(present)
             return True
-
-    def _is_connecting(self, token: str) -> bool:
-        return self._offer.token == token and self._offer.stage is Stage.CONNECTING
 
     def _drop(self, offer: Offer) -> None:
         """Ends what was connected of a world that is not entered."""

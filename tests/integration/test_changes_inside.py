@@ -135,7 +135,7 @@ def test_nodes_that_leave_change_nothing_of_the_result(
     assert disturbed["changes"] == expected
 
 
-TOLD: dict[str, Any] = {"epochs": 3, "batch": 8, "pause": 0.03, "clip": 0.5}
+TOLD: dict[str, Any] = {"epochs": 4, "batch": 8, "pause": 0.05, "clip": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +194,10 @@ def test_a_rank_that_is_killed_at_the_change_costs_no_step(
     left, (other,) = running.workers[2].last(Stopping), {0, 1} - {place}
     stopped = running.workers[other].last(Stopping)
     assert left.clean and left.switched == change.token
-    assert (stopped.step, stopped.clean, stopped.complete) == (left.step, True, True)
+    done = left.step + (where == "in the first step")  # its gradient was whole
+    assert (stopped.step, stopped.clean, stopped.complete) == (done, True, True)
     survive(pool, running, tmp_path)
-    check_result(tmp_path, alone)
+    check_equal(TOLD, result(tmp_path), result(alone))
 
 
 @pytest.mark.slow
@@ -239,9 +240,8 @@ def test_a_rank_that_is_frozen_delays_the_change_and_no_more(
     check_result(tmp_path, alone)
 
 
-@pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 9))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
 def test_a_change_is_withdrawn_on_all_ranks_or_on_none(
     pool: Pool, tmp_path: Path, alone: Path, seed: int
 ) -> None:
@@ -249,23 +249,34 @@ def test_a_change_is_withdrawn_on_all_ranks_or_on_none(
     chance = random.Random(seed)
     running = begin(pool, TOLD, tmp_path, 3)
     running.until(running.reached(2))
-    while running.workers[0].last(Stepped).step < 7 and not any(
-        worker.all(Switched) for worker in running.workers
-    ):
-        change = Change.without(running, [2])
-        change.send()
-        until_s = time.monotonic() + chance.random() * 0.05
-        running.until(lambda until_s=until_s: time.monotonic() > until_s)  # type: ignore[misc]
-        change.withdraw(chance.sample([0, 1, 2], chance.randint(1, 3)))
-        until_s = time.monotonic() + 0.03
-        running.until(lambda until_s=until_s: time.monotonic() > until_s)  # type: ignore[misc]
-        change.withdraw()
-    if not any(worker.all(Switched) for worker in running.workers):
-        change = Change.without(running, [2])
-        change.send()
+    changes: list[Change] = []
+
+    def entered() -> list[Change]:
+        return [change for change in changes if change.switched(0) or change.switched(1)]
+
+    def wait(seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        running.until(lambda: time.monotonic() > until_s)
+
+    while not entered() and running.workers[0].last(Stepped).step < 12:
+        changes.append(Change.without(running, [2]))
+        changes[-1].send()
+        wait(chance.random() * 0.08)
+        changes[-1].withdraw(chance.sample([0, 1, 2], chance.randint(1, 3)))
+        wait(0.03)
+        changes[-1].withdraw()
+    while not entered():
+        changes.append(Change.without(running, [2]))
+        changes[-1].send()
+        running.until(lambda: bool(entered() or changes[-1].failures()))
+        if not entered():
+            changes[-1].withdraw()
+    (change,) = entered()
     change.complete()
-    assert not any(worker.all(PrepareFailed) for worker in running.workers), running.logs()
+    failures = [failure for worker in running.workers for failure in worker.all(PrepareFailed)]
+    assert not any(failure.final for failure in failures), failures
     running.until(running.ended)
+    assert {worker.exit_code for worker in running.workers} == {0}, running.logs()
     check_result(tmp_path, alone)
 
 
