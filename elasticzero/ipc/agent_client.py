@@ -295,40 +295,45 @@ class AgentClient:
                 message = self._channel.receive()
             except (ChannelClosed, OSError, ValueError):
                 os._exit(1)
-            match message:
-                case Assignment():
-                    self._begin(message)
-                case Request(flags=flags):
-                    self.flags = flags
-                case Prepare(assignment=Assignment() as assignment):
-                    placed = replace(assignment, store_fd=self._channel.take_fd())
-                    self._on_change(replace(message, assignment=placed))
-                case Prepare() | Withdraw():
-                    self._on_change(message)
-                case Abort(reason=reason):
-                    self.aborted = reason
-                    self._on_abort()
-                case Locate():
-                    place, waits = main_thread()
-                    waits = waits or torch.cuda.is_initialized()
-                    left = bool(self.awaits)
-                    self.send(Located(place=place + self.awaits, waits=waits, left=left))
-                case SaveState():
-                    self.saves.put(message)
-                case SnapshotHeld(step=step, error=None):
-                    self.held = step
-                case SnapshotHeld(step=step, error=error, not_finite=not_finite):
-                    self.not_held = step
-                    if not_finite:
-                        self.not_finite = error
-                case Saved(step=step, error=error):
-                    if error is not None:
-                        self.unsaved, self.save_error = step, error
-                    self.saved = step
-                case Tagged():
-                    self.tags_missing = max(0, self.tags_missing - 1)
-                case _:
-                    pass
+            if message is not None:
+                self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        assert self._channel is not None
+        match message:
+            case Assignment():
+                self._begin(message)
+            case Request(flags=flags):
+                self.flags = flags
+            case Prepare(assignment=Assignment() as assignment):
+                placed = replace(assignment, store_fd=self._channel.take_fd())
+                self._on_change(replace(message, assignment=placed))
+            case Prepare() | Withdraw():
+                self._on_change(message)
+            case Abort(reason=reason):
+                self.aborted = reason
+                self._on_abort()
+            case Locate():
+                place, waits = main_thread()
+                waits = waits or torch.cuda.is_initialized()
+                left = bool(self.awaits)
+                self.send(Located(place=place + self.awaits, waits=waits, left=left))
+            case SaveState():
+                self.saves.put(message)
+            case SnapshotHeld(step=step, error=None):
+                self.held = step
+            case SnapshotHeld(step=step, error=error, not_finite=not_finite):
+                self.not_held = step
+                if not_finite:
+                    self.not_finite = error
+            case Saved(step=step, error=error):
+                if error is not None:
+                    self.unsaved, self.save_error = step, error
+                self.saved = step
+            case Tagged():
+                self.tags_missing = max(0, self.tags_missing - 1)
+            case _:
+                pass
 
 
 def close_store_of(message: Prepare) -> None:

@@ -68,7 +68,11 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdraw:
-    """Agent to worker: forget what `Prepare` with this token has begun."""
+    """Agent to worker: forget what `Prepare` with this token has begun.
+
+    It comes too late for a worker that has said in its control word that it is prepared, if all
+    others say so in the same step: then `Switched` follows on all that stay.
+    """
 
     token: str
     reason: str

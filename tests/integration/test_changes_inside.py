@@ -348,7 +348,7 @@ def test_the_stop_protocol_is_that_of_the_world_that_was_entered(
 def test_checkpoints_are_whole_around_a_change(pool: Pool, tmp_path: Path, alone: Path) -> None:
     """None is being saved while a world is entered, and those after it are of the new one."""
     saved = tmp_path / "saved"
-    options = {"checkpoint_dir": str(saved), "checkpoint_every": 2}
+    options = {"checkpoint_dir": str(saved), "checkpoint_every": 8}
     running = begin(pool, TOLD, tmp_path, 3, **options)
     running.until(running.reached(3))
     change = Change.without(running, [0])

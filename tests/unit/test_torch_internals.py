@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -157,3 +158,20 @@ def test_a_subclass_of_a_tensor_is_not_called_where_it_must_not() -> None:
     with torch_internals.without_torch_functions():
         assert tensor.requires_grad is False
     assert Counted.calls == before
+
+
+def test_a_group_beside_others_becomes_the_default_group(group: dist.ProcessGroup) -> None:
+    store = dist.HashStore()
+    beside = torch_internals.group_beside(store, 0, 1, timedelta(seconds=30))
+    values = torch.ones(2)
+    beside.allreduce([values]).wait()
+    assert dist.group.WORLD is group and torch_internals.script_groups() == []
+    torch_internals.replace_default_group(beside, "beside", store)
+    assert dist.group.WORLD is beside and torch_internals.script_groups() == []
+    dist.all_reduce(values)
+    dist.broadcast(values, 0, group=beside)
+    gloo.destroy_process_group(group)
+    assert list(dist.distributed_c10d._world.pg_map) == [beside]
+    of_script = dist.new_group([0], use_local_synchronization=True)
+    dist.all_reduce(values, group=of_script)
+    assert dist.get_backend() == "gloo" and dist.get_process_group_ranks(beside) == [0]

@@ -14,18 +14,19 @@ from elasticzero.comm.barriers import Call, marks
 from elasticzero.comm.control import ControlExchange, ControlWord, decode_word, encode_word
 from elasticzero.comm.control_tree import WIDTH
 from elasticzero.errors import UserError
-from elasticzero.ipc.messages import FLAG_FINISH, FLAG_STOP
+from elasticzero.ipc.messages import FLAG_FINISH, FLAG_LEAVE, FLAG_STOP
 
 numbers = st.integers(-1, 1 << 40)
 control_words = st.builds(
     ControlWord,
-    flags=st.sampled_from([0, FLAG_STOP, FLAG_FINISH, FLAG_STOP | FLAG_FINISH]),
+    flags=st.sampled_from([0, FLAG_STOP, FLAG_FINISH, FLAG_STOP | FLAG_FINISH, FLAG_LEAVE]),
     ready=st.booleans(),
     held=numbers,
     saved=numbers,
     not_held=numbers,
     unsaved=numbers,
     asks=st.booleans(),
+    prepared=st.booleans(),
 )
 
 
@@ -38,6 +39,8 @@ def test_all_ranks_decide_by_the_same_word(rank_words: list[ControlWord]) -> Non
     for word in rank_words:
         flags |= word.flags
     assert combined.flags == flags
+    leaves = bool(combined.flags & FLAG_LEAVE)
+    assert combined.prepared == (all(word.prepared for word in rank_words) and not leaves)
     assert combined.asks == any(word.asks for word in rank_words)
     assert combined.ready == (all(word.ready for word in rank_words) and not combined.asks)
     assert (combined.held, combined.saved) == (
