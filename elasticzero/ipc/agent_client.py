@@ -182,7 +182,8 @@ class AgentClient:
         if isinstance(message, Prepare):
             close_store_of(message)
             reason = "this generation has no loop in which another world can be entered"
-            self.send(PrepareFailed(token=message.token, reason=reason, final=True))
+            final = not self.assignment.changes_inside  # else the loop has not begun
+            self.send(PrepareFailed(token=message.token, reason=reason, final=final))
 
     def enter_world(self, assignment: Assignment) -> None:
         """Takes the assignment of a world that is entered inside of the loop.

@@ -19,7 +19,9 @@ from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.ipc.messages import (
     FLAG_STOP,
+    Abort,
     Captured,
+    Message,
     PrepareFailed,
     Request,
     Stepped,
@@ -327,21 +329,40 @@ def test_what_cannot_be_entered_inside_is_refused_for_good(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("message", [Request(flags=FLAG_STOP), Abort(reason="the test")])
 def test_the_stop_protocol_is_that_of_the_world_that_was_entered(
-    pool: Pool, tmp_path: Path, alone: Path
+    pool: Pool, tmp_path: Path, alone: Path, message: Message
 ) -> None:
     running = begin(pool, TOLD, tmp_path, 3)
     running.until(running.reached(2))
     change = Change.without(running, [0])
     change.send()
     step = change.complete()
-    running.workers[2].channel.send(Request(flags=FLAG_STOP))
+    change.tell(2, message)
     survive(pool, running, tmp_path)
     for place in (1, 2):
         stopping = running.workers[place].last(Stopping)
         assert stopping.clean and stopping.step >= step and not stopping.switched
     assert running.workers[1].last(Captured).generation == 2
     check_result(tmp_path, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_generation_that_is_ended_at_any_moment_of_a_change_hands_over_its_state(
+    pool: Pool, tmp_path: Path, alone: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    running = begin(pool, TOLD, tmp_path, 3)
+    running.until(running.reached(3))
+    change = Change.without(running, [chance.randrange(3)])
+    change.send()
+    until_s = time.monotonic() + chance.random() * 0.15
+    running.until(lambda: time.monotonic() > until_s)
+    for place in range(3):
+        change.tell(place, Abort(reason="the test"))
+    survive(pool, running, tmp_path)
+    check_equal(TOLD, result(tmp_path), result(alone))
 
 
 @pytest.mark.slow

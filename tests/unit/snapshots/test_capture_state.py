@@ -143,6 +143,19 @@ def test_what_is_told_never_shrinks(events: list[tuple[str, bool]]) -> None:
         before = now
 
 
+@pytest.mark.parametrize(("world_size", "snapshots"), [(2, False), (1, True)])
+def test_a_world_that_is_entered_goes_on_with_what_is_saved(
+    world_size: int, snapshots: bool
+) -> None:
+    """A rank that is alone has use for snapshots, and of the old world's none is in flight."""
+    state = capture_state(shards=1).captured(12, checkpoint=True, in_memory=True)
+    live = replace(ASSIGNMENT, world_size=world_size, resume=Resume(tier="live", step=14))
+    entered = state.save_ended().entered(14, live, shards=1)
+    assert entered.takes_snapshots == snapshots
+    assert (entered.saved_step, entered.schedule.start) == (12, 14)
+    assert entered.schedule.saving is None and entered.newest_save(NOTHING) == "none"
+
+
 @pytest.mark.parametrize(
     ("change", "shards"), [({}, 1), ({}, 2), ({"snapshot_every": 0}, 4), ({}, 4)]
 )
