@@ -26,7 +26,7 @@ from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import SharedState
 from elasticzero.consistency.replicas import ReplicaVerifier
-from elasticzero.parallel import ddp, fsdp, fsdp_uses, partitioned, zero
+from elasticzero.parallel import ddp, fsdp, fsdp_uses, parameter_changes, partitioned, zero
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.snapshots import restore
@@ -67,7 +67,7 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (GRADIENTS, ddp, ("check_frozen",)),
     (GRADIENTS, zero, ("check_frozen",)),
     (GRADIENTS, fsdp, ("check_frozen",)),
-    (FORWARDS, partitioned.ForwardChanges, ("begin", "end")),
+    (FORWARDS, parameter_changes.ForwardChanges, ("begin", "end")),
     (FORWARDS, fsdp_uses, ("_is_changed",)),
     (MASTERS, partitioned, ("take_changed_values",)),
     (BUFFERS, ModelBuffers, ("check", "copy", "state")),

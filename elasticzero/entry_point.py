@@ -52,8 +52,9 @@ def run(train: Callable[[Session], None], *, keep_process: bool = True) -> None:
     """Trains: calls `train` with the session of this process's generation.
 
     Under an agent the process ends here when the generation does, and `train` is entered again in
-    another process, or with --keep-workers in the same one. The lines after `run` are reached once
-    training has finished.
+    another process, or with --keep-workers in the same one. Where a node leaves as planned, the
+    loop of the others may go on instead, as `session.on_world_change` describes. The lines after
+    `run` are reached once training has finished.
 
     Without an agent this trains on one process. It prints its progress and saves as
     ELASTICZERO_CHECKPOINT_DIR and its like say. It prints an error of this project's in one line

@@ -36,7 +36,8 @@ def session() -> str:
     methods = [function for function in functions if not function.is_property]
     order = {name: place for place, name in enumerate(prose.SESSION_ORDER)}
     methods.sort(key=lambda function: order.get(function.name, len(order)))
-    [run] = source.functions(source.module("elasticzero/entry_point.py").body)
+    entries = source.functions(source.module("elasticzero/entry_point.py").body)
+    run = next(function for function in entries if function.name == "run")
     properties = [
         (
             code(function.name),

@@ -39,8 +39,7 @@ from elasticzero.parallel.gradients import (
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import check_takes_dense, open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
-from elasticzero.parallel.parameter_changes import ParameterMemory
-from elasticzero.parallel.partitioned import ForwardChanges
+from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory
 from elasticzero.spans import Span
 from elasticzero.state.model import (
     MODEL,

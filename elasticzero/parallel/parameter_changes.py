@@ -14,14 +14,15 @@ values are read only of what the script still refers to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elasticzero.errors import UserError, one_line
-from elasticzero.state.digests import change_marks
+from elasticzero.parallel import same_number
+from elasticzero.state.digests import change_marks, combined, digests
 from elasticzero.torch_internals import (
     children_of,
     is_of_storage,
@@ -268,3 +269,69 @@ def shared_outside(tensors: Iterable[Tensor]) -> set[int]:
 def memory_of(tensor: Tensor) -> int:
     """Returns the address of the whole memory that a tensor has a part of."""
     return tensor.untyped_storage().data_ptr()
+
+
+class ForwardChanges:
+    """Finds what a script changes in whole parameters while a step is computed, which must be the
+    same on all ranks, for each of them steps its own part.
+
+    It reads the parameters in the first step, and in the one after each verification.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], ranks: int) -> None:
+        """Reads nothing yet.
+
+        Args:
+            parameters: All parameters by name, whole on this rank.
+            ranks: Number of ranks.
+        """
+        self._ranks = ranks
+        self._due = ranks > 1
+        """The step that begins next is looked at."""
+        self._parameters = parameters
+        self._before: dict[str, int] | None = None
+        """Digests from the beginning of the step; None: it is not looked at."""
+        self._names: list[str] = []
+
+    def enter_world(self, ranks: int) -> None:
+        """Takes the number of ranks of another world."""
+        self._ranks = ranks
+
+    def request(self) -> None:
+        """Has the next step looked at; all ranks call this after the same step."""
+        self._due = self._ranks > 1
+
+    def begin(self) -> None:
+        """Begins a step, or another micro-batch of it; the parameters are up to date."""
+        if self._due:
+            self._due = False
+            self._before = digests(self._parameters)
+
+    def end(self) -> int | None:
+        """Returns a number, below `same_number.MODULUS`, for what has changed since `begin`; None:
+        the step is not looked at."""
+        before, self._before, self._names = self._before, None, []
+        if before is None:
+            return None
+        table = digests(self._parameters)
+        changed = {name: digest for name, digest in table.items() if digest != before[name]}
+        self._names = list(changed)
+        return combined(changed) % same_number.MODULUS if changed else 0
+
+    @property
+    def names(self) -> Collection[str]:
+        """Returns what has changed since `begin`, or before the newest `end`; none where the step
+        is not looked at."""
+        if self._before is None:
+            return self._names
+        table = digests(self._parameters)
+        return [name for name, digest in table.items() if digest != self._before[name]]
+
+    def sentence(self) -> str:
+        """Returns what to do where the ranks have changed different things."""
+        what = f"parameter {self._names[0]!r}" if self._names else "a parameter"
+        return (
+            f"a forward has changed {what}, and not in the same way on all ranks, as "
+            "torch.nn.functional.embedding does with max_norm=: change it after session.step(), "
+            "where it has the same values on all ranks"
+        )

@@ -43,8 +43,8 @@ from elasticzero.parallel.optimizers.state import (
     name_is_stepped,
     working_dtype,
 )
+from elasticzero.parallel.parameter_changes import ForwardChanges
 from elasticzero.spans import Span
-from elasticzero.state.digests import combined, digests
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
 from elasticzero.torch_internals import has_step_hooks
 
@@ -483,72 +483,6 @@ class PartitionedOptimizer:
         self._unstepped = names.intersection(small.get("unstepped", names))
         at_once = any(g.nature.makes_state_at_once for g in self.optimizers.groups)
         self.has_state = at_once or any(keys.keys() - {MASTER} for keys in index.values())
-
-
-class ForwardChanges:
-    """Finds what a script changes in whole parameters while a step is computed, which must be the
-    same on all ranks, for each of them steps its own part.
-
-    It reads the parameters in the first step, and in the one after each verification.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], ranks: int) -> None:
-        """Reads nothing yet.
-
-        Args:
-            parameters: All parameters by name, whole on this rank.
-            ranks: Number of ranks.
-        """
-        self._ranks = ranks
-        self._due = ranks > 1
-        """The step that begins next is looked at."""
-        self._parameters = parameters
-        self._before: dict[str, int] | None = None
-        """Digests from the beginning of the step; None: it is not looked at."""
-        self._names: list[str] = []
-
-    def enter_world(self, ranks: int) -> None:
-        """Takes the number of ranks of another world."""
-        self._ranks = ranks
-
-    def request(self) -> None:
-        """Has the next step looked at; all ranks call this after the same step."""
-        self._due = self._ranks > 1
-
-    def begin(self) -> None:
-        """Begins a step, or another micro-batch of it; the parameters are up to date."""
-        if self._due:
-            self._due = False
-            self._before = digests(self._parameters)
-
-    def end(self) -> int | None:
-        """Returns a number, below `same_number.MODULUS`, for what has changed since `begin`; None:
-        the step is not looked at."""
-        before, self._before, self._names = self._before, None, []
-        if before is None:
-            return None
-        table = digests(self._parameters)
-        changed = {name: digest for name, digest in table.items() if digest != before[name]}
-        self._names = list(changed)
-        return combined(changed) % same_number.MODULUS if changed else 0
-
-    @property
-    def names(self) -> Collection[str]:
-        """Returns what has changed since `begin`, or before the newest `end`; none where the step
-        is not looked at."""
-        if self._before is None:
-            return self._names
-        table = digests(self._parameters)
-        return [name for name, digest in table.items() if digest != self._before[name]]
-
-    def sentence(self) -> str:
-        """Returns what to do where the ranks have changed different things."""
-        what = f"parameter {self._names[0]!r}" if self._names else "a parameter"
-        return (
-            f"a forward has changed {what}, and not in the same way on all ranks, as "
-            "torch.nn.functional.embedding does with max_norm=: change it after session.step(), "
-            "where it has the same values on all ranks"
-        )
 
 
 class PiecedStrategy:

@@ -32,6 +32,7 @@ from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.optimizers.pieces import MasteredValues
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import (
+    ForwardChanges,
     ParameterMemory,
     kind_difference,
     memory_of,
@@ -39,7 +40,6 @@ from elasticzero.parallel.parameter_changes import (
     shared_outside,
 )
 from elasticzero.parallel.partitioned import (
-    ForwardChanges,
     PartitionedOptimizer,
     PiecedStrategy,
 )

@@ -131,7 +131,7 @@ def test_nodes_that_leave_change_nothing_of_the_result(
     expected = []
     for number, ((_, leave), step) in enumerate(zip(case.departures, steps, strict=True), 2):
         left -= len(leave)
-        gone = {p for _, more in case.departures[: number - 1] for p in more}
+        gone = {p for _, places in case.departures[: number - 1] for p in places}
         rank = sum(1 for place in range(stays) if place not in gone)
         expected.append([number, rank, left, step])
     assert disturbed["changes"] == expected

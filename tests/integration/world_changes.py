@@ -101,7 +101,7 @@ class Change:
         self.running.until(self.done)
         steps = {place: self.switched(place) for place in self.staying}
         assert None not in steps.values(), self.running.logs()
-        numbers = {said.step for said in steps.values() if said is not None}
+        numbers = {switched.step for switched in steps.values() if switched is not None}
         for place in self.leavers:
             stopping = self.running.workers[place].last(Stopping)
             assert stopping.switched == self.token and stopping.clean, stopping

@@ -23,9 +23,8 @@ from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hoo
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
-from elasticzero.parallel.parameter_changes import ParameterMemory, overlap
+from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory, overlap
 from elasticzero.parallel.partitioned import (
-    ForwardChanges,
     PartitionedOptimizer,
     PiecedStrategy,
 )

@@ -12,7 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from elasticzero.errors import UserError
 from elasticzero.parallel.gradients import check_hooks, check_hooks_of_several
-from elasticzero.parallel.partitioned import ForwardChanges
+from elasticzero.parallel.parameter_changes import ForwardChanges
 from elasticzero.torch_internals import (
     GradientHooks,
     GradientReady,
