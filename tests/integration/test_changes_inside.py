@@ -18,6 +18,7 @@ from elasticzero.checkpoint.steps.catalog import read_manifest, steps
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.ipc.assignment import Resume, Source
 from elasticzero.ipc.messages import (
+    FLAG_GROW,
     FLAG_STOP,
     Abort,
     Captured,
@@ -27,6 +28,7 @@ from elasticzero.ipc.messages import (
     Stepped,
     Stopping,
     Switched,
+    Waiting,
 )
 from tests.integration.training_harness import Pool, Running
 from tests.integration.world_changes import Change
@@ -220,7 +222,7 @@ def test_a_rank_that_is_killed_before_the_change_ends_the_old_world(
         stopping = running.workers[other].last(Stopping)
         assert stopping.clean and not stopping.switched
     survive(pool, running, tmp_path)
-    check_result(tmp_path, alone)
+    check_equal(TOLD, result(tmp_path), result(alone))
 
 
 @pytest.mark.slow
@@ -382,3 +384,41 @@ def test_checkpoints_are_whole_around_a_change(pool: Pool, tmp_path: Path, alone
     made = [directory.step(step_directory(s.step)) for s in steps(directory)]
     worlds = {m.step: m.layout.world_size for m in map(read_manifest, made)}
     assert worlds and all(worlds[s] == (3 if s < step else 2) for s in worlds), (step, worlds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_checkpoint_that_a_rank_asks_for_as_it_leaves_is_saved(
+    pool: Pool, tmp_path: Path, alone: Path, leaver: int
+) -> None:
+    """By the others, in the world without it."""
+    saved = tmp_path / "saved"
+    options = {"checkpoint_dir": str(saved), "checkpoint_every": 1000}
+    running = begin(pool, {**TOLD, "ask": leaver}, tmp_path, 3, **options)
+    running.until(running.reached(3))
+    change = Change.without(running, [leaver])
+    change.send()
+    step = change.complete()
+    running.until(running.ended)
+    assert {worker.exit_code for worker in running.workers} == {0}, running.logs()
+    check_result(tmp_path, alone)
+    manifest = read_manifest(open_directory(str(saved)).step(step_directory(step)))
+    assert manifest.layout.world_size == 2
+    assert json.loads((saved / "tags" / "left.json").read_text())["step"] == step
+
+
+@pytest.mark.slow
+def test_a_process_that_has_entered_a_world_takes_part_in_another_generation(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Nothing is left in it of the world that it has entered, or of the one before."""
+    running = begin(pool, {**TOLD, "epochs": 1000}, tmp_path, 3, keep=True)
+    running.until(running.reached(3))
+    change = Change.without(running, [0])
+    change.send()
+    running.until(lambda: all(change.switched(place) for place in (1, 2)))
+    last = running.workers[1].last(Stepped).step
+    running.until(lambda: running.workers[1].last(Stepped).step > last + 2)
+    change.tell(1, Request(flags=FLAG_GROW))
+    running.until(lambda: all(worker.all(Waiting) for worker in running.workers))
+    assert all(worker.exit_code is None for worker in running.workers)

@@ -2,7 +2,7 @@
 
 Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a directory), and at
 will micro, virtual (samples of a slice, with which there are dropout and a BatchNorm), clip,
-weighted, stream, workers, and die ([rank, where], of a rank in its first world).
+weighted, stream, workers, ask (a rank) and die ([rank, where]), both of the first world.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import elasticzero as ez
+from elasticzero.comm.control import ControlWord
+from elasticzero.comm.next_world import Offer
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.training.worlds.change import WorldChange
 
 SAMPLES = 46
 
@@ -94,6 +97,20 @@ def watch_change(told: dict[str, Any], rank: int) -> None:
     ProcessGroups.enter = entering  # type: ignore
 
 
+def ask_at_the_change(session: ez.Session) -> None:
+    """Has this rank ask for a checkpoint of the boundary at which the world changes, once the word
+    of all ranks is there."""
+    decide = WorldChange.decide
+
+    def deciding(change: WorldChange, word: ControlWord) -> Offer | None:
+        offer = decide(change, word)
+        if offer is not None:
+            session.checkpoint("left")
+        return offer
+
+    WorldChange.decide = deciding  # type: ignore
+
+
 def train(session: ez.Session, told: dict[str, Any]) -> None:
     model, optimizer = session.prepare(
         model_of(told), lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
@@ -103,6 +120,8 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     session.restore()
     first, rank = session.generation, session.rank
     watch_change(told, rank)
+    if told.get("ask") == rank:
+        ask_at_the_change(session)
     changes: list[list[int]] = []
 
     def changed() -> None:

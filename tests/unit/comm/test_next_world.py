@@ -12,14 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from elasticzero.comm import next_world
 from elasticzero.comm.next_world import STAGES, Event, NextWorld, Stage
-from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.comm.process_group import connect
+from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.errors import RetryError
 from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.ipc.messages import Message, Prepare, PrepareFailed, Withdraw
 from tests.support.deadlines import patience
+from tests.support.groups import end_groups
 
 
 @dataclass(eq=False)
@@ -252,3 +256,65 @@ def test_any_order_of_messages_keeps_promises_and_groups(agent: Agent, seed: int
     agent.world.close()
     until(lambda: not any(thread.is_alive() for thread in agent.world._threads))
     assert all(groups.retired == 1 for groups in agent.made)
+
+
+def bound_store() -> tuple[int, int]:
+    """The descriptor and the port of a socket for rank 0's store."""
+    store = socket.socket()
+    store.bind(("127.0.0.1", 0))
+    port: int = store.getsockname()[1]
+    return store.detach(), port
+
+
+def test_a_world_whose_ranks_do_not_come_ends_by_its_limit() -> None:
+    fd, port = bound_store()
+    place = RankInfo(rank=0, world_size=2, master_port=port, store_fd=fd, token="next")
+    with pytest.raises(RetryError, match="rank 1 did not"):
+        next_world.connect_beside(place, 0.2, lambda store: None)
+    with pytest.raises(RetryError, match="was not reached in time"):
+        absent = RankInfo(rank=1, world_size=2, master_port=port, token="next")
+        next_world.connect_beside(absent, 0.2, lambda store: None)
+
+
+def test_a_wait_for_ranks_ends_with_the_store() -> None:
+    fd, port = bound_store()
+    place = RankInfo(rank=0, world_size=2, master_port=port, store_fd=fd, token="next")
+    stores: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            next_world.connect_beside(place, 60.0, stores.put)
+        except Exception as error:  # noqa: BLE001 - what the test looks at
+            errors.put(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    stores.get().close()
+    thread.join(patience(20.0))
+    assert not thread.is_alive() and isinstance(errors.get_nowait(), dist.DistError)
+
+
+def test_a_world_of_one_rank_takes_the_place_of_another_and_ends() -> None:
+    end_groups()
+    (fd, port), (next_fd, next_port) = bound_store(), bound_store()
+    place = RankInfo(rank=0, world_size=1, master_port=port, store_fd=fd, token="first")
+    groups = connect(place, torch.device("cpu"), rendezvous(place))
+    following = next_world.connect_beside(
+        replace(place, master_port=next_port, store_fd=next_fd, token="next"), 10.0, lambda s: None
+    )
+    default, number = dist.group.WORLD, torch.ones(1, dtype=torch.float64)
+    assert groups.sum(number).item() == 1 and default is groups.world.process_group
+    groups.enter(following)
+    assert groups.rank_info.token == "next"
+    assert dist.group.WORLD is groups.world.process_group is not default
+    following.retire().join(patience(20.0))
+    dist.all_reduce(number)
+    assert groups.broadcast_bytes(torch.ones(1, dtype=torch.uint8)).item() == 1
+    apart = groups.apart().process_group
+    dist.all_reduce(number, group=apart)
+    groups.shut()
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        groups.enter(following)
+    assert groups.end_all()
+    assert not dist.is_initialized()

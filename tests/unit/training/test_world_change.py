@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from elasticzero.comm.control import ControlWord
-from elasticzero.ipc.agent_client import STANDALONE
+from elasticzero.comm.next_world import Offer
+from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW
+from elasticzero.snapshots.restore import seeded_generators
+from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.training.worlds import change
-from elasticzero.training.worlds.change import WorldChange, obstacle
+from elasticzero.training.worlds.change import PartsOfWorld, WorldChange, obstacle
+from tests.support.fake_groups import fake_group
 
 
 class Next:
@@ -88,3 +95,43 @@ def test_what_stands_in_the_way_is_said() -> None:
     assert "divides the state" in obstacle(STANDALONE, divided, rehearses=False)
     assert "snapshot" in obstacle(rolls_back, whole, rehearses=False)
     assert "rehearsal" in obstacle(STANDALONE, whole, rehearses=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_depends_on_the_world_is_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """With what ranks have agreed on in this one, and generators as a restore would set them."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    before = torch.get_rng_state()
+    seen: list[Any] = []
+    present = replace(STANDALONE, checkpoint_every=5, snapshot_every=7, verify_every=9)
+    following = replace(STANDALONE, generation=2, token="next", rank=rank, world_size=2, store_fd=3)
+    link = AgentClient(None, present)
+    groups: Any = SimpleNamespace(enter=seen.append, world=fake_group(2))
+    parts = PartsOfWorld(
+        strategy=cast(Any, SimpleNamespace(enter_world=seen.append)),
+        auxiliary=AuxiliaryState(torch.device("cpu")),
+        stager=cast(Any, SimpleNamespace(enter_world=seen.append, strategy="ddp")),
+        verifier=cast(Any, SimpleNamespace(enter_world=seen.append)),
+    )
+    nothing: Any = None
+    connected: Any = "the next groups"
+    offer = Offer(token="next", assignment=following, groups=connected)
+    rows = WorldChange(link, groups, nothing, []).enter(offer, 11, parts)
+    entered = link.assignment
+    assert seen == [connected, rows.mesh, entered, 11]
+    assert (rows.mesh.rank, rows.mesh.world_size, rows.mesh.world_group) == (rank, 2, groups.world)
+    assert entered == replace(
+        following,
+        resume=Resume(tier="live", step=11, generation=1),
+        store_fd=None,
+        trained=True,
+        checkpoint_every=5,
+        snapshot_every=7,
+        verify_every=9,
+    )
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(rank), "2")
+    expected = seeded_generators(rank, 11, torch.device("cpu")).torch_cpu if rank else before
+    assert torch.equal(torch.get_rng_state(), expected)
+    torch.set_rng_state(before)
