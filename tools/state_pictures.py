@@ -1,4 +1,4 @@
-"""Draws the states of a worker, a worker group and a step from their tables of transitions.
+"""Draws the states of a worker, a group of them, a step and a next world from their tables.
 
 A page has a picture between two markers; `tools.reference` writes it anew.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from elasticzero.comm import next_world
 from elasticzero.launcher.workers import group_lifecycle, lifecycle
 from elasticzero.training import step_machine
 from tools import source
@@ -53,6 +54,11 @@ MACHINES = {
         path="elasticzero/training/step_machine.py",
         events=step_machine.StepEvent,
         transitions=_moves(step_machine.TRANSITIONS),
+    ),
+    "a next world": Machine(
+        path="elasticzero/comm/next_world.py",
+        events=next_world.Event,
+        transitions=_moves(next_world.STAGES),
     ),
 }
 

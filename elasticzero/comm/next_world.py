@@ -1,6 +1,9 @@
 """Connects the ranks of the next world beside the training, and says when this rank is prepared.
 
-An agent hands the next world over by `Prepare`, and takes it back by `Withdraw`.
+An agent hands the next world over by `Prepare`, and takes it back by `Withdraw`. One table moves
+what becomes of it (`STAGES`):
+
+ Stage  how far this rank has come with the next world.
 
 Rules:
  NW1  There is one next world at a time. A `Prepare` with the token of the present one changes
@@ -62,14 +65,19 @@ class Event(Enum):
     """Names what happens to the next world."""
 
     OFFERED = auto()
+    """The agent offers it."""
     CONNECTED = auto()
+    """Its groups are connected, or this rank leaves."""
     FAILED = auto()
+    """Its groups cannot be connected."""
     WITHDRAWN = auto()
+    """The agent takes it back."""
     PROMISED = auto()
+    """The word of this rank says that it is prepared."""
     DECLINED = auto()
     """The word of all ranks says that one of them is not prepared."""
     ENTERED = auto()
-    """It says that all of them are."""
+    """The word of all ranks says that all are prepared."""
 
 
 STAGES = {

@@ -407,17 +407,18 @@ class ProcessGroups:
         Raises:
             DistBackendError: The groups of one of the two were shut; nothing is changed then.
         """
+        info, store = following.rank_info, following._store
+        assert store is not None
+        met_at = PrefixStore(info.token, store)
         with self._shut_lock, following._shut_lock:
             if self._shut.is_set() or following._shut.is_set():
                 raise dist.DistBackendError(CLOSED)
+            group = following.world.process_group
+            replace_default_group(group, f"{OWN_GROUP}/{info.token}", met_at)
             for name in _OF_WORLD:
                 theirs = getattr(following, name)
                 setattr(following, name, getattr(self, name))
                 setattr(self, name, theirs)
-        info, store = self.rank_info, self._store
-        assert store is not None
-        prefixed = PrefixStore(info.token, store)
-        replace_default_group(self.world.process_group, f"{OWN_GROUP}/{info.token}", prefixed)
 
     def retire(self) -> threading.Thread:
         """Ends these groups in a thread, which this returns; torch has forgotten them at once. All
