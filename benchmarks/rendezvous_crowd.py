@@ -34,7 +34,7 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.protocol.actions import Decision, PutReport, SaveHeldSnapshot
-from elasticzero.launcher.protocol.documents import Failure, Member, World
+from elasticzero.launcher.protocol.documents import Failure, Member, Proposal, World
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import (
     GroupOrder,
@@ -120,6 +120,9 @@ class PretendedWorkers:
         self._workers = replace(self._workers, failure=failure)
         self._end(now_s)
 
+    def withdraw(self, reason: str) -> None:
+        raise AssertionError("the workers were told to prepare for nothing")
+
     def stop(self, reason: str, now_s: float) -> None:
         self._workers = replace(self._workers, aborted_s=now_s)
         self._end(now_s)
@@ -197,7 +200,10 @@ class Client:
         options = crowd.options
         self.name = f"n{number:04d}"
         self.policy = JobPolicy(
-            min_nodes=options.nodes, max_nodes=options.nodes, lease_ttl_s=options.ttl_s
+            min_nodes=options.nodes,
+            max_nodes=options.nodes,
+            lease_ttl_s=options.ttl_s,
+            changes_inside=False,
         )
         self._after = replace(self.policy, min_nodes=options.least)
         self._crowd = crowd
@@ -330,6 +336,12 @@ class Client:
 
     def retire(self, world: World) -> None:
         return
+
+    def prepare_workers(self, world: World, proposal: Proposal) -> None:
+        raise AssertionError("no node leaves inside the loops of the others")
+
+    def enter(self, world: World, now_s: float) -> None:
+        raise AssertionError("no workers enter a world inside their loops")
 
     def start(self, world: World, index: int, now_s: float) -> None:
         self.workers.start(world.generation, now_s)

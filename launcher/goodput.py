@@ -295,7 +295,8 @@ def followed(account: TimeAccount | None, event: Mapping[str, Any]) -> TimeAccou
     at_s = event["time"]
     if event["event"] == "registered":
         return TimeAccount(at_s)
-    if event["event"] == "world" and event.get("time_spent") is not None:
+    goes_on = account is not None and event.get("tier") == "live"
+    if event["event"] == "world" and event.get("time_spent") is not None and not goes_on:
         return TimeAccount(at_s, decode(TimeSpent, event["time_spent"], "time_spent"))
     if account is not None:
         _take(account, event, at_s)

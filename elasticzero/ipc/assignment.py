@@ -15,7 +15,7 @@ from elasticzero.security.certificates import Credentials
 from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import ShardOver
 
-Tier = Literal["other", "fresh", "ram", "storage", "live"]
+Tier = Literal["other", "fresh", "ram", "live", "storage"]
 """Names where the state of a generation is read from. `other`: a word of a later release, which no
 agent gives to a worker. `live`: each worker has it already, because it has entered the generation
 inside its loop."""

@@ -27,6 +27,7 @@ from elasticzero.ipc.messages import (
     Message,
     Saved,
     SnapshotHeld,
+    Switched,
     Tagged,
     TagStep,
 )
@@ -51,7 +52,8 @@ from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.observability.output import contained
 from elasticzero.launcher.observability.recovery.spans import open_spans
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
-from elasticzero.launcher.protocol.documents import World
+from elasticzero.launcher.protocol.documents import Proposal, World
+from elasticzero.launcher.protocol.planned.switch import world_after
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
@@ -136,6 +138,8 @@ class Agent:
         self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}
         """Processes of a retired group that are ready for the next one, by local rank."""
+        self._prepared: tuple[World, Proposal] | None = None
+        """World that a proposal changes which the workers are prepared for, and the proposal."""
         subscriptions = Subscriptions(store, self._observer, membership)
         self._cluster = ClusterObserver(
             store,
@@ -311,6 +315,8 @@ class Agent:
             for worker, message in heard:
                 self._extensions.received(worker.rank, message)
                 match message:
+                    case Switched(step=step) if self._prepared is not None:
+                        self._take_role(world_after(*self._prepared, step))
                     case Captured():
                         self.saver.captured(message)
                     case AbandonSave(generation=generation, step=step):
@@ -377,7 +383,7 @@ class Agent:
         """Ends the workers of the older generation, which make way for those of `world`."""
         if world.token_digest not in ("", self._agreed.digest):
             self._adopt_token()
-        self._spare = self._retire_group()
+        self._spare, self._prepared = self._retire_group(), None
 
     def start(self, world: World, index: int, now_s: float) -> None:
         """Starts this node's workers of a generation, in the processes that were kept if any.
@@ -421,6 +427,50 @@ class Agent:
             if store is not None:
                 store.close()
         self.reporter.started(group)
+
+    def prepare_workers(self, world: World, proposal: Proposal) -> None:
+        """Tells the workers to connect a proposed generation beside their training.
+
+        Args:
+            world: World that the proposal changes.
+            proposal: The proposal, by which this node stays or leaves.
+        """
+        me, group = self._membership.me, self._group
+        index = proposal.find(me.node, me.incarnation)
+        if group is None:
+            return
+        if index is None:
+            group.prepare(proposal, (), None)
+            return
+        following = world_after(world, proposal)
+        assigned = assignments(self.options, following, index, self._agreed.secret)
+        store = self._membership.take_store_socket() if index == 0 else None
+        try:
+            group.prepare(proposal, assigned, store)
+        finally:
+            if store is not None:
+                store.close()
+        self._prepared = (world, proposal)
+
+    def enter(self, world: World, now_s: float) -> None:
+        """Takes the workers for those of a world that they have entered inside their loops.
+
+        Args:
+            world: The world.
+            now_s: Present time, on the monotonic clock.
+        """
+        if self._group is not None:
+            self._group.enter(world, now_s)
+        self._take_role(world)
+
+    def _take_role(self, world: World) -> None:
+        """Takes this node's part in the world that its workers have entered, once."""
+        prepared, self._prepared = self._prepared, None
+        me = self._membership.me
+        index = world.find(me.node, me.incarnation)
+        if prepared is not None and index is not None:
+            self.saver.begin(snapshot_role(world, index, self._agreed.secret, self.options.tls))
+            self._extensions.started(world, world.ranks(index))
 
     def _adopt_token(self) -> None:
         """Adopts the token that the other nodes use; raises `UserError` if this node was given

@@ -9,6 +9,7 @@ from elasticzero.ipc.assignment import Assignment, KnownError
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.protocol.documents import FIRST_RUN, World
 from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_sources
+from elasticzero.launcher.protocol.planned.proposal import possible
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.roles import ReplicaSource, SnapshotRole
 from elasticzero.launcher.tls.contexts import TlsContexts
@@ -78,6 +79,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             mirrors=tuple(r for r, keeper in keepers.items() if keeper == first + local_rank),
             mirrored_by=keepers.get(first + local_rank),
             run=max(world.run, FIRST_RUN),
+            changes_inside=possible(world, options.policy),
             **field_values(options.training),
         )
         for local_rank in range(member.nproc)

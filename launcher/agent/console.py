@@ -90,6 +90,7 @@ class AgentConsole:
             "fresh": fresh_start(world.generation, session=session),
             "ram": f"from step {resume.step}, held in memory",
             "storage": f"from the checkpoint of step {resume.step}",
+            "live": f"from step {resume.step}, without a stop",
         }
         reason = world.reason
         if (damage := world.skipped) is not None:

@@ -19,7 +19,8 @@ Rules of the loop:
  5. Once a later run of the job has begun (`RunEnded`, or a document that states one), the agent
     maintains and writes nothing more; `decide` ends it (A13).
  6. A start retires the workers of the older generation first, and all of their snapshots but the
-    one that the new generation resumes from.
+    one that the new generation resumes from. A world that the workers have entered inside their
+    loops retires nothing: they are its workers, and their snapshots count in it.
  7. Where nothing wakes the loop, it turns again when the next timer is due (`due_s`): a lapsed time
     of the protocol, a retry, a search. In a state in which things follow fast on one another it
     turns soon, and every few moments its node looks after the workers.
@@ -61,26 +62,30 @@ from elasticzero.launcher.protocol.actions import (
     Action,
     Decision,
     DumpStacks,
+    EnterWorld,
     ExitAgent,
     KillSuspended,
     KillUnresponsive,
     KillWorkers,
+    PrepareWorkers,
     PutReport,
     RaiseAlarm,
     RequestBoundaryStop,
     SaveHeldSnapshot,
     Start,
     StopWorkers,
+    WithdrawPreparation,
     WriteDone,
+    WriteProposal,
     WriteWorld,
 )
 from elasticzero.launcher.protocol.decide import decide, quiet_until_s
-from elasticzero.launcher.protocol.documents import UNSTATED, World
+from elasticzero.launcher.protocol.documents import UNSTATED, Proposal, World
 from elasticzero.launcher.protocol.drain import merge_notices
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import PreemptionNotice, View, WorkerGroupState
 from elasticzero.launcher.store.membership import Membership
-from elasticzero.launcher.store.watch_cache import WatchCache
+from elasticzero.launcher.store.watch_cache import WORLD, WatchCache
 
 BACKOFF_S = 0.2
 """Seconds without actions after a write that failed."""
@@ -113,6 +118,8 @@ class Workers(Protocol):
 
     def stop(self, reason: str, now_s: float) -> None: ...
 
+    def withdraw(self, reason: str) -> None: ...
+
     def kill(self, *, spare_saving: bool = False) -> None: ...
 
     def kill_unresponsive(self) -> None: ...
@@ -140,6 +147,22 @@ class NodeProcesses(Protocol):
         Args:
             world: World of the generation.
             index: Index of this node in its order of members.
+            now_s: Present time, on the agent's clock.
+        """
+
+    def prepare_workers(self, world: World, proposal: Proposal) -> None:
+        """Tells the workers to connect a proposed generation beside their training.
+
+        Args:
+            world: World that the proposal changes.
+            proposal: The proposal, by which this node stays or leaves.
+        """
+
+    def enter(self, world: World, now_s: float) -> None:
+        """Takes the workers for those of a world that they have entered inside their loops.
+
+        Args:
+            world: The world.
             now_s: Present time, on the agent's clock.
         """
 
@@ -438,9 +461,19 @@ class AgentCore:
                 case ExitAgent(code):
                     self._listener.exits(decision.reason)
                     self.exit_code = code
+                case WriteWorld(world, gone) if not needs_fresh_view(action):
+                    spent = self._listener.time_spent(view, world)
+                    entered = WriteWorld(replace(world, time_spent=spent), gone)
+                    basis = self._store.cache.get(WORLD)
+                    self._store.writer.end_generation(entered, view, basis)
                 case WriteWorld() | WriteDone():
                     pass  # see `_confirm`
-                case RaiseAlarm() | PutReport():
+                case EnterWorld(world):
+                    self._world_token = world.token
+                    self._node.enter(world, now_s)
+                case PrepareWorkers(proposal) if view.world is not None:
+                    self._node.prepare_workers(view.world, proposal)
+                case RaiseAlarm() | PutReport() | WriteProposal():
                     if not needs_fresh_view(action):
                         self._store.writer.write(action, view)
                 case _:
@@ -499,6 +532,8 @@ def command(group: Workers, action: Action, now_s: float) -> None:
             group.request(flags)
         case StopWorkers(reason):
             group.stop(reason, now_s)
+        case WithdrawPreparation(reason):
+            group.withdraw(reason)
         case KillWorkers(spare_saving=spare_saving):
             group.kill(spare_saving=spare_saving)
         case KillUnresponsive():

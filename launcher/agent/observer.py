@@ -159,6 +159,7 @@ class ClusterObserver:
         self._began_s = self._last_join_s = 0.0
         self._missing, self._alarm, self._round, self._outside = (FirstSeen() for _ in range(4))
         self._world, self._strikes_seen, self._storage_asked = (FirstSeen() for _ in range(3))
+        self._proposed, self._asked = FirstSeen(), FirstSeen()
         self._outages = Outages()
         self._noted: Mapping[str, Member] | None = None
         """Registrations from which `_joined` was made, and with which world `_unseen`."""
@@ -256,7 +257,10 @@ class ClusterObserver:
         alarm = observer.alarm(generation)
         if generation in self._my_reports:
             self._note_lost_report(generation)
-        opened = index is not None and current and (alarm is not None or workers.at_boundary)
+        at_boundary = workers.at_boundary and workers.switched != "left"
+        opened = index is not None and current and (alarm is not None or at_boundary)
+        report, proposal = self._my_reports.get(generation), observer.proposal(world)
+        asks_to_leave = report is not None and report.leaving and report.phase == "restored"
         told_of = opened or (index is not None and leaving and not self._store.reachable)
         outside = world is not None and index is None
         members = observer.members()
@@ -277,7 +281,10 @@ class ClusterObserver:
             alarm_s=self._alarm.since(generation, alarm is not None, now_s),
             round_s=round_s,
             reports=self._reports_about(world),
-            my_report=self._my_reports.get(generation),
+            my_report=report,
+            proposal=proposal,
+            proposal_s=self._proposed.since(generation, proposal is not None, now_s),
+            asked_s=self._asked.since(generation, asks_to_leave, now_s),
             done=observer.done(),
             control=observer.control(),
             remnants=self._restored and now_s - self._lost_s < 2 * policy.lease_ttl_s + 1.0,
@@ -364,6 +371,11 @@ class ClusterObserver:
             return self._strikes_seen.update((), now_s)
         since = self._strikes_seen.update([f"{s.count} {s.node}" for s in strikes], now_s)
         return {key.partition(" ")[2]: since_s for key, since_s in since.items()}
+
+    def spend_token(self) -> None:
+        """Has another token be drawn for the next world: a proposal gets the present one, and a
+        world that does not come from it must not have it."""
+        self._token = (0, "")
 
     def _next_token(self, generation: int) -> str:
         """Returns the token that tells a world of this agent from another's of the same number."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from elasticzero.ipc.messages import (
     SnapshotInterval,
     Stepped,
     Stopping,
+    Switched,
     Tagged,
 )
 from elasticzero.launcher.agent.config import AgentOptions
@@ -40,7 +41,12 @@ from elasticzero.launcher.observability.job_metrics import job_exposition
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.observability.output import contained, terminal
 from elasticzero.launcher.observability.recovery.record import RecoveryRecord
-from elasticzero.launcher.protocol.actions import Decision, WriteWorld
+from elasticzero.launcher.protocol.actions import (
+    Decision,
+    PrepareWorkers,
+    WithdrawPreparation,
+    WriteWorld,
+)
 from elasticzero.launcher.protocol.documents import Done, Failure, World
 from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.policy import with_operator_overrides
@@ -164,8 +170,16 @@ class AgentReporter:
             self._latest.reason = decision.reason
             self.note("reason", reason=decision.reason)
         for action in decision.actions:
-            if isinstance(action, WriteWorld):
-                self.note("writes", generation=action.world.generation)
+            match action:
+                case WriteWorld(world):
+                    self.note("writes", generation=world.generation)
+                case PrepareWorkers(proposal):
+                    leavers = list(proposal.leavers)
+                    self.note("prepares", generation=proposal.generation, leavers=leavers)
+                case WithdrawPreparation(reason):
+                    self.note("withdrawn", reason=reason)
+                case _:
+                    pass
         self._done = view.done
         self._latest.seconds = self._time.seconds(now_s) if self._time_complete else None
 
@@ -185,7 +199,9 @@ class AgentReporter:
     @recorded
     def time_spent(self, view: View, following: World) -> TimeSpent | None:
         """Returns where the job's time has gone, for the world that is to follow."""
-        step, until = following.resume.step, time.time()
+        until = time.time()
+        goes_on = following.resume.tier == "live"  # and no step is done again
+        step = self._latest.step if goes_on else following.resume.step
         if self._time_complete:
             return self._time.spent(time.monotonic(), until, step)
         before = view.world.time_spent if view.world is not None else None
@@ -193,7 +209,8 @@ class AgentReporter:
 
     def _world_changed(self, view: View, world: World, now_s: float) -> None:
         self._latest.counts.world(self._world, world)
-        if (spent := world.time_spent) is not None:
+        seen = world.resume.tier == "live" and self._time_complete and self._world is not None
+        if (spent := world.time_spent) is not None and not seen:
             self._time = TimeAccount(now_s, spent)
             seen = self._world is not None or abs(time.time() - spent.until) < FRESH_S
             self._time_complete = seen and world.names(view.me)
@@ -249,7 +266,7 @@ class AgentReporter:
         self._metrics.workers_running.set(len(group.workers))
 
     @recorded
-    def received(self, group: WorkerGroup, received: Iterable[Received], now_s: float) -> None:
+    def received(self, group: WorkerGroup, received: Sequence[Received], now_s: float) -> None:
         """Records messages of workers.
 
         Args:
@@ -257,6 +274,7 @@ class AgentReporter:
             received: Pairs of a worker and its message, in the order in which they came.
             now_s: Present time, on the monotonic clock.
         """
+        entering = {w.local_rank for w, m in received if isinstance(m, Switched)}
         for worker, message in received:
             local = worker.local_rank
             if not isinstance(message, Ended):
@@ -273,8 +291,12 @@ class AgentReporter:
                     if local == 0:
                         self._time.restored(now_s, message.connect_s, message.restore_s)
                         self.note("restored", generation=group.generation, **field_values(message))
+                case Switched():
+                    entering.discard(local)
+                    switch = {"generation": group.generation, "rank": worker.rank}
+                    self.note("switched", step=message.step, seconds=message.seconds, **switch)
                 case Stepped():
-                    self._stepped(worker, message, group.generation)
+                    self._stepped(worker, message, group.generation - (local in entering))
                 case Logged():
                     # The script chooses the scalars' names, and may take one of ours.
                     place = {"time": time.time(), "rank": worker.rank, "step": message.step}

@@ -21,9 +21,17 @@ from elasticzero.launcher.protocol.actions import (
     PutReport,
     RaiseAlarm,
     WriteDone,
+    WriteProposal,
     WriteWorld,
 )
-from elasticzero.launcher.protocol.documents import Alarm, Done, Report, World, to_bytes
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Done,
+    Proposal,
+    Report,
+    World,
+    to_bytes,
+)
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Condition, PrefixState, Store, unchanged
@@ -32,6 +40,7 @@ from elasticzero.launcher.store.watch_cache import (
     ALARM,
     DONE,
     MEMBERS,
+    NEXT,
     WORLD,
     WatchCache,
     reports_of,
@@ -45,10 +54,13 @@ def needs_fresh_view(action: Action) -> bool:
     """Returns whether an action is done only if a fresh read of the store leads to it too.
 
     That is so of the end of a generation, and of an alarm about a lapsed lease, for a watch may
-    show late that the lease is back.
+    show late that the lease is back. It is not so of a world that workers have entered already:
+    that follows from nothing in the store.
     """
     match action:
-        case WriteWorld() | WriteDone():
+        case WriteWorld(world):
+            return world.resume.tier != "live"
+        case WriteDone():
             return True
         case RaiseAlarm(alarm):
             return alarm.kind == "lapse"
@@ -148,19 +160,54 @@ class StoreWriter:
             with suppress(StoreUnavailable):
                 self._membership.verify()
 
-    def write(self, action: RaiseAlarm | PutReport, view: View) -> None:
-        """Writes an alarm or a report that was decided from `view`."""
+    def write(self, action: RaiseAlarm | PutReport | WriteProposal, view: View) -> None:
+        """Writes an alarm, a report or a proposal that was decided from `view`."""
         generation = view.world.generation if view.world is not None else 0
         match action:
             case RaiseAlarm(alarm):
-                self._raise_alarm(generation, alarm)
+                self._raise_alarm(generation, alarm, stands=view.workers.prepared is not None)
             case PutReport(report):
                 self._put_report(generation, view.me.node, report)
+            case WriteProposal(proposal):
+                self._write_proposal(generation, proposal)
 
-    def _raise_alarm(self, generation: int, alarm: Alarm) -> None:
+    def _write_proposal(self, generation: int, proposal: Proposal) -> None:
+        """Writes a new proposal, or the withdrawal of one: PL3 in `planned`.
+
+        Args:
+            generation: Generation that the proposal changes.
+            proposal: The proposal.
+        """
+        stored, world = self._observer.get(NEXT), self._observer.get(WORLD)
+        if stored is None or world is None:
+            return  # what stands there is about to be told
+        conditions = [
+            unchanged(WORLD, world.entries.get(WORLD)),
+            unchanged(NEXT, stored.entries.get(NEXT)),
+        ]
+        if not proposal.withdrawn:
+            self._cluster.spend_token()
+            conditions.append(Condition(key=f"{ALARM}{generation}", mod_revision=0))
+            conditions.append(self._membership.still_registered())
+        put = {NEXT: to_bytes(replace(proposal, run=self._run))}
+        self._store.write(put, conditions=conditions)
+        self._observer.put(NEXT, self._store.read(NEXT))
+
+    def _raise_alarm(self, generation: int, alarm: Alarm, *, stands: bool) -> None:
+        """Writes an alarm, unless the generation has one.
+
+        Args:
+            generation: Number of the generation.
+            alarm: The alarm.
+            stands: Whether `world` must still be that of the generation: its workers may have
+                entered the next one (PS2 in `planned`).
+        """
         key = f"{ALARM}{generation}"
         put = {key: to_bytes(replace(alarm, run=self._run))}
-        self._store.write(put, conditions=[Condition(key=key, mod_revision=0)])
+        conditions = [Condition(key=key, mod_revision=0)]
+        if stands and (world := self._observer.get(WORLD)) is not None:
+            conditions.append(unchanged(WORLD, world.entries.get(WORLD)))
+        self._store.write(put, conditions=conditions)
         if self._observer.alarm(generation) is None:  # mostly the watch has told it by now
             self._observer.put(ALARM, self._store.read(ALARM))
 
@@ -206,10 +253,14 @@ class StoreWriter:
         check_invariants(world, action.world)
         old = [f"{ALARM}{generation - 1}", reports_of(generation - 1)]
         conditions = self._conditions(basis)
+        if action.world.resume.tier == "live":
+            conditions.append(Condition(key=f"{ALARM}{generation}", mod_revision=0))
         following = replace(action.world, token_digest=self._token_digest, run=self._run)
         key_value = {WORLD: to_bytes(following)}
         deletes = [f"{MEMBERS}{node}" for node in action.gone]
         deletes += old if generation > 1 else []
+        if world is not None and world.entered:  # which has no reports
+            deletes += [f"{ALARM}{generation - 2}", reports_of(generation - 2)]
         written = self._store.write(key_value, deletes=deletes, conditions=conditions)
         if written is not None:
             self._observer.put(WORLD, self._store.read(WORLD))

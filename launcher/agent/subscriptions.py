@@ -11,6 +11,7 @@ from math import inf
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.protocol.documents import Member, Report, World
 from elasticzero.launcher.protocol.leader import PROOF_STEPS, is_leader
+from elasticzero.launcher.protocol.planned.proposal import possible
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Entry, PrefixState, Store
@@ -21,6 +22,7 @@ from elasticzero.launcher.store.watch_cache import (
     CONTROL,
     DONE,
     MEMBERS,
+    NEXT,
     WORLD,
     WatchCache,
     reports_of,
@@ -189,6 +191,8 @@ class Subscriptions:
         if world is None:
             prefixes.add(self._find_oldest(view.me.node, now_s))
         else:
+            if possible(world, policy):
+                prefixes.add(NEXT)
             index = world.find(view.me.node, view.me.incarnation)
             in_round_s = now_s - view.round_s if view.round_s is not None else -1.0
             stands_by = index is not None and index < STANDBY

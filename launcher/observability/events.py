@@ -39,6 +39,9 @@ EventName = Literal[
     "checkpoint",
     "save_failed",
     "tagged",
+    "prepares",
+    "withdrawn",
+    "switched",
     "stopping",
     "failed",
     "ended",
@@ -141,7 +144,8 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "members": "names of the nodes, in the order of their ranks",
             "world_size": "number of ranks",
             "resume_step": "step from which training goes on",
-            "tier": "where the state is: `fresh`, `ram` or `storage`",
+            "tier": "where the state is: `fresh`, `ram` or `storage`; `live`: the workers have "
+            "entered the generation without a stop",
             "reason": "why the generation was formed",
             "bad_steps": "steps whose checkpoints were found damaged",
             "skipped": "the damaged checkpoint that `reason` tells of: `step`, `message`, and "
@@ -321,6 +325,23 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "error": "why they do not name the step; null if they do",
         },
     ),
+    "prepares": EventSpec(
+        "The agent has its workers prepare for a generation that they may enter without a stop.",
+        {"generation": "number of that generation", "leavers": "names of the nodes that leave"},
+    ),
+    "withdrawn": EventSpec(
+        "The workers are to forget that generation; the change stops their loops.",
+        {"reason": "why"},
+    ),
+    "switched": EventSpec(
+        "A worker has entered the next generation inside its loop. `world` follows.",
+        {
+            "generation": "number of that generation",
+            "rank": "rank of the worker in it",
+            "step": "boundary at which all ranks entered it",
+            "seconds": "seconds for which training waited",
+        },
+    ),
     "stopping": EventSpec(
         "A worker has left its training loop because its generation ends.",
         {
@@ -329,6 +350,8 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "clean": "whether its state is whole and can be saved",
             "complete": "whether this worker alone holds the whole state",
             "reason": "why it stops",
+            "switched": "token of the generation that the others have entered without this worker; "
+            "empty: none",
         },
     ),
     "failed": EventSpec(

@@ -272,6 +272,14 @@ RUN_OPTIONS = (
             is_listed=True,
         ),
         Option(
+            ("--changes-inside",),
+            "A node leaves without a stop of the others' loops where that is possible.",
+            True,
+            is_switch=True,
+            has_off=True,
+            field="policy.changes_inside",
+        ),
+        Option(
             ("--preemption",),
             "This node leaves when this cloud announces its preemption; auto detects the cloud.",
             "auto",

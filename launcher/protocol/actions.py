@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticzero.errors import ExitCode
-from elasticzero.launcher.protocol.documents import Alarm, Done, Report, World
+from elasticzero.launcher.protocol.documents import Alarm, Done, Proposal, Report, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,32 @@ class WriteWorld:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteProposal:
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareWorkers:
+    """Has the workers connect the proposed generation beside their training."""
+
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawPreparation:
+    """Has the workers forget the generation that they have prepared."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnterWorld:
+    """Takes the workers for those of a world that they have entered inside their loops."""
+
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
 class WriteDone:
     done: Done
 
@@ -102,6 +128,10 @@ Action = (
     | RaiseAlarm
     | PutReport
     | WriteWorld
+    | WriteProposal
+    | PrepareWorkers
+    | WithdrawPreparation
+    | EnterWorld
     | WriteDone
     | SaveHeldSnapshot
     | ExitAgent

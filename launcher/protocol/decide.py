@@ -41,7 +41,9 @@ Rules of every agent; the first that applies counts:
      over and perhaps no agent can ever write so. This comes before A2.
  A13 A later run of the job has taken the place of this node's: kill the workers, write nothing, and
      exit with SUPERSEDED when they are gone. This comes before all others.
-The rules of the acting leader (L1 to L10) stand in `leader`.
+ A14 A planned change may happen inside the workers' loops: see `planned`. An agent whose workers
+     have gone over to a world enters it, and does not start them. This comes before A2.
+The rules of the acting leader (L1 to L13) stand in `leader`.
 Invariant: an agent writes about no generation but the one that `world` names, and every write is
 conditioned on that document's revision.
 """
@@ -55,6 +57,7 @@ from elasticzero.errors import ExitCode, later_run_text
 from elasticzero.launcher.protocol.actions import (
     Decision,
     DumpStacks,
+    EnterWorld,
     ExitAgent,
     KillSuspended,
     KillUnresponsive,
@@ -73,6 +76,7 @@ from elasticzero.launcher.protocol.drain import (
     drain_without_store,
     exit_deadline_s,
     exit_unrecorded,
+    leave_reason,
     must_drain_without_store,
     must_exit_unrecorded,
     stop_limit_s,
@@ -94,6 +98,14 @@ from elasticzero.launcher.protocol.leader import (
     lead,
     spare_take_over,
 )
+from elasticzero.launcher.protocol.planned.proposal import (
+    await_change,
+    follow,
+    is_open,
+    possible,
+    propose,
+)
+from elasticzero.launcher.protocol.planned.switch import after_switch, enters, leaves
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from elasticzero.launcher.protocol.regroup import close_round, others_may_save, save_held
 from elasticzero.launcher.protocol.termination import exit_code_of
@@ -130,10 +142,22 @@ def decide(view: View, now_s: float, policy: JobPolicy) -> Decision:
         return _outside(view, world, now_s, policy)
     another = workers.token not in ("", world.token)  # of the same number: see `outranks`
     if workers.generation < world.generation or another:
+        if enters(view, world):
+            return Decision((EnterWorld(world),), f"generation {world.generation}: {world.reason}")
+        if world.resume.tier == "live":
+            return _cannot_enter(view, world)
         return Decision((Start(world, index),), f"generation {world.generation}: {world.reason}")
     if view.round_s is not None:
         return _round(view, world, now_s, policy)
     return _training(view, world, now_s, policy)
+
+
+def _cannot_enter(view: View, world: World) -> Decision:
+    """Ends a generation that began without a stop, and whose workers this node does not have."""
+    if view.alarm is not None:
+        return wait(f"generation {world.generation} ends: {view.alarm.reason}")
+    reason = f"{view.me.node} has no workers that have entered generation {world.generation}"
+    return Decision((RaiseAlarm(Alarm(node=view.me.node, kind="failure", reason=reason)),), reason)
 
 
 def quiet_until_s(view: View, decision: Decision, now_s: float, policy: JobPolicy) -> float:
@@ -152,6 +176,7 @@ def quiet_until_s(view: View, decision: Decision, now_s: float, policy: JobPolic
     world = view.world
     odd = view.leaving or view.later_run or view.done is not None or view.remnants
     odd |= view.control.stop or view.workers.sealing or not view.store.reachable
+    odd |= is_open(view) or (view.workers.prepared is not None and not view.workers.withdrawn)
     if decision.actions or odd:
         return now_s
     if world is None:
@@ -222,6 +247,8 @@ def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decis
         policy: Limits and times, with operators' changes.
     """
     workers = view.workers
+    if workers.running and leaves(view, world) and not _is_over(view, now_s, policy):
+        return wait("left: its workers come to the boundary, and end")
     if workers.running and not workers.killed:
         reason = f"generation {world.generation} goes on without this node"
         return Decision((KillWorkers(reason),), reason)
@@ -238,6 +265,20 @@ def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decis
         reason = f"left: there are {policy.max_nodes} nodes, and {policy.spares} wait (--spares)"
         return Decision((ExitAgent(ExitCode.LEFT),), reason)
     return Decision((ExitAgent(ExitCode.LEFT),), "left: the others have what this node held")
+
+
+def _is_over(view: View, now_s: float, policy: JobPolicy) -> bool:
+    """Returns whether workers that have left the others inside their loops have had their time to
+    end.
+
+    Args:
+        view: What this agent sees.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, of which `stop_s` counts.
+    """
+    outside_s = view.outside_s if view.outside_s is not None else now_s
+    late = now_s - max(view.workers.switched_s, outside_s) >= policy.stop_s
+    return late or (view.notice is not None and now_s >= exit_deadline_s(view.notice))
 
 
 def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
@@ -263,6 +304,8 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
         suspended_s = None if late is not None else suspension_limit_s(policy)
         dump = DumpStacks(step_limit_s(workers, policy), suspended_s)
         return Decision((dump,), f"{why}: the workers are examined")
+    if workers.switched != "no":
+        return after_switch(view, world, now_s)
     nobody_waits = world.resume.tier != "ram"
     phase = view.my_report.phase if view.my_report is not None else None
     if late is not None and workers.stalled is not None:
@@ -271,14 +314,22 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
             return stalled
     elif (workers.restored or (workers.plain and nobody_waits)) and phase in (None, "stalled"):
         return _report(view, "restored", f"training, generation {world.generation}")
+    elif phase == "restored" and possible(world, policy):
+        why = leave_reason(view) if view.leaving else f"training, generation {world.generation}"
+        changed = _report(view, "restored", why)
+        if changed.actions:
+            return changed
     if is_leader(view):
-        decision = lead(view, world, now_s, policy)
+        decision = propose(view, world, now_s, policy) or lead(view, world, now_s, policy)
         if decision is not None and (decision.actions or not view.leaving):
             return decision  # while a leader that leaves waits for others' ends, it still leaves
     if workers.finished:
         return _report(view, "finished", "every worker here has finished")
+    if (planned := follow(view, world, now_s, policy)) is not None:
+        return planned
     if view.leaving:
-        return begin_drain(view, now_s, policy)
+        planned = await_change(view, world, now_s, policy)
+        return planned or begin_drain(view, now_s, policy)
     if workers.restored or workers.plain:
         return wait(f"training, generation {world.generation}")
     return wait(f"generation {world.generation}: the workers are starting")
@@ -308,8 +359,16 @@ def _report(view: View, phase: Phase, reason: str) -> Decision:
         final_step=view.workers.step if phase in ("finished", "stopped") else None,
         end_reason=view.workers.end_reason if phase == "finished" else "",
         ran=_has_run(view, phase),
+        switched=_switched(view),
     )
     return wait(reason) if view.my_report == report else Decision((PutReport(report),), reason)
+
+
+def _switched(view: View) -> str:
+    """Returns the token of the generation that this node's workers have entered, though `world`
+    does not name it; empty: they have entered none."""
+    workers = view.workers
+    return workers.prepared.token if workers.prepared and workers.switched == "entered" else ""
 
 
 def _has_run(view: View, phase: Phase) -> bool:

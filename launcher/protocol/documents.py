@@ -103,6 +103,18 @@ class SkippedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ancestor:
+    """Names the states of an earlier generation that are on the lineage of a world whose workers
+    came from it inside their loops."""
+
+    generation: int
+    first: int
+    """First step of these states."""
+    last: int
+    """Last step of these states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """Describes one generation: an ordered list of members, and the state that they start from."""
 
@@ -148,6 +160,12 @@ class World:
     proofs: bool = field(default=False, metadata=OMIT_DEFAULT)
     """True if its members, and the nodes that hold the state that it starts from, prove the secret
     to each other and do not show it. False: one of them may be of the release before."""
+    ancestors: tuple[Ancestor, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Earlier generations, oldest first, whose snapshots count too, because training went on from
+    them without a stop; none where the generation began with a start of workers."""
+    entered: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Number of a generation that workers had entered inside their loops before this one, and for
+    which no world was written; 0: there is none."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
     _incarnations: Sequence[str] = field(init=False, repr=False, compare=False)
@@ -267,6 +285,42 @@ class Report:
     plain script are not counted."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
+    switched: str = field(default="", metadata=OMIT_DEFAULT)
+    """Token of the proposal that this node's workers have followed inside their loops, though
+    `world` does not name it yet; empty: they have followed none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Proposes the generation that the running one becomes inside of its loops, without some of
+    its members.
+
+    There is one for each world at most. It is never taken back: `withdrawn` ends it.
+    """
+
+    generation: int
+    """Number of the proposed generation."""
+    token: str
+    """Token of that generation."""
+    of: str
+    """Token of the world that it changes."""
+    members: tuple[Member, ...]
+    """Members that stay, in their order. The first one has a fresh port for rank 0's store."""
+    leavers: tuple[str, ...]
+    """Nodes that leave."""
+    reason: str
+    """Becomes the reason of the world."""
+    withdrawn: str = ""
+    """Reason for which it is dead; empty: it is not."""
+    run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
+    """Number of the job's run: see `compare_runs`."""
+
+    def find(self, node: str, incarnation: str) -> int | None:
+        """Returns the index of a registration among the members that stay."""
+        for index, member in enumerate(self.members):
+            if (member.node, member.incarnation) == (node, incarnation):
+                return index
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,13 +376,17 @@ def to_bytes(document: Any) -> bytes:
     """Returns the stored form of a document; a world's members and sources are rows, not objects.
 
     The zones of a world are stored if all members have one. So each of its agents places replicas
-    as the others do, though one may be of a release that knows no zones.
+    as the others do, though one may be of a release that knows no zones. A world that workers have
+    entered inside their loops says so beside a tier that the release before can read: a node of it
+    that comes waits for a place, and would leave otherwise.
     """
     if not isinstance(document, World):
         return _json(encode(document))
     resume = document.resume
     value = encode(replace(document, members=(), resume=replace(resume, sources=())))
     value["members"] = encode_rows(Member, document.members, without=("zone", "run"))
+    if resume.tier == "live":
+        value["resume"]["tier"], value["inside"] = "ram", True
     if all(document.zones):
         value["zones"] = list(document.zones)
     value["resume"]["sources"] = encode_rows(Source, resume.sources)
@@ -347,6 +405,8 @@ def world_from_bytes(data: bytes) -> World:
     value = parse_json(data, "world")
     if not isinstance(value, dict) or not isinstance(value.get("resume"), dict):
         raise RecordError("world: an object with an object `resume` was expected")
+    if value.pop("inside", None) is True:
+        value["resume"] = {**value["resume"], "tier": "live"}
     rows = value.pop("members", None)
     zones = decode(tuple[str, ...], value.pop("zones", []), "world.zones")
     sources = decode_rows(Source, value["resume"].pop("sources", None), "world.resume.sources")

@@ -118,6 +118,8 @@ def drain_without_store(view: View, now_s: float, policy: JobPolicy) -> Decision
         policy: Limits and times; `stop_s` bounds how long the workers may take.
     """
     reason, workers, notice = f"{leave_reason(view)}; etcd is still away", view.workers, view.notice
+    if workers.switched == "left" and not workers.running:
+        return Decision((ExitAgent(ExitCode.LEFT),), "left: the others have gone on without it")
     if notice is None or notice.by_s is None or now_s >= notice.by_s:
         return Decision((ExitAgent(ExitCode.LEFT),), f"{reason}, and the time is up")
     if workers.running and workers.aborted_s is None:

@@ -5,8 +5,9 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
  R1  A generation has one world: no agent ever starts another document of the same number. If etcd
      loses its data there may be two histories, and two worlds of one number. A world is then only
      written over one that it outranks (`documents.outranks`), and no node trains on in the other.
- R2  Generations grow by one, also after a world that etcd has lost and an agent still has. Members
-     that stay keep their order; new members come last.
+ R2  Generations grow by one, also after a world that etcd has lost and an agent still has, and by
+     two after a generation that workers have entered inside their loops and no world was written
+     for. Members that stay keep their order; new members come last.
  R3  A world has MIN to MAX members. When it was written, each member was registered as this
      incarnation, or had been, or had reported, little more than a TTL before. Outages of etcd do
      not count towards that time. Its writer knew of no later registration of a member's node.
@@ -25,7 +26,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      workers at a boundary.
  R11 A member that has stopped, and has reported so, has a place in the next world. A waiting node
      has one as soon as there is room, and no backup of etcd was restored a moment ago. Excepted are
-     nodes that leave, that are quarantined, and those beyond MAX.
+     nodes that leave, that are quarantined, and those beyond MAX. A world that workers have entered
+     inside their loops takes in no node; the next one does.
  R12 What operators request is done soon after: no later world names a drained registration; after a
      stop no step is made, and the state in memory is saved. A node that is drained is taken into no
      world by an agent that knows of it. Where nodes only come, leave and are scaled as requested,
@@ -59,6 +61,11 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      its lease has lapsed, and for as long again as training had gone on since the newest snapshot
      that all nodes hold; then its generation ends. It ends no sooner, and not at all where an agent
      of the node answers.
+ R26 A world has one proposal at most, which is never made good again once it was withdrawn; and
+     workers go over to no other generation inside their loops.
+ R27 A world comes from a proposal or from a round, never from both: either all workers have
+     entered it at its step and no alarm of the world before stands, or no proposal has its token.
+ R28 No rank applies a step twice, or leaves one out, when it goes over to another generation.
 """
 
 from __future__ import annotations
@@ -75,7 +82,10 @@ def check_invariants(before: World | None, after: World) -> None:
     assert after.members and after.world_size > 0, "a world has ranks"
     assert list(accumulate(m.nproc for m in after.members))[-1] == after.world_size
     if before is not None:
-        assert after.generation == before.generation + 1, "generations only grow, by one"
+        if after.entered:
+            assert after.entered == before.generation + 1, "the generation that was entered follows"
+        last = after.entered or before.generation
+        assert after.generation == last + 1, "generations only grow, by one"
         stayed = [m.node for m in before.members if after.find(m.node, m.incarnation) is not None]
         assert nodes[: len(stayed)] == stayed, "those that stay keep their order, before new ones"
     if after.resume.tier == "ram":

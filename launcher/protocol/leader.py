@@ -26,6 +26,7 @@ the oldest registration. Its rules:
  L11 With --shard node all nodes of a world have as many workers; others wait.
  L12 From the job's second run on, a node of the release before is taken into no world: it cannot
      derive the secret of the run.
+ L13 While a proposal stands (`planned`), request no other change: it waits, or ends the proposal.
 Rules of liveness, for L3; a lapsed lease is only a suspicion:
  V1  It counts only while the agent's own lease is confirmed, and the store has been well for a TTL.
  V2  It does not count while steps prove that the member is alive: a step was finished with it after
@@ -322,6 +323,8 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
             alarm = Alarm(node=view.me.node, kind="lapse", reason=reason)
             return Decision((RaiseAlarm(alarm),), alarm.reason)
     if view.workers.finished or not view.store.reachable:
+        return None
+    if view.proposal is not None and not view.proposal.withdrawn:
         return None
     if view.control.stop:
         reason = "an operator stops the job"

@@ -51,6 +51,8 @@ class JobPolicy:
     from the last steps, and is `SUSPENDED_S` for a suspended one."""
     handover_s: float = 60.0
     """Maximum seconds for which a leaving node serves its snapshots."""
+    changes_inside: bool = True
+    """True: a planned change may happen inside the loops of the workers. False: it stops them."""
 
 
 def with_operator_overrides(policy: JobPolicy, control: Control) -> JobPolicy:

@@ -203,8 +203,11 @@ def _judged(
         world, resume.step, recorded, present, excused=bool(outcome.odd)
     )
     lasted_s = now_s - (view.world_s or now_s)
+    switched = any(report.switched for report in present.values())
+    entered = world.generation + 1 if switched else 0
     return World(
-        generation=world.generation + 1,
+        generation=(entered or world.generation) + 1,
+        entered=entered,
         token=view.token,
         members=(),
         strategy=world.strategy,
@@ -249,7 +252,7 @@ def left_out_after(
     return tuple(sorted(after, key=lambda batch: batch.step))
 
 
-def _as_registered(members: Iterable[Member], view: View) -> list[Member]:
+def as_registered(members: Iterable[Member], view: View) -> list[Member]:
     """Returns members of a world with the zones and runs that they registered with, which the world
     lacks if one of its members had none."""
     registered = {(m.node, m.incarnation): m for m in (view.members or {}).values()}
@@ -290,7 +293,7 @@ def _next_world(
     present = {m.node for m in (*joiners, *outcome.staying)}
     waiting = still_quarantined(outcome.aside, following.strikes, present, policy.min_nodes)
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, outcome.staying))
-    members = order_members(world, new, _as_registered(old, view), policy.max_nodes)
+    members = order_members(world, new, as_registered(old, view), policy.max_nodes)
     if len(members) < policy.min_nodes:
         return wait(f"{len(members)} of at least {policy.min_nodes} nodes are left; state is kept")
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})

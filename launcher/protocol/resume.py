@@ -2,7 +2,9 @@
 
 Pure. Rules (`choose_resume`):
 1. A snapshot counts only if this generation wrote it, or if it is the state that this generation
-   itself started from. Any other may be off the job's lineage.
+   itself started from. Any other may be off the job's lineage. Where training came into this
+   generation without a stop, the snapshots of the generations before it count too, and those of
+   the generation after it where a report says that its workers have entered that one.
 2. A snapshot is whole when the reports name a holder for every rank of its world. Shards of two
    generations or of two steps are never mixed.
 3. The highest step wins, in memory or on storage. At equal steps memory wins, for it is faster to
@@ -21,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elasticzero.ipc.assignment import Resume, Source
-from elasticzero.launcher.protocol.documents import Report, World
+from elasticzero.launcher.protocol.documents import Holding, Report, World
 from elasticzero.text import named_text
 
 
@@ -105,19 +107,39 @@ def _held(
 ) -> dict[tuple[int, int, int], dict[int, list[Source]]]:
     """Returns which node holds which rank's shard of each (generation, step, world size) that rule
     1 admits."""
-    origin = (world.resume.generation, world.resume.step) if world.resume.tier == "ram" else None
     addresses = {member.node: member.address for member in world.members}
     held: dict[tuple[int, int, int], dict[int, list[Source]]] = {}
     for node, report in reports.items():
         for holding in report.holdings:
-            state = (holding.generation, holding.step)
-            if holding.generation != world.generation and state != origin:
+            if not _is_on_lineage(world, report, holding):
                 continue
-            by_rank = held.setdefault((*state, holding.world_size), {})
+            state = (holding.generation, holding.step, holding.world_size)
+            by_rank = held.setdefault(state, {})
             for rank in holding.ranks:
                 source = Source(rank=rank, node=node, address=addresses[node])
                 by_rank.setdefault(rank, []).append(source)
     return held
+
+
+def _is_on_lineage(world: World, report: Report, holding: Holding) -> bool:
+    """Returns whether rule 1 admits a snapshot.
+
+    Args:
+        world: World of the generation that ends.
+        report: Report of a node, of that generation.
+        holding: A snapshot in that node's memory.
+    """
+    generation, step, resume = holding.generation, holding.step, world.resume
+    if generation == world.generation:
+        return True
+    if resume.tier == "ram" and (generation, step) == (resume.generation, resume.step):
+        return True
+    if report.switched and generation == world.generation + 1:
+        return True
+    return any(
+        generation == ancestor.generation and ancestor.first <= step <= ancestor.last
+        for ancestor in world.ancestors
+    )
 
 
 def describe_incomplete_snapshot(

@@ -18,6 +18,7 @@ from elasticzero.launcher.protocol.documents import (
     Failure,
     Holding,
     Member,
+    Proposal,
     Report,
     World,
 )
@@ -133,6 +134,19 @@ class WorkerGroupState:
     """State of the examination of workers that make no step, since their last step."""
     stalled: Failure | None = None
     """Failure that the workers wait for, after an examination found none to blame here."""
+    prepared: Proposal | None = None
+    """Proposal for which the workers were told to prepare; None: for none."""
+    withdrawn: bool = False
+    """True if they were told to forget it."""
+    refused: str = ""
+    """Reason for which a worker cannot be prepared; empty: there is none so far."""
+    switched: Literal["no", "entered", "left"] = "no"
+    """Whether the workers have gone over to the proposed generation, or have left it to the
+    others; `generation` and `token` stay those before until the agent enters its world."""
+    switched_step: int = 0
+    """Boundary at which that happened."""
+    switched_s: float = 0.0
+    """Time at which the agent learnt of it."""
 
     @property
     def attached(self) -> bool:
@@ -217,6 +231,12 @@ class View:
     """Reports of this generation, by node; None: this agent does not watch them now."""
     my_report: Report | None = None
     """Report that this agent has already put for this generation."""
+    proposal: Proposal | None = None
+    """Proposal of this world; None: it has none, as far as this agent sees."""
+    proposal_s: float | None = None
+    """Time at which this agent first saw that proposal."""
+    asked_s: float | None = None
+    """Time since which this agent's report says that its node is to leave, while it trains."""
     done: Done | None = None
     later_run: int = UNSTATED
     """Number of a later run that has taken the place of this node's; UNSTATED: none has."""

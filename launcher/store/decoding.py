@@ -18,6 +18,7 @@ from elasticzero.launcher.protocol.documents import (
     Control,
     Done,
     Member,
+    Proposal,
     Report,
     Run,
     World,
@@ -42,6 +43,7 @@ _ABSENT = "it counts as absent; delete the key unless an agent of another releas
 MEANINGS: Mapping[type[Any], str] = {
     Member: _ABSENT,
     Report: _ABSENT,
+    Proposal: _ABSENT,
     Control: _ABSENT,
     Alarm: "it counts as an alarm, which ends its generation",
     World: "this node leaves with its state",
@@ -142,6 +144,10 @@ def _check(read: Any) -> None:
                 numbers = (holding.generation, holding.step, *holding.ranks)
                 if min(numbers) < 0 or not 0 < holding.world_size <= MAX_RANKS:
                     raise RecordError("report.holdings: a snapshot was expected")
+        case Proposal(generation=generation, members=members):
+            if generation < 1 or not members:
+                raise RecordError("proposal: a generation with members was expected")
+            _check_members(members, "proposal.members")
         case Run(number=number) if number < FIRST_RUN:
             raise RecordError(f"run.number: {FIRST_RUN} or more was expected, not {number}")
         case Control(nnodes=(least, most)):
@@ -157,7 +163,10 @@ def _check_world(world: World) -> None:
         raise RecordError("world.members: at least one was expected, each with a name of its own")
     _check_members(world.members, "world.members")
     resume = world.resume
-    if min(world.generation - 1, resume.step, resume.generation, world.trained) < 0:
+    for ancestor in world.ancestors:
+        if min(ancestor.generation, ancestor.first, ancestor.last) < 0:
+            raise RecordError("world.ancestors: generations and their steps were expected")
+    if min(world.generation - 1, world.entered, resume.step, resume.generation, world.trained) < 0:
         raise RecordError("world: numbers of a generation, and of a step, were expected")
     if world.micro_batch is not None and world.micro_batch < 1:
         raise RecordError("world.micro_batch: a number of samples was expected")

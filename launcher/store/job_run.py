@@ -43,7 +43,7 @@ from elasticzero.launcher.store.api import (
 )
 from elasticzero.launcher.store.data_loss import History
 from elasticzero.launcher.store.decoding import document, unreadable_text
-from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, REPORTS, WORLD
+from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, NEXT, REPORTS, WORLD
 from elasticzero.serialization import RecordError
 
 RUN = "run"
@@ -112,7 +112,7 @@ def begin_next_run(store: Store, over: Condition) -> bool:
     before = stored_run(store)
     revision = store.write(
         {RUN: to_bytes(Run(number=before.number + 1))},
-        deletes=[DONE, WORLD, CONTROL, ALARM, REPORTS],
+        deletes=[DONE, WORLD, CONTROL, ALARM, REPORTS, NEXT],
         conditions=[over, before.unchanged()],
     )
     return revision is not None

@@ -18,6 +18,7 @@ from elasticzero.launcher.protocol.documents import (
     Control,
     Done,
     Member,
+    Proposal,
     Report,
     World,
     compare_runs,
@@ -37,13 +38,14 @@ from elasticzero.spans import STRATEGIES
 
 T = TypeVar("T")
 
-WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS = (
+WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS, NEXT = (
     "world",
     "control",
     "done",
     "alarm/",
     "members/",
     "reports/",
+    "next",
 )
 NO_REQUESTS = Control()
 MAX_NAMED = 32
@@ -314,6 +316,12 @@ class WatchCache:
         if before is None:
             return stored or NO_REQUESTS
         return merged(before, stored or NO_REQUESTS)
+
+    def proposal(self, world: World | None) -> Proposal | None:
+        """Returns the proposal of this very world; None: there is none that can be read."""
+        entry = self._entry(NEXT, NEXT)
+        read = self._of_run(self._document(entry, Proposal)) if entry is not None else None
+        return read if read is not None and world is not None and read.of == world.token else None
 
     def alarm(self, generation: int) -> Alarm | None:
         """Returns the alarm of a generation; one that cannot be read is an alarm too."""

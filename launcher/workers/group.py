@@ -21,15 +21,19 @@ from elasticzero.ipc.messages import (
     Attached,
     Finished,
     Message,
+    Prepare,
+    PrepareFailed,
     Request,
     Restored,
     SaveState,
     ScriptEnded,
     Stepped,
     Stopping,
+    Switched,
     Waiting,
+    Withdraw,
 )
-from elasticzero.launcher.protocol.documents import Failure
+from elasticzero.launcher.protocol.documents import Failure, Proposal, World
 from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers import error_file
@@ -71,6 +75,26 @@ class Ended:
 Received = tuple[Worker, Message | Ended]
 
 
+def in_order(received: list[Received]) -> list[Received]:
+    """Returns messages of workers with those first that a worker has sent before it has entered
+    another generation.
+
+    All workers enter one at the same boundary, but their messages are read one worker after
+    another.
+    """
+    entered = {id(worker) for worker, message in received if isinstance(message, Switched)}
+    if not entered:
+        return received
+    before: list[Received] = []
+    after: list[Received] = []
+    for worker, message in received:
+        if isinstance(message, Switched):
+            entered.discard(id(worker))
+        has_entered = worker.switched and id(worker) not in entered
+        (after if has_entered else before).append((worker, message))
+    return before + after
+
+
 @dataclass(slots=True)
 class WorkerGroup:
     """Holds this node's workers of one generation, and the state that follows from their
@@ -90,6 +114,10 @@ class WorkerGroup:
     console: ConsoleOutput = field(default_factory=ConsoleOutput)
     reused: int = 0
     """Number of workers that run in a process of an earlier generation."""
+    _entered: str = ""
+    """Token of the generation that the workers have entered inside their loops; empty: none."""
+    _next_first_rank: int = 0
+    """First rank of this node in the proposed generation."""
     _view: WorkerGroupState = field(default_factory=WorkerGroupState)
     _complete_save_requested: bool = False
     _pending: list[Received] = field(default_factory=list)
@@ -172,6 +200,68 @@ class WorkerGroup:
         self._view = replace(self._view, requested=self._view.requested | flags)
         self._view = advance(self._view, GroupEvent.REQUEST)
         self.broadcast(Request(flags=self._view.requested))
+
+    def prepare(
+        self, proposal: Proposal, assigned: Sequence[Assignment], store: socket.socket | None
+    ) -> None:
+        """Tells the workers to connect a proposed generation beside their training.
+
+        Args:
+            proposal: The proposal.
+            assigned: The worker's places in that generation; none: this node leaves.
+            store: Rank 0's bound socket, on the node of rank 0.
+        """
+        self._view = replace(self._view, prepared=proposal, withdrawn=False, refused="")
+        places = {assignment.local_rank: assignment for assignment in assigned}
+        self._next_first_rank = min((a.rank for a in assigned), default=0)
+        for worker in self.workers:
+            place = places.get(worker.local_rank)
+            is_first = place is not None and place.rank == 0 and store is not None
+            store_fd = store.fileno() if is_first and store is not None else None
+            worker.prepare(Prepare(token=proposal.token, assignment=place), store_fd)
+
+    def withdraw(self, reason: str) -> None:
+        """Tells the workers to forget the generation that they have prepared."""
+        if (prepared := self._view.prepared) is not None:
+            self._view = replace(self._view, withdrawn=True)
+            self.broadcast(Withdraw(token=prepared.token, reason=reason))
+
+    def enter(self, world: World, now_s: float) -> None:
+        """Takes the workers for those of a world that they have entered, or are about to report to
+        have entered.
+
+        Args:
+            world: The world.
+            now_s: Present time.
+        """
+        self._enter(now_s, 0)
+        self._view = replace(
+            self._view,
+            generation=world.generation,
+            prepared=None,
+            withdrawn=False,
+            refused="",
+            switched="no",
+        )
+
+    def _enter(self, now_s: float, step: int) -> None:
+        """Gives the workers their ranks in the generation that they enter, once.
+
+        Args:
+            now_s: Present time.
+            step: Boundary at which they do so.
+        """
+        prepared = self._view.prepared
+        if prepared is None or self._entered == prepared.token:
+            return
+        self._entered, self.generation = prepared.token, prepared.generation
+        self._view = replace(self._view, switched="entered", switched_step=step, switched_s=now_s)
+        self.first_rank = self._next_first_rank
+        self.progress_monitor.renumber(
+            {worker.rank: self.first_rank + worker.local_rank for worker in self.workers}
+        )
+        for worker in self.workers:
+            worker.rank = self.first_rank + worker.local_rank
 
     def stop(self, reason: str, now_s: float) -> None:
         """Tells the workers to stop where they are; a script that is not attached gets SIGTERM.
@@ -257,7 +347,7 @@ class WorkerGroup:
                 received += self._receive(worker, now_s)
                 received.append((worker, Ended(code)))
                 self._handle(worker, Ended(code), now_s)
-        return received
+        return in_order(received)
 
     def _receive(self, worker: Worker, now_s: float) -> list[Received]:
         messages = worker.receive()
@@ -300,11 +390,15 @@ class WorkerGroup:
                 self._view = replace(self._view, step=step, end_reason=reason)
             case Stopping():
                 self._record(worker, Event.STOPPING)
+                self._note_left(message, now_s)
                 write_state = message.clean and not (
-                    message.complete and self._complete_save_requested
+                    message.switched or (message.complete and self._complete_save_requested)
                 )
                 self._complete_save_requested |= write_state and message.complete
                 worker.send(SaveState(write=write_state))
+            case Switched(token=token) | PrepareFailed(token=token):
+                if self._is_prepared_for(token):
+                    self._note_prepared(worker, message, now_s)
             case Failed():
                 self._record(worker, Event.FAILED)
                 self._blame(worker, message)
@@ -320,6 +414,39 @@ class WorkerGroup:
                 self._judge_exit(worker)
             case _:
                 pass
+
+    def _is_prepared_for(self, token: str) -> bool:
+        prepared = self._view.prepared
+        return prepared is not None and prepared.token == token
+
+    def _note_prepared(
+        self, worker: Worker, message: Switched | PrepareFailed, now_s: float
+    ) -> None:
+        """Notes what has become of the generation that a worker was to prepare.
+
+        Args:
+            worker: The worker.
+            message: What it has sent.
+            now_s: Time at which it came.
+        """
+        if isinstance(message, Switched):
+            worker.switched = True
+            self._enter(now_s, message.step)
+        else:
+            refused = f"rank {worker.rank} cannot be prepared: {message.reason}"
+            self._view = replace(self._view, refused=self._view.refused or refused)
+
+    def _note_left(self, message: Stopping, now_s: float) -> None:
+        """Notes that a worker has left its loop because the others go on without its node.
+
+        Args:
+            message: What the worker has sent.
+            now_s: Time at which it came.
+        """
+        if message.switched and self._is_prepared_for(message.switched):
+            self._view = replace(
+                self._view, switched="left", switched_step=message.step, switched_s=now_s
+            )
 
     def _note_held(self, message: Stepped) -> None:
         """Notes that all nodes hold a newer snapshot than before."""

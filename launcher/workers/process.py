@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elasticzero.ipc.assignment import Assignment, torchrun_environment
 from elasticzero.ipc.channel import Channel, ChannelClosed
-from elasticzero.ipc.messages import Locate, Message
+from elasticzero.ipc.messages import Locate, Message, Prepare
 from elasticzero.launcher import secrets as secret
 from elasticzero.launcher.workers.error_file import error_file
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
@@ -58,6 +58,8 @@ class Worker:
     exit_code: int | None = None
     ended_s: float = 0.0
     """Time at which its process had ended; 0: it has not."""
+    switched: bool = False
+    """True if it has entered a generation inside its loop since this group's agent prepared it."""
 
     @property
     def running(self) -> bool:
@@ -78,6 +80,16 @@ class Worker:
         elsewhere."""
         with suppress(ChannelClosed):
             self.channel.send(message)
+
+    def prepare(self, message: Prepare, store_fd: int | None) -> None:
+        """Sends what the worker needs to connect another generation beside its training.
+
+        Args:
+            message: The message; its assignment is None where the worker's node leaves.
+            store_fd: The bound socket of rank 0's store, for rank 0.
+        """
+        with suppress(ChannelClosed):
+            self.channel.send_with_fd(message, store_fd, REASSIGN_TIMEOUT_S)
 
     def request_location(self) -> None:
         """Requests a report of where its main thread is."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from elasticzero.ipc.messages import (
     Restored,
     Stepped,
     Stopping,
+    Switched,
     Waiting,
 )
 from elasticzero.launcher.protocol.documents import Failure
@@ -190,7 +191,7 @@ class ProgressMonitor:
                 worker.starting, worker.expected = False, True
             case Finished() | Stopping() | Failed():
                 worker.expected = False
-            case Restored():
+            case Restored() | Switched():
                 pass
             case Waiting():
                 worker.end()
@@ -198,6 +199,22 @@ class ProgressMonitor:
             case _:
                 return
         self._moved(worker, now_s)
+
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Gives the workers other ranks, which they have in a generation that they have entered.
+
+        An examination that is under way ends: it is about ranks of the generation before.
+
+        Args:
+            ranks: New rank of each worker, by its old one.
+        """
+        self.close()
+        self._dump, self._judged, self._stalled = None, False, None
+        self.at_fault, self.unresponsive = set(), set()
+        workers = {ranks[worker.rank]: worker for worker in self._workers.values()}
+        for rank, worker in workers.items():
+            worker.rank = rank
+        self._workers = workers
 
     def exited(self, rank: int, now_s: float) -> None:
         """Records that a worker's process has exited."""

@@ -16,7 +16,7 @@ GENERATIONS_SHOWN = 6
 EVENTS_SHOWN = 12
 DAY_S = 72_000
 """Seconds of a job's life from which on times have a day."""
-TIERS = {"ram": " in memory", "storage": " on storage"}
+TIERS = {"ram": " in memory", "storage": " on storage", "live": " without a stop"}
 MOODS = {
     **dict.fromkeys(("training", "finished"), "good"),
     **dict.fromkeys(("gone", "failed", "set aside"), "bad"),

@@ -31,6 +31,7 @@ from elasticzero.ipc.messages import (
     SnapshotInterval,
     Stepped,
     Stopping,
+    Switched,
     Tagged,
 )
 from elasticzero.launcher.agent.reporter import AgentReporter
@@ -39,8 +40,13 @@ from elasticzero.launcher.observability.job_counts import JobCounts
 from elasticzero.launcher.observability.job_metrics import JobState, job_exposition
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.options.parser import Parser
-from elasticzero.launcher.protocol.actions import Decision, WriteWorld
-from elasticzero.launcher.protocol.documents import Alarm, Done, Failure, Report
+from elasticzero.launcher.protocol.actions import (
+    Decision,
+    PrepareWorkers,
+    WithdrawPreparation,
+    WriteWorld,
+)
+from elasticzero.launcher.protocol.documents import Alarm, Done, Failure, Proposal, Report
 from elasticzero.launcher.protocol.view import GroupStage, PreemptionNotice, WorkerGroupState
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.workers.group import Ended, WorkerGroup
@@ -94,6 +100,8 @@ def _report(folder: Path, of_node: Metrics) -> None:
     reporter.decided(waiting, Decision((WriteWorld(JOB_WORLD),), "waiting for nodes"))
     plain = replace(JOB_VIEW.workers, stage=GroupStage.PLAIN)
     reporter.decided(replace(JOB_VIEW, workers=plain), Decision((), "starting"))
+    changes = (PrepareWorkers(full(Proposal)), WithdrawPreparation("a worker cannot be prepared"))
+    reporter.decided(JOB_VIEW, Decision(changes, "a planned change"))
     reporter.starting(JOB_WORLD, 1, NOW_S)
     reporter.started(group)
     for message in (
@@ -105,6 +113,7 @@ def _report(folder: Path, of_node: Metrics) -> None:
         full(Captured),
         full(SnapshotInterval),
         full(MemoryShort),
+        full(Switched),
         full(Stopping),
         full(Failed, blame="killed"),
         Finished(step=5),

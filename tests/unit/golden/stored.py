@@ -34,6 +34,7 @@ from elasticzero.launcher.protocol.documents import (
     Done,
     Failure,
     Member,
+    Proposal,
     Report,
     Run,
     World,
@@ -43,7 +44,15 @@ from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.job_run import RUN
 from elasticzero.launcher.store.job_token import KEY as TOKEN
 from elasticzero.launcher.store.job_token import Record as TokenRecord
-from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD, reports_of
+from elasticzero.launcher.store.watch_cache import (
+    ALARM,
+    CONTROL,
+    DONE,
+    MEMBERS,
+    NEXT,
+    WORLD,
+    reports_of,
+)
 from elasticzero.options.settings import SpikeLimit
 from elasticzero.parallel.buckets.choice import BucketChoice
 from elasticzero.parallel.buckets.plan import BucketPlan
@@ -62,6 +71,7 @@ DOCUMENTS: Mapping[str, type[Any]] = {
     f"{ALARM}7": Alarm,
     f"{reports_of(7)}node": Report,
     CONTROL: Control,
+    NEXT: Proposal,
     DONE: Done,
     TOKEN: TokenRecord,
     RUN: Run,

@@ -217,3 +217,31 @@ def test_an_event_log_gives_the_same_account() -> None:
     assert replay is not None
     assert replay.seconds(12.0) == pytest.approx({**spent.seconds, "regroup": 2.0 + 0.5 + 1.0})
     assert replayed(log[:1]) is None
+
+
+def test_a_world_that_workers_have_entered_ends_no_class_of_time() -> None:
+    """Its time spent is written by another agent, and this one has seen all of it."""
+    account = replayed(
+        [
+            {"event": "registered", "time": 0.0},
+            {"event": "start", "time": 1.0},
+            {"event": "restored", "time": 2.0, "connect_s": 0.25, "restore_s": 0.25},
+            {"event": "step", "time": 3.0, "step": 1, "data_wait_s": 0.0},
+            {
+                "event": "world",
+                "time": 3.5,
+                "tier": "live",
+                "time_spent": {"until": 3.5, "seconds": {"idle": 100.0}, "steps": []},
+            },
+            {"event": "step", "time": 4.0, "step": 2, "data_wait_s": 0.0},
+        ]
+    )
+    assert account is not None
+    seconds = {kind: s for kind, s in account.seconds(4.0).items() if s}
+    assert seconds == {
+        "regroup": 1.0,
+        "startup": 0.5,
+        "connect": 0.25,
+        "restore": 0.25,
+        "productive": 2.0,
+    }

@@ -48,6 +48,7 @@ TIER_NAMES: Mapping[str, str] = {
     "fresh": "from the beginning",
     "ram": "from memory",
     "storage": "from storage",
+    "live": "without a stop",
 }
 
 

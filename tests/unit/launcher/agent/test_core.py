@@ -33,7 +33,7 @@ from elasticzero.launcher.agent.store_writer import VERIFY_AGAIN_S, StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
-from elasticzero.launcher.protocol.documents import Member, Report, Run, World, to_bytes
+from elasticzero.launcher.protocol.documents import Member, Proposal, Report, Run, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
@@ -139,6 +139,12 @@ class NodeWithoutProcesses:
 
     def unsealed(self) -> bool:
         return False
+
+    def prepare_workers(self, world: World, proposal: Proposal) -> None:
+        self.asked.append("prepare")
+
+    def enter(self, world: World, now_s: float) -> None:
+        self.asked.append("enter")
 
     def retire(self, world: World) -> None:
         self.asked.append("retire")

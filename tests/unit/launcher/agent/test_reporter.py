@@ -24,6 +24,7 @@ from elasticzero.ipc.messages import (
     SnapshotInterval,
     Stepped,
     Stopping,
+    Switched,
 )
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.reporter import AgentReporter
@@ -232,3 +233,26 @@ def test_events_made_of_messages_have_their_documented_fields(
     fields = {event["event"]: event.keys() - {"event", "time"} for event in events}
     assert len(fields) == 13
     assert fields == {name: EVENTS[name].fields.keys() for name in fields}
+
+
+def test_steps_before_and_after_a_change_inside_the_loop_have_their_generations(
+    reporter: AgentReporter, tmp_path: Path
+) -> None:
+    """They come in one batch, when the group is of the next generation already."""
+    group, worker = group_of(tmp_path / "0.log")
+
+    def step(number: int) -> Stepped:
+        return Stepped(step=number, at_s=float(number), step_s=0.1, data_wait_s=0.0, samples=1)
+
+    group.generation = 2
+    switched = Switched(token="new", step=7, seconds=0.01)
+    reporter.received(group, [(worker, step(7)), (worker, switched), (worker, step(8))], 0.0)
+    reporter.received(group, [(worker, step(9))], 0.0)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["event"] in ("step", "switched")]
+    assert [(event["event"], event["step"], event["generation"]) for event in events] == [
+        ("step", 7, 1),
+        ("switched", 7, 2),
+        ("step", 8, 2),
+        ("step", 9, 2),
+    ]
