@@ -15,7 +15,7 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
-from elasticzero.launcher.protocol.documents import UNSTATED, Member, World
+from elasticzero.launcher.protocol.documents import UNSTATED, Member, Proposal, World
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.store.api import Store
@@ -376,7 +376,7 @@ class Agent:
                 self.exit_code = ExitCode.SUPERSEDED
             except UserError as error:
                 self.cluster.note(f"{self.host.name}: {error}")
-                self.cluster.rules.is_refused(self)
+                self.cluster.rules.names.is_refused(self)
                 self.exit_code = ExitCode.USAGE
             self.cluster.timeline.sleep(JOIN_AGAIN_S)
 
@@ -449,6 +449,17 @@ class Agent:
             self.membership.take_store_socket()
         self.worker_group = WorkerGroup(self, world, index)
         self.cluster.rules.starts(self, world, index)
+
+    def prepare_workers(self, world: World, proposal: Proposal) -> None:
+        me, group = self.membership.me, self.worker_group
+        if proposal.find(me.node, me.incarnation) == 0:
+            self.membership.take_store_socket()
+        if group is not None:
+            group.prepare(proposal)
+
+    def enter(self, world: World, now_s: float) -> None:
+        if self.worker_group is not None:
+            self.worker_group.enter(world)
 
     def seal_all(self) -> None:
         """What the dead workers have left is sealed."""

@@ -22,6 +22,7 @@ from elasticzero.launcher.store.watch_cache import (
     CONTROL,
     DONE,
     MEMBERS,
+    NEXT,
     WORLD,
     reports_of,
 )
@@ -76,6 +77,8 @@ class Cluster:
         """Of the job's present run."""
         self.first_end: Done | None = None
         """That of the run before."""
+        self.at_switch: Callable[[], None] | None = None
+        """Called when workers next go over to another world inside their loops."""
         self.history: deque[str] = deque(maxlen=EVENTS_KEPT)
         self.exits: list[tuple[str, ExitCode]] = []
         self._tell = tell
@@ -245,7 +248,13 @@ class Cluster:
         if self.etcd.state != "up" or self.etcd.read(MEMBERS).entries:
             self.timeline.after(AGAIN_S, self._begin_again)
             return
-        documents = [DONE, WORLD, CONTROL, *(f"{ALARM}{number}" for number in self.rules.worlds)]
+        documents = [
+            DONE,
+            WORLD,
+            CONTROL,
+            NEXT,
+            *(f"{ALARM}{number}" for number in self.rules.worlds),
+        ]
         documents += [reports_of(number) for number in self.rules.worlds]
         self.first_end, self.done, self.world, self._stands = self.done, None, None, None
         self.run_number += 1
@@ -337,5 +346,6 @@ def _told(world: World) -> str:
     names = [member.node for member in world.members]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     start = {"fresh": "from the start", "ram": "from step {} in memory", "storage": "from step {}"}
+    start["live"] = "inside the loops after step {}"
     where = start[world.resume.tier].format(world.resume.step)
     return f"generation {world.generation} of {shown} {where}: {world.reason}"

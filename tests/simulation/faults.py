@@ -29,6 +29,13 @@ ODD = b"{not a run"
 OPERATORS = ("join", "join-bad", "join-backed-up", "drain-newcomer", "stop", "scale", "odd-run")
 """What operators do, rightly or wrongly."""
 
+SWITCH_KINDS = (
+    *("kill-worker", "kill-agent", "lose-node-silently", "hang-worker", "cut-from-etcd"),
+    *("stop-agent", "pause-etcd", "cut-off"),
+)
+SWITCH_S = 0.06
+"""It fails so much later at most: within a message to the agent, and its write."""
+
 
 class Faults:
     """Makes things happen to one cluster."""
@@ -77,6 +84,9 @@ class Faults:
             case "freeze-committer":
                 cluster.note(f"-- {kind}{lasts}")
                 cluster.storage.before_manifest = partial(self._freeze_committer, seconds)
+            case "at-switch":
+                cluster.note(f"-- {kind}{lasts}")
+                cluster.at_switch = partial(self._strike_switch, seconds)
             case "kill-saver":
                 cluster.note(f"-- {kind}{lasts}")
                 cluster.storage.before_part = self._kill_saver
@@ -374,6 +384,15 @@ class Faults:
         """Between two of its own writes, soon."""
         freeze = partial(self._freeze, agent, seconds, "a write")
         agent.store.freeze_before(self._random.randint(1, 3), freeze)
+
+    def _strike_switch(self, seconds: float) -> None:
+        """Workers go over to another world inside their loops; something fails in that moment."""
+        self._cluster.at_switch = None
+        kind = self._random.choice(SWITCH_KINDS)
+        agents = self._cluster.running()
+        agent = self._random.choice(agents) if agents else None
+        lasts_s = 0.0 if kind.startswith(("kill-worker", "kill-agent", "lose")) else seconds
+        self._cluster.later(0.0, SWITCH_S, self.strike, kind, agent, lasts_s)
 
     def _freeze_writer(self, seconds: float) -> None:
         """The agent that is to write the next world, whichever it is, is frozen before that."""

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         name="a snapshot off the lineage is gone on from",
         file="protocol/resume.py",
-        right="if holding.generation != world.generation and state != origin:",
+        right="if not _is_on_lineage(world, report, holding):",
         wrong="if False:",
         further=(
             (

@@ -336,6 +336,8 @@ class Promises:
             before.members, (p or (0.0, None) for p in put), strict=True
         ):
             out = not after.names(member) and member.node not in aside
+            if after.resume.tier == "live" and report is not None and report.leaving:
+                continue
             if not out or not self._stood_before(member):
                 continue
             text = f"{after.generation} is without {member.node}"
@@ -365,6 +367,8 @@ class Promises:
             return
         if before is not None:
             self._check_left_out(before, after)
+        if after.resume.tier == "live":
+            return  # a node that came since has a place in the next world
         aside = _aside(after)
         for node, incarnation in [*self._since, *self._ended]:
             drained = (node, incarnation) in self._drained

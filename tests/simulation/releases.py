@@ -10,11 +10,19 @@ import json
 from collections.abc import Mapping
 from typing import Literal
 
-from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, REPORTS, WORLD
+from elasticzero.launcher.store.watch_cache import (
+    ALARM,
+    CONTROL,
+    DONE,
+    MEMBERS,
+    NEXT,
+    REPORTS,
+    WORLD,
+)
 
 Release = Literal["", "before", "after"]
 """Of a node; empty: this one."""
-KINDS = (WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS)
+KINDS = (WORLD, CONTROL, DONE, ALARM, MEMBERS, REPORTS, NEXT)
 NEW_KIND = "eclipse"
 RENAMED = ("leave", "grow")
 """Kinds of alarms that the later release divides into others."""

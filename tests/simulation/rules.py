@@ -8,7 +8,7 @@ agent exits (R8, R21), and no agent gets anywhere any more (R7).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Resume
@@ -18,6 +18,7 @@ from elasticzero.launcher.protocol.documents import (
     Control,
     Done,
     Member,
+    Proposal,
     Report,
     World,
     outranks,
@@ -25,7 +26,9 @@ from elasticzero.launcher.protocol.documents import (
 from elasticzero.launcher.protocol.invariants import check_invariants
 from elasticzero.launcher.protocol.termination import exit_code_of
 from elasticzero.launcher.store.api import Entry
-from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
+from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, NEXT, WORLD
+from tests.simulation.name_rules import NameRules
+from tests.simulation.planned_rules import ChangeRules
 from tests.simulation.promises import Promises
 from tests.simulation.schedule import HARMLESS
 from tests.simulation.storage import SnapshotName, State
@@ -95,8 +98,10 @@ class Rules:
         self.started: dict[int, int] = {}
         """By generation: how many of its nodes have started it."""
         self.promises = Promises(cluster, self.require)
+        self.changes = ChangeRules(cluster, self.require)
+        self.names = NameRules(cluster, self.require)
 
-    def fail(self, rule: str, text: str) -> None:
+    def fail(self, rule: str, text: str) -> NoReturn:
         raise Violation(f"{rule}: {text}")
 
     def require(self, so: bool, rule: str, text: str) -> None:
@@ -132,7 +137,7 @@ class Rules:
     def put(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
             member: Member = self._cluster.read_document(Member, entry.value)
-            self._check_name(member)
+            self.names.registers(member, self._registered)
             self._replace(member)
             self._registered.add((member.node, member.incarnation))
             self.promises.registered(member)
@@ -140,32 +145,11 @@ class Rules:
         elif key.startswith("alarm/"):
             alarm = self._cluster.read_document(Alarm, entry.value)
             self.promises.alarmed(int(key.removeprefix("alarm/")), alarm)
+            self.changes.alarmed(alarm, self._causes)
+        elif key == NEXT:
+            self.changes.proposed(self._cluster.read_document(Proposal, entry.value))
         elif key.startswith("reports/"):
             self._reported(key, self._cluster.read_document(Report, entry.value))
-
-    def _check_name(self, member: Member) -> None:
-        """R23: no agent takes the name of another one that is registered."""
-        cluster = self._cluster
-        agents = [host.agent for host in (cluster.hosts[member.node], *cluster.namesakes)]
-        for agent in agents:
-            writes = agent is not None and agent.store is cluster.etcd.writer
-            if agent is None or writes or agent.host.name != member.node or cluster.etcd.losses:
-                continue
-            me = agent.membership.me
-            stands = (me.node, me.incarnation) in self._registered
-            text = f"{me.node} is registered as {member.incarnation}, over {me.incarnation}"
-            self.require(not stands or me.incarnation == member.incarnation, "R23", text)
-
-    def is_refused(self, agent: Agent) -> None:
-        """R23: only an agent ends for its name whose name another one has had all the time."""
-        others = [
-            host.agent
-            for host in (self._cluster.hosts[agent.host.name], *self._cluster.namesakes)
-            if host.name == agent.host.name and host.agent is not agent
-        ]
-        taken = any(other is not None for other in others)
-        text = f"{agent.host.name} ends, though no other machine has its name"
-        self.require(taken or self._cluster.etcd.losses > 0, "R23", text)
 
     def _replace(self, member: Member) -> None:
         """An agent puts its registration over an earlier one of its own, which a backup brought
@@ -219,8 +203,9 @@ class Rules:
             self.require(lost, "R1", f"generation {generation} was written twice")
             self.worlds[generation] = after
             return
-        if lost and (before is None or before.generation != generation - 1):
-            before = self.worlds.get(generation - 1)
+        former = (after.entered or generation) - 1
+        if lost and (before is None or before.generation != former):
+            before = self.worlds.get(former)
         self.world_written(before, after)
         self._tokens.add(after.token)
 
@@ -234,6 +219,11 @@ class Rules:
         self.require(once, "R1", f"generation {generation} was written twice")
         self.require(self._cluster.done is None, "R8", "a world was written after `done`")
         expected = before.generation + 1 if before is not None else 1
+        self.changes.written(after)
+        entered = self.changes.entered_after(before) if before is not None else None
+        self.changes.numbers(entered, after)
+        if after.entered:
+            expected = after.entered + 1
         self.require(
             generation == expected, "R2", f"generation {generation} follows {expected - 1}"
         )
@@ -244,12 +234,16 @@ class Rules:
         self._check_members(after)
         self._check_state(before, after)
         self.worlds[generation] = after
-        self.reached[generation] = after.resume.step
+        if entered is None or entered.token != after.token:
+            self.reached[generation] = after.resume.step
         if before is not None:
             joined = {m.node for m in after.members} - {m.node for m in before.members}
             explained = bool(self._causes or joined) or before.generation not in self._trained
             self.require(explained, "R10", f"generation {generation} has no cause")
-            self.promises.check_lossless(after, self.reached[before.generation], self._causes)
+            reached = self.reached[before.generation]
+            if entered is not None:
+                reached = max(reached, self.reached[entered.generation])
+            self.promises.check_lossless(after, reached, self._causes)
         self._note_waiting(after)
         self.promises.world_written(before, after)
 
@@ -311,7 +305,9 @@ class Rules:
         if resume.tier != "ram":
             return
         assert before is not None
-        admitted = [before.generation]
+        admitted = [before.generation, *(ancestor.generation for ancestor in before.ancestors)]
+        if (entered := self.changes.entered_after(before)) is not None:
+            admitted.append(entered.generation)
         if before.resume.tier == "ram" and before.resume.step == resume.step:
             admitted.append(before.resume.generation)
         self.require(
@@ -335,6 +331,9 @@ class Rules:
         """The lineage of the state that a world starts from; R5 where there never was such one."""
         if resume.tier == "fresh":
             return ()
+        if resume.tier == "live":
+            assert before is not None
+            return self.chain((before.generation, resume.step))
         if resume.tier == "storage":
             stored_step = self._cluster.storage.recorded(resume.step)
             assert stored_step is not None  # R4
@@ -345,8 +344,10 @@ class Rules:
 
     def chain(self, state: State) -> Chain:
         generation, step = state
-        self.require(generation in self.worlds, "R5", f"no generation {generation} was written")
-        start = self.worlds[generation].resume.step
+        world = self.worlds.get(generation) or self.changes.numbered(generation)
+        if world is None:
+            self.fail("R5", f"no generation {generation} was written")
+        start = world.resume.step
         reached = self.reached[generation]
         self.require(
             start <= step <= reached,
@@ -367,7 +368,10 @@ class Rules:
                     ranks_by_snapshot.setdefault(name, set()).update(ranks)
         resume = before.resume
         origin = (resume.generation, resume.step) if resume.tier == "ram" else None
-        counts = [n for n in ranks_by_snapshot if n[0] == before.generation or n[:2] == origin]
+        entered = self.changes.entered_after(before)
+        numbers = {before.generation, *([entered.generation] if entered is not None else ())}
+        numbers |= {ancestor.generation for ancestor in before.ancestors}
+        counts = [n for n in ranks_by_snapshot if n[0] in numbers or n[:2] == origin]
         return max((n[1] for n in counts if len(ranks_by_snapshot[n]) == n[2]), default=0)
 
     def committed(self, generation: int, step: int) -> None:
@@ -378,10 +382,18 @@ class Rules:
         generation = group.generation
         self.promises.stepped(group)
         self.reached[generation] = max(self.reached[generation], group.step)
+        self.changes.stepped(group)
         for worker in group.workers.values():
             current = worker.worker_group.agent.worker_group is worker.worker_group
             text = f"{worker.worker_group.host.name} trains in generation {generation}"
             self.require(current and worker.alive, "R6", text + ", which is not its own")
+
+    def switches(self, before: World, after: World) -> None:
+        """All workers of a generation go over to another one, inside their loops."""
+        self.changes.switches(before, after)
+        generation, step = after.generation, after.resume.step
+        chain = extended(self._origins[before.generation], before.generation, step)
+        self._origins[generation], self.reached[generation] = chain, step
 
     def stepped_alone(self, group: Group, worker: Worker) -> None:
         """A survivor had all it needed for one more step."""
@@ -561,7 +573,7 @@ class Rules:
             if (
                 agent.leaving
                 or away
-                or self._has_namesake(agent)
+                or self.names.has_namesake(agent)
                 or (stored_member and stored_member.incarnation == me.incarnation)
             ):
                 self._unregistered.pop(me.node, None)
@@ -569,12 +581,6 @@ class Rules:
             since_s = self._unregistered.setdefault(me.node, self._cluster.timeline.now_s)
             lasts_s = self._cluster.timeline.now_s - since_s
             self.require(lasts_s < 10.0, "R7", f"{me.node} is not registered for {lasts_s:.0f} s")
-
-    def _has_namesake(self, agent: Agent) -> bool:
-        """Whether another agent that lives has its name: they wait for each other's lease."""
-        name = agent.host.name
-        others = [a for a in self._cluster.running() if a.host.name == name and a is not agent]
-        return bool(others)
 
     def stuck(self) -> None:
         """R7: there were no faults for long, and the job is not over."""

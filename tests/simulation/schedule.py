@@ -96,6 +96,16 @@ WAITING_SHARE = 0.02
 alone."""
 WAITS_S = 16.0
 """Such a job trains for so long after that."""
+PLANNED_SHARE = 0.06
+"""So many schedules are about a node that leaves inside the others' loops, while something fails or
+changes."""
+PLANNED_KINDS = (
+    *("kill-worker", "kill-agent", "lose-node", "stop-agent", "hang-worker", "cut-from-peers"),
+    *("kill-etcd", "pause-etcd", "cut-from-etcd", "freeze-agent", "drain", "sigterm", "join"),
+    *("stop", "scale", "wipe-etcd", "freeze-writer"),
+)
+AT_SWITCH_SHARE = 0.5
+"""So many of these leaves are struck when the others go over."""
 RESTS_SHARE = 0.3
 """So many schedules have agents that rest until their next timer is due, and look at least once in
 RESTS_S otherwise."""
@@ -224,6 +234,9 @@ def _with_directed_faults(seed: int, plan: Plan) -> Plan:
     backed_up = Random(f"{seed} backed up")
     if plan.runs == 1 and not plan.phased and backed_up.random() < WAITING_SHARE:
         return _with_waiting_node(backed_up, plan)
+    planned = Random(f"{seed} planned")
+    if plan.runs == 1 and not plan.releases and planned.random() < PLANNED_SHARE:
+        return _with_planned_changes(planned, plan)
     suspended = Random(f"{seed} suspended")
     if plan.runs == 1 and not plan.phased and suspended.random() < SUSPENDED_SHARE:
         return _with_suspended_agent(suspended, plan)
@@ -258,6 +271,41 @@ def _with_waiting_node(random: Random, plan: Plan) -> Plan:
     trouble = min(plan.trouble, 0.01)  # the node looks every few seconds, and is to be answered
     plan = replace(plan, policy=policy, total_steps=steps, trouble=trouble, crash_at=0)
     return replace(plan, faults=faults)
+
+
+def _with_planned_changes(random: Random, plan: Plan) -> Plan:
+    """Nodes leave one after another, each without a stop if nothing else happens; something does,
+    shortly before the others go over to a world without it, or shortly after."""
+    nodes = random.randint(3, 6)
+    at_s = random.uniform(1.5, 3.0)
+    faults = []
+    for _ in range(random.choice([1, 2, 2])):
+        faults.append(Fault(at_s, random.choice(["drain", "sigterm"]), random.random(), 0.0))
+        if random.random() < AT_SWITCH_SHARE:
+            lasts_s = random.choice([0.5, 2.0, 5.0]) * random.uniform(0.8, 1.2)
+            faults.append(Fault(at_s, "at-switch", 0.0, lasts_s))
+            at_s += 1.0
+            continue
+        for _ in range(random.choice([0, 1, 1, 2])):
+            kind = random.choice(PLANNED_KINDS)
+            lasts_s = random.choice([0.3, 1.0, 2.0, 3.5, 6.0]) * random.uniform(0.8, 1.2)
+            seconds = lasts_s if kind.startswith((*LASTING, "freeze", "wipe")) else 0.0
+            struck_s = at_s + random.uniform(-0.1, 0.9)
+            faults.append(Fault(struck_s, kind, random.random(), seconds))
+        at_s += random.choice([0.2, 1.0, 2.5]) * random.uniform(0.8, 1.2)
+    policy = replace(
+        plan.policy,
+        strategy="ddp",
+        min_nodes=1,
+        max_nodes=nodes + 1,
+        hang_timeout_s=random.choice([None, HANG_TIMEOUT_S]),
+    )
+    steps = max(plan.total_steps, int((at_s + 4.0) / plan.step_s))
+    trouble = random.choice([0.0, 0.0, plan.trouble])
+    faults.sort(key=lambda fault: fault.at_s)
+    plan = replace(plan, nodes=nodes, policy=policy, strategy="ddp", total_steps=steps)
+    plan = replace(plan, trouble=trouble, crash_at=0, slow_start_s=0.0)
+    return replace(plan, faults=tuple(faults))
 
 
 def _with_suspended_agent(random: Random, plan: Plan) -> Plan:

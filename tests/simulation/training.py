@@ -16,6 +16,7 @@ from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.placement import replica_sources
 from elasticzero.snapshots.schedule import CaptureSchedule
 from tests.simulation.hanging import Hang
+from tests.simulation.planned import Preparation
 from tests.simulation.storage import Part, SnapshotName, State
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Group:
         self.saved = self.step if world.resume.tier == "storage" else None
         self.save: Save | None = None
         self._restored = 0
+        self.preparation = Preparation(self)
 
     @property
     def held_step(self) -> int | None:
@@ -156,7 +158,7 @@ class Group:
         """Something may be in reach again."""
         if self.broken or self.stuck or len(self.workers) < self.size:
             return
-        if not all(self._able(worker) for worker in self.workers.values()):
+        if not all(self.able(worker) for worker in self.workers.values()):
             return
         if self._stalled:
             self._stalled = False
@@ -167,7 +169,7 @@ class Group:
                 self.cluster.later(0.02, 0.3, self._restore, worker)
 
     @staticmethod
-    def _able(worker: Worker) -> bool:
+    def able(worker: Worker) -> bool:
         """Whether it does its part of a step."""
         up = worker.phase != "gone" and not worker.deaf and not worker.busy
         return up and not worker.worker_group.host.dark
@@ -211,7 +213,7 @@ class Group:
     def _end_step(self, epoch: int) -> None:
         if epoch != self.epoch or self.broken:
             return
-        if self.stuck or not all(self._able(worker) for worker in self.workers.values()):
+        if self.stuck or not all(self.able(worker) for worker in self.workers.values()):
             self._stalled = True
             self.cluster.timeline.after(COLLECTIVE_TIMEOUT_S, self._time_out, epoch)
             return
@@ -268,6 +270,12 @@ class Group:
             worker.long_until_s = now_s + delay_s if late else 0.0
             self.cluster.timeline.after(delay_s, self.notice, worker)
 
+    def cut(self) -> None:
+        """A rank does not learn that it has come here: it takes its peers for lost."""
+        worker = self.workers[self.size - 1]
+        if not self.broken:
+            self.cluster.later(0.0, 0.02, self.notice, worker)
+
     def notice(self, worker: Worker) -> None:
         if worker.alive and not worker.deaf and not worker.stopping:
             worker.worker_group.fail(worker, "peer", "connection reset by peer")
@@ -277,6 +285,7 @@ class Group:
     def _boundary(self) -> bool:
         """Exchange words and capture what is due; whether the generation ends here."""
         before, self.word = self.word, self._word()
+        entered = self.preparation.exchange(self.word.flags)
         if before is not None:
             held = self.ledger.held
             self.ledger = self.ledger.after_exchange(before)
@@ -285,9 +294,11 @@ class Group:
             if before.flags:
                 for worker_group in self.worker_groups.values():
                     worker_group.leave_at_boundary()
-                self.broken = True
-                self.epoch += 1
+                self.ends_here()
                 return True
+        if entered is not None:
+            self.preparation.switch(entered)
+            return True
         every = self.cluster.plan.checkpoint_every
         if every and self.step % every == 0 and (self.saved is None or self.step > self.saved):
             self.owed = self.step
@@ -312,6 +323,19 @@ class Group:
             not_held=max(worker_group.unkept for worker_group in worker_groups),
             unsaved=max(worker_group.unsaved for worker_group in worker_groups),
         )
+
+    def ends_here(self) -> None:
+        """Its ranks have left it at a boundary."""
+        self.broken = True
+        self.epoch += 1
+
+    def goes_on(self, before: Group) -> None:
+        """The ranks have come here from another generation, inside their loops."""
+        before.supersede()
+        self.saved, self.owed, self.stepped_s = before.saved, before.owed, before.stepped_s
+        self._restored = self.size
+        self.cluster.rules.trains(self)
+        self._go_on()
 
     def kept_states(self) -> set[State]:
         """What a capture must leave."""

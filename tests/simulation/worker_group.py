@@ -6,16 +6,17 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE
-from elasticzero.launcher.protocol.documents import Failure, World
+from elasticzero.launcher.protocol.documents import Failure, Proposal, World
 from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.group import LATE_AFTER_S
 from elasticzero.launcher.workers.group_lifecycle import GroupEvent, advance
 from tests.simulation.hanging import Hanging
+from tests.simulation.planned import TOLD_S
 from tests.simulation.training import Group, Worker
 
 if TYPE_CHECKING:
@@ -48,6 +49,17 @@ class WorkerGroup:
         self.aborted_s: float | None = None
         self.killed = False
         self.failure: Failure | None = None
+        self.prepared: Proposal | None = None
+        """What the workers were told to prepare for."""
+        self.withdrawn = False
+        self.refused = ""
+        self.switched: Literal["no", "entered", "left"] = "no"
+        self.switched_step = 0
+        self.switched_s = 0.0
+        self._carries: Group | None = None
+        """Generation whose workers wait for the word of the boundary before it through these."""
+        self._shown = (world.generation, world.token)
+        """What its agent takes it for."""
         self._attached = 0
         self._complete_given = False
         self._heard_step = 0
@@ -88,7 +100,10 @@ class WorkerGroup:
         late = self.cluster.timeline.now_s - self._began_s >= LATE_AFTER_S
         attached, flags = self._attached, self.flags
         inputs = (running, saving, restored, finished, left, heard, attached, flags, late)
-        told = (self._heard_s, self.aborted_s, self.killed, self.failure)
+        told = (
+            *(self._heard_s, self.aborted_s, self.killed, self.failure, self._shown),
+            *(self.prepared, self.withdrawn, self.refused, self.switched),
+        )
         if self._viewed[0] != (inputs, told):
             self._viewed = ((inputs, told), self._view(inputs))
         view = self._viewed[1]
@@ -113,8 +128,8 @@ class WorkerGroup:
             GroupEvent.ALL_FINISHED: running == 0 and finished,
         }
         state = WorkerGroupState(
-            generation=self.generation,
-            token=self.group.world.token,
+            generation=self._shown[0],
+            token=self._shown[1],
             running=running,
             saving=saving,
             failure=self.failure,
@@ -122,6 +137,12 @@ class WorkerGroup:
             aborted_s=self.aborted_s,
             stepped_s=self._heard_s,
             step=heard,
+            prepared=self.prepared,
+            withdrawn=self.withdrawn,
+            refused=self.refused,
+            switched=self.switched,
+            switched_step=self.switched_step,
+            switched_s=self.switched_s,
             held=self._held,
             held_s=self._held_s,
         )
@@ -142,6 +163,59 @@ class WorkerGroup:
         self.cluster.rules.promises.asks(self.agent)
         self.flags |= flags
         self.cluster.note(f"{self.host.name}: asked {_names(flags)}")
+
+    # -- a change inside the loops
+
+    def prepare(self, proposal: Proposal) -> None:
+        self.prepared, self.withdrawn, self.refused = proposal, False, ""
+        self.group.preparation.tell(self, proposal)
+
+    def withdraw(self, reason: str) -> None:
+        self.withdrawn = True
+        self.group.preparation.withdraw(self.index)
+
+    def refuse(self, reason: str) -> None:
+        """They cannot be prepared."""
+        if self.prepared is not None and self.switched == "no":
+            self.refused = f"{self.host.name}: {reason}"
+            self.wake()
+
+    def enter(self, world: World) -> None:
+        """Its agent takes it for the workers of the world that they have entered."""
+        self._shown = (world.generation, world.token)
+        self.prepared, self.withdrawn, self.refused, self.switched = None, False, "", "no"
+
+    def go_over(self, new: Group, index: int, step: int) -> None:
+        """The workers enter another generation at a boundary."""
+        self.index, self.group, self.generation = index, new, new.generation
+        new.worker_groups[index] = self
+        self.kept = self.unkept = self.saved = self.unsaved = -1
+        for worker, rank in zip(self.workers, new.world.ranks(index), strict=True):
+            worker.group, worker.rank, worker.step = new, rank, step
+            new.workers[rank] = worker
+        self.cluster.later(0.0, TOLD_S, self._tell_switch, "entered", new.world.token, step)
+
+    def leave_to_others(self, new: Group, step: int) -> None:
+        """The workers leave their loops, because the others go on without this node. new: where
+        these go on; the word of the boundary comes to some of them through these workers."""
+        token = self.prepared.token if self.prepared is not None else ""
+        self._carries = new
+        self.cluster.later(0.0, TOLD_S, self._leave, token, step)
+
+    def _leave(self, token: str, step: int) -> None:
+        """The workers have read the word of the boundary, and passed it on."""
+        self._carries = None
+        for worker in self.workers:
+            if worker.alive and not worker.stopping:
+                worker.phase, worker.stopping = "stopping", True
+                self.cluster.later(0.06, 0.2, self._end, worker)
+        self._tell_switch("left", token, step)
+
+    def _tell_switch(self, how: Literal["entered", "left"], token: str, step: int) -> None:
+        if self.prepared is not None and self.prepared.token == token and not self.agent.dead:
+            self.switched, self.switched_step = how, step
+            self.switched_s = self.host.clock()
+            self.wake()
 
     def stop(self, reason: str, now_s: float) -> None:
         """Tell the workers to stop where they are."""
@@ -188,6 +262,13 @@ class WorkerGroup:
         if worker.alive:
             self._end(worker)
             self.group.lose(worker)
+            self._cut()
+
+    def _cut(self) -> None:
+        """A word that came through a worker does not come."""
+        carries, self._carries = self._carries, None
+        if carries is not None:
+            carries.cut()
 
     def crash(self, worker: Worker) -> None:
         """A worker dies of itself; its peers may notice before its agent has read of its end."""
@@ -199,6 +280,7 @@ class WorkerGroup:
         self._end(worker)
         worker.unheard = True
         self.group.lose(worker)
+        self._cut()
         self.cluster.later(0.0, SLOW_END_S, self._read_end, worker, has_reported)
 
     def _read_end(self, worker: Worker, has_reported: bool) -> None:

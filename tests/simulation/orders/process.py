@@ -20,7 +20,7 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
-from elasticzero.launcher.protocol.documents import Member, World
+from elasticzero.launcher.protocol.documents import Member, Proposal, World
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
 from elasticzero.launcher.store.api import Condition, Lease, LeaseLost, PrefixState
@@ -413,6 +413,12 @@ class Process:
     def retire(self, world: World) -> None:
         if self.worker_group is not None:
             self.worker_group.kill()
+
+    def prepare_workers(self, world: World, proposal: Proposal) -> None:
+        raise AssertionError("one of two nodes of one rank leaves by a stop")
+
+    def enter(self, world: World, now_s: float) -> None:
+        raise AssertionError("no workers have entered a world inside their loops")
 
     def start(self, world: World, index: int, now_s: float) -> None:
         if index == 0 and self._membership is not None:

@@ -68,6 +68,9 @@ class Workers:
     def kill(self, *, spare_saving: bool = False) -> None:
         self.state = advance(replace(self.state, running=0), GroupEvent.KILL)
 
+    def withdraw(self, reason: str) -> None:
+        raise AssertionError("they were told to prepare for nothing")
+
     def kill_unresponsive(self) -> None:
         return
 
