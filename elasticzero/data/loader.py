@@ -43,7 +43,8 @@ class BatchReader:
 
     def open(self, schedule: RankSchedule, position: DataPosition) -> OpenBatches:
         """Returns the micro-batches of a rank from a position on."""
-        return IndexedBatches(self.batches(schedule.requests(position)))
+        requests = Requests(schedule.requests(position))
+        return IndexedBatches(self.batches(requests), requests)
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Yields one batch on the device for each request."""
@@ -74,18 +75,61 @@ class OpenBatches(Protocol):
             after: The position after it.
         """
 
+    def in_world(self, schedule: RankSchedule, position: DataPosition) -> OpenBatches:
+        """Returns the micro-batches of the rank in another world; these are not used any more. All
+        ranks of that world call this together.
+
+        Args:
+            schedule: What the rank computes of the loop there.
+            position: Where in the data they begin, which is where these have come to.
+        """
+
     def close(self) -> None:
         """Ends what loads data."""
+
+
+class Requests:
+    """Gives the requests for a loop's batches, which may become those of another world."""
+
+    def __init__(self, requests: Iterator[Request]) -> None:
+        self._requests = requests
+        self.given = 0
+        """Number of requests that were taken."""
+
+    def __iter__(self) -> Requests:
+        return self
+
+    def __next__(self) -> Request:
+        request = next(self._requests)
+        self.given += 1
+        return request
+
+    def replace(self, requests: Iterator[Request]) -> None:
+        """Gives these from now on."""
+        self._requests = requests
 
 
 class IndexedBatches:
     """Yields the micro-batches of samples that are named by an index."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Any], requests: Requests) -> None:
+        """Takes the batches, and the requests from which a loader makes them, perhaps ahead."""
         self._batches = batches
+        self._requests = requests
+        self._taken = 0
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        batch = next(self._batches)
+        self._taken += 1
+        return batch
+
+    def in_world(self, schedule: RankSchedule, position: DataPosition) -> OpenBatches:
+        """Goes on with the same processes, and drops what they have loaded ahead."""
+        ahead = self._requests.given - self._taken
+        self._requests.replace(schedule.requests(position))
+        for _ in range(ahead):
+            next(self)
+        return self
 
     def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
         """Does nothing: the epoch's order names all batches."""

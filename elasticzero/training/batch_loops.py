@@ -260,7 +260,7 @@ class Loops:
                 placed = self._in_this_world(schedule)
                 if placed is not schedule:
                     schedule = placed
-                    data = self._open_again(training, schedule, reader, data)
+                    data = data.in_world(schedule, self._start_again(training, schedule))
                 self._epoch = batch.epoch
                 ends = (
                     EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
@@ -302,26 +302,16 @@ class Loops:
             return schedule
         return replace(schedule, rank=a.rank, world_size=a.world_size)
 
-    def _open_again(
-        self,
-        training: TrainingState,
-        schedule: RankSchedule,
-        reader: BatchReader | StreamReader,
-        data: OpenBatches,
-    ) -> OpenBatches:
-        """Returns the micro-batches from the present position on, in a world that was entered
-        inside of the loop; all ranks call this together.
+    def _start_again(self, training: TrainingState, schedule: RankSchedule) -> DataPosition:
+        """Returns where the data go on in a world that was entered inside of the loop. A stream's
+        plan begins anew with what the position says, as in a generation of its own.
 
         Args:
             training: The training state.
             schedule: What this rank computes of the loop in that world.
-            reader: Reads the dataset.
-            data: The micro-batches of the world before, which are closed.
         """
-        data.close()
         at, allowed = training.position, self._link.assignment.allow_data_change
-        # A stream's plan begins anew with what the position says, as in a generation of its own.
-        return reader.open(schedule, schedule.plan.start(at, at.loop, at.dataset, allowed))
+        return schedule.plan.start(at, at.loop, at.dataset, allowed)
 
     def _without_left_out(self, schedule: RankSchedule, dataset: int) -> RankSchedule:
         """Returns the schedule that leaves out the batches of this dataset that are to be."""

@@ -156,6 +156,11 @@ class StreamBatches:
         if self._plan.lacks(after, LOW) is not None:
             self._learn_enough(after, batch.start)
 
+    def in_world(self, schedule: RankSchedule, position: DataPosition) -> StreamBatches:
+        """Begins to read anew, for another rank has read what this one reads from now on."""
+        self.close()
+        return self._reader.open(schedule, position)
+
     def close(self) -> None:
         """Tells the processes that load data to end; does not wait for them, since a generation
         that ends is not to wait for a sample."""
