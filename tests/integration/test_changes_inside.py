@@ -55,6 +55,8 @@ def drawn(seed: int) -> Case:
     elif chance.random() < 0.5:
         told["micro"] = chance.choice([1, 2, 3])
     told |= {"clip": chance.choice([None, 0.5]), "weighted": chance.random() < 0.4}
+    if not {"virtual", "micro"} & told.keys():
+        told["gather"] = chance.random() < 0.5
     told |= {"stream": chance.random() < 0.4, "workers": chance.choice([0, 0, 0, 1])}
     world = chance.choice([2, 3, 4])
     places, step = list(range(world)), chance.randrange(3, 6)

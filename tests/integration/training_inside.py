@@ -2,7 +2,7 @@
 
 Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a directory), and at
 will micro, virtual (samples of a slice, with which there are dropout and a BatchNorm), clip,
-weighted, stream, workers, ask (a rank) and die ([rank, where]), both of the first world.
+weighted, gather, stream, workers, ask (a rank) and die ([rank, where]), both of the first world.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         if session.micro_batch.weight:
             indices += batch["index"].tolist()
         losses = losses_of(model, batch)
-        if told.get("weighted"):
+        if told.get("gather"):
+            session.backward(session.gather(losses).logsumexp(0))
+        elif told.get("weighted"):
             tokens = batch["tokens"].to(losses.dtype)
             session.backward((losses * tokens).sum() / tokens.sum(), weight=tokens.sum())
         else:
