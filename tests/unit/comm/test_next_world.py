@@ -165,6 +165,21 @@ def test_a_world_that_is_withdrawn_while_it_connects_ends_without_a_word(agent: 
     assert agent.sent == [] and not agent.world.offered
 
 
+def test_a_world_that_is_offered_again_is_not_the_one_that_was_withdrawn(agent: Agent) -> None:
+    agent.offer("a")
+    until(lambda: "a" in agent.stores)
+    first = agent.stores.pop("a")
+    agent.world._offer = replace(agent.world._offer, store=None)  # it is reached, and not noted yet
+    agent.withdraw("a")
+    agent.offer("a")
+    until(lambda: "a" in agent.stores)
+    first.close()  # the thread that connects the first one fails
+    until(lambda: sum(thread.is_alive() for thread in agent.world._threads) == 1)
+    assert agent.sent == []
+    agent.connect("a")
+    until(lambda: agent.world.offered)
+
+
 def test_a_failure_is_said_for_each_offer_and_stays(agent: Agent) -> None:
     agent.offer("a")
     agent.connect("a", succeeds=False)
