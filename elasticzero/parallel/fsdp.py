@@ -302,6 +302,11 @@ class FullyPartitioned(PiecedStrategy):
             if mirror.live:
                 spans = self._spans(mirror.rank)
                 held = {n: LocalTensor(t, spans[n].start) for n, t in mirror.rows.items()}
+                held |= {  # nobody sends these
+                    name: LocalTensor(_local(parameter))
+                    for name, parameter in self._parameters.items()
+                    if not self._specs[name].numel
+                }
                 states[mirror.rank] = self._state(held, mirror.pieced)
         return states
 

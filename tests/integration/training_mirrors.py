@@ -48,11 +48,13 @@ FACTORIES: dict[str, Any] = {
 
 
 class Partly(Model):
-    """Has a layer that no rank uses in odd steps, and one that only rank 0 uses in step 2."""
+    """Has a layer that no rank uses in odd steps and that only rank 0 uses in step 2, and a
+    parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sometimes = nn.Linear(7, 3)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
         self.step = self.rank = 0
 
     def forward(self, x: Tensor) -> Tensor:

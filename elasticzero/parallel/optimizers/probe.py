@@ -106,10 +106,11 @@ def probe(
     Returns:
         What the optimizer works on, and what it keeps.
     """
-    like = next((p for p in group["params"] if p.requires_grad), None)
-    if like is None:
+    trained = [p for p in group["params"] if p.requires_grad]
+    if not trained:
         return GroupNature(works_on="elements", schemas={}, makes_state_at_once=False)
-    dimensions = sorted({max(1, p.dim()) for p in group["params"] if p.requires_grad})
+    like = next((p for p in trained if p.numel()), trained[0])
+    dimensions = sorted({max(1, p.dim()) for p in trained})
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     settings = repr(sorted((k, v) for k, v in options.items() if "lr" not in k))
     key = (id(optimizer), like.dtype, like.device, settings, tuple(dimensions))
@@ -368,7 +369,7 @@ class _Trial:
             return value.to(dummy.device if follows else value.device, copy=True)
         if value.shape != self._like.shape:
             raise TypeError("it makes state of another shape than the parameter's when it is built")
-        return torch.full_like(dummy.detach(), float(value.flatten()[0]))
+        return torch.full_like(dummy.detach(), float(value.flatten()[0]) if value.numel() else 0.0)
 
 
 def _stand_ins(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
