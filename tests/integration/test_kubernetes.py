@@ -58,9 +58,9 @@ def wait_for_all(told: PodStory, count: int = 3) -> None:
 
 
 def environment_of(pod: Pod) -> dict[str, str]:
-    """What the agent of a pod was started with."""
+    """What the agent of a pod was started with, the child of the container's first process."""
     assert pod.container is not None
-    text = Path(f"/proc/{pod.container.pids[-1]}/environ").read_text()
+    text = Path(f"/proc/{pod.container.pids[1]}/environ").read_text()
     return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 

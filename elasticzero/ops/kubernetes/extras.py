@@ -4,7 +4,7 @@ volumes that exist already."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticzero.errors import UserError
@@ -66,19 +66,24 @@ def parse_volume(text: str) -> Volume:
     return Volume(source=source, name=name, path=path, read_only=read_only)
 
 
-def parse_resource(text: str) -> tuple[str, str]:
-    """Reads a value of --resource, `NAME=N`, and returns the name and the amount.
+def parse_resources(texts: Iterable[str]) -> dict[str, str]:
+    """Reads the values of --resource, each `NAME=N`, and returns the amounts by name.
 
     Args:
-        text: the value.
+        texts: the values.
 
     Raises:
-        UserError: the text has no `=`.
+        UserError: a value has no `=`, or two are of one name.
     """
-    name, equals, amount = text.partition("=")
-    if not equals:
-        raise UserError(f"--resource {text}: NAME=N is expected, such as amd.com/gpu=8")
-    return name, amount
+    resources: dict[str, str] = {}
+    for text in texts:
+        name, equals, amount = text.partition("=")
+        if not equals:
+            raise UserError(f"--resource {text}: NAME=N is expected, such as amd.com/gpu=8")
+        if name in resources:
+            raise UserError(f"--resource {text}: {name}={resources[name]} is given as well")
+        resources[name] = amount
+    return resources
 
 
 def check_resources(resources: Mapping[str, str]) -> None:

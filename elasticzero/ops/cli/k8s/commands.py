@@ -21,7 +21,7 @@ from elasticzero.ops.cli.k8s.options import (
     REPLACE_OPTIONS,
 )
 from elasticzero.ops.cli.k8s.patch_files import read_patches
-from elasticzero.ops.kubernetes.extras import parse_resource, parse_volume
+from elasticzero.ops.kubernetes.extras import parse_resources, parse_volume
 from elasticzero.ops.kubernetes.naming import Manifest
 from elasticzero.ops.kubernetes.operations import (
     drain_script,
@@ -168,7 +168,7 @@ def render_options(args: argparse.Namespace) -> RenderOptions:
             token_secret=args.token_secret or "",
             service_account=args.service_account or "",
             pull_secret=args.pull_secret or "",
-            resources=dict(map(parse_resource, args.resource or ())),
+            resources=parse_resources(args.resource or ()),
             volumes=tuple(map(parse_volume, args.volume or ())),
             tmp_size=args.tmp_size,
             has_fixed_user=not args.no_fixed_uid,

@@ -59,6 +59,11 @@ def test_without_pyyaml_json_is_left(
         (["--spot", "/app/train.py"], "--spot needs --cloud"),
         (["--nnodes", "4:2", "/app/train.py"], "--nnodes 4:2"),
         (["--gpus", "x", "/app/train.py"], "--gpus"),
+        (["--resource", "amd.com/gpu", "/app/train.py"], "NAME=N is expected"),
+        (["--resource=a.b/c=1", "--resource=a.b/c=2", "/app/train.py"], "a.b/c=1 is given as well"),
+        (["--volume", "data:/data", "/app/train.py"], "--volume data:/data: pvc/NAME:PATH"),
+        (["--patch", "missing.yaml", "/app/train.py"], "missing.yaml: No such file"),
+        (["--zones", "two", "/app/train.py"], "--zones"),
     ],
 )
 def test_a_mistake_is_one_line(
