@@ -85,14 +85,14 @@ MUTANTS = (
     Mutant(
         name="a step is no proof of life",
         file="protocol/leader.py",
-        right="lease_ttl_s) and not proven_alive",
-        wrong="lease_ttl_s)",
+        right="    if not _makes_steps(view, after_s, now_s, policy):\n",
+        wrong="    if True:\n",
     ),
     Mutant(
         name="a step just before its lease lapsed is no proof of life",
         file="protocol/leader.py",
-        right="_makes_steps(view, since_s - policy.lease_ttl_s / 2, now_s, policy)",
-        wrong="_makes_steps(view, since_s, now_s, policy)",
+        right="after_s = view.missing_since_s[node] - policy.lease_ttl_s / 2",
+        wrong="after_s = view.missing_since_s[node]",
     ),
     Mutant(
         name="steps prove for half a minute that a member lives",
