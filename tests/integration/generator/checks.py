@@ -9,7 +9,7 @@ from tests.integration.generator.play import Verdict, play
 from tests.integration.generator.shrink import shrink
 from tests.integration.training_harness import Pool
 
-QUICK, SLOW = range(24), range(24, 1040)
+QUICK, SLOW = range(40), range(40, 1040)
 """Seeds for `make test` and for `make slow`."""
 LEAST_EXACT = 0.2
 """Share of draws that must train to the end: a grammar of which all is refused proves nothing."""
