@@ -416,7 +416,8 @@ def _preferred(storage: Storage, names: list[str]) -> str:
     if any(n.endswith(_PICKLED) for n in names):
         raise UserError(
             f"{storage.where} holds pickled weights, which can run code when they are read: "
-            "convert them to safetensors first"
+            "convert them to safetensors first (`elasticzero checkpoint import --format torch` or "
+            "`trainer` reads them without running any, and `export` writes safetensors)"
         )
     raise UserError(f"{storage.where} holds no safetensors files")
 

@@ -68,6 +68,8 @@ class Archive:
             raise CheckpointDamaged(
                 f"{self.where} is cut off or damaged, or is no archive: {error!r:.150}"
             ) from None
+        self._first_bytes: dict[str, int] = {}
+        """The place of each record's first byte in the file, once it is known."""
         self._root = next(iter(self._records), "").partition("/")[0] + "/"
         self._check_records()
         self._has_checksums = self._record(_PICKLE).CRC != 0  # torch can be told to write none
@@ -137,7 +139,8 @@ class Archive:
             if self._checked[key] is None:
                 return
             record = self._record(_STORAGES + key)
-            buffer, done, checksum = memoryview(bytearray(_PASS_BYTES)), 0, 0
+            buffer = memoryview(bytearray(min(_PASS_BYTES, record.file_size)))
+            done = checksum = 0
             while done < record.file_size:
                 view = buffer[: min(_PASS_BYTES, record.file_size - done)]
                 self._read_at(record, done, view)
@@ -163,14 +166,22 @@ class Archive:
         return bytes(data)
 
     def _read_at(self, record: zipfile.ZipInfo, start: int, view: memoryview) -> None:
+        first = self._first_byte(record) + start
+        if self._storage.read_into(self._file, first, view) != len(view):
+            raise CheckpointDamaged(f"{self.where} ends within its record {record.filename!r:.80}")
+
+    def _first_byte(self, record: zipfile.ZipInfo) -> int:
+        """Returns the place of a record's first byte, which only its own header tells."""
+        if (place := self._first_bytes.get(record.filename)) is not None:
+            return place
         head = bytearray(_LOCAL_HEADER.size)
         count = self._storage.read_into(self._file, record.header_offset, memoryview(head))
         if count != len(head) or head[:4] != _ZIP:
             raise CheckpointDamaged(f"{self.where}: record {record.filename!r:.80} has no header")
-        _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(head)
-        first = record.header_offset + len(head) + name_bytes + extra_bytes + start
-        if self._storage.read_into(self._file, first, view) != len(view):
-            raise CheckpointDamaged(f"{self.where} ends within its record {record.filename!r:.80}")
+        name_bytes, extra_bytes = map(int, _LOCAL_HEADER.unpack(head)[1:])
+        place = int(record.header_offset) + len(head) + name_bytes + extra_bytes
+        self._first_bytes[record.filename] = place
+        return place
 
 
 def _check_kind(first: bytes, where: str) -> None:

@@ -42,14 +42,11 @@ class LeafReader:
             buffer_bytes: Memory for the bytes that are read at a time.
         """
         self._leaves = leaves
+        self.specs = {name: leaf.spec for name, leaf in leaves.items()}
         self.buffer = memoryview(bytearray(max(8, min(_LARGEST_READ_BYTES, buffer_bytes))))
         self.last_view: tuple[Leaf, torch.Tensor] | None = None
         """The last tensor whose elements are not in row-major order, whole."""
         self._sources: dict[int, TensorSource] = {}
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: leaf.spec for name, leaf in self._leaves.items()}
 
     def chunks(self, name: str, span: Span) -> Iterator[memoryview]:
         """Yields the bytes as `TensorSource.chunks` does."""
