@@ -65,8 +65,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         action="append",
         type=_prefixes,
         metavar="FROM=TO",
-        help="With dcp, what is under the path FROM (keys joined by /) is imported as if it were "
-        "under TO, as in app/model=model; may be repeated.",
+        help="What is under the path FROM (keys joined by /) is imported as if it were under TO, "
+        "as in app/model=model; with dcp it may be repeated, and else TO is model.",
     )
     command.add_argument(
         "--track",
@@ -85,8 +85,8 @@ def open_import(args: argparse.Namespace) -> Import:
         UserError: It cannot be imported, or an option is of another format.
         CheckpointDamaged: A file is damaged.
     """
-    if args.map is not None and args.format != "dcp":
-        raise UserError(f"--map is not for --format {args.format}")
+    if args.map is not None and args.format == "hf":
+        raise UserError("--map is not for --format hf")
     if args.format in ("hf", "dcp"):
         if unfit := [name for name in _OF_PICKLES if getattr(args, name) is not None]:
             raise UserError(f"--{unfit[0]} is not for --format {args.format}")
@@ -97,9 +97,18 @@ def open_import(args: argparse.Namespace) -> Import:
         model_only=args.model_only,
         names=None if args.names is None else _names(Path(args.names)),
         without=tuple(args.without or ()),
+        model=_model_of(args),
         tracked=dict(args.track or ()),
     )
     return name_contents(_open_saved(args), options)
+
+
+def _model_of(args: argparse.Namespace) -> str | None:
+    """Returns the path that `--map` says is the model's."""
+    maps = args.map or []
+    if len(maps) > 1 or any(target.rstrip("/") != "model" for _, target in maps):
+        raise UserError(f"--map takes one FROM=model with --format {args.format}")
+    return maps[0][0] if maps else None
 
 
 def _open_saved(args: argparse.Namespace) -> Saved:

@@ -46,11 +46,12 @@ from elasticzero.checkpoint.convert.import_plan import Import, LeftOut
 from elasticzero.checkpoint.format.dtypes import byte_view, tensor_spec, torch_dtype
 from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.format.manifest import TREE
+from elasticzero.checkpoint.format.strict_json import strict_json
 from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.checkpoint.rewrite.sources import MODEL_PREFIX
-from elasticzero.checkpoint.storage.base import Readable
+from elasticzero.checkpoint.storage.base import Readable, read_small
 from elasticzero.checkpoint.storage.urls import open_storage
-from elasticzero.errors import CheckpointDamaged, UserError
+from elasticzero.errors import CheckpointDamaged, StorageError, UserError
 from elasticzero.nested import flatten
 from elasticzero.spans import Span
 
@@ -88,6 +89,7 @@ def plan_dcp(url: str, *, model_only: bool = False, maps: Sequence[PrefixMap] = 
     """
     check_foreign(url)
     storage = open_storage(url)
+    _check_not_megatron(storage)
     contents = read_contents(storage)
     exported = (OWN_KEY, "state") in contents.values
     ours: dict[str, Any] = {}
@@ -125,6 +127,21 @@ def plan_dcp(url: str, *, model_only: bool = False, maps: Sequence[PrefixMap] = 
         notes=() if note is None else (note,),
     )
     return Import(foreign=foreign, left_out=left_out)
+
+
+def _check_not_megatron(storage: Readable) -> None:
+    """Raises `UserError` for a directory of Megatron-core, whose tensors are others by their
+    names."""
+    try:
+        about = strict_json(read_small(storage, _MEGATRON_NAME, 1 << 20))
+    except (FileNotFoundError, StorageError, ValueError, RecursionError):
+        return
+    if isinstance(about, dict) and "sharded_backend" in about:
+        raise UserError(
+            f"{storage.where} is of Megatron-core ({str(about['sharded_backend'])[:40]}), which "
+            "puts all layers into one tensor and the optimizer into buckets: convert it to "
+            "Hugging Face with Megatron's own tools, and import that"
+        )
 
 
 def _left_out(
@@ -305,6 +322,8 @@ class _Directory:
 
 _UNKNOWN_NAME = re.compile(r"GLOBAL ([\w.]+)")
 """Matches the name in torch's error about a value that `weights_only` does not read."""
+_MEGATRON_NAME = "metadata.json"
+"""File in which Megatron-core says how it has written the directory."""
 _ITEM_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,

@@ -22,6 +22,9 @@ class ImportOptions:
     """The parameters in the order in which the optimizer has them; None: they are not known."""
     without: tuple[str, ...] = ()
     """Paths of values that are left out, with keys joined by "/"."""
+    model: str | None = None
+    """Path of the model's tensors, and what their names begin with, which is taken off; None: as
+    the program saves it."""
     tracked: Mapping[str, str] | None = None
     """By the name of an object that a script tracks, the path of its state."""
 

@@ -62,6 +62,10 @@ def name_contents(saved: Saved, options: ImportOptions) -> Import:
         UserError: A value is of a class that is in no table, or the names do not fit.
         CheckpointDamaged: The values are nested as no program writes them.
     """
+    prefix = ""
+    if options.model is not None:
+        model, prefix = _model_at(saved, options.model)
+        saved = replace(saved, model=model)
     walk = Walk(saved, options)
     tree = walk.kept(saved.tree, (), 0)
     if missing := [path for path in options.without if path not in walk.without]:
@@ -71,7 +75,7 @@ def name_contents(saved: Saved, options: ImportOptions) -> Import:
         raise UserError(f"{saved.where} holds no tensors{what}")
     if not options.model_only and (text := _exported_text(tree)) is not None:
         return _of_export(saved, walk, text)
-    naming = _Naming(saved, options, walk.leaves, tree)
+    naming = _Naming(saved, options, walk.leaves, tree, prefix)
     leaves = {naming.names[path]: entry.value for path, entry in walk.leaves.items()}
     state = {TREE: naming.encoded(tree, ""), "aliases": naming.aliases}
     if groups := naming.groups():
@@ -163,7 +167,12 @@ class _Naming:
     """Finds the names of tensors, and of the parameters of optimizers."""
 
     def __init__(
-        self, saved: Saved, options: ImportOptions, entries: Mapping[str, Entry], tree: Any
+        self,
+        saved: Saved,
+        options: ImportOptions,
+        entries: Mapping[str, Entry],
+        tree: Any,
+        prefix: str,
     ) -> None:
         """Finds the names.
 
@@ -172,6 +181,7 @@ class _Naming:
             options: The names of parameters that the user has given.
             entries: The tensors by path.
             tree: What is kept of the tree.
+            prefix: What the names of the model's tensors begin with, which is taken off.
 
         Raises:
             UserError: The names that the user has given do not fit.
@@ -179,7 +189,10 @@ class _Naming:
         self._where, self._tree, self._options = saved.where, tree, options
         self.notes: list[str] = []
         self._entries = entries
-        self._in_model = {path: _name_in_model(e.path, saved.model) for path, e in entries.items()}
+        self._prefix = prefix
+        self._in_model = {
+            path: _name_in_model(entry.path, saved.model, prefix) for path, entry in entries.items()
+        }
         self._wrapper = _common_wrapper([n for n in self._in_model.values() if n is not None])
         if self._wrapper:
             self.notes.append(f"the names of the model's tensors had {self._wrapper!r} in front")
@@ -256,7 +269,7 @@ class _Naming:
 
     def _checked(self, name: str) -> str:
         """Returns the name under which the model has a parameter; raises `UserError` if none."""
-        name = str(name).removeprefix(self._wrapper)
+        name = str(name).removeprefix(self._prefix).removeprefix(self._wrapper)
         name = self.aliases.get(name, name)
         if self._specs and MODEL_PREFIX + name not in self._specs:
             raise UserError(f"{self._where}: the model has no tensor {name!r} for a parameter")
@@ -294,14 +307,39 @@ class _Naming:
         return renamed(flatten(_without_leaves(value), path, {}), self.names)
 
 
-def _name_in_model(path: KeyPath, model: KeyPath | None) -> str | None:
-    """Returns a tensor's name in the model; None: it is of something else."""
+def _model_at(saved: Saved, text: str) -> tuple[KeyPath, str]:
+    """Returns (path of the model, what the names of its tensors begin with).
+
+    Raises `UserError` if nothing was saved there.
+    """
+    value, path = saved.tree, text.rstrip("/").split("/")
+    for depth, key in enumerate(path):
+        below = value.get(key) if isinstance(value, dict) else None
+        if isinstance(below, dict):
+            value = below
+            continue
+        names = [name for name in value if isinstance(name, str)] if below is None else []
+        if depth == len(path) - 1 and any(name.startswith(key) for name in names):
+            return tuple(path[:-1]), key
+        raise UserError(f"--map {text}=model: nothing was saved under this path")
+    return tuple(path), ""
+
+
+def _name_in_model(path: KeyPath, model: KeyPath | None, prefix: str) -> str | None:
+    """Returns a tensor's name in the model; None: it is of something else.
+
+    Args:
+        path: The tensor's path.
+        model: Path of the model; None: there is none.
+        prefix: What the names begin with, which is taken off.
+    """
     if model is None or path[: len(model)] != model:
         return None
     rest = path[len(model) :]
     if not model and not (len(rest) == 1 and isinstance(rest[0], str)):
         return None
-    return joined(rest)
+    name = joined(rest)
+    return name.removeprefix(prefix) if name.startswith(prefix) else None
 
 
 def _common_wrapper(names: Iterable[str]) -> str:

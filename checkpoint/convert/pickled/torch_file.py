@@ -59,13 +59,21 @@ def kind_of(value: Any) -> str:
 
 def model_path(tree: dict[Any, Any]) -> KeyPath | None:
     """Returns the path of the model in what was saved; None: nothing says what is the model."""
-    for key in _MODEL_KEYS:
-        if _has_tensors(tree.get(key)):
-            return (key,)
+    if keys := _model_keys(tree):
+        return (keys[0],)
     if _has_tensors(tree):
         return ()
-    models = [key for key, value in tree.items() if _has_tensors(value)]
-    return (models[0],) if len(models) == 1 else None
+    models = [(key,) for key, value in tree.items() if _has_tensors(value)]
+    below = [(top, key) for top, value in tree.items() for key in _model_keys(value)]
+    for paths in (models, below):
+        if paths:
+            return paths[0] if len(paths) == 1 else None
+    return None
+
+
+def _model_keys(value: Any) -> list[str]:
+    """Returns the keys of a dict under which training loops save their model."""
+    return [key for key in _MODEL_KEYS if isinstance(value, dict) and _has_tensors(value.get(key))]
 
 
 def step_of(tree: dict[Any, Any]) -> int | None:

@@ -230,6 +230,17 @@ def test_an_exports_own_state_that_makes_no_sense(tmp_path: Path, state: str) ->
         open_dcp(str(path))
 
 
+def test_megatrons_directories_are_refused_by_name(tmp_path: Path) -> None:
+    """All of its tensors came in as a model's, with its optimizer among them."""
+    path = by_torch(tmp_path / "dcp", {"decoder.layers.weight": torch.ones(2, 3)})
+    (path / "metadata.json").write_text('{"note": "of the user"}')
+    open_dcp(str(path))
+    about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (path / "metadata.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"is of Megatron-core \(torch_dist\)"):
+        open_dcp(str(path))
+
+
 def test_two_paths_to_one_name_are_refused(tmp_path: Path) -> None:
     one = torch.ones(2)
     path = by_torch(tmp_path / "a", {"model": {"a/b": one, "a": {"b": one}}})

@@ -157,6 +157,43 @@ def test_a_wrappers_prefix_is_taken_off_and_said(tmp_path: Path, wrapper: str) -
     assert seen.foreign.notes == (f"the names of the model's tensors had {wrapper!r} in front",)
 
 
+@pytest.mark.parametrize(
+    ("path", "is_model"),
+    [
+        (("state_dict",), True),
+        (("generator",), True),  # the only dict of tensors
+        (("app", "model"), True),
+        (("a", "b"), False),
+    ],
+)
+def test_where_the_model_is(tmp_path: Path, path: tuple[str, ...], is_model: bool) -> None:
+    value: Any = {"w": torch.ones(2)}
+    for key in reversed(path):
+        value = {key: value, "epoch": 3}
+    seen = opened(saved(tmp_path / "t.pt", value))
+    assert list(seen.foreign.specs) == ["model/w" if is_model else "/".join((*path, "w"))]
+
+
+def test_the_user_says_which_is_the_model(tmp_path: Path) -> None:
+    """A prefix of its names is taken off, of its optimizer's too."""
+    model = small_model()
+    optimizer = torch.optim.Adam([(f"net.{n}", p) for n, p in model.named_parameters()])
+    train(model, optimizer)
+    weights = {f"net.{name}": tensor for name, tensor in model.state_dict().items()}
+    value = {"model": {"old": torch.ones(1)}, "ema": {**weights, "head.w": torch.zeros(2)}}
+    path = saved(tmp_path / "t.pt", {**value, "optimizer": optimizer.state_dict()})
+    seen = opened(path, model="ema/net.")
+    assert {"model/0.weight", "ema/head.w", "other/model/old"} <= seen.foreign.specs.keys()
+    assert "optimizer/0.weight/exp_avg" in seen.foreign.specs
+    alone = opened(path, model="ema/", model_only=True)
+    assert alone.foreign.specs.keys() == {*(f"model/{name}" for name in weights), "model/head.w"}
+    flat = opened(saved(tmp_path / "flat.pt", weights), model="net.")
+    assert "model/2.bias" in flat.foreign.specs
+    for wrong in ("emma", "ema/nut.", "ema/net.0.weight/x", "model/old/x"):
+        with pytest.raises(UserError, match=f"--map {wrong}=model: nothing was saved"):
+            opened(path, model=wrong)
+
+
 def test_what_no_checkpoint_holds_is_left_out_and_said(tmp_path: Path) -> None:
     value = {
         "model": {"w": torch.ones(2)},
