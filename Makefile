@@ -97,8 +97,10 @@ chaos: $(READY) ## long runs with random faults
 
 $(INTEGRATIONS)/.ready: PACKAGES = -c constraints.txt torchao datasets playwright pillow matplotlib mlflow-skinny wandb \
   torchdata webdataset brotli catalogue python-snappy zstd
-# Without torchvision, whose wheels need torch for CUDA, and mosaicml-streaming without its caps on numpy, transformers and xxhash.
-$(INTEGRATIONS)/.ready: ALONE = litdata mosaicml-streaming
+# Without torchvision, whose wheels need torch for CUDA, mosaicml-streaming without its caps on numpy, transformers and xxhash, and
+# deepspeed without its compiled parts.
+$(INTEGRATIONS)/.ready: ALONE = litdata mosaicml-streaming deepspeed hjson ninja py-cpuinfo einops msgpack
+$(INTEGRATIONS)/.ready: export DS_BUILD_OPS := 0
 $(OLDEST_FRAMEWORKS)/.ready: PACKAGES = -r tests/integrations/oldest_frameworks.txt
 $(OLDEST_FRAMEWORKS)/.ready: tests/integrations/oldest_frameworks.txt
 $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready: .venv-%/.ready: $(READY) constraints.txt
