@@ -151,9 +151,9 @@ def load(path: str | os.PathLike[str], into: Mapping[Any, Any] | None = None) ->
     """
     log_line = _warn if _is_rank_0() else _ignore
     for _ in range(_MAX_LOADS):
-        storage = catalog.resolve(path, log_line)
+        storage, manifest = catalog.resolve_manifest(path, log_line)
         try:
-            return _load(open_step(storage), into)
+            return _load(open_step(storage, manifest), into)
         except CheckpointDamaged:
             if storage.where == open_directory(path).where or not catalog.was_removed(storage):
                 raise
@@ -242,7 +242,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointDamaged: The manifest is missing or wrong.
         StorageError: The manifest cannot be read.
     """
-    manifest = catalog.read_manifest(catalog.resolve(path, _ignore))
+    manifest = catalog.resolve_manifest(path, _ignore)[1]
     return {key: value for key, value in manifest.state.items() if key not in (TREE, WRAPPED)}
 
 

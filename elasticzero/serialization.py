@@ -374,7 +374,10 @@ def _decode_mapping(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise RecordError(f"{where}: an object was expected, not {_name(value)}")
     make = _decoder(kind)
-    return {key: make(item, f"{where}.{key}") for key, item in value.items()}
+    return {
+        key: item if type(item) is kind and kind not in PLAIN else make(item, f"{where}.{key}")
+        for key, item in value.items()
+    }
 
 
 def _decode_array(kind: Any, value: Any, where: str) -> Any:

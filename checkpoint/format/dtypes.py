@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elasticzero.checkpoint.format.layout import TensorSpec
+from elasticzero.checkpoint.format.layout import TensorSpec, spec_of
 from elasticzero.errors import UserError
 
 _TORCH_NAMES = {
@@ -60,7 +60,7 @@ def tensor_spec(tensor: torch.Tensor, name: str = "a tensor") -> TensorSpec:
     Raises `UserError`, with `name` in front, for a dtype or a shape that no checkpoint can hold.
     """
     try:
-        return TensorSpec(spelling_of(tensor.dtype), tuple(tensor.shape))
+        return spec_of(spelling_of(tensor.dtype), tuple(tensor.shape))
     except (ValueError, UserError) as error:
         raise UserError(f"{name} cannot be kept in a checkpoint: {error}") from None
 

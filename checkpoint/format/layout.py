@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -51,6 +52,8 @@ _MAX_DIMS = 64
 """Maximum number of dimensions that torch computes with."""
 TOO_MANY_BYTES = 1 << 63
 """Exclusive limit of a tensor's size: no file can have so many bytes."""
+_MANY_SPECS = 1 << 14
+"""Maximum number of different shapes that are remembered."""
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -72,6 +75,11 @@ def check_tensor_names(names: Iterable[str]) -> None:
             raise ValueError("no tensor can have the name '__metadata__' in safetensors")
         if not name.isascii() and _LONE_SURROGATE.search(name):
             raise ValueError(f"no tensor can have the name {name!r} in safetensors: not Unicode")
+
+
+@lru_cache(maxsize=_MANY_SPECS)
+def _product(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return _product(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +113,15 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+@lru_cache(maxsize=_MANY_SPECS)
+def spec_of(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """Returns the description of a tensor, one for all tensors of the same dtype and shape.
+
+    A model has few of these, and may have a hundred thousand tensors.
+    """
+    return TensorSpec(dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +210,13 @@ class Layout:
     def json(self) -> Any:
         """Returns the layout's part of a manifest's JSON."""
         if "json" not in self._derived:
-            self._derived["json"] = encode(self)
+            rest = encode(self, without=("world_size", "tensors"))
+            tensors = {
+                name: {"dtype": spec.dtype, "shape": list(spec.shape)}
+                for name, spec in self.tensors.items()
+            }
+            size = {"world_size": self.world_size}
+            self._derived["json"] = {**size, "tensors": tensors, **rest}
         return self._derived["json"]
 
     def spans(self, rank: int) -> dict[str, Span]:
@@ -202,6 +225,22 @@ class Layout:
         cached = self._derived.get("spans")
         if cached is None or cached[0] != rank:
             self._derived["spans"] = cached = (rank, self._spans(rank))
+        return dict(cached[1])
+
+    def shard_specs(self, rank: int) -> dict[str, TensorSpec]:
+        """Returns the tensors of a rank's file in file order: wide dtypes first, then as in the
+        layout.
+
+        A span that is the whole tensor has the tensor's shape, and any other is 1-D.
+        """
+        cached = self._derived.get("shard specs")
+        if cached is None or cached[0] != rank:
+            specs = {}
+            for name, span in self.spans(rank).items():
+                spec, count = self.tensors[name], len(span)
+                specs[name] = spec if count == spec.numel else spec_of(spec.dtype, (count,))
+            ordered = dict(sorted(specs.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]))
+            self._derived["shard specs"] = cached = (rank, ordered)
         return dict(cached[1])
 
     def _spans(self, rank: int) -> dict[str, Span]:
@@ -237,6 +276,8 @@ class Layout:
             return [(group.ranks[place.index], whole)]
         if not spec.numel:
             return [(0, EMPTY)]
+        if self.world_size == 1:
+            return [(0, whole)] if within is None or spans.intersect(whole, within) else []
         asked = whole if within is None else spans.intersect(whole, within)
         if not asked:
             return []

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
 
-from elasticzero.checkpoint.format.layout import TOO_MANY_BYTES, Layout
+from elasticzero.checkpoint.format.layout import TOO_MANY_BYTES, Layout, spec_of
 from elasticzero.checkpoint.format.names import is_tag, is_token, shard_file_name
 from elasticzero.checkpoint.format.strict_json import check_depth, reason, strict_json
 from elasticzero.errors import CheckpointDamaged
@@ -130,6 +131,7 @@ def from_json(data: bytes, where: str) -> Manifest:
                 f"{FORMAT_VERSION}: use the version that wrote it, or a newer one"
             )
         check_depth(value.get("state"))
+        _make_specs(value)
         manifest = decode(Manifest, value, "manifest")
         _check_files(manifest)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -137,6 +139,22 @@ def from_json(data: bytes, where: str) -> Manifest:
     except ValueError as error:
         raise CheckpointDamaged(f"{where}: {reason(error)}") from None
     return manifest
+
+
+def _make_specs(value: dict[str, Any]) -> None:
+    """Puts records in the place of the tensors' objects, one for each kind of tensor.
+
+    An object that is wrong stays, and `decode` says what is wrong with it.
+    """
+    layout = value.get("layout")
+    tensors = layout.get("tensors") if isinstance(layout, dict) else None
+    if not isinstance(tensors, dict):
+        return
+    for name, item in tensors.items():
+        match item:
+            case {"dtype": str(dtype), "shape": [*sizes]} if set(map(type, sizes)) <= {int}:
+                with suppress(ValueError):
+                    tensors[name] = spec_of(dtype, tuple(sizes))
 
 
 def _check_files(manifest: Manifest) -> None:

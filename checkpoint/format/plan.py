@@ -44,7 +44,8 @@ def plan(layout: Layout, targets: Mapping[str, Span]) -> list[Copy]:
         held = layout.holders(name, span)
         starts = {rank: shard.start for rank, shard in held}
         try:
-            parts = covering(span, held)
+            alone = span and len(held) == 1 and span == held[0][1]  # as most small tensors are
+            parts = held if alone else covering(span, held)
         except ValueError as error:
             raise CheckpointMismatch(f"tensor {name!r}, {layout.tensors[name]}: {error}") from None
         for rank, part in parts:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticzero.checkpoint.format.checksums import BlockReader, BlockSums
-from elasticzero.checkpoint.format.layout import ITEM_BYTES, PAIRED, TensorSpec, itemsize
+from elasticzero.checkpoint.format.layout import ITEM_BYTES, PAIRED, TensorSpec, itemsize, spec_of
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile
 from elasticzero.checkpoint.format.names import SUMS_SUFFIX
 from elasticzero.checkpoint.format.strict_json import reason, strict_json
@@ -48,12 +48,7 @@ def shard_specs(manifest: Manifest, rank: int) -> dict[str, TensorSpec]:
 
     A span that is the whole tensor has the tensor's shape, and any other is 1-D.
     """
-    specs = {}
-    for name, span in manifest.layout.spans(rank).items():
-        spec = manifest.layout.tensors[name]
-        whole = len(span) == spec.numel
-        specs[name] = TensorSpec(spec.dtype, spec.shape if whole else (len(span),))
-    return dict(sorted(specs.items(), key=lambda item: -itemsize(item[1].dtype)))
+    return manifest.layout.shard_specs(rank)
 
 
 def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
@@ -83,7 +78,7 @@ def _shape_in_file(spec: TensorSpec) -> tuple[int, ...]:
 def _spec_in_file(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
     """Returns the spec of a dtype and a shape in a header."""
     if dtype != PAIRED:
-        return TensorSpec(dtype, shape)
+        return spec_of(dtype, shape)
     if not shape or shape[-1] % 2:
         raise ValueError(f"shape {list(shape)} of {dtype}: its last size must be even")
     return TensorSpec(dtype, (*shape[:-1], shape[-1] // 2))
@@ -191,7 +186,7 @@ def open_shard(storage: Readable, manifest: Manifest, rank: int) -> ShardReader:
     shard = ShardReader(storage, file)
     if (size := storage.size(file.name)) != shard.size:
         raise CheckpointDamaged(f"{shard.where} has {size} bytes, not {shard.size}")
-    held = {name: TensorSpec(e.dtype, e.shape) for name, e in shard.entries.items()}
+    held = {name: spec_of(e.dtype, e.shape) for name, e in shard.entries.items()}
     expected = (str(manifest.step), str(rank), manifest.token)
     stored = tuple(shard.metadata.get(key) for key in ("step", "rank", "token"))
     if held != shard_specs(manifest, rank) or stored != expected:

@@ -106,5 +106,8 @@ def pieces_of(
     """
     for name, span in layout.spans(rank).items():
         held, local = local_part(name, tensors[name])
+        if span == held and local.is_contiguous():
+            yield TensorPiece(name, local)  # most tensors are whole, and many are small
+            continue
         flat = local.detach().reshape(-1)
         yield TensorPiece(name, flat[span.start - held.start : span.stop - held.start])

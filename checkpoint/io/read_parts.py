@@ -112,7 +112,8 @@ def fill_all(shard: ShardReader, fills: list[Fill], state: ReaderState) -> int:
         start, count = copy.offset_in_target, len(copy.span_in_shard)
         size += count * tensor.element_size()
         if tensor.device.type == "cpu" and is_as_stored(tensor):
-            part = tensor.detach().reshape(-1)[start : start + count]
+            is_whole = start == 0 and count == tensor.numel()
+            part = tensor if is_whole else tensor.detach().reshape(-1)[start : start + count]
             straight.append((copy.name, copy.span_in_shard, byte_view(part)))
         else:
             _fill_staged(shard, copy, tensor, state)

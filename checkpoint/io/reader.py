@@ -163,10 +163,17 @@ class Checkpoint:
             return True
 
 
-def open_step(storage: Readable) -> Checkpoint:
-    """Opens the checkpoint in one step's directory; raises `CheckpointDamaged` if it has no
-    manifest."""
-    manifest = catalog.read_manifest(storage)
+def open_step(storage: Readable, manifest: Manifest | None = None) -> Checkpoint:
+    """Opens the checkpoint in one step's directory.
+
+    Args:
+        storage: The step's files.
+        manifest: Manifest of the step; None: it is read.
+
+    Raises:
+        CheckpointDamaged: There is no manifest.
+    """
+    manifest = manifest or catalog.read_manifest(storage)
     return Checkpoint(
         manifest,
         {r: [_shard_opener(storage, manifest, r)] for r in range(manifest.layout.world_size)},

@@ -251,7 +251,7 @@ def shard_bytes(draft: Manifest, rank: int, pieces: Iterable[TensorPiece]) -> It
 def _stream(tensors: Iterator[torch.Tensor]) -> Iterator[Bytes]:
     staging: torch.Tensor | None = None
     for lazy in tensors:
-        tensor = lazy.resolve_conj().resolve_neg()
+        tensor = lazy.resolve_conj().resolve_neg() if lazy.is_conj() or lazy.is_neg() else lazy
         if tensor.device.type == "cpu":
             yield byte_view(tensor.contiguous())
             continue

@@ -269,9 +269,10 @@ def _existing_result(storage: Storage, draft: Manifest) -> CopyResult:
 
 
 def _result_of(storage: Storage, *, kept: int = 0, already: bool = False) -> CopyResult:
-    if (error := catalog.step_error(storage)) is not None:
+    manifest, error = catalog.examine(storage)
+    if error is not None:
         raise error
-    manifest = catalog.read_manifest(storage)
+    assert manifest is not None
     return CopyResult(
         where=storage.where,
         step=manifest.step,

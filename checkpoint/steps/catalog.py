@@ -122,8 +122,23 @@ def step_error(storage: Readable) -> ElasticZeroError | None:
     newest good step and retention call it. It reads no tensor; `elasticzero checkpoint verify` does
     so after it.
     """
+    return examine(storage)[1]
+
+
+def examine(storage: Readable) -> tuple[Manifest | None, ElasticZeroError | None]:
+    """Returns (a step's manifest, why the step is not good), as `step_error` does; one is None."""
     try:
         manifest = read_manifest(storage)
+        error = files_error(storage, manifest)
+    except ElasticZeroError as failure:
+        return None, failure
+    return (manifest, None) if error is None else (None, error)
+
+
+def files_error(storage: Readable, manifest: Manifest) -> ElasticZeroError | None:
+    """Returns which file of a step is missing or has another size than its manifest says; None: all
+    are right."""
+    try:
         faults = run_parallel(
             manifest.files, lambda file: _file_fault(storage, file), threads=FILES_AT_ONCE
         )
@@ -199,10 +214,25 @@ def resolve(
         UserError: There is no good step.
         StorageError: A step might be good but cannot be read.
     """
-    storage, known_good = _find(url, log_line)
-    if not known_good and (error := step_error(storage)) is not None:
-        raise error
-    return storage
+    return resolve_manifest(url, log_line)[0]
+
+
+def resolve_manifest(
+    url: str | os.PathLike[str], log_line: Callable[[str], object] = print_error
+) -> tuple[Storage, Manifest]:
+    """Returns the step that `resolve` returns, and its manifest.
+
+    Args:
+        url: The path or URL.
+        log_line: Receives one line about newer steps that are skipped.
+    """
+    storage, manifest = _find(url, log_line)
+    if manifest is None:
+        manifest, error = examine(storage)
+        if error is not None:
+            raise error
+    assert manifest is not None
+    return storage, manifest
 
 
 def find(url: str | os.PathLike[str], log_line: Callable[[str], object] = print_error) -> Storage:
@@ -210,15 +240,17 @@ def find(url: str | os.PathLike[str], log_line: Callable[[str], object] = print_
     return _find(url, log_line)[0]
 
 
-def _find(url: str | os.PathLike[str], log_line: Callable[[str], object]) -> tuple[Storage, bool]:
-    """Returns (the step that `url` means, whether it is known to be good)."""
+def _find(
+    url: str | os.PathLike[str], log_line: Callable[[str], object]
+) -> tuple[Storage, Manifest | None]:
+    """Returns (the step that `url` means, its manifest if it is known to be good)."""
     directory = open_directory(url)
     if (step := tagged(directory.where)) is not None:
-        return step, False
+        return step, None
     names = directory.names()
     in_a_step = step_of(directory.where.rsplit("/", 1)[-1]) is not None
     if MANIFEST_NAME in names or (names and in_a_step):
-        return open_storage(url), False
+        return open_storage(url), None
     if in_a_step:
         raise UserError(
             f"{directory.where} does not exist, or was removed, as --keep removes old steps: give "
@@ -231,7 +263,7 @@ def _find(url: str | os.PathLike[str], log_line: Callable[[str], object]) -> tup
                 f"step {step} {describe_step_error(why)}" for step, why in look.skipped
             )
             log_line(f"{text}; step {look.good.step} is used")
-        return look.good.storage, True
+        return look.good.storage, look.manifest
     if not names:
         raise UserError(f"{directory.where} holds no checkpoint: it is empty or does not exist")
     skipped = look.skipped
@@ -258,6 +290,8 @@ class _Look:
     """The newest good step."""
     skipped: tuple[tuple[int, ElasticZeroError], ...]
     """Newer steps that are committed and not good, and why."""
+    manifest: Manifest | None = None
+    """Manifest of the good step."""
     is_changing: bool = False
     """True if no look found a good step, and no two looks saw the same steps."""
 
@@ -278,9 +312,9 @@ def _look(directory: Directory, excluding: Collection[int] = ()) -> _Look:
         infos = [info for info in every_step(directory) if info.step not in excluding]
         committed = []
         for info in infos:
-            error = step_error(info.storage)
+            manifest, error = examine(info.storage)
             if error is None:
-                return _Look(info, tuple(skipped))
+                return _Look(info, tuple(skipped), manifest)
             if _has_manifest(info.storage):
                 skipped.append((info.step, error))
                 committed.append(info.step)

@@ -29,6 +29,7 @@ from elasticzero.checkpoint.format.names import (
     token_of_file,
 )
 from elasticzero.checkpoint.steps.catalog import (
+    files_error,
     manifest_bytes,
     parse_manifest,
     read_manifest,
@@ -411,7 +412,8 @@ class _Cleaner:
 
 def _is_committed(directory: Directory, committed: Manifest) -> bool:
     storage = directory.step(step_directory(committed.step))
-    return read_manifest(storage).token == committed.token and step_error_text(storage) is None
+    manifest = read_manifest(storage)
+    return manifest.token == committed.token and files_error(storage, manifest) is None
 
 
 def _retained_steps(

@@ -62,16 +62,16 @@ def test_a_step_that_was_not_committed_when_it_was_listed(
     kept = tmp_path / step_directory(2) / MANIFEST_NAME
     manifest = kept.read_bytes()
     kept.unlink()
-    look = catalog.step_error
+    examine = catalog.examine
 
-    def seen(storage: Any) -> Any:
-        error = look(storage)
+    def examined(storage: Any) -> Any:
+        result = examine(storage)
         if storage.where.endswith(step_directory(2)) and not kept.exists():
             kept.write_bytes(manifest)
             (tmp_path / step_directory(1) / MANIFEST_NAME).unlink()
-        return error
+        return result
 
-    monkeypatch.setattr(catalog, "step_error", seen)
+    monkeypatch.setattr(catalog, "examine", examined)
     assert catalog.newest_good(open_directory(tmp_path)) == 2
 
 
