@@ -61,11 +61,13 @@ def main() -> None:
     }
     rounds = [one_round(tensors) for _ in range(args.rounds)]
     both = [seconds["save"] + seconds["load"] for seconds in rounds]
-    own = Ratio.of(both, [seconds["safetensors"] for seconds in rounds])
+    plain = Ratio.of(both, [seconds["safetensors"] for seconds in rounds])
     rewriting = Ratio.of([seconds["reshard"] for seconds in rounds], both)
     for seconds in rounds:
         print(json.dumps({name: round(value, 3) for name, value in seconds.items()}))
-    print(f"save + load / safetensors: {own.median:.2f} (wanted: at most {MOST_OF_SAFETENSORS:g})")
+    print(
+        f"save + load / safetensors: {plain.median:.2f} (wanted: at most {MOST_OF_SAFETENSORS:g})"
+    )
     print(f"reshard / save + load: {rewriting.median:.2f} (wanted: at most {MOST_OF_RESHARD:g})")
 
 
