@@ -196,6 +196,7 @@ class ClusterConsole:
         place = {
             "ram": f"step {event['resume_step']} from memory",
             "storage": f"step {event['resume_step']} from storage",
+            "live": f"on from step {event['resume_step']} without a stop",
             "fresh": fresh_start(self._generation, session=self._session),
         }
         lost = self.lineage.lost(self._generation)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
+from elasticzero.ipc.assignment import Tier
 from elasticzero.launcher.observability.console import ClusterConsole, differs_much
 
 
@@ -30,6 +31,7 @@ class Told:
         resume_step: int = 0,
         reason: str = "all here",
         skipped: dict[str, Any] | None = None,
+        tier: str = "",
     ) -> None:
         self.record(
             "world",
@@ -37,7 +39,7 @@ class Told:
             members=["node-0", "node-1"],
             world_size=2,
             resume_step=resume_step,
-            tier="storage" if resume_step else "fresh",
+            tier=tier or ("storage" if resume_step else "fresh"),
             reason=reason,
             skipped=skipped,
         )
@@ -134,6 +136,12 @@ def test_a_script_that_imports_slowly_is_plain_no_more(told: Told) -> None:
         "--fault join@9 was not injected: the job ended after step 7",
         "done: 7 steps, 1 generation, 0 steps recomputed",
     ]
+
+
+@pytest.mark.parametrize("tier", sorted({*get_args(Tier)} - {"other"}))
+def test_each_source_of_a_generations_state_has_words(told: Told, tier: str) -> None:
+    told.world(2, resume_step=40, tier=tier)
+    assert [line for line in told.lines() if line.startswith("generation 2: 2 ranks")]
 
 
 def test_a_pause_is_told_only_where_something_was_paused(told: Told) -> None:
