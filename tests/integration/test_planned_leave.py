@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,10 @@ def test_a_node_that_has_it_switched_off_leaves_by_a_stop(
 
 
 def kill_worker(told: Story, node: Node) -> None:
-    told.cluster.kill_worker(node)
+    """The leaver's has ended where all have gone over."""
+    for worker in told.cluster.workers_of(node)[-1:]:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
 
 
 def kill_node(told: Story, node: Node) -> None:
@@ -88,7 +92,9 @@ def kill_node(told: Story, node: Node) -> None:
 
 def freeze_worker(told: Story, node: Node) -> None:
     """Its agent replaces it, because it does not run again."""
-    os.kill(told.cluster.workers_of(node)[-1], signal.SIGSTOP)
+    for worker in told.cluster.workers_of(node)[-1:]:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGSTOP)
 
 
 def drain(told: Story, node: Node) -> None:
