@@ -175,6 +175,7 @@ def test_etcd_is_away_at_each_line_of_a_planned_leave(
         step = told.step
         told.wait_for_step(step + 5)
         etcd.restart()
+        told.wait("the leaver's end", lambda: not leaver.running)  # before that of the job
         codes_of(told, [leaver])
     assert told.lineage.recomputed == 0, told.logs()
     check_samples(told.lineage, told.directory())
