@@ -107,7 +107,7 @@ def _flags(option: Option) -> str:
 
 def _default(option: Option) -> str:
     if option.is_switch:
-        return "off"
+        return "on" if option.default else "off"
     if option.default is not None:
         return code(shown_value(option.default))
     return split_default(option.help)[1]
