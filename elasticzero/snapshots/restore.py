@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +26,7 @@ from elasticzero.errors import CheckpointMismatch
 from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
+from elasticzero.parallel.optimizers.state import by_parameter, lacks_state
 from elasticzero.security.certificates import client_context
 from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
@@ -32,6 +36,9 @@ from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.buffers import BufferCopy
 from elasticzero.state.model import MODEL, NOT_SAVED, RNG, LoadTarget, RankState, Spec
 from elasticzero.state.rng import RngState, preserve_rng, seed_all
+from elasticzero.text import list_text
+
+log = logging.getLogger(__name__)
 
 
 def open_source(assignment: Assignment) -> Checkpoint:
@@ -131,6 +138,8 @@ def restore_state(
         targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
         slots = list(slots)
         checkpoint.load([*slots, *targets])
+    if rank == 0 and manifest.step > 0:
+        _warn_of_lacking_state(strategy, specs, json.get("optimizers", {}), where)
     share = strategy.rank_state()
     check_shares(slots, share, where, converts=manifest.strategy != name)
     check_optimizers(json.get("optimizers", {}), share.optimizers, where)
@@ -150,6 +159,35 @@ def restore_state(
     extra_states = json.get("modules", {}), extra
     check_modules(buffers, extra_states, auxiliary.capture(manifest.step, position), where)
     return position
+
+
+def _warn_of_lacking_state(
+    strategy: Strategy, stored: Mapping[str, Spec], small: Mapping[str, Any], where: str
+) -> None:
+    """Says in one line which parameters go on without the state that their optimizer keeps.
+
+    Args:
+        strategy: The model and its optimizers.
+        stored: Shape and dtype of each stored tensor.
+        small: What `RankState.optimizers` was; empty in a checkpoint that was imported.
+        where: The checkpoint, for the line.
+    """
+    optimizers, index = strategy.optimizers, by_parameter(stored)
+    unstepped, trees = small.get("unstepped", ()), small.get("state", {})
+    names = list(optimizers.group_of)
+    lacking = [
+        name
+        for name in names
+        if name not in unstepped
+        and lacks_state(index.get(name, {}), optimizers.schema(name), trees.get(name, {}))
+    ]
+    if lacking:
+        kind = type(optimizers.group_of[lacking[0]].optimizer).__name__
+        which = "any parameter" if len(lacking) == len(names) else list_text(map(repr, lacking), 3)
+        log.warning(
+            f"{where} has no state of the optimizer for {which}, of {len(names)}: {kind} begins "
+            "anew there, as at step 0"
+        )
 
 
 def seeded_generators(rank: int, step: int, device: torch.device) -> RngState:
