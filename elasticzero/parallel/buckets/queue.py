@@ -8,7 +8,8 @@ gradients through the whole global batch, which is summed in its last micro-batc
 and a row of one rank); else each micro-batch is summed, and added to this rank's chunk (`zero2`).
 
 Rules:
- F1  When autograd has a gradient it is copied into its bucket. Of a kept bucket `grad` is a view
+ F1  When a backward has given all gradients of a bucket, they are copied into it by one operation;
+     those of a bucket that it does not fill are, once it is over. Of a kept bucket `grad` is a view
      from then on, so that later micro-batches add to it in place; of another one the parameter has
      no gradient any more.
  F2  In a backward that is summed, a bucket's exchange begins once each of its parameters has its
@@ -238,6 +239,9 @@ class BucketQueue(Generic[B]):
                 (loss * fraction).backward(inputs=inputs)
             if running.summed:
                 self._begin_rest(running)
+            elif running.counts:
+                for bucket in self._active:
+                    self._lay(bucket)
         except BaseException:
             if any(bucket.intake is not Intake.OPEN for bucket in self._active):
                 self._close()
@@ -287,31 +291,38 @@ class BucketQueue(Generic[B]):
             if running is None and not keeps:
                 return  # autograd adds the next backward's to it
             bucket.parts_N[index] += 1
-            if bucket.intake is Intake.AGAIN:
+            if bucket.intake is Intake.AGAIN or running is None or bucket.parts_N[index] > 1:
                 return
-            if running is None or running.counts:
-                self._lay(bucket, index)
-            if running is not None and running.summed and bucket.parts_N[index] == 1:
-                bucket.missing -= 1
-                if not bucket.missing and running.overlaps:
-                    self._begin_ready(running)
+            bucket.missing -= 1
+            if bucket.missing:
+                return
+            if running.counts:
+                self._lay(bucket)
+            if running.summed and running.overlaps:
+                self._begin_ready(running)
 
         return added
 
-    def _lay(self, bucket: B, index: int) -> None:
-        """Lays the gradient that a parameter has into its bucket: F1."""
+    def _lay(self, bucket: B) -> None:
+        """Lays the gradients that parameters have into their bucket: F1."""
         if not bucket.views_N:
             self._exchange.lend(bucket)
-        parameter, view = bucket.parameters[index], bucket.views_N[index]
-        gradient = parameter.grad
-        if gradient is None or gradient is view:
-            return
-        if bucket.filled_N[index] and not self._exchange.keeps:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-        bucket.filled_N[index] = True
-        parameter.grad = view if self._exchange.keeps else None
+        keeps, filled_N = self._exchange.keeps, bucket.filled_N
+        copied: list[tuple[Tensor, Tensor]] = []
+        added: list[tuple[Tensor, Tensor]] = []
+        places = zip(bucket.parameters, bucket.views_N, strict=True)
+        for index, (parameter, view) in enumerate(places):
+            gradient = parameter.grad
+            if gradient is None or gradient is view:
+                continue
+            pairs = added if filled_N[index] and not keeps else copied
+            pairs.append((view, gradient))
+            filled_N[index] = True
+            parameter.grad = view if keeps else None
+        if copied:
+            torch._foreach_copy_([view for view, _ in copied], [part for _, part in copied])
+        if added:
+            torch._foreach_add_([view for view, _ in added], [part for _, part in added])
 
     def _begin_ready(self, running: Backward) -> None:
         """Begins the exchanges whose turn it is: F2."""
@@ -335,21 +346,19 @@ class BucketQueue(Generic[B]):
     def _begin(self, bucket: B, running: Backward) -> None:
         """Begins to exchange the gradients that lie in a bucket, zeros for the others."""
         bucket.put_back()
-        if not bucket.views_N:
-            self._exchange.lend(bucket)
+        self._lay(bucket)
         keeps, filled_N = self._exchange.keeps, bucket.filled_N
+        empty: list[Tensor] = []
         places = zip(bucket.parameters, bucket.views_N, strict=True)
         for index, (parameter, view) in enumerate(places):
-            gradient = parameter.grad
-            if gradient is None:
-                if keeps:  # it has none, or has lost it
-                    filled_N[index] = bucket.used_N[index] = False
-            elif gradient is view:
+            if parameter.grad is view:
                 filled_N[index] = True
-            else:
-                self._lay(bucket, index)
+            elif keeps:  # it has no gradient, or has lost it
+                filled_N[index] = bucket.used_N[index] = False
             if not filled_N[index]:
-                view.zero_()
+                empty.append(view)
+        if empty:
+            torch._foreach_zero_(empty)
         bucket.intake = running.after
         self._exchange.begin(bucket, complete=running.complete)
 
