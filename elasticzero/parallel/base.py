@@ -134,29 +134,31 @@ class Strategy(Protocol):
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None
-    ) -> Tensor:
-        """Completes the gradients after the last micro-batch, multiplies them by `factor`, and
-        scales them to a global norm of at most `max_norm`. It changes no parameter.
+    ) -> None:
+        """Completes the gradients after the last micro-batch, multiplies them by `factor`, scales
+        them to a global norm of at most `max_norm`, and prepares the step. It changes no parameter.
 
-        A parameter that any rank has used has a gradient on all of them then, and one that no rank
-        has used has none.
+        A parameter that any rank has used has a gradient on all of them at the step, and one that
+        no rank has used has none. Nothing waits for a GPU: `norm`, `loss` and what uses them do.
 
         Args:
             factor: What the gradients are multiplied by.
             max_norm: The limit of their norm; None: there is none.
             hook: Called with the gradients before their norm is taken; None: none is.
-
-        Returns:
-            The norm before scaling: 0-dim, equal on all ranks; NaN where a loss of any rank is not
-            finite.
         """
 
-    def suspects(self) -> Suspects:
-        """Returns this rank's part of the reason, after `finish` gave a norm that is not finite."""
+    @property
+    def norm(self) -> float:
+        """Returns the norm of the gradient of the global batch before scaling, after `finish`:
+        equal on all ranks; NaN where a loss of any rank is not finite."""
 
     @property
     def loss(self) -> float:
-        """Returns the mean loss of the global batch over all ranks, after `finish`."""
+        """Returns the mean loss of the global batch over all ranks, after `finish`; it comes from
+        the device together with `norm`."""
+
+    def suspects(self) -> Suspects:
+        """Returns this rank's part of the reason, after `finish`, where `norm` is not finite."""
 
     def discard(self) -> None:
         """Drops the gradients of a global batch that is not applied, after `finish`."""

@@ -22,6 +22,7 @@ from elasticzero.parallel.buckets.all_reduce import AllReduce, SummedBucket
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.finite import (
     LossCheck,
+    StepNumbers,
     Suspects,
     clipping,
     fixed_order_sum,
@@ -70,6 +71,7 @@ class Replicated:
         self._ranks, self._group = setting.world_size, setting.place.world_group
         self._device = setting.device
         self._alone = setting.alone
+        self._one_release = setting.one_release
         self._part: MicroBatch | None = None
         self._hooks = GradientHooks(self._parameters)
         self._hooked: dict[str, nn.Parameter] = {}
@@ -99,8 +101,11 @@ class Replicated:
         self._late = LateGradients(self._parameters)
         self._norm: Tensor | None = None
         """Norm of the last gradient."""
-        self._loss: Tensor | float = 0.0
-        """Mean loss of the newest complete global batch."""
+        self._numbers: StepNumbers | None = None
+        """Norm, mean loss and the check of losses of the newest complete global batch; None: they
+        are known."""
+        self._known = (0.0, 0.0)
+        """This norm, NaN where a loss is not finite, and the mean loss."""
         self.model: nn.Module = setting.model
         self._memory = ParameterMemory(self._parameters)
 
@@ -147,7 +152,7 @@ class Replicated:
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None
-    ) -> Tensor:
+    ) -> None:
         self._require_same_changes()
         self._late.end()
         optimized = self.optimizers.parameters()
@@ -169,16 +174,36 @@ class Replicated:
                 squares_of(gradient_of, self.optimizers.group_of, self._device)
             ).sqrt()
         else:
-            norm = squared_norm(gradients, self._device).sqrt()
+            in_parts = self._one_release
+            norm = squared_norm(gradients, self._device, in_parts=in_parts).sqrt()
         if max_norm is not None and gradients:
             torch._foreach_mul_(gradients, clipping(norm, max_norm).to(gradients[0].dtype))
         self._norm = norm
+        numbers = [number.double().to(norm.device) for number in self._losses_of_all(factor)]
+        self._numbers = StepNumbers(torch.stack([norm, *numbers]))
+
+    def _losses_of_all(self, factor: float) -> tuple[Tensor, Tensor]:
+        """Returns the mean loss of the global batch, and a number that is not finite where a loss
+        of any rank is not; both are 0-dim.
+
+        Args:
+            factor: What the mean is multiplied by.
+        """
         if self._sums is not None:
-            self._loss = self._sums.loss * factor
-        elif self._losses.mean is not None:
-            self._loss = self._losses.mean * factor
-        bad = self._losses.bad if self._sums is None else not math.isfinite(self._sums.loss)
-        return norm * math.nan if bad else norm
+            loss = self._sums.loss.double()
+            return loss * factor, loss
+        losses = self._losses
+        if losses.mean is None or losses.value is None:
+            return torch.tensor(self._known[1]), torch.zeros(())
+        return losses.mean * factor, losses.value
+
+    def _learn(self) -> tuple[float, float]:
+        """Waits for the numbers of the step, once, and returns them."""
+        numbers, self._numbers = self._numbers, None
+        if numbers is not None:
+            norm, loss, check = numbers.values()
+            self._known = (norm if math.isfinite(check) else math.nan), loss
+        return self._known
 
     def _call_hooks(self, names: Iterable[str]) -> None:
         """Calls the script's hooks on these parameters; where there are several ranks, with random
@@ -186,7 +211,7 @@ class Replicated:
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.no_grad(), torch.random.fork_rng(gpus, enabled=self._sums is not None):
             if self._sums is not None:
-                torch.manual_seed(zlib.crc32(struct.pack("d", self._sums.loss)))
+                torch.manual_seed(zlib.crc32(struct.pack("d", float(self._sums.loss))))
             for name in names:
                 if name in self._hooked:
                     call_gradient_hooks(self._hooked[name])
@@ -204,8 +229,12 @@ class Replicated:
             raise UserError(self._changes.sentence())
 
     @property
+    def norm(self) -> float:
+        return self._learn()[0]
+
+    @property
     def loss(self) -> float:
-        return float(self._loss)
+        return self._learn()[1]
 
     def suspects(self) -> Suspects:
         optimized = self.optimizers.parameters()
@@ -217,7 +246,7 @@ class Replicated:
         self._drop_gradients()
 
     def discard(self) -> None:
-        self._norm = None
+        self._norm = self._numbers = None
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:

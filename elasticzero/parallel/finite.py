@@ -1,9 +1,13 @@
-"""Checks that gradients and losses are finite before an optimizer changes anything."""
+"""Checks that gradients and losses are finite before an optimizer changes anything.
+
+Shapes: N numbers of a step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,16 +53,117 @@ class LossCheck:
         self._sum = self.mean = None
 
 
-def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the square of the norm of all these gradients: 0-dim, of 64 bits."""
-    square = torch.zeros((), dtype=torch.float64, device=device)
+class StepNumbers:
+    """Brings the numbers that decide on a step from the device in one transfer, for which nothing
+    waits until they are asked for."""
+
+    def __init__(self, numbers_N: Tensor) -> None:
+        self._numbers_N, self._event = numbers_N, None
+        if numbers_N.is_cuda:
+            pinned_N = torch.empty(numbers_N.shape, dtype=numbers_N.dtype, pin_memory=True)
+            pinned_N.copy_(numbers_N, non_blocking=True)
+            event: Any = torch.cuda.Event()
+            event.record()
+            self._numbers_N, self._event = pinned_N, event
+
+    def values(self) -> list[float]:
+        """Returns the numbers; on a GPU it waits until all work before them is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._numbers_N.tolist()
+        return values
+
+
+SUMMED_ELEMENTS = 1 << 20
+"""Number of elements of a gradient on the CPU whose squares are summed in its own format, which
+rounds more the more there are; these sums are added in 64 bits."""
+
+
+def squared_norm(
+    gradients: Sequence[Tensor], device: torch.device, *, in_parts: bool = True
+) -> Tensor:
+    """Returns the square of the norm of all these gradients: 0-dim, of 64 bits.
+
+    Args:
+        gradients: The gradients.
+        device: The device of the result.
+        in_parts: Whether long gradients on the CPU are summed in parts, as the release before does
+            not: ranks that do not tell each other their norms must have the same.
+    """
+    return _sum_of_squares([_norms(gradients, in_parts=in_parts)], device)
+
+
+NormsOfKinds = Mapping[tuple[torch.dtype, torch.device], Sequence[Tensor]]
+"""Norms of gradients or of parts of them, by the dtype and device that they have."""
+
+
+def _norms(gradients: Iterable[Tensor], *, in_parts: bool = True) -> NormsOfKinds:
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
-        alike.setdefault((_wide(gradient), gradient.device), []).append(gradient)
-    for (dtype, _), same in alike.items():
-        norms = torch._foreach_norm(same, 2, dtype=dtype)  # noqa: SLF001 - as torch.optim does
-        square += torch.stack(norms).to(device).double().square().sum()
-    return square
+        same = alike.setdefault((_wide(gradient), gradient.device), [])
+        same += _parts(gradient) if in_parts else [gradient]
+    return {
+        kind: torch._foreach_norm(same, 2, dtype=kind[0])  # noqa: SLF001 - as torch.optim does
+        for kind, same in alike.items()
+    }
+
+
+def _sum_of_squares(norms: Iterable[NormsOfKinds], device: torch.device) -> Tensor:
+    """Returns the sum of the squares of all these norms: 0-dim, of 64 bits."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for kinds in norms:
+        for kind, same in kinds.items():
+            alike.setdefault(kind, []).extend(same)
+    sums = [torch.stack(same).to(device).double().square().sum() for same in alike.values()]
+    if not sums:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _parts(gradient: Tensor) -> Sequence[Tensor]:
+    is_long = gradient.numel() > SUMMED_ELEMENTS and gradient.device.type == "cpu"
+    if not is_long or not gradient.is_contiguous():
+        return (gradient,)
+    parts: Sequence[Tensor] = gradient.view(-1).split(SUMMED_ELEMENTS)
+    return parts
+
+
+class SquaredNorm:
+    """Adds up the squares of gradients as they become complete.
+
+    On the CPU that is done at once, beside exchanges that are under way; on a GPU by few launches
+    at the end.
+    """
+
+    def __init__(self) -> None:
+        self._gradients: list[Tensor] = []
+        self._norms: list[NormsOfKinds] = []
+        self._is_at_once = True
+        """`_norms` has all gradients."""
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Counts gradients, which nothing changes any more but the factor of `total`."""
+        self._gradients += gradients
+        if all(gradient.device.type == "cpu" for gradient in gradients):
+            self._norms.append(_norms(gradients))
+        else:
+            self._is_at_once = False
+
+    def total(self, factor: float, device: torch.device) -> Tensor:
+        """Returns the square of the norm of all gradients: 0-dim, of 64 bits.
+
+        Args:
+            factor: What all gradients were multiplied by meanwhile.
+            device: The device of the result.
+        """
+        if self._is_at_once:
+            square = _sum_of_squares(self._norms, device)
+            if factor == 1.0:
+                return square
+            # A square may leave its format where that of the multiplied gradient does not.
+            if bool(torch.isfinite(square)):
+                return square * factor**2
+        return squared_norm(self._gradients, device)
 
 
 def squares_of(

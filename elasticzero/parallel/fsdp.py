@@ -188,7 +188,7 @@ class FullyPartitioned(PiecedStrategy):
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None
-    ) -> Tensor:
+    ) -> None:
         check_frozen(self._frozen)
         self._reduce_scalars()
         for name, piece in self._pieced.pieces.items():
@@ -200,7 +200,7 @@ class FullyPartitioned(PiecedStrategy):
             else:
                 stepped = piece.parameter
                 stepped.grad = _local(gradient).reshape(-1).to(stepped.device, stepped.dtype)
-        norm = self._pieced.complete(
+        self._pieced.complete(
             self._uses.names,
             factor,
             max_norm,
@@ -208,9 +208,9 @@ class FullyPartitioned(PiecedStrategy):
             number=self._uses.blocks,
             exchange=self._mirrors.exchange(self._messages),
         )
-        self._mirrors.take(self._pieced, norm, max_norm)
+        self._mirrors.take(self._pieced, max_norm)
+        self._pieced.prepare_step([list(self._pieced.pieces)])
         self._stepped = self._counts = None
-        return norm
 
     def _takes_part(self, name: str) -> bool:
         """Tells whether the global batch gives this parameter a gradient."""
@@ -261,7 +261,9 @@ class FullyPartitioned(PiecedStrategy):
         self._uses.compares = False
         self._mark_changed()
         self._renew()
-        self._pieced.step([list(self._pieced.pieces)])
+        if not self._pieced.is_prepared:
+            self._pieced.prepare_step([list(self._pieced.pieces)])
+        self._pieced.step()
         self._mirrors.step()
         if self._mirrors.kept:
             self._stepped, self._counts = self._row_digests(), self._counts_now()

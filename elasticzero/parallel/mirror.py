@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elasticzero.parallel.base import NONE_STORED, Setting
+from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Setting
 from elasticzero.parallel.finite import clipping
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers
@@ -142,7 +142,8 @@ class Mirror:
             owners: The owner's optimizers, whose options may have changed since the last step.
         """
         self.pieced.optimizers.follow(owners)
-        self.pieced.step([list(self.pieced.pieces)])
+        self.pieced.prepare_step([list(self.pieced.pieces)])
+        self.pieced.step()
 
     def renew(self) -> None:
         """Takes the elements from whole parameters, where this rank has them (M3)."""
@@ -236,19 +237,21 @@ class Mirrors:
         operations += [dist.P2POp(dist.isend, t, r, group=group) for t, r in sends]
         return list(dist.batch_isend_irecv(operations))
 
-    def take(self, pieced: PartitionedOptimizer, norm: Tensor, max_norm: float | None) -> None:
+    def take(self, pieced: PartitionedOptimizer, max_norm: float | None) -> None:
         """Gives each mirror its gradient, once the norm is known; keeps none any more where a rank
         has told of changed state (M4).
 
         Args:
             pieced: This rank's own part, which has completed the global batch.
-            norm: Norm of the whole gradient before clipping: one number.
             max_norm: Limit of the norm; None: no limit.
         """
-        if pieced.state_changed:
+        if not self.kept and self._kept_by is None:
+            return  # nothing waits for the norm
+        if pieced.outcome.state_changed:
             self._stop()
+        norm = pieced.norm()[GRADIENT_NORM]
         for mirror in self.kept:
-            mirror.take(pieced.used, norm, max_norm)
+            mirror.take(pieced.outcome.used, norm, max_norm)
 
     def step(self) -> None:
         """Steps the mirrors, once this rank's own part is stepped (M2)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from elasticzero.parallel import same_number
 from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Agreement
 from elasticzero.parallel.finite import (
     LossCheck,
+    SquaredNorm,
+    StepNumbers,
     Suspects,
     clipping,
     fixed_order_sum,
@@ -27,6 +29,7 @@ from elasticzero.parallel.finite import (
 )
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.optimizers.divided_step import DividedStep
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.parallel.optimizers.pieces import (
     MasteredValues,
@@ -46,7 +49,6 @@ from elasticzero.parallel.optimizers.state import (
 from elasticzero.parallel.parameter_changes import ForwardChanges
 from elasticzero.spans import Span
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
-from elasticzero.torch_internals import has_step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,27 @@ class Exchange:
 
 
 NO_EXCHANGE = Exchange()
+
+
+def _root(square: float) -> float:
+    """Returns the norm; NaN for what is no square, as an aborted collective leaves it."""
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutcome:
+    """Holds what all ranks know of a global batch once it is complete."""
+
+    used: set[str]
+    """The parameters that any rank has used."""
+    norm: float = 0.0
+    """Norm of the gradient before clipping; NaN where a loss is not finite."""
+    loss: float = 0.0
+    """Mean over the global batch."""
+    differ: bool = False
+    """Ranks have given `complete` different numbers."""
+    state_changed: bool = False
+    """The script of a rank has changed the optimizer's state before the global batch."""
 
 
 class PartitionedOptimizer:
@@ -100,19 +123,18 @@ class PartitionedOptimizer:
         """Parameters without a gradient in any global batch so far, on all ranks."""
         self._entries: dict[str, int] = {}
         """Number of entries that the optimizer has kept for each piece since its newest step."""
-        self.used: set[str] = set()
-        """The parameters that any rank has used in the global batch, once it is complete."""
-        self.differ = False
-        """Ranks have given `complete` different numbers."""
-        self.state_changed = False
-        """The script of a rank has changed the optimizer's state before the global batch."""
+        self._outcome = BatchOutcome(used=set())
+        self._learn: Callable[[], BatchOutcome] | None = None
+        """Waits for what the ranks have told each other of the newest global batch, and takes it
+        in; None: that is done."""
+        self._square: SquaredNorm | None = None
+        """The gradients that `count` has taken; None: it was not called for the global batch."""
+        self._prepared: DividedStep | None = None
         self.chunks: Sequence[MasteredValues] | None = None
         """The elements of all pieces that have masters, where these lie end to end; None: each
         piece has memory of its own."""
         self.losses = LossCheck()
         """Checks the losses of the global batch on this rank."""
-        self.loss = 0.0
-        """Mean over the newest complete global batch, on all ranks."""
 
     def place(self, pieces: Mapping[str, ParameterPiece]) -> None:
         """Gives the optimizer these pieces, each in its parameter's group."""
@@ -126,6 +148,31 @@ class PartitionedOptimizer:
                     state[held.parameter] = cut_state(made, schema, held.start, held.parameter)
             group.options["params"] = [pieces[n].parameter for n in group.names if n in pieces]
 
+    @property
+    def outcome(self) -> BatchOutcome:
+        """Returns what the ranks know of the newest global batch; the first call after `complete`
+        waits for it.
+
+        Raises:
+            UserError: A rank has gradients that are not for this global batch.
+        """
+        learn, self._learn = self._learn, None
+        if learn is not None:
+            self._outcome = learn()
+        return self._outcome
+
+    def begin_count(self) -> None:
+        """Begins to count the gradients of a global batch as `count` is given them."""
+        self._square = SquaredNorm()
+
+    def count(self, names: Iterable[str]) -> None:
+        """Counts the gradients of these parameters' pieces in the norm, once they are summed over
+        the ranks; all gradients are counted so, or none."""
+        if self._square is not None:
+            counted = [self.pieces[name] for name in names if name in self.pieces]
+            gradients = [p.parameter.grad for p in counted if self._counts(p.name)]
+            self._square.add([gradient for gradient in gradients if gradient is not None])
+
     def complete(
         self,
         used: Collection[str],
@@ -135,7 +182,7 @@ class PartitionedOptimizer:
         hook: GradientHook | None = None,
         number: int = 0,
         exchange: Exchange = NO_EXCHANGE,
-    ) -> Tensor:
+    ) -> None:
         """Does what `Strategy.finish` does, once the pieces have their gradients, which are summed
         over the ranks. All ranks call this together.
 
@@ -145,11 +192,8 @@ class PartitionedOptimizer:
             max_norm: The limit of their norm; None: there is none.
             hook: Called with the gradients before their norm is taken; None: none is.
             number: Stands for what must be the same on all ranks, as for `same_number`; where it
-                is not the norm is NaN, and `differ` says so.
+                is not the norm is NaN, and `BatchOutcome.differ` says so.
             exchange: What other ranks that keep copies of the pieces get.
-
-        Returns:
-            The norm before clipping: 0-dim, equal on all ranks.
         """
         if self._agreement is not None:
             self._agreement.begin()
@@ -161,32 +205,52 @@ class PartitionedOptimizer:
             device = torch.device("cuda", torch.cuda.current_device())
         uses = [float(name in used) for name in self.optimizers.group_of]
         changed = [] if exchange.state_changed is None else [float(exchange.state_changed)]
-        totals = torch.tensor(
-            [0, *same_number.with_square(number), *uses, *changed],
-            dtype=torch.float64,
-            device=device,
-        )
+        told = torch.tensor(
+            [0, *same_number.with_square(number), *uses, *changed], dtype=torch.float64
+        ).to(device, non_blocking=True)
         if self.losses.mean is not None:
-            totals[0] = self.losses.mean
+            told[0] = self.losses.mean
         if hook is None:
             works = exchange.begin()
-            totals = torch.cat([self._square(gradients, device), totals])
-            totals = self._sum_over_ranks(totals, works)
-            self._drop_unused(totals[1:].tolist(), number)
+            square = self._squared(gradients, device, factor)
+            totals = self._sum_over_ranks(torch.cat([square, told]), works)
+            numbers = StepNumbers(totals)
+            self._learn = lambda: self._take_in(numbers.values(), number, factor)
         else:
-            self._drop_unused(self._sum_over_ranks(totals).tolist(), number)
-            results = self._call_hook(hook).to(device)
-            works = exchange.begin()
-            square = self._square(self._gradients(), device)
-            totals = self._sum_over_ranks(torch.cat([square, results]), works)
-            sums = zip(self.optimizers.group_of, totals[1:].tolist(), strict=True)
-            hook.sums = {name: value for name, value in sums if name in self.used}
-        self.loss *= factor
-        self._norm = totals[0].sqrt() if not self.differ else totals[0] * math.nan
+            self._square = None
+            totals = self._complete_with(hook, told, number, factor, exchange)
+        self._square = None
+        self._norm = totals[0].sqrt()
         left = list(self._gradients().values())
         if max_norm is not None and left:
             torch._foreach_mul_(left, clipping(self._norm, max_norm).to(left[0]))
-        return self._norm
+
+    def _complete_with(
+        self, hook: GradientHook, told: Tensor, number: int, factor: float, exchange: Exchange
+    ) -> Tensor:
+        """Calls the script's function with gradients of which it is known whether they are used.
+
+        Args:
+            hook: Has the function.
+            told: What this rank tells the others, but for the norm.
+            number: As `complete` has it.
+            factor: As `complete` has it.
+            exchange: As `complete` has it.
+
+        Returns:
+            What is summed over the ranks, the square of the norm first.
+        """
+        outcome = self._take_in([0.0, *self._sum_over_ranks(told).tolist()], number, factor)
+        results = self._call_hook(hook).to(told.device)
+        works = exchange.begin()
+        square = self._squared(self._gradients(), told.device)
+        totals = self._sum_over_ranks(torch.cat([square, results]), works)
+        squared, *sums = totals.tolist()
+        named = zip(self.optimizers.group_of, sums, strict=True)
+        hook.sums = {name: value for name, value in named if name in outcome.used}
+        norm = math.nan if outcome.differ else _root(squared)
+        self._outcome, self._learn = replace(outcome, norm=norm), None
+        return totals
 
     def give(self, gradients: Mapping[str, Tensor], used: Collection[str]) -> None:
         """Gives the pieces gradients that are complete on another rank, in place of `complete`.
@@ -196,7 +260,7 @@ class PartitionedOptimizer:
                 pieces have no gradient.
             used: The parameters that any rank has used in the global batch.
         """
-        self.used = set(used)
+        self._outcome, self._learn = BatchOutcome(used=set(used)), None
         for name, piece in self.pieces.items():
             gradient = gradients.get(name)
             piece.parameter.grad = None if gradient is None else gradient.view_as(piece.parameter)
@@ -228,36 +292,51 @@ class PartitionedOptimizer:
             agreement.offer(numbers)
         return numbers
 
-    def _square(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    def _squared(
+        self, gradients: Mapping[str, Tensor], device: torch.device, factor: float = 1.0
+    ) -> Tensor:
         """Returns the square of the norm of this rank's gradients as one element; NaN where a loss
-        is not finite."""
+        is not finite.
+
+        Args:
+            gradients: All gradients by name.
+            device: The device of the result.
+            factor: What they were multiplied by since `count` has taken them.
+        """
         counted = {n: g for n, g in gradients.items() if self._counts(n)}
         if self._fixed_order:
             squares = self._sum_over_ranks(squares_of(counted, self.optimizers.group_of, device))
             square = fixed_order_sum(squares) * float(self._mesh.rank == 0)
+        elif self._square is not None:
+            square = self._square.total(factor, device)
         else:
             square = squared_norm(list(counted.values()), device)
         if self.losses.value is not None:
             square = square + self.losses.value
         return square.reshape(1)
 
-    def _drop_unused(self, totals: Sequence[float], number: int) -> None:
-        """Drops the gradients of parameters that no rank has used.
+    def _take_in(self, totals: Sequence[float], number: int, factor: float) -> BatchOutcome:
+        """Drops the gradients of parameters that no rank has used, and returns what is known of the
+        global batch.
 
         Args:
-            totals: Sums over ranks of the loss, `number`, its square, the uses of each
-                parameter and, where ranks tell it, `exchange.state_changed`.
+            totals: Sums over ranks of the square of the norm, the loss, `number`, its square, the
+                uses of each parameter and, where ranks tell it, `exchange.state_changed`.
             number: As `complete` has it.
+            factor: What the loss is multiplied by, as the gradients are.
         """
-        self.loss, total, squares, *rest = totals
+        square, loss, total, squares, *rest = totals
         uses, changed = rest[: len(self.optimizers.group_of)], rest[len(self.optimizers.group_of) :]
-        self.state_changed = any(changed)
-        self.differ = not same_number.is_same(number, self._mesh.world_size, (total, squares))
-        self.used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
-        self.optimizers.check_used(self.used)
+        differ = not same_number.is_same(number, self._mesh.world_size, (total, squares))
+        used = {n for n, count in zip(self.optimizers.group_of, uses, strict=True) if count}
+        self.optimizers.check_used(used)
         for name, piece in self.pieces.items():
-            if name not in self.used:
+            if name not in used:
                 piece.parameter.grad = None
+        norm = math.nan if differ else _root(square)
+        return BatchOutcome(
+            used=used, norm=norm, loss=loss * factor, differ=differ, state_changed=any(changed)
+        )
 
     def _call_hook(self, hook: GradientHook) -> Tensor:
         """Returns what the script's function has found in this rank's pieces, by parameter."""
@@ -273,7 +352,7 @@ class PartitionedOptimizer:
 
     def discard(self) -> None:
         """Drops the gradients of a global batch that is not applied."""
-        self._norm = None
+        self._norm = self._learn = self._prepared = None
         self.losses.clear()
         for piece in self.pieces.values():
             piece.parameter.grad = None
@@ -282,58 +361,39 @@ class PartitionedOptimizer:
         """Returns the norm of the last gradient, by its name."""
         return {} if self._norm is None else {GRADIENT_NORM: self._norm}
 
-    def step(
-        self, parts: Sequence[Collection[str]], stepped: Callable[[int], None] = lambda part: None
-    ) -> None:
-        """Steps the optimizer, rounds the masters to the model's own elements, and drops the
-        gradients of the pieces.
+    @property
+    def is_prepared(self) -> bool:
+        """Tells whether `step` may be called."""
+        return self._prepared is not None
 
-        Torch's own optimizers step part by part.
+    def prepare_step(self, parts: Sequence[Collection[str]]) -> None:
+        """Prepares a step, as far as it does not depend on the gradients.
 
         Args:
             parts: The names of the parameters, part by part, in the order in which they are needed.
+        """
+        self._prepared = DividedStep(self.optimizers, self.pieces, parts)
+
+    def step(self, stepped: Callable[[int], None] = lambda part: None) -> None:
+        """Makes the step that is prepared, rounds the masters to the model's own elements, and
+        drops the gradients of the pieces.
+
+        Args:
             stepped: Called with the index of each part once it is up to date; by default nothing is
                 called.
 
         Raises:
             UserError: An optimizer keeps or has what it may not.
         """
-        self.has_state = self.has_state or bool(self.used)
-        self._unstepped -= self.used
+        assert self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        used = self.outcome.used
+        self.has_state = self.has_state or bool(used)
+        self._unstepped -= used
         self.losses.clear()
         take_changed_values(self._mastered())
         self.optimizers.require_members(self.pieces)
-        divisible = {}
-        stepped_now = self.optimizers.stepped
-        for name, optimizer in stepped_now.items():
-            is_of_torch = type(optimizer).__module__.partition(".")[0] == "torch"
-            divisible[name] = is_of_torch and not has_step_hooks(optimizer)
-            if not divisible[name]:
-                self.optimizers.step_one(name)
-        groups = [g for g in self.optimizers.groups if divisible.get(g.optimizer_name)]
-        whole = [group.options["params"] for group in groups]
-        stepping = [o for name, o in stepped_now.items() if divisible[name]]
-        try:
-            for index, part in enumerate(parts):
-                stepped_here = filter(self.optimizers.has_gradients, part)
-                pieces = {n: p for n in stepped_here if (p := self.pieces.get(n)) is not None}
-                for group in groups:
-                    own_pieces = [pieces[n].parameter for n in group.names if n in pieces]
-                    group.options["params"] = own_pieces
-                for optimizer in stepping:
-                    has_parameters = any(group["params"] for group in optimizer.param_groups)
-                    if (
-                        has_parameters or index == len(parts) - 1
-                    ):  # a scheduler expects one call a step
-                        optimizer.step()
-                values = [p.values for p in pieces.values() if p.values is not None]
-                masters = [p.parameter.detach() for p in pieces.values() if p.values is not None]
-                if values:
-                    torch._foreach_copy_(values, masters)
-                stepped(index)
-        finally:
-            for group, parameters in zip(groups, whole, strict=True):
-                group.options["params"] = parameters
+        prepared.run(stepped)
         for piece in self.pieces.values():
             piece.parameter.grad = None
         self._entries = self._count_entries()
@@ -495,11 +555,15 @@ class PiecedStrategy:
     """A rank has a part of the state, which another world divides in another way."""
 
     @property
+    def norm(self) -> float:
+        return self._pieced.outcome.norm
+
+    @property
     def loss(self) -> float:
-        return self._pieced.loss
+        return self._pieced.outcome.loss
 
     def suspects(self) -> Suspects:
-        if self._pieced.differ:
+        if self._pieced.outcome.differ:
             raise UserError(self._difference())
         return self._pieced.suspects()
 
@@ -526,7 +590,7 @@ class PiecedStrategy:
         """Lets autograd see that a step has changed parameters that others share memory with: it
         then refuses the backward of a loss from before the step."""
         if self._pieced.optimizers.only is not None:
-            increment_version(self._leaves(self._pieced.used))
+            increment_version(self._leaves(self._pieced.outcome.used))
 
     def _leaves(self, names: Collection[str]) -> list[Tensor]:
         """Returns the tensors that forwards have used for these parameters."""

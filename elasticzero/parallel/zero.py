@@ -22,7 +22,7 @@ from torch import Tensor
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
-from elasticzero.parallel.buckets.gather import ParameterGather
+from elasticzero.parallel.buckets.gather import ParameterGather, stepped_together
 from elasticzero.parallel.buckets.layout import FlatBucket, deal
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
@@ -86,6 +86,8 @@ class FlatBuckets(PiecedStrategy):
             for contents in deal(trained, self.optimizers.group_of, mesh.shards, size_bytes)
         ]
         self._forward_order = list(reversed(self._buckets))
+        self._parts: list[Sequence[FlatBucket]] = []
+        """The buckets that the newest step has stepped together."""
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
         self._pieced.chunks = [
             MasteredValues(b.own_part(b.flat_E), b.master_C)
@@ -124,13 +126,15 @@ class FlatBuckets(PiecedStrategy):
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None
-    ) -> Tensor:
+    ) -> None:
         check_frozen(self._frozen)
-        reduced = [
-            self._give_gradients(bucket, reduced_C)
-            for bucket, reduced_C in zip(self._buckets, self._scatter.reduced(), strict=True)
-        ]
-        norm = self._pieced.complete(
+        reduced: list[Tensor] = []
+        if hook is None:  # else it may change them
+            self._pieced.begin_count()
+        for bucket, reduced_C in zip(self._buckets, self._scatter.reduced(), strict=True):
+            reduced.append(self._give_gradients(bucket, reduced_C))
+            self._pieced.count(bucket.names)
+        self._pieced.complete(
             self._queue.used,
             factor,
             max_norm,
@@ -138,8 +142,16 @@ class FlatBuckets(PiecedStrategy):
             number=self._changes.end() or 0,
             exchange=self._mirrors.exchange(lambda: reduced),
         )
-        self._mirrors.take(self._pieced, norm, max_norm)
-        return norm
+        self._mirrors.take(self._pieced, max_norm)
+        self._prepare_step()
+
+    def _prepare_step(self) -> None:
+        """Does what a step needs but the gradients' values."""
+        has_gradients = self.optimizers.has_gradients
+        order = [bucket for bucket in self._forward_order if has_gradients(bucket.names[0])]
+        self._parts = stepped_together(order)
+        self._pieced.prepare_step([[n for b in part for n in b.names] for part in self._parts])
+        self._drop_whole()
 
     def _give_gradients(self, bucket: FlatBucket, reduced_C: Tensor) -> Tensor:
         """Gives the pieces of a bucket their gradients, which are parts of the returned chunk; none
@@ -180,15 +192,18 @@ class FlatBuckets(PiecedStrategy):
             parameter.grad = None
 
     def apply(self) -> None:
-        self._drop_whole()
+        if not self._pieced.is_prepared:
+            self._prepare_step()
         self._mark_changed()
-        has_gradients = self.optimizers.has_gradients
-        order = [bucket for bucket in self._forward_order if has_gradients(bucket.names[0])]
-        self._pieced.step([b.names for b in order], lambda index: self._gather.begin(order[index]))
+        self._pieced.step(self._gather_part)
         self._mirrors.step()
         self._gather.leave_pending()
         for bucket in self._buckets:
             bucket.give_out()
+
+    def _gather_part(self, index: int) -> None:
+        for bucket in self._parts[index]:
+            self._gather.begin(bucket)
 
     def take_changes(self) -> UserError | None:
         if (error := self._pieced.emptied()) is not None:

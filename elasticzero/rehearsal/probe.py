@@ -154,14 +154,14 @@ class Probe:
         self._nudging = NudgingHook(script, self._unit)
         return self._nudging
 
-    def complete(self, norm: Tensor, loss: float) -> None:
+    def complete(self, norm: float, loss: float) -> None:
         """Takes note of what a step has computed, before it is applied.
 
         Args:
             norm: The norm of all gradients.
             loss: The mean loss of the global batch.
         """
-        self._norms.append(float(norm))
+        self._norms.append(norm)
         self._losses.append(loss)
         nudging, self._nudging = self._nudging, None
         if nudging is not None and nudging.script is not None:

@@ -278,14 +278,14 @@ class BatchWork:
             training.values.learn()
         training.take_changes()
         factor = self._weight_factor(batch, part) / training.guard.scale
-        norm = self._finish(training, factor, max_norm)
+        self._finish(training, factor, max_norm)
         training.values.learn_compared(training.strategy.changed_names())
-        applied = training.apply(norm)
+        applied = training.apply()
         self._record_step(training, batch)
         return applied
 
-    def _finish(self, training: TrainingState, factor: float, max_norm: float | None) -> Tensor:
-        """Completes the gradients of a step, and returns their norm.
+    def _finish(self, training: TrainingState, factor: float, max_norm: float | None) -> None:
+        """Completes the gradients of a step.
 
         Args:
             training: The training state.
@@ -294,11 +294,11 @@ class BatchWork:
         """
         strategy, probe = training.strategy, training.probe
         if probe is None:
-            return strategy.finish(factor, max_norm, self._hook)
+            strategy.finish(factor, max_norm, self._hook)
+            return
         hook = probe.hook(self._hook, training.step_under_way)
-        norm = strategy.finish(factor, max_norm, hook)
-        probe.complete(norm, strategy.loss)
-        return norm
+        strategy.finish(factor, max_norm, hook)
+        probe.complete(strategy.norm, strategy.loss)
 
     def _require_equal_only(self, optimizers: Optimizers) -> None:
         """Raises `UserError` unless this backward is for the same optimizers on all ranks, which

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.barriers import Call
@@ -272,11 +272,8 @@ class TrainingState:
         assert self.copy is not None
         return self.copy
 
-    def apply(self, norm: Tensor) -> bool:
+    def apply(self) -> bool:
         """Lets the optimizer take its step, or skips it; the state is torn until the next boundary.
-
-        Args:
-            norm: Norm of the whole gradient, NaN where a loss is not finite; equal on all ranks.
 
         Returns:
             Whether the step is applied.
@@ -287,7 +284,7 @@ class TrainingState:
         """
         self._save_if_words_ask()
         self.rows.verify_gradients(self._verify_collectives)
-        value, loss = float(norm), self.strategy.loss
+        value, loss = self.strategy.norm, self.strategy.loss
         verdict = self.guard.judge(value, loss)
         if verdict.action == "stop":
             raise self._stopped_by(verdict.reason)

@@ -82,7 +82,7 @@ class AllReduce:
         whichever buckets a global batch has."""
         self._summed_losses: tuple[Tensor, Any] | None = None
         """This message, once the first bucket is under way."""
-        self.loss = 0.0
+        self.loss = torch.zeros(())
         """Mean loss of the global batch; NaN where a loss of any rank is not finite."""
 
     def enter_world(self, mesh: Mesh) -> None:
@@ -123,17 +123,17 @@ class AllReduce:
             return
         summed, self._summed_losses = self._summed_losses, None
         wait_for([work for _, work in under_way] + ([summed[1]] if summed is not None else []))
-        tails = torch.cat([bucket.tail.to(torch.float32) for bucket, _ in under_way]).tolist()
-        for bucket, _ in under_way:
-            count = len(bucket.names)
-            uses_N, self.loss, tails = tails[:count], tails[count], tails[count + 1 :]
-            if not all(bucket.used_N):
-                for parameter, view, uses in zip(
-                    bucket.parameters, bucket.views_N, uses_N, strict=True
-                ):
-                    parameter.grad = view if uses else None
-        if summed is not None:
-            self.loss = summed[0].item()
+        last, _ = under_way[-1]
+        self.loss = last.tail[-1].to(torch.float32) if summed is None else summed[0][0]
+        # Nothing waits for the uses of buckets that this rank has used as a whole.
+        partly_used = [bucket for bucket, _ in under_way if not all(bucket.used_N)]
+        if not partly_used:
+            return
+        tails = [bucket.tail[:-1].to(torch.float32) for bucket in partly_used]
+        uses = iter(torch.cat(tails).tolist())
+        for bucket in partly_used:
+            for parameter, view in zip(bucket.parameters, bucket.views_N, strict=True):
+                parameter.grad = view if next(uses) else None
 
     def late(self) -> Sequence[SummedBucket]:
         return ()

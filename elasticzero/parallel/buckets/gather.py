@@ -63,6 +63,27 @@ class _NotBegun:
         raise self._error
 
 
+def stepped_together(buckets: Sequence[FlatBucket]) -> list[Sequence[FlatBucket]]:
+    """Returns the buckets in the parts in which they are stepped.
+
+    Where no rank waits for elements of another, that is one part: a step of many parameters is few
+    launches. Else each part has twice as many buckets as the one before it, whose gathers run
+    meanwhile: the first gathers, which the next forward waits for, begin as early as they can.
+
+    Args:
+        buckets: The buckets in the order of the next forward.
+    """
+    if not buckets or buckets[0].world_size == 1:
+        return [buckets]
+    parts: list[Sequence[FlatBucket]] = []
+    start = 0
+    while start < len(buckets):
+        stop = min(2 * start + 1, len(buckets))
+        parts.append(buckets[start:stop])
+        start = stop
+    return parts
+
+
 class ParameterGather:
     """Brings the parameters of flat buckets up to date on all ranks of a row."""
 

@@ -153,7 +153,8 @@ class ReduceScatter:
         flat_bucket, flat_E = bucket.bucket, bucket.flat_E
         assert flat_E is not None
         flat_E = flat_E[: flat_bucket.flat_E.numel()]
-        flat_E[flat_bucket.numel :].zero_()
+        if flat_E.numel() > flat_bucket.numel:
+            flat_E[flat_bucket.numel :].zero_()
         bucket.complete, bucket.is_exchanged = complete, True
         if self._mesh.shards > 1:
             if is_direct(flat_E):

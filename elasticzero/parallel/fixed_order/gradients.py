@@ -181,7 +181,7 @@ class FixedOrderReducer:
         self._losses = losses
         self._tree = GradientTree(trained, {}, mesh)
         self._mesh = mesh
-        self.loss = 0.0
+        self.loss = torch.zeros(())
         """Mean loss of the global batch; NaN where a loss of any rank is not finite."""
 
     def backward(
@@ -222,8 +222,8 @@ class FixedOrderReducer:
             totals = totals.to(next(iter(flat_of.values())).device)
             dist.all_reduce(totals, group=self._mesh.world_group.process_group)
             spread(flat_of, self._mesh)
-        *uses, check = totals.tolist()
-        self.loss = check
+        self.loss = totals[-1]
+        uses = totals[:-1].tolist()
         used = {name for name, count in zip(names, uses, strict=True) if count}
         for message, flat in flat_of.items():
             places = zip(message.names, message.parameters, message.unpack(flat), strict=True)

@@ -94,14 +94,14 @@ class WholeParameters(PiecedStrategy):
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None
-    ) -> Tensor:
+    ) -> None:
         check_frozen(self._frozen)
         for message, flat in self._tree.reduce().items():
             for name, place in zip(message.names, message.unpack(flat), strict=True):
                 piece = self._pieced.pieces[name].parameter
                 piece.grad = place.view(piece.shape).to(piece.dtype)
         used, number = self._tree.used, self._changes.end() or 0
-        return self._pieced.complete(used, factor, max_norm, hook=hook, number=number)
+        self._pieced.complete(used, factor, max_norm, hook=hook, number=number)
 
     def _difference(self) -> str:
         return self._changes.sentence()
@@ -114,7 +114,8 @@ class WholeParameters(PiecedStrategy):
     def apply(self) -> None:
         self._drop_whole()
         self._mark_changed()
-        self._pieced.step([message.names for message in self._owned] or [[]])
+        self._pieced.prepare_step([list(self._pieced.pieces)])
+        self._pieced.step()
         if self.shards > 1:
             try:
                 for messages in self._tree.rounds:

@@ -77,6 +77,7 @@ def made(
         shards=shards,
         apply=lambda: None,
         take_changes=lambda: None,
+        norm=1.0,
         loss=0.0,
     )
     model = LaidModel(strategy=strategy, auxiliary=auxiliary, rows=Rows(Mesh.of_world(0, 1)))
@@ -106,7 +107,7 @@ def test_a_peer_that_does_not_confirm(
     if tracks:
         training.auxiliary.track("thing", Tracked())
     training.restore()
-    training.apply(torch.tensor(1.0))
+    training.apply()
     assert not training.at.clean
     ranks.no_collective_since_verified, ranks.error = untouched, error
     with pytest.raises(type(error)):
