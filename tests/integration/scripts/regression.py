@@ -127,8 +127,8 @@ def wait_within_steps(
 ) -> None:
     """Waits inside a backward, once the last layer's gradients are on their way to other ranks;
     before gradients go to the rank that keeps a live copy; between the last sum over ranks and the
-    optimizer's step; and while parameters are gathered: before the step of a further bucket, which
-    zero1 and zero2 gather one by one, or in a forward, where zero3 gathers one layer after the
+    optimizer's step; and while parameters are gathered: before the step of further buckets, which
+    zero1 and zero2 gather in parts, or in a forward, where zero3 gathers one layer after the
     other."""
     buckets = 0
 
