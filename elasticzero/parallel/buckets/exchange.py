@@ -28,6 +28,12 @@ def is_direct(flat_E: Tensor) -> bool:
     return flat_E.device.type == "cpu"
 
 
+def is_launched(flat_E: Tensor) -> bool:
+    """Returns whether operations on this tensor are launched on a device: a few large ones cost the
+    processor less than many small ones, which the CPU itself computes as fast."""
+    return flat_E.device.type != "cpu"
+
+
 def begin_reduce_scatter(
     flat_E: Tensor, chunks: Sequence[Tensor], received: Tensor | None, mesh: Mesh
 ) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elasticzero.parallel.buckets.exchange import begin_all_gather
+from elasticzero.parallel.buckets.exchange import begin_all_gather, is_launched
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.step_clock import wait_for
@@ -68,13 +68,16 @@ def stepped_together(buckets: Sequence[FlatBucket]) -> list[Sequence[FlatBucket]
 
     Where no rank waits for elements of another, that is one part: a step of many parameters is few
     launches. Else each part has twice as many buckets as the one before it, whose gathers run
-    meanwhile: the first gathers, which the next forward waits for, begin as early as they can.
+    meanwhile: the first gathers, which the next forward waits for, begin as early as they can. On
+    the CPU, where nothing is launched, each gather does.
 
     Args:
         buckets: The buckets in the order of the next forward.
     """
     if not buckets or buckets[0].world_size == 1:
         return [buckets]
+    if not is_launched(buckets[0].flat_E):
+        return [[bucket] for bucket in buckets]
     parts: list[Sequence[FlatBucket]] = []
     start = 0
     while start < len(buckets):

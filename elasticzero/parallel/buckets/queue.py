@@ -8,10 +8,10 @@ gradients through the whole global batch, which is summed in its last micro-batc
 and a row of one rank); else each micro-batch is summed, and added to this rank's chunk (`zero2`).
 
 Rules:
- F1  When a backward has given all gradients of a bucket, they are copied into it by one operation;
-     those of a bucket that it does not fill are, once it is over. Of a kept bucket `grad` is a view
-     from then on, so that later micro-batches add to it in place; of another one the parameter has
-     no gradient any more.
+ F1  When autograd has a gradient it is copied into its bucket: on the CPU at once, while it is in
+     the cache; on a device by one operation with all others of the bucket, once the backward has
+     given the last of them or is over. Of a kept bucket `grad` is a view from then on, so that
+     later micro-batches add to it in place; of another one the parameter has no gradient any more.
  F2  In a backward that is summed, a bucket's exchange begins once each of its parameters has its
      gradient and the exchanges of the buckets before it have begun: the order is the same on all
      ranks.
@@ -47,6 +47,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.parallel.buckets.exchange import is_launched
 from elasticzero.torch_internals import GradientReady
 
 
@@ -241,7 +242,7 @@ class BucketQueue(Generic[B]):
                 self._begin_rest(running)
             elif running.counts:
                 for bucket in self._active:
-                    self._lay(bucket)
+                    self._lay(bucket, range(len(bucket.names)))
         except BaseException:
             if any(bucket.intake is not Intake.OPEN for bucket in self._active):
                 self._close()
@@ -274,7 +275,7 @@ class BucketQueue(Generic[B]):
         return [b for b in self._exchange.buckets if any(id(p) in ids for p in b.parameters)]
 
     def _hook(self, bucket: B, index: int) -> Callable[[Tensor], None]:
-        keeps = self._exchange.keeps
+        keeps, is_copied_whole = self._exchange.keeps, is_launched(bucket.parameters[index])
 
         def added(parameter: Tensor) -> None:
             gradient, running = parameter.grad, self._running
@@ -291,27 +292,31 @@ class BucketQueue(Generic[B]):
             if running is None and not keeps:
                 return  # autograd adds the next backward's to it
             bucket.parts_N[index] += 1
-            if bucket.intake is Intake.AGAIN or running is None or bucket.parts_N[index] > 1:
+            if bucket.intake is Intake.AGAIN:
+                return
+            if not is_copied_whole and (running is None or running.counts):
+                self._lay(bucket, (index,))
+            if running is None or bucket.parts_N[index] > 1:
                 return
             bucket.missing -= 1
             if bucket.missing:
                 return
-            if running.counts:
-                self._lay(bucket)
+            if is_copied_whole and running.counts:
+                self._lay(bucket, range(len(bucket.names)))
             if running.summed and running.overlaps:
                 self._begin_ready(running)
 
         return added
 
-    def _lay(self, bucket: B) -> None:
-        """Lays the gradients that parameters have into their bucket: F1."""
+    def _lay(self, bucket: B, indices: Iterable[int]) -> None:
+        """Lays the gradients that these parameters have into their bucket: F1."""
         if not bucket.views_N:
             self._exchange.lend(bucket)
         keeps, filled_N = self._exchange.keeps, bucket.filled_N
         copied: list[tuple[Tensor, Tensor]] = []
         added: list[tuple[Tensor, Tensor]] = []
-        places = zip(bucket.parameters, bucket.views_N, strict=True)
-        for index, (parameter, view) in enumerate(places):
+        for index in indices:
+            parameter, view = bucket.parameters[index], bucket.views_N[index]
             gradient = parameter.grad
             if gradient is None or gradient is view:
                 continue
@@ -346,7 +351,7 @@ class BucketQueue(Generic[B]):
     def _begin(self, bucket: B, running: Backward) -> None:
         """Begins to exchange the gradients that lie in a bucket, zeros for the others."""
         bucket.put_back()
-        self._lay(bucket)
+        self._lay(bucket, range(len(bucket.names)))
         keeps, filled_N = self._exchange.keeps, bucket.filled_N
         empty: list[Tensor] = []
         places = zip(bucket.parameters, bucket.views_N, strict=True)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
-from elasticzero.parallel.buckets import reduce_scatter
+from elasticzero.parallel.buckets import queue, reduce_scatter
 from elasticzero.parallel.buckets.all_reduce import AllReduce
 from elasticzero.parallel.buckets.layout import DealtNames, FlatBucket
 from elasticzero.parallel.buckets.plan import BucketPlan
@@ -298,11 +298,13 @@ def as_used(case: Case, step: int) -> dict[str, Tensor | None]:
     return sums
 
 
+@pytest.mark.parametrize("is_launched", [False, True], ids=["at once", "whole buckets"])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(case=cases())
-def test_sums_are_those_of_plain_additions(kind: Kind, case: Case) -> None:
+def test_sums_are_those_of_plain_additions(kind: Kind, is_launched: bool, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue, "is_launched", lambda tensor: is_launched)
         ranks = patched(FakeGroup(), patch)
 
         def train(rank: int) -> list[dict[str, Tensor | None]]:

@@ -18,7 +18,7 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.options.settings import TrainingSettings
 from elasticzero.parallel import Strategy, create
 from elasticzero.parallel.base import Setting
-from elasticzero.parallel.buckets import gather, reduce_scatter
+from elasticzero.parallel.buckets import gather, queue, reduce_scatter
 from elasticzero.parallel.buckets.gather import stepped_together
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.finite import SUMMED_ELEMENTS, SquaredNorm, squared_norm
@@ -69,6 +69,13 @@ class Waits(TorchFunctionMode):
         if (name := getattr(func, "__name__", "")) in WAITS:
             self.names.append(name)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the CPU count as a device on which operations are launched."""
+    for module in (gather, queue):
+        monkeypatch.setattr(module, "is_launched", lambda tensor: True)
 
 
 def network(layers: int = LAYERS) -> nn.Module:
@@ -148,19 +155,19 @@ def extra(name: str, layers: int, buckets: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
-def test_more_parameters_of_a_bucket_are_no_more_launches(name: str) -> None:
+def test_more_parameters_of_a_bucket_are_no_more_launches(name: str, launched: None) -> None:
     assert extra(name, 24, 4) == extra(name, 8, 4)
 
 
 @pytest.mark.parametrize(("name", "of_buckets"), [("ddp", 0), ("zero1", 2), ("zero2", 2)])
-def test_launches_beyond_a_plain_loop(name: str, of_buckets: int) -> None:
+def test_launches_beyond_a_plain_loop(name: str, of_buckets: int, launched: None) -> None:
     """One copy for each bucket, and on the CPU one norm, which a GPU takes of all at once; besides
     what is the same however many there are."""
     assert extra(name, LAYERS, LAYERS) <= 14 + of_buckets * LAYERS
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_a_bucket_is_copied_at_once_and_all_are_stepped_at_once(name: str) -> None:
+def test_a_bucket_is_copied_at_once_and_all_are_stepped_at_once(name: str, launched: None) -> None:
     strategy = laid(name, buckets=4)
     step(strategy)
     counts = launches(lambda: backward(strategy))
@@ -183,7 +190,9 @@ def receive_zeros(flat_E: Tensor, chunks: Any, received: Tensor | None, mesh: An
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_gathers_begin_after_1_2_and_4_buckets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathers_begin_after_1_2_and_4_buckets(
+    name: str, launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several ranks: the next forward waits for the first buckets; the others step meanwhile."""
     events: list[str] = []
 
@@ -215,14 +224,20 @@ def test_gathers_begin_after_1_2_and_4_buckets(name: str, monkeypatch: pytest.Mo
     strategy.settle()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("count", range(18))
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_parts_of_a_step_are_all_buckets_in_order(count: int, ranks: int) -> None:
-    buckets: list[Any] = [SimpleNamespace(world_size=ranks, number=n) for n in range(count)]
+def test_parts_of_a_step_are_all_buckets_in_order(count: int, ranks: int, device: str) -> None:
+    flat_E = torch.empty(0, device=device)
+    buckets: list[Any] = [
+        SimpleNamespace(world_size=ranks, number=n, flat_E=flat_E) for n in range(count)
+    ]
     parts = stepped_together(buckets)
     assert [bucket for part in parts for bucket in part] == buckets
     if ranks == 1 or not buckets:
         assert len(parts) == 1
+    elif device == "cpu":
+        assert len(parts) == count
     else:
         sizes = [len(part) for part in parts]
         assert sizes[:-1] == [2**n for n in range(len(parts) - 1)]
