@@ -5,6 +5,7 @@ Shapes: N numbers of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -195,6 +196,11 @@ def fixed_order_sum(values: Tensor) -> Tensor:
     for value in values.tolist():
         total += value
     return torch.tensor(total, dtype=values.dtype, device=values.device)
+
+
+def norm_of(square: float) -> float:
+    """Returns the root of a sum; NaN for what is no square, as an aborted collective leaves it."""
+    return math.sqrt(square) if square >= 0 else math.nan
 
 
 def clipping(norm: Tensor, max_norm: float) -> Tensor:

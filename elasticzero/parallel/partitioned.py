@@ -23,6 +23,7 @@ from elasticzero.parallel.finite import (
     Suspects,
     clipping,
     fixed_order_sum,
+    norm_of,
     not_finite,
     squared_norm,
     squares_of,
@@ -64,11 +65,6 @@ class Exchange:
 
 
 NO_EXCHANGE = Exchange()
-
-
-def _root(square: float) -> float:
-    """Returns the norm; NaN for what is no square, as an aborted collective leaves it."""
-    return math.sqrt(square) if square >= 0 else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +244,7 @@ class PartitionedOptimizer:
         squared, *sums = totals.tolist()
         named = zip(self.optimizers.group_of, sums, strict=True)
         hook.sums = {name: value for name, value in named if name in outcome.used}
-        norm = math.nan if outcome.differ else _root(squared)
+        norm = math.nan if outcome.differ else norm_of(squared)
         self._outcome, self._learn = replace(outcome, norm=norm), None
         return totals
 
@@ -333,7 +329,7 @@ class PartitionedOptimizer:
         for name, piece in self.pieces.items():
             if name not in used:
                 piece.parameter.grad = None
-        norm = math.nan if differ else _root(square)
+        norm = math.nan if differ else norm_of(square)
         return BatchOutcome(
             used=used, norm=norm, loss=loss * factor, differ=differ, state_changed=any(changed)
         )
