@@ -1,13 +1,16 @@
 """Finds which steps count: the lineage of generations, read off an agent's events.
 
-Pure, and therefore apart from the console that prints. Step s of generation g is committed when s
-is not above the resume step of any later generation.
+Pure, and therefore apart from the console that prints. Step s of generation g is committed when the
+newest generation goes on from it: when s is not above the resume step of the generation that began
+from a state of g, and that one is committed. That is the next generation, but for one that begins
+from a checkpoint which an older generation has completed late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 
@@ -20,6 +23,10 @@ class Lineage:
     """Step that each generation starts from."""
     reached: dict[int, int] = field(default_factory=dict)
     """Last step that each generation finished."""
+    from_storage: set[int] = field(default_factory=set)
+    """Generations that start from a checkpoint."""
+    saved_by: dict[int, int] = field(default_factory=dict)
+    """The generation whose state of a step was committed as a checkpoint last."""
 
     def world(self, generation: int, resume_step: int) -> None:
         self.resume_steps[generation] = resume_step
@@ -29,9 +36,23 @@ class Lineage:
 
     def is_committed(self, generation: int, step: int) -> bool:
         """Returns whether this generation's step is part of the final result."""
-        return all(
-            step <= resume for later, resume in self.resume_steps.items() if later > generation
-        )
+        last = self._last_steps().get(generation)
+        return last is not None and step <= last
+
+    def _last_steps(self) -> dict[int, float]:
+        """Returns the last step that counts, of each generation from which the newest one goes on,
+        itself or through others."""
+        steps: dict[int, float] = {}
+        last = inf
+        left = sorted(self.resume_steps.keys() | self.reached.keys())
+        while left:
+            generation = left.pop()
+            steps[generation] = last
+            last = min(last, self.resume_steps.get(generation, inf))
+            saver = self.saved_by.get(int(last)) if generation in self.from_storage else None
+            if saver in left:
+                del left[left.index(saver) + 1 :]
+        return steps
 
     def lost(self, generation: int) -> int:
         """Returns the number of steps that were done before `generation` began and are done again
@@ -56,6 +77,10 @@ class Lineage:
         """Takes in one event of any agent's log."""
         if event["event"] == "world":
             self.world(event["generation"], event["resume_step"])
+            if event.get("tier") == "storage":
+                self.from_storage.add(event["generation"])
+        elif event["event"] == "checkpoint":
+            self.saved_by[event["step"]] = event["generation"]
         elif event["event"] == "step":
             self.stepped(event["generation"], event["step"])
 

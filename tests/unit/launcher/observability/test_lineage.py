@@ -25,6 +25,17 @@ def test_steps_after_a_later_generations_start_do_not_count() -> None:
     assert counts == [True, False, False, True, True]
 
 
+def test_a_checkpoint_that_an_older_generation_completes_late_is_gone_on_from() -> None:
+    """The agent of a node was suspended alone: the others went on from step 2 without it, and its
+    part of a checkpoint of step 10 came once it ran again."""
+    told = lineage((1, 0), (2, 2), (3, 2), steps=[(1, 2), (2, 14), (3, 8), (4, 12)])
+    told.take({"event": "checkpoint", "generation": 2, "step": 10})
+    told.take({"event": "world", "generation": 4, "resume_step": 10, "tier": "storage"})
+    places = [(1, 2), (1, 3), (2, 3), (2, 10), (2, 11), (3, 3), (3, 8), (4, 11)]
+    counts = [told.is_committed(*place) for place in places]
+    assert counts == [True, False, True, True, False, False, False, True]
+
+
 def test_recomputed_steps_are_counted_once() -> None:
     """Generation 2 does five of the ten lost steps again, and generation 3 the others."""
     told = lineage((1, 0), (2, 50), (3, 55), steps=[(1, 60), (2, 55), (3, 70)])
