@@ -21,27 +21,26 @@ pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).with_name("foreign_checkpoints.py")
 
 
-def saved_by(kind: str, out: Path, *, ranks: int = 1) -> Path:
-    """Runs the other program, on several ranks if it needs them."""
+def saved_by(kind: str, out: Path) -> Path:
+    """Runs the other program in one process."""
     package = kind.rstrip("123")
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"`make integrations` has {package}")
-    common = os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    group |= {"WORLD_SIZE": str(ranks)}
-    distributed = ranks > 1 or package == "deepspeed"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), kind, str(out)],
-            env=common | (group | {"RANK": rank, "LOCAL_RANK": rank} if distributed else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in map(str, range(ranks))
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, outputs[0][-4000:]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    if package == "deepspeed":
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+        environment |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        # A build that was killed leaves a lock, for which all later ones wait.
+        environment |= {"TORCH_EXTENSIONS_DIR": str(out.parent.parent / "extensions")}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), kind, str(out)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
     return out
 
 
@@ -100,11 +99,13 @@ def test_accelerate(tmp_path: Path) -> None:
     assert load_state(tmp_path / "run")["groups"][0]["names"] == names
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed(tmp_path: Path, stage: int, ranks: int) -> None:
-    """What DeepSpeed's own converters make of the files is the same."""
-    out = saved_by(f"deepspeed{stage}", tmp_path / "out", ranks=ranks)
+def test_deepspeed(tmp_path: Path, stage: int) -> None:
+    """What DeepSpeed's own converters make of the files is the same.
+
+    Of several ranks, tests/unit/checkpoint/convert/pickled has files in the same layout.
+    """
+    out = saved_by(f"deepspeed{stage}", tmp_path / "out")
     back = imported(out, "deepspeed", tmp_path / "run")
     convert = subprocess.run(
         [
