@@ -110,9 +110,10 @@ class Group:
         """By rank: those that connected."""
         self.step = world.resume.step
         self.stepped_s: float | None = None
+        self.told_held: int | None = None
         self.held_s = 0.0
-        """When the newest snapshot that every node holds was known to be held: of the step that the
-        generation started from, when it began to train."""
+        """The newest step that ranks have told their agents of as `held_step`, and when the step
+        ended with which they did so first."""
         self.broken = False
         self.epoch = 0
         """Grows when a step that was under way will not end as it was to."""
@@ -224,7 +225,8 @@ class Group:
             worker.worker_group.fail(worker, "user", "ValueError: bad sample")
             return
         self.step += 1
-        self.held_s = self.held_s if self.stepped_s is not None else cluster.timeline.now_s
+        if self.stepped_s is None or self.told_held != self.held_step:
+            self.told_held, self.held_s = self.held_step, cluster.timeline.now_s
         self.stepped_s = cluster.timeline.now_s
         for worker in self.workers.values():
             worker.step = self.step
@@ -287,10 +289,7 @@ class Group:
         before, self.word = self.word, self._word()
         entered = self.preparation.exchange(self.word.flags)
         if before is not None:
-            held = self.ledger.held
             self.ledger = self.ledger.after_exchange(before)
-            if self.ledger.held != held:
-                self.held_s = self.cluster.timeline.now_s
             if before.flags:
                 for worker_group in self.worker_groups.values():
                     worker_group.leave_at_boundary()

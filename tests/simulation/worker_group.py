@@ -154,9 +154,9 @@ class WorkerGroup:
         if group.stepped_s is not None and group.step > self._heard_step:
             self._heard_step = group.step
             self._heard_s = self.host.clock_at(max(group.stepped_s, self.agent.deaf_until_s))
-            held = group.held_step
+            held = group.told_held
             if held is not None and (self._held is None or held > self._held):
-                self._held, self._held_s = held, self._heard_s
+                self._held, self._held_s = held, self.host.clock_at(group.held_s)
             self.progress_monitor.moved()
 
     def request(self, flags: int) -> None:
