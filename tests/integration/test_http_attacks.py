@@ -30,9 +30,9 @@ MAX_MEMORY_BYTES = 150 << 20
 REQUESTS = 20
 LIMIT_S = 1.0
 """Seconds within which a request with the token is answered."""
-FLOOD_LIMIT_S = 5.0
-"""The same where connections come as fast as the machine makes them: the kernel may drop the first
-packet of one, and its client sends that again after 1 s, and after 3 s."""
+LONGEST_S = 5.0
+"""The same of the slowest answer: on a busy machine, and where the kernel drops the first packet of
+a connection, which its client sends again after 1 s, and after 3 s. The median keeps the limit."""
 MUTATIONS = 2_000
 QUICK = ("large_head", "unread_answer")
 """Attacks of `make test`: that which takes most memory, and that which holds a thread."""
@@ -94,7 +94,7 @@ def check_served(port: int, attack: str) -> list[float]:
         times_s.append(seconds)
         time.sleep(0.05)
     assert median(times_s) < patience(LIMIT_S), times_s
-    assert max(times_s) < patience(FLOOD_LIMIT_S if attack == "flood" else LIMIT_S), times_s
+    assert max(times_s) < patience(LONGEST_S), times_s
     return times_s
 
 
