@@ -48,7 +48,7 @@ class Row:
 
     @property
     def smooth(self) -> list[Smoothness]:
-        """Of planned changes."""
+        """Returns how smooth training was around each planned change."""
         return [s.smoothness for s in self.found if s.smoothness is not None]
 
     @property

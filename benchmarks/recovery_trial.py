@@ -60,9 +60,9 @@ class Trial:
     worlds: dict[int, list[str]] = field(default_factory=dict)
     """By generation: its nodes in rank order."""
     first_s: dict[int, float] = field(default_factory=dict)
-    """By generation: when its first step was done, by the first worker's clock."""
+    """Maps a generation to the time of its first step, by the first worker's clock."""
     times_s: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By generation and step: when the step was done, by the first worker's clock."""
+    """Maps a generation and a step to the time of that step, by the first worker's clock."""
     ended_s: dict[int, float] = field(default_factory=dict)
     """By process id: when its agent heard of a worker's end."""
 

@@ -58,7 +58,7 @@ class DcpExportOptions:
     dtype: str | None = None
     """The dtype of the model's floating-point tensors, as in `reshard.TargetShape`."""
     allow_overflow: bool = False
-    """Whether finite values beyond the range of `dtype` become infinite; else they are refused."""
+    """True: finite values beyond the range of `dtype` become infinite; False: they are refused."""
 
 
 def export_dcp(

@@ -72,7 +72,7 @@ class HfExportOptions:
     dtype: str | None = None
     """The dtype of floating-point tensors, as in `reshard.TargetShape`; None: as they are."""
     allow_overflow: bool = False
-    """Whether finite values beyond the range of `dtype` become infinite; else they are refused."""
+    """True: finite values beyond the range of `dtype` become infinite; False: they are refused."""
     config: Path | None = None
     """Path of the model's config.json, which is copied beside the weights."""
 

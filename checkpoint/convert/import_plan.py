@@ -26,7 +26,7 @@ class ImportOptions:
     """Path of the model's tensors, and what their names begin with, which is taken off; None: as
     the program saves it."""
     tracked: Mapping[str, str] | None = None
-    """By the name of an object that a script tracks, the path of its state."""
+    """Maps the name of an object that a script tracks to the path of its state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class TargetShape:
     dtype: str | None = None
     """The dtype of the model's floating-point tensors: bf16, fp16 or fp32. None: as they are."""
     allow_overflow: bool = False
-    """Whether finite values beyond the range of `dtype` become infinite; else they are refused."""
+    """True: finite values beyond the range of `dtype` become infinite; False: they are refused."""
     shard: ShardOver = "world"
     """Divide the state among all ranks, or among those of each node."""
     nodes: int | None = None

@@ -93,7 +93,7 @@ class Requests:
 
     def __init__(self, requests: Iterator[Request]) -> None:
         self._requests = requests
-        self.given = 0
+        self.taken = 0
         """Number of requests that were taken."""
 
     def __iter__(self) -> Requests:
@@ -101,7 +101,7 @@ class Requests:
 
     def __next__(self) -> Request:
         request = next(self._requests)
-        self.given += 1
+        self.taken += 1
         return request
 
     def replace(self, requests: Iterator[Request]) -> None:
@@ -125,7 +125,7 @@ class IndexedBatches:
 
     def in_world(self, schedule: RankSchedule, position: DataPosition) -> OpenBatches:
         """Goes on with the same processes, and drops what they have loaded ahead."""
-        ahead = self._requests.given - self._taken
+        ahead = self._requests.taken - self._taken
         self._requests.replace(schedule.requests(position))
         for _ in range(ahead):
             next(self)

@@ -39,7 +39,7 @@ class Saved:
     aliases: Mapping[str, str] | None = None
     """Other names of the model's tensors, by which they are stored under another."""
     left_out: tuple[LeftOut, ...] = ()
-    """What of its files has not been read."""
+    """Lists what in its files was not read, and why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,9 @@ def _objection(
     if odd:
         return f"{odd[0]} is to leave too, or does not train"
     waited_s = now_s - (view.proposal_s if view.proposal_s is not None else now_s)
-    return f"not all workers were prepared within {PREPARE_S:g} s" * (waited_s >= PREPARE_S)
+    if waited_s >= PREPARE_S:
+        return f"not all workers were prepared within {PREPARE_S:g} s"
+    return ""
 
 
 def _does_not_stay(report: Report | None) -> bool:
