@@ -35,7 +35,8 @@ from elasticzero.text import list_text
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _TRIES = 8
-"""Maximum number of times that one save tries to place its manifest, against other writers."""
+"""Maximum number of times that one save tries to place its manifest, against other writers, or to
+withdraw it, where requests fail."""
 
 
 def prepare(directory: Directory, step: int) -> Storage:
@@ -211,6 +212,8 @@ def _check_listed(
 ) -> None:
     """Withdraws the manifest if files that it names are gone (FC1).
 
+    A request that fails is repeated: nobody else withdraws the manifest of a process that lives.
+
     Args:
         storage: The step's files.
         files: The files that the manifest names.
@@ -218,20 +221,43 @@ def _check_listed(
         replaced: Contents of the manifest that it has replaced; None: there was none.
 
     Raises:
-        StorageError: Files are gone.
+        StorageError: Files are gone, or all tries failed.
     """
+    gone: list[int] = []
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            if missing := _missing(storage, files):
+                gone = gone or missing
+                _withdraw(storage, data, replaced)
+            break
+        except StorageError:
+            if not tries_left:
+                raise
+    if gone:
+        raise StorageError(
+            f"{storage.where}: the shards of {_ranks(gone)} of {len(files)} were removed before "
+            "the step was committed, as those of a save that had failed: this step is not saved"
+        )
+
+
+def _missing(storage: Storage, files: list[ShardFile]) -> list[int]:
+    """Returns the ranks of which a file is gone."""
     names = set(storage.names())
-    gone = [r for r, f in enumerate(files) if not {f.name, f.name + SUMS_SUFFIX} <= names]
-    if not gone:
-        return
+    return [r for r, f in enumerate(files) if not {f.name, f.name + SUMS_SUFFIX} <= names]
+
+
+def _withdraw(storage: Storage, data: bytes, replaced: bytes | None) -> None:
+    """Removes a manifest, or gives the one that it has replaced its name again.
+
+    Args:
+        storage: The step's files.
+        data: Contents of the manifest.
+        replaced: Contents of the manifest that it has replaced; None: there was none.
+    """
     if replaced is None:
         storage.remove(MANIFEST_NAME, holding=data)
     else:
         storage.create_exclusive(MANIFEST_NAME, replaced, instead_of=data)
-    raise StorageError(
-        f"{storage.where}: the shards of {_ranks(gone)} of {len(files)} were removed before the "
-        "step was committed, as those of a save that had failed: this step is not saved"
-    )
 
 
 def _remove_replaced(storage: Storage, replaced: bytes, token: str) -> None:

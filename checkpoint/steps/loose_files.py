@@ -5,7 +5,7 @@ and go on with what it knew before. So both sides look again after they have wri
 
 Rules:
  FC1  A save lists its files again once its manifest exists. If one is missing, the save withdraws
-     the manifest, and the step is not saved.
+     the manifest, and the step is not saved. It repeats requests that fail.
  FC2  A process that removes the files of a save removes checksum files first, those of a few ranks
      at a time, and then looks for the save's manifest. If that exists, the checksum files are
      written back, and all other files stay.
@@ -20,8 +20,9 @@ Rules:
      request, or a save that was alive has taken no notice yet (FC1). Another save of the same
      token, such as that of a snapshot which one node holds whole, has other files.
 Invariant: a step whose manifest exists has its files, once every process has made its next request.
-A process that is killed between its manifest and the list of FC1 may leave a step without files,
-which is not good; retention of a newer generation removes that manifest.
+A process that is killed between its manifest and the list of FC1, or that the storage does not
+answer any more, may leave a step without files, which is not good; retention of a newer generation
+removes that manifest.
 """
 
 from __future__ import annotations

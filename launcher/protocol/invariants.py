@@ -50,7 +50,9 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
  R21 The node of an agent whose loop meets an unexpected error leaves. An agent ends by such errors
      only once MAX_ERRORS of its turns have failed, and once its workers have stopped.
  R22 A committed step has all of its files, once every process that saves or removes has made its
-     next request. Retention removes its shards after its manifest, and a good one only if as many
+     next request. Excepted is a step whose process was killed just before that, or has no answer of
+     a storage that takes no requests any more: it counts as damaged, and no generation starts from
+     it. Retention removes the shards of a step after its manifest, and a good one only if as many
      newer ones are good as are to be kept. A process that removes the files of a failed save takes
      none of a later try of the same save (FC4 in `loose_files`).
  R23 Of several agents of one name one is registered. Another one takes its place only once its

@@ -98,7 +98,7 @@ class PhasedStorage(Storage):
         self._is_whole = True
         """Nothing was damaged."""
         self._left_open: set[str] = set()
-        """Directories in which a process was killed."""
+        """Directories in which a process was killed, or could withdraw no manifest of its own."""
 
     # -- what saves ask
 
@@ -134,6 +134,8 @@ class PhasedStorage(Storage):
         except ElasticZeroError:
             if part.agent.storage is part.agent.cluster.storage:
                 part.agent.cluster.rules.cause("storage-fails")
+            if self.away and self._has_manifest(part):
+                self._left_open.add(step_directory(part.name[1]))
             part.over(False)
         except greenlet.GreenletExit:
             self._left_open.add(access.place)
@@ -141,6 +143,11 @@ class PhasedStorage(Storage):
         finally:
             self._held.discard((part.agent, part.name))
         return True
+
+    def _has_manifest(self, part: Part) -> bool:
+        """Returns whether a part's step is committed by the save that it belongs to."""
+        manifest = self.files.get(step_directory(part.name[1]), {}).get(MANIFEST_NAME)
+        return manifest is not None and json.loads(manifest.data)["token"] == draft_of(part).token
 
     def _save(self, part: Part, access: Access) -> None:
         directory = PhasedDirectory(self, access)

@@ -465,6 +465,58 @@ def test_removed_shards_withdraw_the_manifest(
     assert storage.names() == []
 
 
+class Unanswered:
+    """A step's files; some requests fail once, before or after they have their effect."""
+
+    def __init__(self, storage: Storage, requests: set[str], *, done: bool) -> None:
+        self._storage = storage
+        self._requests = requests
+        self._done = done
+
+    def __getattr__(self, request: str) -> Any:
+        make = getattr(self._storage, request)
+        if request not in self._requests:
+            return make
+
+        def fail(*arguments: Any, **options: Any) -> None:
+            self._requests.remove(request)
+            if self._done:
+                make(*arguments, **options)
+            raise StorageError(f"{request}: no answer") from TimeoutError("no answer in time")
+
+        return fail
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_manifest_is_withdrawn_though_requests_fail(
+    replacing: bool, done: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step was left committed without its files, for good."""
+    directory = opened("disk", place)
+    if replacing:
+        assert whole_save(directory, 100, DAMAGED, ALL)
+    shards(directory, 100, OLD)
+    requests: set[str] = set()
+    storage: Any = Unanswered(directory.step(step_directory(100)), requests, done=done)
+
+    names = [draft(100, OLD).file_name(1)]
+    removes = directory.step(step_directory(100))
+    before_the_manifest(monkeypatch, lambda: remove_loose(removes, OLD, names))
+    place_manifest = commit._place
+
+    def place_and_fail(*arguments: Any) -> Any:
+        placed = place_manifest(*arguments)
+        requests.update({"names", "create_exclusive" if replacing else "remove"})
+        return placed
+
+    monkeypatch.setattr(commit, "_place", place_and_fail)
+    with pytest.raises(StorageError, match="the shards of rank 1 of 2 were removed"):
+        commit.commit(storage, draft(100, OLD), wait_s=0.0, replacing=replacing)
+    assert not requests
+    assert state(directory) == ({100: (DAMAGED, None)} if replacing else {})
+
+
 @each_kind
 def test_a_withdrawn_manifest_gives_the_replaced_one_back(
     kind: str, place: Path, monkeypatch: pytest.MonkeyPatch
