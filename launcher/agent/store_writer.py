@@ -100,7 +100,7 @@ class StoreWriter:
         self._verified: PrefixState | None = None
         """Registrations among which this node's own was last looked for."""
         self._verify_after_s: float | None = None
-        """Time before which this node's registration is not read; None: it waits for no place."""
+        """Time before which this node's registration is not read; None: it need not be."""
 
     def adopt(self, token_digest: str) -> None:
         """Replaces the job's token by another one from now on."""
@@ -116,27 +116,33 @@ class StoreWriter:
         world, revision = self._observer.world()
         named = world is None or world.names(self._membership.me)
         self._note_replaced_registration()
-        self._verify_while_waiting(now_s, world)
+        self._verify_where_in_doubt(now_s, world)
         if named or not leaving:
             self._membership.check(now_s, named=named, world_revision=revision)
 
     @property
     def due_s(self) -> float:
-        """Returns the time at which `keep_registered` reads the registration of a node that waits;
-        infinite: it waits for no place."""
+        """Returns the time at which `keep_registered` reads the registration of a node that waits
+        for a place, or is not seen registered; infinite: neither is so."""
         return inf if self._verify_after_s is None else self._verify_after_s
 
-    def _verify_while_waiting(self, now_s: float, world: World | None) -> None:
-        """Reads this node's registration now and then while the node waits for a place.
+    def _verify_where_in_doubt(self, now_s: float, world: World | None) -> None:
+        """Reads this node's registration now and then while the node waits for a place, or is not
+        among the registrations that it follows.
 
-        A restored backup may hold its lease and not its registration. No revision and no lease
-        tells the node of that, and no other node can know that it waits.
+        A restored backup may hold its lease and not its registration. No lease tells the node of
+        that, and perhaps no revision. No other node can know that a node waits; and a member that
+        is not registered keeps others from coming, and writes no world.
 
         Args:
             now_s: Present time, on the agent's clock.
             world: The present world; None: there is none.
         """
-        if world is not None and world.names(self._membership.me):
+        registrations = self._observer.get(MEMBERS)
+        is_missing = registrations is not None and (
+            self._membership.key not in registrations.entries
+        )
+        if world is not None and world.names(self._membership.me) and not is_missing:
             self._verify_after_s = None
             return
         due = self._verify_after_s is not None and now_s >= self._verify_after_s

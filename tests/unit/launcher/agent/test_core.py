@@ -306,6 +306,22 @@ def test_a_waiting_node_finds_that_its_registration_is_gone(node: NodeWithoutPro
     assert node.membership.lapses == 0
 
 
+def test_a_member_finds_that_its_registration_is_gone(node: NodeWithoutProcesses) -> None:
+    """As above, and another agent wrote the same world anew at the same revision: the member did
+    not see that etcd had lost its data. As long as it was missing no node could come."""
+    node.cycles_until("start")
+    node.server.write({}, [f"{MEMBERS}a"], (), 0)
+    while node.core._store.cache.members():
+        assert node.changed.wait(DEADLINE_S)
+        node.changed.clear()
+    began_s = node.now_s
+    while not node.store.read(f"{MEMBERS}a").entries:
+        node.core.turn()
+        node.now_s += 0.1
+        assert node.now_s - began_s < 2 * VERIFY_AGAIN_S
+    assert node.membership.lapses == 0
+
+
 def test_a_node_told_to_leave_exits_and_says_why(node: NodeWithoutProcesses) -> None:
     """It leaves before there is a world."""
     node.core.leave("SIGTERM")
