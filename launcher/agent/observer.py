@@ -314,9 +314,9 @@ class ClusterObserver:
             unanswered_since_s = self._unanswered(asked, world, now_s)
             view = replace(view, unanswered_since_s=unanswered_since_s)
         asks = leads(view) and (world is None or opened or outside)
-        asked_s = self._storage_asked.since(generation, asks, now_s)
+        seen = self._storage(view) if asks else CheckpointState()
+        asked_s = self._storage_asked.since(generation, seen.pending is not None, now_s)
         if asks:
-            seen = self._storage(view)
             view = replace(
                 view,
                 storage_asked_s=asked_s,

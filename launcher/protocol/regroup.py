@@ -54,8 +54,8 @@ from elasticzero.text import count_text, list_text
 
 MOST_PAUSE_S = 10.0
 STORAGE_PATIENCE_S = 10.0
-"""Seconds after which the leader no longer waits for storage to say what it holds, if memory has a
-snapshot: from the round's opening, or from when a leader that came later has asked."""
+"""Seconds without an answer of storage after which the leader no longer waits for what it holds, if
+memory has a snapshot; the time before the round does not count."""
 SAVE_AFTER_ALIVE = 2
 """A round that lasts longer than this multiple of the time to answer counts as one in which no node
 goes on."""

@@ -260,7 +260,7 @@ class View:
     bad_steps: tuple[int, ...] = ()
     """Steps whose checkpoints were found damaged."""
     storage_asked_s: float | None = None
-    """Time since which this agent asks storage what it holds; None: it does not."""
+    """Time since which this agent waits for an answer of storage; None: it does not wait."""
     storage_step: int | None = None
     """Step of the newest good checkpoint."""
     storage_pending: str | None = None

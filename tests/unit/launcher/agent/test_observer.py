@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.launcher.agent.observer import Answers, ClusterObserver, Outages
+from elasticzero.launcher.agent.observer import Answers, ClusterObserver, Outages, StorageProbe
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.protocol.documents import (
@@ -23,7 +23,7 @@ from elasticzero.launcher.protocol.documents import (
 )
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
-from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
+from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe, CheckpointState
 from elasticzero.launcher.store.api import PrefixState
 from elasticzero.launcher.store.membership import Membership, bound_socket
 from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache, reports_of
@@ -46,14 +46,16 @@ class CountingStore(MemoryStore):
 class Node:
     """What an agent sees with; each look takes place seconds after the one before."""
 
-    def __init__(self, name: str, server: MemoryServer) -> None:
+    def __init__(
+        self, name: str, server: MemoryServer, storage: StorageProbe | None = None
+    ) -> None:
         self.store = CountingStore(server)
         self._changed = threading.Event()
         self._now_s = time.monotonic()
         observer = WatchCache(self.store, self._changed.set)
         me = Member(name, f"{name}-1", "127.0.0.1", 1, 2, 1)
         self.membership = Membership(self.store, me, 60, bound_socket())
-        look = CheckpointProbe(None, self._changed.set)
+        look = storage or CheckpointProbe(None, self._changed.set)
         self.subscriptions = Subscriptions(self.store, observer, self.membership)
         self.cluster_observer = ClusterObserver(
             *(self.store, observer, self.membership, self.subscriptions),
@@ -107,6 +109,19 @@ def world_of(nodes: Sequence[Node], strikes: tuple[NodeStrikes, ...] = ()) -> No
     nodes[0].store.write({WORLD: to_bytes(document)})
 
 
+class SlowStorage:
+    """A checkpoint directory; the time for which an answer of it counts is over soon."""
+
+    possible = True
+    state = CheckpointState(pending="looking")
+
+    def invalidate(self) -> None:
+        return
+
+    def poll(self, bad: Mapping[int, str]) -> CheckpointState:
+        return self.state
+
+
 class Nothing:
     """A memory without snapshots."""
 
@@ -132,6 +147,25 @@ def test_the_oldest_looks_at_all_and_the_others_look_once() -> None:
     second.close()
     third.look_until(lambda v: v.oldest)
     third.close()
+
+
+def test_storage_has_time_for_each_of_its_answers() -> None:
+    """In a round that had lasted for ten seconds the leader did without storage as soon as an
+    answer of it was old, and began from an older state in memory."""
+    storage = SlowStorage()
+    node = Node("a", MemoryServer(time.monotonic), storage)
+    view = node.look_until(lambda v: v.oldest)
+    asked_s = view.storage_asked_s
+    assert asked_s is not None
+    assert node.look().storage_asked_s == asked_s
+    storage.state = CheckpointState(step=28)
+    view = node.look()
+    assert (view.storage_step, view.storage_asked_s) == (28, None)
+    storage.state = CheckpointState(pending="looking")
+    later_s = node.look().storage_asked_s
+    assert later_s is not None
+    assert later_s > asked_s
+    node.close()
 
 
 def test_later_nodes_search_later_or_not_at_all() -> None:
