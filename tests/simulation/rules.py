@@ -241,7 +241,7 @@ class Rules:
             explained = bool(self._causes or joined) or before.generation not in self._trained
             self.require(explained, "R10", f"generation {generation} has no cause")
             reached = self.reached[before.generation]
-            if entered is not None:
+            if entered is not None and entered.token != after.token:  # else its steps go on
                 reached = max(reached, self.reached[entered.generation])
             self.promises.check_lossless(after, reached, self._causes)
         self._note_waiting(after)
