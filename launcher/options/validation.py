@@ -217,9 +217,15 @@ def check_name(text: str, what: str) -> str:
 def check_folder(text: str) -> Path:
     """Returns the folder of --snapshot-dir; raises `UserError` if it cannot hold snapshots."""
     folder = Path(text).absolute()
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--snapshot-dir {text}: a directory that can be written is expected")
-    return folder
+    if not folder.exists():
+        why = "does not exist; make it, or give a directory of shared memory such as /dev/shm"
+    elif not folder.is_dir():
+        why = "is no directory; give a directory of shared memory such as /dev/shm"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        why = "cannot be written by this user; change its owner or mode, or give another directory"
+    else:
+        return folder
+    raise UserError(f"--snapshot-dir {text} {why}")
 
 
 def overflow_folder(snapshot_folder: Path) -> Path | None:

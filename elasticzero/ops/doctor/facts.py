@@ -110,6 +110,9 @@ class StorageFacts:
     trial: StorageTrial | None = None
     free_bytes: int | None = None
     """Free bytes of the file system; None for an object store."""
+    nearest: str = ""
+    """The innermost directory above it that exists; empty: the directory itself exists, or is no
+    directory on a disk."""
     error: str = ""
 
 

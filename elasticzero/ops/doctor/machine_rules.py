@@ -76,7 +76,8 @@ def judge_shared_memory(facts: SharedMemoryFacts) -> Finding:
     """Judges whether snapshots find room in shared memory."""
     topic = "shared memory"
     if facts.error:
-        return Finding(topic=topic, level="problem", text=facts.error, advice=MORE_MEMORY)
+        what, _, step = facts.error.partition("; ")
+        return Finding(topic=topic, level="problem", text=what, advice=step)
     free, size = size_text(facts.free_bytes), size_text(facts.size_bytes)
     text = f"{facts.folder} has {free} free of {size}"
     need = facts.needed_bytes

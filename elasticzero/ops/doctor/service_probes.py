@@ -142,12 +142,13 @@ def storage_facts(url: str | None) -> StorageFacts:
     """
     if not url:
         return StorageFacts()
-    where = url
+    where, nearest = url, ""
     try:
         directory = open_directory(url)
         where = directory.where
         disk = None if "://" in where else Path(where)
         made = [p for p in (disk, *disk.parents) if not os.path.exists(p)] if disk else []
+        nearest = str(made[-1].parent) if made else ""
         try:
             within(STORAGE_S, where, lambda: check_writable(directory))
             trial = within(STORAGE_S, where, lambda: try_storage(url))
@@ -156,9 +157,9 @@ def storage_facts(url: str | None) -> StorageFacts:
                 if path.is_dir() and not any(path.iterdir()):
                     path.rmdir()
     except ElasticZeroError as error:
-        return StorageFacts(where=where, error=str(error))
+        return StorageFacts(where=where, nearest=nearest, error=str(error))
     free = None if disk is None else free_on_disk(disk)
-    return StorageFacts(where=where, trial=trial, free_bytes=free)
+    return StorageFacts(where=where, trial=trial, free_bytes=free, nearest=nearest)
 
 
 def cloud_facts(choice: str, environment: Mapping[str, str]) -> CloudFacts:

@@ -177,13 +177,21 @@ def judge_storage(facts: StorageFacts) -> Iterator[Finding]:
         return
     trial = facts.trial
     if trial is None:
+        missing = f"{facts.where} does not exist, and " if facts.nearest else ""
         yield Finding(
             topic=topic,
             level="problem",
-            text=facts.error,
+            text=f"{missing}{facts.error}",
             advice="give a directory that this user can write, or mend the storage",
         )
         return
+    if facts.nearest:
+        yield Finding(
+            topic=topic,
+            level="note",
+            text=f"{facts.where} does not exist yet: a job makes it in {facts.nearest}",
+            advice="if it should exist, see whether its name is right, and its file system mounted",
+        )
     if not trial.same or trial.leftovers or not trial.exclusive:
         what = (
             "does not give back what was written"

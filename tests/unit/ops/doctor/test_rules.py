@@ -182,7 +182,7 @@ def test_peers(states: Any, level: str, text: str) -> None:
         ({"needed_bytes": 900 * GIB}, "problem", ["no room on a disk either", "--shm-size"]),
         ({"size_bytes": 64 << 20, "free_bytes": 64 << 20}, "problem", ["64.0 MiB", "--shm-size"]),
         ({"free_bytes": 1 << 20}, "problem", ["it is full", "ls -l /dev/shm"]),
-        ({"error": "--snapshot-dir x: a directory that can be written"}, "problem", ["-dir x"]),
+        ({"error": "--snapshot-dir x does not exist; make it"}, "problem", ["-dir x", "make it"]),
         ({"size_bytes": 64 << 20, "free_bytes": 50 << 20, "needed_bytes": 1 << 20}, "ok", []),
     ],
 )
@@ -196,6 +196,12 @@ def test_shared_memory(changes: dict[str, Any], level: str, texts: list[str]) ->
         ({}, "ok", ["/c writes 336 MB/s and reads 1678 MB/s (16.0 MiB, synced)"]),
         ({"where": ""}, "note", ["no --checkpoint-dir is given"]),
         ({"trial": None, "error": "/c cannot be written: no space"}, "problem", ["no space"]),
+        (
+            {"trial": None, "nearest": "/", "error": "/c cannot be written: no"},
+            "problem",
+            ["/c does not exist, and /c cannot be written: no"],
+        ),
+        ({"nearest": "/"}, "note", ["/c does not exist yet: a job makes it in /", "mounted"]),
         ({"trial": replace(TRIAL, write_s=1.6)}, "note", ["10 MB/s", "10 GB takes 16 min"]),
         ({"trial": replace(TRIAL, same=False)}, "problem", ["does not give back"]),
         ({"trial": replace(TRIAL, exclusive=False)}, "problem", ["If-None-Match"]),
