@@ -88,6 +88,19 @@ class ModelSize:
     """Elements outside of such modules, which zero3 gathers for the whole step."""
     frozen_bytes: int = 0
     """Bytes of parameters that are not trained."""
+    forward_bytes: int = 0
+    """Bytes of an element in the forward, where autocast copies the parameters to another format;
+    0: it computes with the parameters themselves."""
+
+    @property
+    def has_masters(self) -> bool:
+        """Returns whether the divided strategies keep masters; then `ddp` trains without them."""
+        return self.working_bytes != self.element_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Returns the bytes of the copies that autocast makes and the backward needs."""
+        return self.elements * self.forward_bytes
 
     @property
     def working_bytes(self) -> int:
@@ -104,7 +117,8 @@ class RankMemory:
     gradients: int
     optimizer: int
     buffers: int
-    """Buckets on their way, gathered modules, and gradients in another precision."""
+    """Buckets on their way, gathered modules, copies of the weights that autocast makes, and
+    gradients in another precision."""
     mirrors: int = 0
     """Live copies of other ranks' parts, with the gradients for them."""
     host: int = 0
@@ -172,12 +186,12 @@ def rank_memory(
             masters=0,
             gradients=whole * b,
             optimizer=kept.bytes_for(whole, b),
-            buffers=model.largest * b if line_up.ranks > 1 else 0,
+            buffers=model.copied_bytes + (model.largest * b if line_up.ranks > 1 else 0),
         )
-    rounded = chunk * w if w != b else 0
+    rounded = chunk * w if model.has_masters else 0
     divided = strategy == "zero3"
     frozen = -(-model.frozen_bytes // ranks) if divided else model.frozen_bytes
-    buffers = _gathered(model) if divided else _pool(strategy, model, line_up)
+    buffers = _gathered(model) if divided else model.copied_bytes + _pool(strategy, model, line_up)
     mirror = chunk * (b + w) + rounded + kept.bytes_for(chunk, w)
     memory = RankMemory(
         weights=(chunk if divided else whole) * b + frozen,
@@ -228,7 +242,7 @@ def state_bytes(strategy: str, model: ModelSize, kept: StateSize) -> int:
     """
     b, w = model.element_bytes, model.working_bytes
     stored = b if strategy == "ddp" else w
-    masters = w if w != b and strategy != "ddp" else 0
+    masters = w if model.has_masters and strategy != "ddp" else 0
     weights = model.elements * (b + masters) + model.frozen_bytes
     return weights + kept.bytes_for(model.elements, stored)
 

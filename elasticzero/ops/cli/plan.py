@@ -25,6 +25,8 @@ from elasticzero.spans import REDUNDANCIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+PRECISIONS = ("bf16", "fp16", "fp32")
+"""Values of `precision=` of `session.prepare`."""
 DEFAULT_LAYERS = 32
 """Layers of a model whose largest layer is not given."""
 COLUMNS = ("weights", "masters", "gradients", "optimizer", "buffers")
@@ -43,10 +45,18 @@ def add_plan_options(parser: Parser) -> None:
     add("--nodes", type=_at_least_one, default=1, metavar="N", help="The job has N nodes.")
     add("--gpus", type=_at_least_one, default=1, metavar="N", help="A node has N GPUs.")
     add(
+        "--precision",
+        choices=PRECISIONS,
+        default="bf16",
+        help="The forward computes in this format, as precision= of session.prepare has it; "
+        "gradients and optimizer state keep the parameters' dtype. (default: bf16)",
+    )
+    add(
         "--dtype",
         choices=sorted(ELEMENT_BYTES),
-        default="bf16",
-        help="The parameters have this dtype; 16-bit ones get 32-bit masters, but not with ddp.",
+        default="fp32",
+        help="The parameters have this dtype; 16-bit ones get 32-bit masters, but not with ddp, "
+        "which is no first choice then. (default: fp32)",
     )
     add(
         "--optimizer",
@@ -158,6 +168,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         by `--shard` the first strategy that fits.
     """
     element_bytes = ELEMENT_BYTES[args.dtype]
+    forward_bytes = ELEMENT_BYTES[args.precision]
     trained = max(args.params - args.frozen_params, 0)
     layer = min(args.params, args.layer_params or -(-args.params // DEFAULT_LAYERS))
     model = ModelSize(
@@ -167,6 +178,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         layer=layer,
         outer=args.outer_params,
         frozen_bytes=(args.params - trained) * element_bytes,
+        forward_bytes=forward_bytes if forward_bytes < element_bytes else 0,
     )
     kept = STATE_SIZES[args.optimizer]
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
@@ -185,6 +197,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
             {
                 "strategy": strategy,
                 "shard": shard,
+                "lacks_masters": model.has_masters and strategy == "ddp",
                 **asdict(memory),
                 "total": memory.total,
                 "left": args.gpu_memory - memory.total,
@@ -197,6 +210,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "params": args.params,
         "dtype": args.dtype,
+        "precision": args.precision,
         "optimizer": args.optimizer,
         "nodes": args.nodes,
         "gpus": args.gpus,
@@ -227,8 +241,12 @@ def _cases(
 
 
 def _needs(rows: Iterable[Mapping[str, Any]], shard: ShardOver) -> dict[str, int]:
-    """Returns the bytes of each strategy on a rank with `--shard SHARD`."""
-    return {row["strategy"]: row["total"] for row in rows if row["shard"] in (None, shard)}
+    """Returns the bytes of each strategy that may be chosen on a rank with `--shard SHARD`."""
+    return {
+        row["strategy"]: row["total"]
+        for row in rows
+        if row["shard"] in (None, shard) and not row["lacks_masters"]
+    }
 
 
 def plan_text(plan: dict[str, Any]) -> str:
@@ -259,12 +277,33 @@ def plan_text(plan: dict[str, Any]) -> str:
     return (
         f"{plan['params']:.4g} parameters in {plan['dtype']} with {plan['optimizer']}, on "
         f"{count_text(plan['nodes'], 'node')} of {count_text(plan['gpus'], 'GPU')} with "
-        f"{size_text(plan['gpu_memory'])} each: {count_text(ranks, 'rank')}\n\n"
+        f"{size_text(plan['gpu_memory'])} each: {count_text(ranks, 'rank')}\n"
+        f"{_assumption(plan['dtype'], plan['precision'])}\n\n"
         f"{table_text(heads, rows)}\n"
         f"{_verdict(plan['first_that_fits'])} Training state may take "
         f"{size_text(plan['room_for_state'])} of a GPU; the rest is for activations and CUDA."
         f"{refused}\n"
     )
+
+
+def _assumption(dtype: str, precision: str) -> str:
+    """Returns a sentence about the formats that the plan counts with.
+
+    Args:
+        dtype: Dtype of the parameters.
+        precision: Format of the forward.
+    """
+    if ELEMENT_BYTES[dtype] == 2:
+        return (
+            f"Assumed: parameters and gradients in {dtype} (--dtype), with masters and optimizer "
+            "state in fp32. ddp keeps no masters, so that small updates are lost: it is no first "
+            "choice."
+        )
+    forward = "the forward too (--precision)"
+    if precision != dtype:
+        how = f'--precision, session.prepare(…, precision="{precision}")'
+        forward = f"the forward in {precision} ({how})"
+    return f"Assumed: parameters, gradients and optimizer state in {dtype} (--dtype), {forward}."
 
 
 def _verdict(first: Mapping[ShardOver, str | None]) -> str:
