@@ -12,6 +12,8 @@ from typing import TextIO
 READER_GONE = 141
 """The exit code of a command whose output nobody reads any more (`… | head`), as of one that
 SIGPIPE ended; the signal itself would also end it at a connection that broke."""
+NEARNESS = 0.65
+"""Least similarity, from 0 to 1, of a word that is suggested."""
 _COLOR = re.compile(r"(\x1b\[[0-9;:]*m)")
 _COLOR_END = "\x1b[0m"
 _SPAN_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
@@ -117,6 +119,22 @@ def named_text(thing: str, names: Sequence[object], most: int) -> str:
         most: The most names that are shown; `...` stands for the rest.
     """
     return f"{thing}{'' if len(names) == 1 else 's'} {list_text(names, most)}"
+
+
+def nearest_text(word: str, choices: Iterable[str]) -> str:
+    """Returns a question about the choice that is nearest to a word, for the end of an error;
+    empty: none is near, or several are.
+
+    Args:
+        word: The word, which is none of the choices.
+        choices: The words that it may have been meant to be.
+    """
+    import difflib  # only an error needs it
+
+    ratios = {c: difflib.SequenceMatcher(None, word, c).ratio() for c in choices}
+    best = max(ratios.values(), default=0.0)
+    near = [choice for choice, ratio in ratios.items() if ratio == best]
+    return f"; did you mean {near[0]}?" if best >= NEARNESS and len(near) == 1 else ""
 
 
 def size_text(count: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from elasticzero.errors import UserError
 from elasticzero.options.values import Expand, Number, Parse
+from elasticzero.text import nearest_text
 
 SCRIPT_KEY, ARGUMENTS_KEY = "script", "args"
 """Keys of the training script and of its arguments in the file of `--config`."""
@@ -126,7 +127,8 @@ class Option:
         taken = _YES + _NO if self.is_switch else self.choices
         value = text.lower() if self.is_switch else text
         if taken is not None and value not in taken:
-            raise UserError(f"{where}: one of {', '.join(taken)} is expected")
+            hint = nearest_text(value, self.choices or ())
+            raise UserError(f"{where}: one of {', '.join(taken)} is expected{hint}")
         if self.is_switch:
             return value in _YES
         try:

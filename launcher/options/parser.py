@@ -22,7 +22,7 @@ from elasticzero.options.option import (
 )
 from elasticzero.options.sources import DEFAULT, FLAG, Origin, ValueSource
 from elasticzero.options.values import expanded_path
-from elasticzero.text import print_foreign
+from elasticzero.text import nearest_text, print_foreign
 
 if TYPE_CHECKING:
     from elasticzero.launcher.options.config_file import FileValue
@@ -161,6 +161,17 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(word.partition("=")[0], self.flags, 1, NEARNESS)
         self.error(f"unknown option {word}{f'; did you mean {near[0]}?' if near else ''}")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Ends with an error unless the value is one of the action's choices."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = list(map(str, action.choices))
+        if isinstance(action.choices, dict):
+            self.error(_unknown_command(str(value), choices, self.prog))
+        hint = nearest_text(str(value), choices)
+        name = max(action.option_strings, key=len, default=str(action.metavar or action.dest))
+        self.error(f"{name} {value}: one of {', '.join(choices)} is expected{hint}")
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
@@ -171,6 +182,20 @@ class Parser(argparse.ArgumentParser):
         if self.complete is not None and not unknown:
             self.complete(values)
         return values, unknown
+
+
+def _unknown_command(word: str, commands: Sequence[str], prog: str) -> str:
+    """Returns the error about a word that is no command.
+
+    Args:
+        word: The word.
+        commands: The commands that there are.
+        prog: The words before it.
+    """
+    if word.endswith(".py") and "run" in commands:
+        return f"unknown command {word}; to run a script: {prog} run {word}"
+    hint = nearest_text(word, commands) or f"; the commands are {', '.join(commands)}"
+    return f"unknown command {word}{hint}"
 
 
 def add_command(

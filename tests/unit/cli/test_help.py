@@ -130,7 +130,8 @@ def test_help_of_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["help", "dance"])
     assert ended.value.code == ExitCode.USAGE
-    assert "invalid choice: 'dance'" in capsys.readouterr().err
+    text = "error: unknown command dance; the commands are run, local, "
+    assert capsys.readouterr().err.startswith(text)
 
 
 @pytest.mark.parametrize("options", [ALL_RUN_OPTIONS, all_local_options()], ids=["run", "local"])
@@ -190,6 +191,37 @@ def test_an_unknown_option_is_told_with_the_nearest(
     with pytest.raises(SystemExit):
         parse(arguments.split())
     assert f"did you mean {near}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("rnu train.py", "unknown command rnu; did you mean run?"),
+        ("lcoal --nodes 3 train.py", "unknown command lcoal; did you mean local?"),
+        ("help stauts", "unknown command stauts; did you mean status?"),
+        ("checkpoint lst dir", "unknown command lst; did you mean list?"),
+        ("k8s rendr train.py", "unknown command rendr; did you mean render?"),
+        ("train.py", "unknown command train.py; to run a script: elasticzero run train.py"),
+        ("xyzzy", "unknown command xyzzy; the commands are run, local, rehearse, "),
+        ("plan --params 1 --dtype bf17", "--dtype bf17: one of bf16, fp16, fp32 is expected"),
+    ],
+)
+def test_an_unknown_word_is_told_with_the_nearest(
+    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a list of all commands, each in quotes, and the word among them."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == ExitCode.USAGE
+    assert text in capsys.readouterr().err
+
+
+def test_an_unknown_value_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--strategy", "zreo2", "train.py"]) == ExitCode.USAGE
+    text = (
+        "--strategy zreo2: one of ddp, zero1, zero2, zero3, auto is expected; did you mean zero2?"
+    )
+    assert capsys.readouterr().err == f"error: {text}\n"
 
 
 def test_help_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
