@@ -153,19 +153,32 @@ def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy
     unwritten = failure.step if failure is not None and failure.blame == "storage" else 0
     held = resume.step if resume.tier == "ram" else 0
     newest, reached = view.storage_step or 0, max(held, unwritten)
-    if reached == 0:
+    finished = max(reached, _last_finished_step(view, failure))
+    if finished == 0:
         return ""
     if not view.can_save:
-        return f"; there is no --checkpoint-dir, so the state of step {reached} is lost"
-    if newest >= reached:
-        return f"; the checkpoint of step {newest} has all that was done"
-    text = f"; step {reached} could not be saved within {policy.save_timeout_s:g} s"
-    text += " (--save-timeout)" if held == reached else ", and memory does not hold it"
+        return f"; there is no --checkpoint-dir, so the state of step {finished} is lost"
+    if newest >= finished:
+        return f"; the checkpoint of step {newest} has all that was done" if reached else ""
+    text = ""
+    if newest < reached:
+        text = f"; step {reached} could not be saved within {policy.save_timeout_s:g} s"
+        text += " (--save-timeout)" if held == reached else ", and memory does not hold it"
     if view.storage_pending is not None:
         return f"{text}; what storage holds is not known: {view.storage_pending}"
-    steps = f"steps {newest + 1} to {reached} are" if newest + 1 < reached else f"step {reached} is"
+    first = newest + 1
+    steps = f"steps {first} to {finished} are" if first < finished else f"step {finished} is"
     have = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
-    return f"{text}: {steps} lost, {have}"
+    return f"{text}{':' if text else ';'} {steps} lost, {have}"
+
+
+def _last_finished_step(view: View, failure: Failure | None) -> int:
+    """Returns the last step that any node has finished in the generation that ends.
+
+    Memory may hold less of it: the failure may have torn the state since the last snapshot.
+    """
+    reported = (report.final_step or 0 for report in (view.reports or {}).values())
+    return max(failure.step if failure is not None else 0, *reported, 0)
 
 
 def stop_job(view: View, resume: Resume, waited_s: float, policy: JobPolicy) -> Decision:

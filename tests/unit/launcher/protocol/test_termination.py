@@ -14,6 +14,7 @@ from elasticzero.launcher.protocol.documents import NodeStrikes
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from tests.unit.launcher.protocol.test_decide import (
     ENDED,
+    FAILED,
     LEAVER,
     NOTHING_HELD,
     NOW,
@@ -24,6 +25,7 @@ from tests.unit.launcher.protocol.test_decide import (
     B,
     blamed,
     next_world,
+    says,
     v,
     world,
 )
@@ -68,6 +70,14 @@ def test_rule(view: View, expected: list[object]) -> None:
         )
 
 
+TORN = v(
+    GIVEN_UP,
+    reports={
+        **(GIVEN_UP.reports or {}),
+        "b": says("stopped", B, failure=replace(FAILED, step=25), final_step=25),
+    },
+)
+"""The failure has torn the state of step 25, and the last snapshot is of step 20."""
 LOST = "steps 11 to 20 are lost, the newest checkpoint is of step 10"
 
 
@@ -75,6 +85,15 @@ LOST = "steps 11 to 20 are lost, the newest checkpoint is of step 10"
     ("view", "fate"),
     [
         (v(GIVEN_UP, storage_step=20), "; the checkpoint of step 20 has all that was done"),
+        (
+            v(TORN, storage_step=20),
+            "; steps 21 to 25 are lost, the newest checkpoint is of step 20",
+        ),
+        (
+            v(TORN, storage_step=10, round_s=30.0),
+            "; step 20 could not be saved within 60 s (--save-timeout): steps 11 to 25 are lost, "
+            "the newest checkpoint is of step 10",
+        ),
         (
             v(GIVEN_UP, storage_step=10, round_s=30.0),
             f"; step 20 could not be saved within 60 s (--save-timeout): {LOST}",
