@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elasticzero.errors import NotFinite
+
 LISTED = 3
 """Maximum number of tensors that a message names."""
 
@@ -45,6 +47,15 @@ class Findings:
                 f"{_listed(self.state)} and is not saved"
             )
         return text
+
+    def advice(self) -> str:
+        """Returns what to do next."""
+        if self.state:
+            return f"an earlier step has broken the state: {NotFinite.ADVICE}"
+        return (
+            "--on-nonfinite skip leaves such batches out, and rollback goes back to a snapshot "
+            f"too; if they are not the cause, {NotFinite.ADVICE}"
+        )
 
 
 def _listed(tensors: Sequence[tuple[str, int]]) -> str:

@@ -111,7 +111,8 @@ def check_finite(
     bad = [piece.name for piece in checked if not all_finite(piece.data)]
     if bad:
         text = not_finite_error(f"step {manifest.step} on rank {assignment.rank}", bad)
-        raise NotFinite(f"{text}; {newest_good_checkpoint(assignment.checkpoint_dir)}")
+        newest = newest_good_checkpoint(assignment.checkpoint_dir)
+        raise NotFinite(f"{text}; {newest}; {NotFinite.ADVICE}")
 
 
 def newest_good_checkpoint(directory: str | None) -> str:

@@ -38,6 +38,9 @@ from elasticzero.state.model import MODEL, NOT_SAVED, RNG, LoadTarget, RankState
 from elasticzero.state.rng import RngState, preserve_rng, seed_all
 from elasticzero.text import list_text
 
+OTHER_MODEL = ": give the model that wrote it, or start in another checkpoint directory"
+"""End of the message about a checkpoint that does not fit the model."""
+
 log = logging.getLogger(__name__)
 
 
@@ -221,7 +224,10 @@ def _check_model(checkpoint: Checkpoint, share: RankState, auxiliary: AuxiliaryS
     for name, buffer in auxiliary.buffers.saved().items():
         if (full := MODEL + name) not in elsewhere:  # it takes whatever shape and dtype is stored
             expected[full] = tensors.get(full) or stored_spec_of(buffer)
-    checkpoint.check(expected, allow_more=True)
+    try:
+        checkpoint.check(expected, allow_more=True)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{error}{OTHER_MODEL}") from None
     registered = expected.keys() | set(_stored_buffers(checkpoint, auxiliary).values())
     unknown = [n for n in tensors if n.startswith((MODEL, NOT_SAVED)) and n not in registered]
     if unknown:
@@ -229,4 +235,5 @@ def _check_model(checkpoint: Checkpoint, share: RankState, auxiliary: AuxiliaryS
             f"the checkpoint of step {checkpoint.manifest.step} does not fit the model, which has "
             f"no {', '.join(name.partition('/')[2] for name in unknown[:5])}"
             + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+            + OTHER_MODEL
         )

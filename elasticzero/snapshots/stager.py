@@ -412,7 +412,7 @@ class StateStager:
     def check(self) -> None:
         """Raises `NotFinite` if the agent has found NaN or infinity in the captured state."""
         if (why := self._link.not_finite) is not None:
-            raise NotFinite(f"{why}; {self.newest_checkpoint_text()}")
+            raise NotFinite(f"{why}; {self.newest_checkpoint_text()}; {NotFinite.ADVICE}")
 
     def newest_checkpoint_text(self) -> str:
         """Describes the newest good checkpoint in words."""

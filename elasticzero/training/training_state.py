@@ -372,16 +372,16 @@ class TrainingState:
             reason: Completes the sentence; empty where numbers are not finite.
         """
         step = self.step_under_way
-        text = f"step {step} was not applied: {reason}"
+        text, advice = f"step {step} was not applied: {reason}", NotFinite.ADVICE
         if not reason:
             findings = all_findings(self.strategy, self._groups, self._link.assignment, step)
             if findings.state:
                 self._tracker.record(StepEvent.TEAR)
-            text = findings.sentence()
+            text, advice = findings.sentence(), findings.advice()
         copy = self.boundary_copy() if self.at.clean else None
         with self._link.busy(f"saving the state of step {self.step}"), self.values.in_place():
             saved = save_at_the_end(self._link, self._groups, self.stager, copy)
-        return NotFinite(f"{text}; {saved}")
+        return NotFinite(f"{text}; {saved}; {advice}")
 
     def _verify_collectives(self) -> None:
         """Raises, as collectives do, if a peer is lost; otherwise their results are right."""

@@ -162,6 +162,7 @@ def test_a_checkpoint_that_does_not_fit_the_model(tmp_path: Path) -> None:
     completed = run(*arguments, "--log-dir", str(tmp_path / "b"), *script, "--hidden", "9")
     assert completed.returncode == 64, completed.stderr
     assert "model/0.weight" in completed.stderr
+    assert "give the model that wrote it, or start in another checkpoint" in completed.stderr
     assert "Traceback" not in completed.stderr
 
 

@@ -103,5 +103,6 @@ def test_one_process_saves_the_state_before_and_exits_with_70(tmp_path: Path) ->
     )
     assert done.returncode == 70, done.stderr
     assert "error: step 5 was not applied: NaN or infinity in the loss on rank 0" in done.stderr
+    assert "; --on-nonfinite skip leaves such batches out" in done.stderr
     assert newest_good(open_directory(str(tmp_path))) == 4
     assert_finite(tmp_path)
