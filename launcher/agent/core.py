@@ -11,7 +11,8 @@ Rules of the loop:
     Processes that are past a limit of their own, such as the time to exit, are killed then.
  3. Actions are done in the order in which they were decided. An action that ends a generation, or
     an alarm about a lapsed lease, is not done at once: the loop reads the store, observes and
-    decides once more, and does it only if it is decided again.
+    decides once more, and does it only if it is decided again. What the first look found on storage
+    counts in the second, which does not wait for storage.
  4. A write that fails ends the actions of this cycle, and no action is done for BACKOFF_S. Other
     agents could not write either, so their time to answer begins anew. It does likewise after a
     slow answer to the read of rule 3, once for each world: a store that is always slow would keep
@@ -404,11 +405,11 @@ class AgentCore:
         self._later_run = max(self._later_run, error.later)
         self._node.wake()
 
-    def _observe_and_decide(self, now_s: float) -> tuple[View, Decision]:
+    def _observe_and_decide(self, now_s: float, *, confirms: bool = False) -> tuple[View, Decision]:
         self._looked_s = now_s
         saving = self._memory.saving()  # before the message of its end is taken in
         self._maintain(now_s)
-        view = self._observe(now_s, saving=saving)
+        view = self._observe(now_s, saving=saving, confirms=confirms)
         self._store.subscriptions.update(view, now_s, self.policy)
         return view, decide(view, now_s, self.policy)
 
@@ -423,7 +424,7 @@ class AgentCore:
         except RunEnded as error:
             self._end_run(error)
 
-    def _observe(self, now_s: float, *, saving: bool) -> View:
+    def _observe(self, now_s: float, *, saving: bool, confirms: bool) -> View:
         node, store = self._node, self._store
         node.poll(now_s)
         if not self._notices and store.cache.control().drains(store.membership.me):
@@ -440,7 +441,8 @@ class AgentCore:
         if not workers.running and self._memory.unsealed():
             workers = replace(workers, sealing=True)
         notice = self.notice
-        view = store.observer.view(workers, notice is not None, now_s, self.policy)
+        leaving = notice is not None
+        view = store.observer.view(workers, leaving, now_s, self.policy, confirms=confirms)
         if notice is not None or saving:
             view = replace(view, notice=notice, saving=saving)
         if later_run := max(self._later_run, store.cache.later_run):
@@ -495,7 +497,7 @@ class AgentCore:
         if ends and asked_s - began_s > self.policy.alive_s / 2 and token != self._slow_at:
             self._slow_at = token
             self._store.membership.note_outage(asked_s)
-        view, decision = self._observe_and_decide(asked_s)
+        view, decision = self._observe_and_decide(asked_s, confirms=True)
         for action in decision.actions:
             match action:
                 case WriteWorld(world) if ends:

@@ -26,6 +26,7 @@ from elasticzero.launcher.store.watch_cache import (
     reports_of,
 )
 
+NOT_ASKED = CheckpointState(pending="storage was not asked")
 MEMORY_AGAIN_S = 0.25
 MOST_ASKED = 64
 """Maximum number of members without a registration that are asked at a time whether they run. After
@@ -174,6 +175,8 @@ class ClusterObserver:
         """Steps whose checkpoints were found damaged."""
         self._damage: dict[int, str] = {}
         """Messages of workers about the damage, by step."""
+        self._last_seen = NOT_ASKED
+        """What storage held in the last view, if it was known."""
         self._memory_read_s = 0.0
         self._lost_s = 0.0
         """Time at which the store was last found to have lost its data."""
@@ -234,7 +237,13 @@ class ClusterObserver:
         self._storage_probe.invalidate()
 
     def view(
-        self, workers: WorkerGroupState, leaving: bool, now_s: float, policy: JobPolicy
+        self,
+        workers: WorkerGroupState,
+        leaving: bool,
+        now_s: float,
+        policy: JobPolicy,
+        *,
+        confirms: bool = False,
     ) -> View:
         """Returns all that this agent can see now; requests nothing from the store.
 
@@ -243,6 +252,8 @@ class ClusterObserver:
             leaving: Whether this node is to leave.
             now_s: Present time, on the agent's clock.
             policy: Limits and times, without operators' changes.
+            confirms: Whether a decision from the last view is about to be confirmed: what storage
+                held then counts, until it has said anew what it holds.
         """
         world, _ = self._observer.world()
         observer = self._observer
@@ -314,7 +325,7 @@ class ClusterObserver:
             unanswered_since_s = self._unanswered(asked, world, now_s)
             view = replace(view, unanswered_since_s=unanswered_since_s)
         asks = leads(view) and (world is None or opened or outside)
-        seen = self._storage(view) if asks else CheckpointState()
+        seen = self._storage(view, confirms=confirms) if asks else self._ask_nothing()
         asked_s = self._storage_asked.since(generation, seen.pending is not None, now_s)
         if asks:
             view = replace(
@@ -427,13 +438,28 @@ class ClusterObserver:
             for held in self._snapshots.held()
         )
 
-    def _storage(self, view: View) -> CheckpointState:
-        """Returns the newest good checkpoint, and the damage of the newest of all."""
+    def _ask_nothing(self) -> CheckpointState:
+        self._last_seen = NOT_ASKED
+        return CheckpointState()
+
+    def _storage(self, view: View, *, confirms: bool) -> CheckpointState:
+        """Returns the newest good checkpoint, and the damage of the newest of all.
+
+        An answer counts for less time than a slow store takes to answer: a decision that rests on
+        one would never be confirmed.
+
+        Args:
+            view: What this agent sees, with the reports.
+            confirms: Whether the last answer counts, where there is no new one.
+        """
         failures = [r.failure for r in (view.reports or {}).values() if r.failure is not None]
         bad = {f.bad_step: f.message for f in failures if f.bad_step is not None}
         self.bad_steps |= bad.keys()
         self._damage |= bad
-        return self._storage_probe.poll({step: self._damage[step] for step in self.bad_steps})
+        seen = self._storage_probe.poll({step: self._damage[step] for step in self.bad_steps})
+        last, self._last_seen = self._last_seen, seen
+        counts = confirms and last.pending is None and last.step not in self.bad_steps
+        return last if seen.pending is not None and counts else seen
 
 
 def _is_registered(member: Member, members: Mapping[str, Member]) -> bool:

@@ -8,6 +8,7 @@ from elasticzero.launcher.protocol.policy import JobPolicy
 from tests.simulation.cluster import Cluster
 from tests.simulation.etcd import Costs
 from tests.simulation.schedule import Plan
+from tests.support.cases import slow
 
 NODES = 10
 TTL_S = 5
@@ -17,7 +18,7 @@ WORLD_S = 90.0
 """Within this the next world is there."""
 
 
-def _cluster(answer_s: float, nodes: int, most: int) -> Cluster:
+def _cluster(answer_s: float, nodes: int, most: int, *, storage: bool = False) -> Cluster:
     plan = Plan(
         seed=1,
         nodes=nodes,
@@ -25,7 +26,7 @@ def _cluster(answer_s: float, nodes: int, most: int) -> Cluster:
         ttl_s=TTL_S,
         total_steps=10**6,
         step_s=1.0,
-        storage=False,
+        storage=storage,
         connect_s=60.0,
         long_kernels=False,
         trouble=0.0,
@@ -54,6 +55,17 @@ def test_a_lost_node_does_not_end_a_job_with_a_slow_store(answer_s: float, fault
     cluster.strike(fault, cluster.running()[-1])
     assert _reach(cluster, 2, NODES - 1), list(cluster.history)[-8:]
     assert cluster.world is not None and len(cluster.world.members) == NODES - 1
+
+
+@pytest.mark.parametrize("answer_s", [0.5, slow(1.2)])
+def test_a_world_is_written_though_a_look_at_storage_is_old_by_then(answer_s: float) -> None:
+    """What storage holds was asked anew while the leader read the store, and no world was
+    written."""
+    cluster = _cluster(answer_s, NODES, NODES, storage=True)
+    assert _reach(cluster, 1, NODES)
+    cluster.timeline.run(cluster.timeline.now_s + TRAINS_S, lambda: False)
+    cluster.strike("lose-node", cluster.running()[-1])
+    assert _reach(cluster, 2, NODES - 1), list(cluster.history)[-8:]
 
 
 @pytest.mark.parametrize("answer_s", [0.0, 0.5])

@@ -73,10 +73,14 @@ class Node:
         """The store comes back just now."""
         self.membership.note_outage(self._now_s)
 
-    def look(self, after_s: float = 2.0, policy: JobPolicy = POLICY) -> View:
+    def look(
+        self, after_s: float = 2.0, policy: JobPolicy = POLICY, *, confirms: bool = False
+    ) -> View:
         self._now_s += after_s
-        for _ in range(2):  # what a look makes the agent read is seen by the next one
-            view = self.cluster_observer.view(WorkerGroupState(), False, self._now_s, policy)
+        for _ in range(1 if confirms else 2):  # what a look makes it read is seen by the next one
+            view = self.cluster_observer.view(
+                WorkerGroupState(), False, self._now_s, policy, confirms=confirms
+            )
             self.subscriptions.update(view, self._now_s, policy)
         return view
 
@@ -165,6 +169,33 @@ def test_storage_has_time_for_each_of_its_answers() -> None:
     later_s = node.look().storage_asked_s
     assert later_s is not None
     assert later_s > asked_s
+    node.close()
+
+
+def test_what_storage_held_counts_while_a_decision_is_confirmed() -> None:
+    """A slow store was read for longer than the answer counted, and no world was ever written."""
+    storage = SlowStorage()
+    node = Node("a", MemoryServer(time.monotonic), storage)
+    node.look_until(lambda v: v.oldest)
+    assert node.look(confirms=True).storage_pending == "looking"
+    storage.state = CheckpointState(step=28)
+    node.look()
+    storage.state = CheckpointState(pending="looking")
+    view = node.look(confirms=True)
+    assert (view.storage_step, view.storage_pending) == (28, None)
+    assert node.look(confirms=True).storage_pending == "looking", "it counts once"
+    node.close()
+
+
+def test_a_step_that_was_found_damaged_counts_in_no_confirmation() -> None:
+    storage = SlowStorage()
+    node = Node("a", MemoryServer(time.monotonic), storage)
+    storage.state = CheckpointState(step=28)
+    node.look_until(lambda v: v.storage_step == 28)
+    node.cluster_observer.bad_steps.add(28)
+    node.cluster_observer._damage[28] = "block 3 is not what was written"
+    storage.state = CheckpointState(pending="looking")
+    assert node.look(confirms=True).storage_pending == "looking"
     node.close()
 
 
