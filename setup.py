@@ -12,6 +12,7 @@ from setuptools import find_packages, setup
 MAPPED = {"elasticzero.launcher": "launcher", "elasticzero.checkpoint": "checkpoint"}
 SHARED = {
     "elasticzero.share.examples": "examples",
+    "elasticzero.share.examples.ports": "examples/ports",
     "elasticzero.share.examples.slurm": "examples/slurm",
     "elasticzero.share.k8s.components.monitoring": "k8s/components/monitoring",
     "elasticzero.share.k8s.components.networks": "k8s/components/networks",

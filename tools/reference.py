@@ -1,5 +1,5 @@
-"""Writes the pages of docs/reference from the code, and the pictures of states in other pages:
-`python -m tools.reference [--check]`.
+"""Writes the pages of docs/reference from the code, and the pictures of states and the differences
+of ported examples in other pages: `python -m tools.reference [--check]`.
 
 With --check nothing is written: the exit code is 1 if a page differs from what the code says.
 """
@@ -21,6 +21,7 @@ from elasticzero.launcher.observability.metrics import Metrics
 from tools import prose, source
 from tools.configuration import configuration
 from tools.markdown import code, first_sentence, marked, sentence, table
+from tools.port_diffs import with_differences
 from tools.source import ROOT
 from tools.state_pictures import with_pictures
 
@@ -254,8 +255,8 @@ def main() -> int:
     check = parser.parse_args().check
     pages = {FOLDER / name: f"{prose.GENERATED}\n\n{page()}\n" for name, page in PAGES.items()}
     for path in sorted((ROOT / "docs").rglob("*.md")):
-        if path not in pages and (drawn := with_pictures(path.read_text())) != path.read_text():
-            pages[path] = drawn
+        if path not in pages:
+            pages[path] = with_differences(with_pictures(path.read_text()))
     stale = []
     for path, text in pages.items():
         if path.exists() and path.read_text() == text:
