@@ -27,6 +27,14 @@ EMPTY_NAMES = {
     *("wanted", "begun", "dealt"),
 }
 """Names that say only that there is a value."""
+CONTRIBUTORS = "  - Work on it:"
+"""The section of mkdocs.yml that has the pages for contributors; all others are for users."""
+FOR_CONTRIBUTORS = re.compile(
+    r"decisions/|\bdecision \d{4}|design/targets\.md|\bnot met\b|\bunmet\b|\baimed at\b|"
+    r"\bthat is wanted\b",
+    re.IGNORECASE,
+)
+"""Decisions, and targets that are not met."""
 DEFAULT_GROUP_IS_THEIRS = ("elasticzero/integrations/", "checkpoint/api.py")
 """Where a framework or a user has made torch's default group."""
 DEFAULT_GROUP_IS_MADE = ("elasticzero/comm/process_group.py", "elasticzero/torch_internals.py")
@@ -222,6 +230,70 @@ def test_every_file_that_the_pages_name_exists(root: Path) -> None:
     allowed = {"train.py", "plain.py", "fsdp.py", "infer.py"}
     missing = [line for line in missing if line.rpartition(" ")[2] not in allowed]
     assert not missing, "\n".join(missing)
+
+
+def user_pages(root: Path) -> list[Path]:
+    navigation = (root / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    for_users, section, _ = navigation.partition(CONTRIBUTORS)
+    assert section
+    return [root / name for name in re.findall(r": ([\w./-]+\.md)$", for_users, re.MULTILINE)]
+
+
+def remarks_for_contributors(text: str, rules: set[str]) -> list[str]:
+    """The rules by letter and number, decisions and unmet targets that a text names.
+
+    What stands behind a hyphen or a quotation mark is an option or a value, as `-A3` and "F4" are.
+    """
+    line = " ".join(text.split())
+    names = re.findall(r"(?<![-\w\"])[A-Z]+\d+\b", line)
+    return [name for name in names if name in rules] + FOR_CONTRIBUTORS.findall(line)
+
+
+@pytest.fixture
+def rules(root: Path) -> set[str]:
+    page = (root / "docs/reference/rules.md").read_text()
+    store = {"S3"}  # means the store of objects to users
+    return set(re.findall(r"^\| ([A-Z]+\d+) \|", page, re.MULTILINE)) - store
+
+
+def test_pages_for_users_name_no_rule_no_decision_and_no_target(
+    root: Path, rules: set[str]
+) -> None:
+    """A rule's number, a decision or a target that is not met tells a user nothing."""
+    for_users = user_pages(root)
+    assert len(for_users) > 30 and len(rules) > 200
+    remarks = [
+        f"{page.relative_to(root)}: {remark}"
+        for page in for_users
+        for remark in remarks_for_contributors(page.read_text(), rules)
+    ]
+    assert not remarks, "\n".join(remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "remarks"),
+    [
+        ("the member stays (V4)", ["V4"]),
+        ("by RE2 and R25", ["RE2", "R25"]),
+        ("see [why](decisions/0027-manifests-are-rendered.md)", ["decisions/"]),
+        ("as decision 0042 says", ["decision 0042"]),
+        ("**The 1 %\nthat is wanted is not\nmet.**", ["that is wanted", "not met"]),
+        (
+            "what was\naimed at is in [targets](design/targets.md)",
+            ["aimed at", "design/targets.md"],
+        ),
+        ('checkpoints at S3, on an H100, "F4" and "BF16", grep -A3', []),
+    ],
+)
+def test_remarks_for_contributors_are_found(text: str, remarks: list[str], rules: set[str]) -> None:
+    assert remarks_for_contributors(text, rules) == remarks
+
+
+def test_every_page_is_in_the_navigation(root: Path) -> None:
+    navigation = (root / "mkdocs.yml").read_text()
+    names = [f"docs/{page.name}" for page in (root / "docs").glob("*.md")]
+    assert len(names) > 20
+    assert not [name for name in names if f": {name}\n" not in navigation]
 
 
 def test_the_architecture_names_every_package_once(root: Path) -> None:
