@@ -24,10 +24,10 @@ class Texts(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(self.first + index)
-        words = torch.randint(1, WORDS, (LENGTH,), generator=generator)
+        tokens = torch.randint(1, WORDS, (LENGTH,), generator=generator)
         label = int(torch.randint(CLASSES, (), generator=generator))
-        words[-3:] = 1 + label
-        return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": label}
+        tokens[-3:] = 1 + label
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": label}
 
 
 def base_model() -> Any:

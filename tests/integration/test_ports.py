@@ -24,6 +24,8 @@ from tests.integration.clusters import elasticzero, events_in
 
 PORTS = Path(__file__).resolve().parents[2] / "examples" / "ports"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+IN_DOUBLE = {"self.x[index],": "self.x[index].double(),"}
+SEQUENTIAL = {"report_to=[],": "report_to=[], train_sampling_strategy='sequential',"}
 IN_ORDER = {
     "nanogpt_before": {
         "torch.randint(split - CONTEXT, (BATCH,))": (
@@ -31,21 +33,30 @@ IN_ORDER = {
         )
     },
     "nanogpt_after": {"seed=1337,\n": "shuffle=False,\n"},
-    "classifier_before": {"shuffle=True": "shuffle=False"},
+    "classifier_before": {
+        **IN_DOUBLE,
+        "network().to(device)": "network().double()",
+        "shuffle=True": "shuffle=False",
+        "torch.autocast(device.type, half)": "torch.autocast(device.type, half, enabled=False)",
+    },
     "classifier_after": {
+        **IN_DOUBLE,
+        "        network(),\n": "        network().double(),\n",
         "shuffle=True": "shuffle=False",
         "BATCH, SLICE = 64, 16": "BATCH = SLICE = 64",
+        '        precision="fp16" if cuda else "bf16",\n': "",
     },
-    "lora_before": {"report_to=[],": "report_to=[], train_sampling_strategy='sequential',"},
-    "lora_after": {"report_to=[],": "report_to=[], train_sampling_strategy='sequential',"},
+    "lora_before": SEQUENTIAL,
+    "lora_after": SEQUENTIAL,
 }
-"""What makes a script take its samples in their order; the classifier has whole batches as well."""
+"""What makes a script take its samples in their order; the classifier has whole batches as well,
+and 64 bits: with 16 the last bit of a sum is seen in the loss after some steps."""
 
 
 def in_order(name: str, folder: Path) -> Path:
     text = (PORTS / f"{name}.py").read_text()
     for line, other in IN_ORDER[name].items():
-        assert text.count(line) == 1, line
+        assert line in text, line
         text = text.replace(line, other)
     script = folder / f"{name}.py"
     script.write_text(text)
@@ -99,7 +110,7 @@ def saved(path: Path) -> dict[str, Tensor]:
 def check_close(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert tensors.keys() == expected.keys() and tensors
     for name, tensor in expected.items():
-        assert tensor.dtype == torch.float64, name
+        assert tensor.dtype in (torch.float64, torch.int64), name
         assert (tensors[name] - tensor).abs().max() < 1e-9, name
 
 
@@ -168,21 +179,19 @@ def test_a_ported_classifier_has_the_weights_of_the_script_before(tmp_path: Path
         )
         for when in ("before", "after")
     ]
-    expected, tensors = (saved(tmp_path / f"{when}.pt") for when in ("before", "after"))
-    assert tensors.keys() == expected.keys() and len(expected) > 20
-    for name, tensor in expected.items():
-        torch.testing.assert_close(tensors[name], tensor, msg=name)
+    check_close(saved(tmp_path / "after.pt"), saved(tmp_path / "before.pt"))
     assert figures(outputs[0], "accuracy") == figures(outputs[1], "accuracy")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adapters_of_the_trainer_go_through_a_killed_node(tmp_path: Path, job: str) -> None:
-    """In float64: equal to those of an undisturbed run, and of transformers' own Trainer."""
+    """In float64: equal to those of an undisturbed run, and of transformers' own Trainer; but that
+    it sums the losses in 32 bits."""
     script = in_order("lora_after", tmp_path)
     options = ["--strategy", "zero2"]
     arguments = ["--float64", "--out", str(tmp_path / "adapters"), "--batch", "8"]
-    outputs = {"": through_a_killed_node(script, tmp_path, job, 30, options, arguments)}
+    outputs = {"killed": through_a_killed_node(script, tmp_path, job, 30, options, arguments)}
     for when in ("before", "after"):
         alone = str(in_order(f"lora_{when}", tmp_path))
         command = [sys.executable, alone, "--float64", "--out", when, "--batch", "24"]
@@ -190,4 +199,6 @@ def test_adapters_of_the_trainer_go_through_a_killed_node(tmp_path: Path, job: s
         expected = saved(tmp_path / when / "adapter_model.safetensors")
         check_close(saved(tmp_path / "adapters" / "adapter_model.safetensors"), expected)
     losses = {when: figures(output, "training loss") for when, output in outputs.items()}
-    assert losses[""] == losses["after"] == pytest.approx(losses["before"], rel=1e-9)
+    assert len(losses["before"]) == 1
+    assert losses["killed"] == pytest.approx(losses["before"], rel=1e-6)
+    assert losses["after"] == pytest.approx(losses["before"], rel=1e-6)

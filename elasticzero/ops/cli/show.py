@@ -69,24 +69,22 @@ SHARED_FILES = {
     "examples/torchrun_ddp.py": SharedFile(
         "examples/torchrun_ddp.py", "a script for torchrun that resumes by itself"
     ),
-    "examples/ports/nanogpt_before.py": SharedFile(
+    "ports/nanogpt_before.py": SharedFile(
         f"{_PORTS}/nanogpt_before.py", "a GPT in the manner of nanoGPT, for torchrun"
     ),
-    "examples/ports/nanogpt_after.py": SharedFile(
+    "ports/nanogpt_after.py": SharedFile(
         f"{_PORTS}/nanogpt_after.py", "the same, ported to ElasticZero"
     ),
-    "examples/ports/classifier_before.py": SharedFile(
+    "ports/classifier_before.py": SharedFile(
         f"{_PORTS}/classifier_before.py", "a classifier of images with AMP, BatchNorm and an EMA"
     ),
-    "examples/ports/classifier_after.py": SharedFile(
+    "ports/classifier_after.py": SharedFile(
         f"{_PORTS}/classifier_after.py", "the same, ported to ElasticZero"
     ),
-    "examples/ports/lora_before.py": SharedFile(
+    "ports/lora_before.py": SharedFile(
         f"{_PORTS}/lora_before.py", "LoRA adapters by transformers' Trainer and peft"
     ),
-    "examples/ports/lora_after.py": SharedFile(
-        f"{_PORTS}/lora_after.py", "the same, ported to ElasticZero"
-    ),
+    "ports/lora_after.py": SharedFile(f"{_PORTS}/lora_after.py", "the same, ported to ElasticZero"),
     "examples/job.toml": SharedFile("examples/job.toml", "options of a job, for --config"),
 }
 """The files by the names that the command line has for them."""
