@@ -67,7 +67,8 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
 
     def right(batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        return (average(x).argmax(1) == y).double().mean()
+        share: Tensor = (average(x).argmax(1) == y).double().mean()
+        return share
 
     def validate() -> None:
         accuracy = session.evaluate(held_out, right)

@@ -99,7 +99,7 @@ def train(rank: int, world_size: int, device: torch.device, options: argparse.Na
 
     def evaluate() -> float:
         plain.eval()
-        losses = []
+        losses: list[float] = []
         with torch.no_grad():
             for start in range(split, len(text) - CONTEXT - 1, 16 * CONTEXT):
                 x, y = windows(text, torch.tensor([start]))
