@@ -95,8 +95,15 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     resume = choose_resume(world, reports, view.storage_step)
     storage_s = max(opened_s, view.storage_asked_s or opened_s)
     do_without = resume.tier == "ram" and now_s - storage_s >= STORAGE_PATIENCE_S
+    staying = tuple(
+        replace(m, store_port=reports[m.node].store_port)
+        for m in answered
+        if m.node in reports and not reports[m.node].leaving
+    )
+    able = _able(view, world, staying, now_s)
     if view.storage_pending is not None and not do_without:
-        return wait(view.storage_pending)
+        few = len(able) < policy.min_nodes
+        return wait(_too_few(len(able), policy) if few else view.storage_pending)
     waited_s = now_s - opened_s
     if (
         end := refuse_damaged_checkpoint(view, resume, policy)
@@ -105,13 +112,8 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
         return end_once_saved(view, resume, end, waited_s, policy)
     if (refused := refuse_unverified_state(reports, resume, cause)) is not None:
         return refused
-    staying = tuple(
-        replace(m, store_port=reports[m.node].store_port)
-        for m in answered
-        if m.node in reports and not reports[m.node].leaving
-    )
     excused = cause is not None and cause[0] in reports and reports[cause[0]].leaving
-    odd = outliers(world, reports, _able(view, world, staying, now_s), policy.min_nodes)
+    odd = outliers(world, reports, able, policy.min_nodes)
     outcome = _Round(silent=tuple(silent), staying=staying, cause=cause, odd=odd)
     following = _judged(view, world, outcome, resume, (present, reports), now_s)
     excused |= bool(odd)
@@ -128,6 +130,11 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     return _next_world(
         view, following, outcome, policy, describe_incomplete_snapshot(world, reports, resume)
     )
+
+
+def _too_few(count: int, policy: JobPolicy) -> str:
+    """Returns why no world can follow, whatever storage holds."""
+    return f"{count} of at least {policy.min_nodes} nodes are left; state is kept"
 
 
 def _answers_come(view: View, waited_s: float, now_s: float, policy: JobPolicy) -> bool:
@@ -295,7 +302,7 @@ def _next_world(
     new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, outcome.staying))
     members = order_members(world, new, as_registered(old, view), policy.max_nodes)
     if len(members) < policy.min_nodes:
-        return wait(f"{len(members)} of at least {policy.min_nodes} nodes are left; state is kept")
+        return wait(_too_few(len(members), policy))
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
     proofs = _take_proofs(view, members, following.resume)
     following = replace(following, members=members, trained=before, proofs=proofs)

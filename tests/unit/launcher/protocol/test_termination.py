@@ -114,6 +114,13 @@ def test_the_end_of_a_job_says_what_became_of_its_state(view: View, fate: str) -
     assert action.done.reason.endswith(fate), action.done.reason
 
 
+def test_storage_is_not_waited_for_where_nodes_are_too_few() -> None:
+    """A job that waited for nodes said in turns that it did, and that it looked at storage."""
+    decision = decide(v(STRANDED, storage_pending="looking"), NOW, POLICY)
+    assert decision.reason == "1 of at least 2 nodes are left; state is kept"
+    assert decide(v(ENDED, storage_pending="looking"), NOW, POLICY).reason == "looking"
+
+
 def test_storage_that_fails_is_no_fault_of_a_node() -> None:
     """A node on which the last checkpoint failed was set aside, and the job was given up for it."""
     twice = (NodeStrikes(node="b", count=2),)
