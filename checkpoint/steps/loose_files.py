@@ -27,7 +27,7 @@ removes that manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES
@@ -40,7 +40,14 @@ SHARDS_AT_ONCE = 64
 """Number of shards whose checksum files are removed before the manifest is looked for."""
 
 
-def remove_loose(storage: Storage, token: str, names: Collection[str]) -> list[str]:
+def always() -> bool:
+    """Tells a removal that it may go on."""
+    return True
+
+
+def remove_loose(
+    storage: Storage, token: str, names: Collection[str], go_on: Callable[[], bool] = always
+) -> list[str]:
     """Removes files of a save that no manifest names; returns the names of those that are removed.
 
     None is, if the save has been committed meanwhile.
@@ -49,6 +56,7 @@ def remove_loose(storage: Storage, token: str, names: Collection[str]) -> list[s
         storage: The step's files.
         token: Token of the save.
         names: Names of its shard and checksum files.
+        go_on: Is called before each removal; False leaves the other files where they are.
 
     Raises:
         StorageError: A file cannot be removed.
@@ -60,38 +68,45 @@ def remove_loose(storage: Storage, token: str, names: Collection[str]) -> list[s
     for start in range(0, len(shards), SHARDS_AT_ONCE):
         some = set(shards[start : start + SHARDS_AT_ONCE])
         part = {name: versions[name] for name in present if name.removesuffix(SUMS_SUFFIX) in some}
-        if not _remove_part(storage, token, part):
+        part_removed = _remove_part(storage, token, part, go_on)
+        removed += part_removed
+        if len(part_removed) < len(part):
             break
-        removed += part
     if removed:
         _withdraw(storage, token, removed)
     return sorted(removed)
 
 
-def _remove_part(storage: Storage, token: str, versions: Mapping[str, str]) -> bool:
-    """Removes files of a save; False if the save has been committed: then all of them stay.
+def _remove_part(
+    storage: Storage, token: str, versions: Mapping[str, str], go_on: Callable[[], bool]
+) -> list[str]:
+    """Removes files of a save, and returns their names; none if the save has been committed: then
+    all of them stay.
 
     Args:
         storage: The step's files.
         token: Token of the save.
         versions: The version of each file, by name.
+        go_on: Is called before each removal; False leaves the other files where they are.
     """
     if _may_be_committed(storage, token):
-        return False
+        return []
     contents: dict[str, bytes] = {}
     for name in versions:
-        if name.endswith(SUMS_SUFFIX):
+        if name.endswith(SUMS_SUFFIX) and go_on():
             with suppress(FileNotFoundError):
                 contents[name] = read_small(storage, name, SUMS_LIMIT_BYTES)
             storage.remove(name, version=versions[name])
     if _may_be_committed(storage, token):
         for name, data in contents.items():
             storage.create_exclusive(name, data)
-        return False
+        return []
+    removed = list(contents)
     for name in versions:
-        if name not in contents:
+        if name not in contents and go_on():
             storage.remove(name, version=versions[name])
-    return True
+            removed.append(name)
+    return removed
 
 
 def _withdraw(storage: Storage, token: str, removed: Collection[str]) -> None:

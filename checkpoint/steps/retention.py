@@ -11,7 +11,7 @@ one is not listed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -35,7 +35,7 @@ from elasticzero.checkpoint.steps.catalog import (
     read_manifest,
     step_error_text,
 )
-from elasticzero.checkpoint.steps.loose_files import remove_loose
+from elasticzero.checkpoint.steps.loose_files import always, remove_loose
 from elasticzero.checkpoint.steps.tag_files import read_tags
 from elasticzero.checkpoint.steps.tags import keep_for_tags
 from elasticzero.checkpoint.storage.base import Directory, Storage, explain
@@ -113,6 +113,7 @@ def apply_retention(
     *,
     bad_steps: Collection[int] = (),
     since_s: float = 0.0,
+    go_on: Callable[[], bool] = always,
 ) -> CleanupResult:
     """Removes the steps that need not stay and the leftovers of failed saves; never raises.
 
@@ -126,6 +127,7 @@ def apply_retention(
             count as good.
         since_s: Time by the storage's clock since when the job has the directory. Generations in
             older files are those of earlier jobs, and are not compared.
+        go_on: Is called before each removal; False leaves what is left to the next call.
     """
     result = CleanupResult()
     with _collecting_problems(directory, result):
@@ -136,10 +138,13 @@ def apply_retention(
         stay = _retained_steps(directory, committed, keep, files, bad_steps)
         tags = read_tags(directory) if keep.last is not None and TAGS_DIRECTORY in files else {}
         stay |= set(tags.values())
-        cleaner = _Cleaner(directory, committed, result, ages=_Ages(now_s, since_s), tags=tags)
+        cause = _Cause(save=committed, go_on=go_on)
+        cleaner = _Cleaner(directory, cause, result, ages=_Ages(now_s, since_s), tags=tags)
         cleaner.remove_unfinished_tags(files.get(TAGS_DIRECTORY, {}))
         for name, times in files.items():
             step = step_of(name)
+            if not go_on():
+                break
             if step is not None and MANIFEST_NAME in times and step not in stay:
                 cleaner.remove_step(name, step, times)
             elif step is not None:
@@ -169,7 +174,8 @@ def make_room(directory: Directory, save: SaveIdentity) -> CleanupResult:
     with _collecting_problems(directory, result):
         files = directory.files()
         now_s = max((at_s for times in files.values() for at_s in times.values()), default=0)
-        cleaner = _Cleaner(directory, save, result, ages=_Ages(now_s), tags={}, committed=False)
+        cause = _Cause(save=save, committed=False)
+        cleaner = _Cleaner(directory, cause, result, ages=_Ages(now_s), tags={})
         for name, times in files.items():
             if (step := step_of(name)) is not None:
                 cleaner.remove_leftovers(name, step, times)
@@ -206,35 +212,45 @@ class _Ages:
         return written_s < self.since_s or self.exceeds(written_s, DAY_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cause:
+    """Names the save for which files may be removed."""
+
+    save: SaveIdentity
+    committed: bool = True
+    """Whether that save is committed."""
+    go_on: Callable[[], bool] = always
+    """Returns False once nothing more is to be removed."""
+
+
 class _Cleaner:
     """Removes the files that one save may remove."""
 
     def __init__(
         self,
         directory: Directory,
-        save: SaveIdentity,
+        cause: _Cause,
         result: CleanupResult,
         *,
         ages: _Ages,
         tags: Mapping[str, int],
-        committed: bool = True,
     ) -> None:
         """Removes nothing yet.
 
         Args:
             directory: The checkpoint directory.
-            save: The save for which files may be removed.
+            cause: The save for which files may be removed.
             result: Gets what is removed, and what prevents it.
             ages: Compares the times of files.
             tags: The step that each tag names.
-            committed: Whether the save is committed.
         """
         self._directory = directory
-        self._committed = save
+        self._committed = cause.save
         self._result = result
         self._ages = ages
         self._tags = tags
-        self._is_committed = committed
+        self._is_committed = cause.committed
+        self._go_on = cause.go_on
 
     def remove_step(self, name: str, step: int, times: Mapping[str, float]) -> None:
         """Removes a committed step, its manifest first, so that a committed step always has its
@@ -263,7 +279,7 @@ class _Cleaner:
             rest = times.keys() - {MANIFEST_NAME}
             if named is not None:
                 files = [file for file in rest if token_of_file(file) == named]
-                remove_loose(storage, named, files)
+                remove_loose(storage, named, files, self._go_on)
                 rest -= set(files)
             self.remove_leftovers(name, step, {file: times[file] for file in rest})
 
@@ -338,7 +354,7 @@ class _Cleaner:
             self._remove(name, dead)
             # Saves by hand may begin several steps at once: an empty directory may be one of them.
             begun_before = self._committed.generation > 0 and step < self._committed.step
-            if len(dead) == len(times) and (dead or begun_before):
+            if len(dead) == len(times) and (dead or begun_before) and self._go_on():
                 self._directory.remove(name)
 
     def _remove(self, name: str, files: Collection[str]) -> None:
@@ -354,11 +370,12 @@ class _Cleaner:
             token = None if is_partial(file) else token_of_file(file)
             if token is not None:
                 of_save.setdefault(token, []).append(file)
-                continue
-            storage.remove(file)
-            self._result.files.append(f"{name}/{file}")
+            elif self._go_on():
+                storage.remove(file)
+                self._result.files.append(f"{name}/{file}")
         for token, parts in of_save.items():
-            self._result.files += (f"{name}/{file}" for file in remove_loose(storage, token, parts))
+            removed = remove_loose(storage, token, parts, self._go_on)
+            self._result.files += (f"{name}/{file}" for file in removed)
 
     def _may_be_committed(self, tokens: Mapping[str, str], times: Mapping[str, float]) -> set[str]:
         """Returns the tokens of saves of other generations whose committers may be alive.

@@ -9,7 +9,8 @@ for longer than its lease lasts commits nothing and removes nothing, for others 
 without it. Nor does one whose directory another job, or a later run of this one, has taken; that
 one begins no save either. A save from memory for a job that ends is tried again, less and less
 often, until the step is committed or the save is abandoned; each try that fails is reported as
-`SaveFailed`.
+`SaveFailed`. It does not wait for the retention of another save, nor for a save of an older step
+that has not begun.
 
 If space is short, leftovers of failed saves are removed first. A save may be requested twice, stop
 anywhere, and be begun again: the files show what is done.
@@ -332,6 +333,8 @@ class CheckpointSaver:
         return done
 
     def _try_until_over(self, job: _Job) -> SaveFinished:
+        if (reason := self._reason_not_to_begin(job)) is not None:
+            return finished_event(job.role.generation, job.step, reason)
         began_s = time.monotonic()
         finished = self._try(job)
         pause_s = TRY_AGAIN_S
@@ -459,6 +462,8 @@ class CheckpointSaver:
     def _apply_retention(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
         """Removes the checkpoints that need not stay; returns notes on that.
 
+        It ends early if the save is abandoned: what a job that ends saves from memory waits for it.
+
         Args:
             directory: Directory of the checkpoints.
             committed: Manifest of the checkpoint that was just committed.
@@ -480,8 +485,11 @@ class CheckpointSaver:
             self._retention,
             bad_steps=job.role.bad_steps,
             since_s=since_s,
+            go_on=lambda: not (self._closed or job.abandoned.is_set()),
         )
         notes = [f"not removed: {problem}" for problem in done.problems[:3]]
+        if job.abandoned.is_set():
+            notes.append("old checkpoints and leftovers may stay this time: another save waits")
         if done.files:
             notes.append(_removed(done))
         return notes
@@ -515,6 +523,19 @@ class CheckpointSaver:
         """
         if reason := self._taken_by(directory):
             raise StorageError(f"{what}: {reason}")
+
+    def _reason_not_to_begin(self, job: _Job) -> str | None:
+        """Returns why a save is not begun; None: it is.
+
+        A save from memory of the same step, or of a newer one, has abandoned it, and needs the
+        time. An older one needs this save: parts of a newer step that other nodes have written may
+        be all that is left of it.
+        """
+        with self._lock:
+            waiting = [other.step for other in self._open if other.retry and other is not job]
+        if not job.abandoned.is_set() or max(waiting, default=-1) < job.step:
+            return None
+        return "the state in memory is saved instead"
 
     def _is_superseded(self, job: _Job) -> bool:
         with self._lock:

@@ -452,8 +452,8 @@ MUTANTS = (
     Mutant(
         name="files of a save are removed though it was tried again meanwhile",
         file="../checkpoint/steps/loose_files.py",
-        right="            storage.remove(name, version=versions[name])\n    return True",
-        wrong="            storage.remove(name)\n    return True",
+        right="            storage.remove(name, version=versions[name])\n            removed",
+        wrong="            storage.remove(name)\n            removed",
         unfound="The files of one save are written twice only by agents that save from memory in "
         "a round, and removed by another's retention between its look and its removal, of "
         "two requests. In 80 schedules that save in phases none meets it; a test of "

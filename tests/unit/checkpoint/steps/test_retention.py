@@ -410,3 +410,40 @@ def test_nothing_is_written_into_a_step_that_is_a_link(runs: tuple[Path, Path]) 
             use()
     commit.discard(place, draft(2, 9), (0, 1))
     assert tree(other) == before
+
+
+def old_files(directory: Path) -> None:
+    """Three committed steps, and what two saves of an earlier generation have left."""
+    directory.mkdir()
+    write(directory, 2, 5, 9)
+    for step in (5, 7):
+        shards(directory, draft(step, generation=2))
+
+
+def files_in(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def test_retention_that_ends_early_goes_on_the_next_time(tmp_path: Path) -> None:
+    """It is ended before each of its removals in turn: what a job that ends still saves from memory
+    waits for it. Every step that is committed has its files then."""
+    last = RetentionPolicy(last=1)
+    whole = tmp_path / "whole"
+    old_files(whole)
+    asked = itertools.count()
+    apply_retention(DiskDirectory(whole), draft(9), last, go_on=lambda: next(asked) >= 0)
+    removals = next(asked)
+    assert removals > 12 and steps(whole) == [9]
+    left = []
+    for most in range(removals):
+        directory = tmp_path / str(most)
+        old_files(directory)
+        asked = itertools.count()
+        place, so_far = DiskDirectory(directory), asked
+        ended = apply_retention(place, draft(9), last, go_on=lambda: next(so_far) < most)  # noqa: B023
+        assert not ended.problems
+        assert all(catalog.step_error_text(info.storage) is None for info in catalog.steps(place))
+        left.append(len(files_in(directory)))
+        run(directory, draft(9), last)
+        assert files_in(directory) == files_in(whole)
+    assert left == sorted(left, reverse=True) and left[0] > left[-1]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
-from elasticzero.checkpoint.format.names import step_directory
+from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps import catalog, commit, tags
@@ -20,7 +22,7 @@ from elasticzero.checkpoint.steps import owner as owner_record
 from elasticzero.checkpoint.steps.owner import OwnerRecord
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import Storage
-from elasticzero.checkpoint.storage.disk import DiskDirectory
+from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import StorageError
 from elasticzero.ipc.messages import Tagged, TagStep
 from elasticzero.launcher.snapshots import checkpoint_saver
@@ -52,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def saver_of(tmp_path: Path, owner: OwnerRecord | None = None) -> CheckpointSaver:
     memory = tmp_path / "memory"
-    for step in (9, 10):
+    for step in (9, 10, 11):
         piece = TensorPiece("a", torch.arange(8, dtype=torch.float32))
         write_snapshot(memory, draft(step), 0, [piece])
     saver = CheckpointSaver(
@@ -266,3 +268,64 @@ def test_the_end_of_a_job_leaves_the_directory_to_others(
     save(saver, 9)
     saver.close(job_ended=True)
     owner_record.claim(directory, replace(JOB, job="other"), lambda _: False)
+
+
+def wait_for_saves(saver: CheckpointSaver) -> list[SaveFinished]:
+    """The ends of all saves."""
+    deadline_s = time.monotonic() + 60.0
+    while saver.saving and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    assert not saver.saving
+    return [event for event in saver.events() if isinstance(event, SaveFinished)]
+
+
+def test_a_save_from_memory_does_not_wait_for_retention(
+    saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each removal may take minutes. A job that ends has the time of --save-timeout in all."""
+    save(saver, 9)
+    directory = DiskDirectory(tmp_path / "run")
+    really_remove = DiskStorage.remove
+    removed: list[tuple[str, list[int]]] = []
+
+    def remove(storage: DiskStorage, name: str, **condition: Any) -> None:
+        if not removed:
+            saver.save_held([ShardName(2, 11, 0, 1)])
+        removed.append((name, [info.step for info in catalog.steps(directory)]))
+        really_remove(storage, name, **condition)
+
+    monkeypatch.setattr(DiskStorage, "remove", remove)
+    saver.save_held([ShardName(2, 10, 0, 1)])
+    first, second = wait_for_saves(saver)
+    assert first.committed and "may stay this time: another save waits" in first.notes[-1]
+    assert second.committed and second.notes == ("2 files of saves that failed removed",)
+    assert removed[0] == (MANIFEST_NAME, [10, 9])
+    assert [newest for _, (newest, *_) in removed[1:]] == [11] * len(removed[1:]), removed
+    assert [info.step for info in catalog.steps(directory)] == [11]
+
+
+@pytest.mark.parametrize(("step", "copied"), [(10, [9, 10]), (11, [9, 11]), (9, [9, 10, 9])])
+def test_a_save_that_another_one_replaces_is_not_begun(
+    saver: CheckpointSaver, monkeypatch: pytest.MonkeyPatch, step: int, copied: list[int]
+) -> None:
+    """A save of step 10 waits for one of step 9. Then another step is to be saved from memory: one
+    that is no older makes the save of step 10 needless. Of a newer step than that in memory the
+    other nodes' parts may be there."""
+    really_persist, steps = checkpoint_saver.persist, []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def persist(memory: SnapshotStore, shard: ShardName, *arguments: Any, **options: Any) -> Any:
+        steps.append(shard.step)
+        begun.set()
+        assert goes_on.wait(60.0)
+        return really_persist(memory, shard, *arguments, **options)
+
+    monkeypatch.setattr(checkpoint_saver, "persist", persist)
+    for saved in (9, 10, step):
+        saver.save_held([ShardName(2, saved, 0, 1)])
+        assert begun.wait(60.0)
+    goes_on.set()
+    _, second, _ = wait_for_saves(saver)
+    assert steps == copied
+    replaced = second.error is not None and "is saved instead" in second.error
+    assert replaced == (10 not in copied[:-1])
