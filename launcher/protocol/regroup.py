@@ -40,6 +40,7 @@ from elasticzero.launcher.protocol.placement import alike, order_members
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 from elasticzero.launcher.protocol.termination import (
+    await_holders,
     end_once_saved,
     fail_for_unwritten_checkpoint,
     fail_job,
@@ -105,11 +106,12 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
         few = len(able) < policy.min_nodes
         return wait(_too_few(len(able), policy) if few else view.storage_pending)
     waited_s = now_s - opened_s
-    if (
-        end := refuse_damaged_checkpoint(view, resume, policy)
-        or fail_for_unwritten_checkpoint(view, cause)
-    ) is not None:
+    if (end := refuse_damaged_checkpoint(view, resume, policy)) is not None:
         return end_once_saved(view, resume, end, waited_s, policy)
+    if (end := fail_for_unwritten_checkpoint(view, cause)) is not None:
+        away = _away(view, world, reports)
+        held = await_holders(view, resume, cause, away, waited_s, policy)
+        return held or end_once_saved(view, resume, end, waited_s, policy)
     if (refused := refuse_unverified_state(reports, resume, cause)) is not None:
         return refused
     excused = cause is not None and cause[0] in reports and reports[cause[0]].leaving
@@ -135,6 +137,25 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
 def _too_few(count: int, policy: JobPolicy) -> str:
     """Returns why no world can follow, whatever storage holds."""
     return f"{count} of at least {policy.min_nodes} nodes are left; state is kept"
+
+
+def _away(view: View, world: World, reports: Mapping[str, Report]) -> list[str]:
+    """Returns the members that do not answer, and may come back as they were: neither has another
+    process registered by their names, nor refuses their hosts connections, nor did they leave.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view, whose round is open.
+        reports: Reports by node, of the nodes whose workers have stopped.
+    """
+    members = [m for m in world.members if m.node not in reports and m.node not in view.refusing]
+    left = {node for node, report in answers_of(view).items() if report.leaving}
+    registered = view.members or {}
+    return [
+        m.node
+        for m in members
+        if registered.get(m.node, m).incarnation == m.incarnation and m.node not in left
+    ]
 
 
 def _answers_come(view: View, waited_s: float, now_s: float, policy: JobPolicy) -> bool:

@@ -12,7 +12,9 @@ Pure. Rules:
      if there is a directory. Saves are tried again for --save-timeout, and the reason says what
      became of the state.
  E5  If the last checkpoint could not be written, no generation begins before it is on storage:
-     nothing else is left to do. The job fails if that takes too long.
+     nothing else is left to do. If memory lacks a part of its step, members that are away are
+     waited for, unless they are known to be gone: one of them may hold it. The job fails if that
+     takes too long.
  E6  If ranks differ without a majority, and no state of a step at which they were equal is held,
      the job has failed: it does not begin anew.
  E7  A node that comes after the end, of the launch that ended (--launch-id), exits as the others
@@ -21,7 +23,7 @@ Pure. Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elasticzero.errors import ExitCode
@@ -37,6 +39,7 @@ from elasticzero.launcher.protocol.failure_policy import (
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import verified_step
 from elasticzero.launcher.protocol.view import View
+from elasticzero.text import list_text
 
 
 def exit_code_of(done: Done) -> ExitCode:
@@ -94,6 +97,33 @@ def fail_for_unwritten_checkpoint(view: View, cause: Cause | None) -> Decision |
     reason = f"rank {failure.rank} on {node} failed: {failure.message}"
     done = Done(outcome="failed", step=view.storage_step or 0, reason=reason, failure=failure)
     return Decision((WriteDone(done),), reason)
+
+
+def await_holders(
+    view: View,
+    resume: Resume,
+    cause: Cause | None,
+    away: Sequence[str],
+    waited_s: float,
+    policy: JobPolicy,
+) -> Decision | None:
+    """Waits for members that may hold a part of the last step, which is on no storage (E5).
+
+    None: memory has the whole step, there is no place for it, none is away, or the time is up.
+
+    Args:
+        view: What this agent sees.
+        resume: The newest whole state.
+        cause: Node and failure that ended the generation: the last checkpoint was not written.
+        away: Members that do not answer now, and may come back as they were.
+        waited_s: Seconds since the round was opened.
+        policy: Limits and times, of which `save_timeout_s` counts.
+    """
+    if cause is None or not away or resume.step >= cause[1].step:
+        return None
+    if not view.can_save or waited_s >= policy.save_timeout_s:
+        return None
+    return wait(f"waiting for {list_text(away, 4)}: memory lacks a part of step {cause[1].step}")
 
 
 def end_once_saved(
@@ -163,7 +193,9 @@ def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy
     text = ""
     if newest < reached:
         text = f"; step {reached} could not be saved within {policy.save_timeout_s:g} s"
-        text += " (--save-timeout)" if held == reached else ", and memory does not hold it"
+        text += " (--save-timeout)"
+    if newest < reached and held < reached:
+        text = f"; step {reached} is not saved, and no node that is left holds all of it"
     if view.storage_pending is not None:
         return f"{text}; what storage holds is not known: {view.storage_pending}"
     first = newest + 1

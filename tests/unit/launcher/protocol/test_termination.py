@@ -15,7 +15,9 @@ from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from tests.unit.launcher.protocol.test_decide import (
     ENDED,
     FAILED,
+    HELD,
     LEAVER,
+    MY_STOPPED,
     NOTHING_HELD,
     NOW,
     POLICY,
@@ -23,7 +25,9 @@ from tests.unit.launcher.protocol.test_decide import (
     STRANDED,
     A,
     B,
+    C,
     blamed,
+    named,
     next_world,
     says,
     v,
@@ -37,6 +41,13 @@ GIVEN_UP = v(
 UNWRITTEN = blamed(
     blame="storage", step=20, message="the last checkpoint was not saved: it is full"
 )
+LACKING = v(
+    UNWRITTEN, world=world(A, B, C), members=named(A, B, C), alarm_s=90.0, round_s=90.0,
+    can_save=True, storage_step=10, holdings=(), my_report=NOTHING_HELD,
+    reports={**(UNWRITTEN.reports or {}), "a": NOTHING_HELD},
+)  # fmt: skip
+"""No node that answers holds all of the last step, and node c does not answer."""
+C_LEFT = replace(LEAVER, incarnation=C.incarnation, holdings=())
 
 TABLE = [
     ("stopped: could not be saved yet", v(ENDED, control=STOP, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), storage_step=15, round_s=50.0), []),
@@ -49,6 +60,16 @@ TABLE = [
     ("the last checkpoint is not written: no next world", v(UNWRITTEN, can_save=True, storage_step=10, round_s=98.0, saving=True, saved_held=(3, 20), saved_ranks=(0,)), []),
     ("the last checkpoint is written now: go on", v(UNWRITTEN, can_save=True, storage_step=20), [WriteWorld]),
     ("the last checkpoint is never written", v(UNWRITTEN, can_save=True, storage_step=10, round_s=30.0), [WriteDone]),
+    ("a part of the last step is missing: the node may come back", LACKING, []),
+    ("a part is missing: so it may though its lease has lapsed", v(LACKING, members=named(A, B)), []),
+    ("a part is missing: the node came back", v(LACKING, reports={**(LACKING.reports or {}), "c": says("stopped", C, holdings=HELD)}, round_s=50.0), []),
+    ("a part is missing: its workers stop", v(LACKING, reports={**(LACKING.reports or {}), "c": says("alive", C)}, round_s=50.0), []),
+    ("a part is missing: its agent is gone", v(LACKING, refusing=frozenset({"c"})), [WriteDone]),
+    ("a part is missing: its agent began anew", v(LACKING, members={**named(A, B), "c": replace(C, incarnation="anew")}), [WriteDone]),
+    ("a part is missing: the node has left", v(LACKING, members=named(A, B), reports={**(LACKING.reports or {}), "c": C_LEFT}), [WriteDone]),
+    ("a part is missing: the node did not come back in time", v(LACKING, alarm_s=30.0, round_s=30.0), [WriteDone]),
+    ("a part is missing: there is no place to save it", v(LACKING, can_save=False), [WriteDone]),
+    ("a node is away, and others hold the last step", v(LACKING, holdings=HELD, my_report=MY_STOPPED, reports=UNWRITTEN.reports), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("another node's part is mine now", v(STRANDED, can_save=True, saving=True, saved_held=(3, 20), saved_ranks=()), [SaveHeldSnapshot(3, 20, 1, (0,))]),
     ("saving, and the time of the leaver is up", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", received_s=70.0, by_s=100.5), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), [ExitAgent(ExitCode.LEFT)]),
     ("saving, and the leaver has time", v(STRANDED, leaving=True, notice=PreemptionNotice(reason="SIGTERM", received_s=80.0, by_s=105.0), can_save=True, saving=True, saved_held=(3, 20), saved_ranks=(0,), my_report=EVICTED, reports={"a": EVICTED}), []),
@@ -68,6 +89,16 @@ def test_rule(view: View, expected: list[object]) -> None:
             if isinstance(expected_action, type)
             else action == expected_action
         )
+
+
+def test_the_leader_says_whom_it_waits_for_at_the_end() -> None:
+    """Its agent stood still for 7 s as the last checkpoint failed, and the job ended at once: with
+    the steps since the checkpoint before."""
+    decision = decide(LACKING, NOW, POLICY)
+    assert decision.reason == "waiting for c: memory lacks a part of step 20"
+    back = says("stopped", C, holdings=HELD)
+    decision = decide(v(LACKING, reports={**(LACKING.reports or {}), "c": back}), NOW, POLICY)
+    assert decision.reason == "saving step 20 from memory before the job ends"
 
 
 TORN = v(
@@ -104,7 +135,7 @@ LOST = "steps 11 to 20 are lost, the newest checkpoint is of step 10"
         ),
         (
             v(UNWRITTEN, storage_step=10, holdings=(), my_report=NOTHING_HELD, reports={**(UNWRITTEN.reports or {}), "a": NOTHING_HELD}),
-            f"; step 20 could not be saved within 60 s, and memory does not hold it: {LOST}",
+            f"; step 20 is not saved, and no node that is left holds all of it: {LOST}",
         ),
     ],
 )  # fmt: skip
