@@ -468,14 +468,18 @@ class Agent:
             self.wake()
 
     def save_held(self, held: SaveHeldSnapshot) -> None:
-        """Write parts of a snapshot to storage, again and again until it stands, or something newer
-        begins."""
-        if self.worker_group is not None:
-            self.worker_group.group.drop_save()
+        """Write parts of a snapshot to storage, again and again until it stands, or another
+        generation or save begins."""
+        workers = self.worker_group
+        if workers is not None:
+            workers.group.drop_save()
         self.saves += 1
         written = self.cluster.rules.worlds.get(held.generation)
         token = written.token if written is not None else ""
         name = (held.generation, held.step, held.world_size)
+
+        def lasts() -> bool:
+            return self.core.saved_held is held and self.worker_group is workers
 
         def write() -> None:
             storage = self.storage
@@ -490,18 +494,17 @@ class Agent:
                 ranks=held.ranks,
                 replacing=held.step in bad_steps,
                 bad_steps=bad_steps,
-                lasts=lambda: self.core.saved_held is held,
+                lasts=lasts,
             )
             storage.save_part(part)
             wait()
 
         def wait() -> None:
             storage = self.storage
-            newer = (
-                self.worker_group is not None and self.worker_group.generation > held.generation + 1
-            )
-            stands = storage.has_all(name) or held.step in storage.steps
-            if stands or newer or self.core.saved_held is not held:
+            stored = storage.steps.get(held.step)
+            good = stored is not None and (stored.hidden or not stored.damaged)
+            stands = storage.has_all(name) or good
+            if stands or not lasts():
                 self.saves -= 1
                 self.cluster_observer.saved(held.step)
                 self.wake()

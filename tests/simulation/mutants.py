@@ -521,24 +521,6 @@ MUTANTS = (
         "world is registered, and those are remnants too for as long. Unit tests hold the "
         "rule.",
     ),
-    Mutant(
-        name="a job that is given up leaves its state in memory",
-        file="protocol/termination.py",
-        right="    if not only_in_memory(view, resume) or not view.can_save or",
-        wrong="    if True or not view.can_save or",
-    ),
-    Mutant(
-        name="who must save is told once, whoever is lost since",
-        file="protocol/regroup.py",
-        right="if not ranks or (told and set(ranks) <= set(view.saved_ranks)):",
-        wrong="if not ranks or told:",
-    ),
-    Mutant(
-        name="a last checkpoint that was not written is let be",
-        file="protocol/termination.py",
-        right='    if cause is None or cause[1].blame != "storage":',
-        wrong="    if True:",
-    ),
 )
 
 

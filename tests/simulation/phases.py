@@ -19,8 +19,9 @@ import greenlet
 from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_directory, step_of
-from elasticzero.checkpoint.format.shards import shard_specs, write_shard
+from elasticzero.checkpoint.format.shards import shard_header, shard_specs, write_shard
 from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.steps.loose_files import remove_loose
 from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.base import Bytes
 from elasticzero.errors import ElasticZeroError, StorageError
@@ -87,7 +88,7 @@ class PhasedStorage(Storage):
         """Number of times that a file was written."""
         self.keep = RetentionPolicy(last=keep)
         self._require = require
-        self._queues: dict[Agent, list[Part]] = {}
+        self._queues: dict[Agent, list[Access]] = {}
         """Of each node, which saves one part at a time."""
         self._active = 0
         """Parts that are not over."""
@@ -97,40 +98,64 @@ class PhasedStorage(Storage):
         """Directories of steps whose manifest is of a save that has ended well."""
         self._is_whole = True
         """Nothing was damaged."""
+        self._late: list[tuple[Access, float, float]] = []
+        """Late requests: of which save, and from when to when."""
         self._left_open: set[str] = set()
         """Directories in which a process was killed, or could withdraw no manifest of its own."""
+
+    def noted_late(self, access: Access, seconds: float) -> None:
+        """Storage answers a request of a save so late."""
+        now_s = self.timeline.now_s
+        self._late.append((access, now_s, now_s + seconds))
+
+    def late_s(self, seconds: float) -> float:
+        """Two nodes' saves wait one after the other: the committer, and the last of the others."""
+        now_s, late_s = self.timeline.now_s, dict.fromkeys(self._queues, 0.0)
+        for access, from_s, to_s in self._late:
+            abandoned_s = access.abandoned_s
+            in_the_way = abandoned_s is not None and from_s <= abandoned_s <= to_s
+            if access.from_memory or in_the_way:
+                lasted_s = min(to_s, now_s) - max(from_s, now_s - seconds)
+                late_s[access.part.agent] += max(0.0, lasted_s)
+        return sum(sorted(late_s.values())[-2:])
 
     # -- what saves ask
 
     def persist(self, part: Part) -> None:
-        self._active += 1
-        queue = self._queues.setdefault(part.agent, [])
-        queue.append(part)
-        if len(queue) == 1:
-            self.timeline.task(lambda: self._work(queue))
+        self._add(Access(self, part))
 
     def save_part(self, part: Part) -> None:
         key = (part.agent, part.name)
         if key in self._held:
             return
         self._held.add(key)
-        self.persist(part)
+        for access in self._queues.get(part.agent, []):
+            access.abandon()
+        self._add(Access(self, part, from_memory=True))
 
-    def _work(self, queue: list[Part]) -> None:
+    def _add(self, access: Access) -> None:
+        self._active += 1
+        queue = self._queues.setdefault(access.part.agent, [])
+        queue.append(access)
+        if len(queue) == 1:
+            self.timeline.task(lambda: self._work(queue))
+
+    def _work(self, queue: list[Access]) -> None:
         """One part after another, as long as the node's agent lives."""
         while queue:
-            lives = self._run(queue[0])
+            lives = self._run(queue[0], waiting=queue[1:])
             over = queue[:1] if lives else queue[:]
             del queue[: len(over)]
             self._active -= len(over)
             if lives and not self._active:
                 self._check_all()
 
-    def _run(self, part: Part) -> bool:
+    def _run(self, access: Access, waiting: list[Access]) -> bool:
         """Saves one part; returns whether the node's agent lives."""
-        access = Access(self, part)
+        part = access.part
         try:
-            self._save(part, access)
+            if not access.abandoned or not _replaced(part, waiting):
+                self._save(part, access)
         except ElasticZeroError:
             if part.agent.storage is part.agent.cluster.storage:
                 part.agent.cluster.rules.cause("storage-fails")
@@ -150,53 +175,79 @@ class PhasedStorage(Storage):
         return manifest is not None and json.loads(manifest.data)["token"] == draft_of(part).token
 
     def _save(self, part: Part, access: Access) -> None:
+        """See `CheckpointSaver`: what a try that fails has written stays for the next one."""
         directory = PhasedDirectory(self, access)
         draft, stood_still = draft_of(part), part.agent.standstills
         storage = commit.prepare(directory, draft.step)
-        try:
-            for rank in part.ranks:
-                specs = shard_specs(draft, rank).values()
-                contents = bytes([draft.generation % 256]) * sum(spec.nbytes for spec in specs)
-                write_shard(storage, draft, rank, [contents])
-            if 0 not in part.ranks:
-                self._await_commit(part)
-                return
-            self._await_parts(part, draft, directory)
-            saved = commit.commit(
-                storage,
-                draft,
-                wait_s=0.0,
-                replacing=part.replacing,
-                may_not=lambda: (
-                    None if part.agent.standstills == stood_still else "this node stood still"
-                ),
-            )
-        except ElasticZeroError:
-            commit.discard(directory, draft, part.ranks)
-            raise
+        self._write_shards(access, draft, storage)
+        if 0 not in part.ranks:
+            self._await_commit(access)
+            return
+        self._await_parts(access, draft, directory)
+        saved = commit.commit(
+            storage,
+            draft,
+            wait_s=0.0,
+            replacing=part.replacing,
+            may_not=lambda: (
+                None if part.agent.standstills == stood_still else "this node stood still"
+            ),
+        )
         part.over(True)
         if saved:
             self._note_saved(draft, access)
         if saved and part.agent.standstills == stood_still:
-            apply_retention(directory, draft, self.keep, bad_steps=part.bad_steps)
+            apply_retention(
+                *(directory, draft, self.keep),
+                bad_steps=part.bad_steps,
+                go_on=lambda: not access.abandoned,
+            )
 
-    def _await_commit(self, part: Part) -> None:
+    def _write_shards(self, access: Access, draft: Manifest, storage: PhasedStep) -> None:
+        """See `persist` of `checkpoint/ram/transfer.py`."""
+        for rank in access.part.ranks:
+            specs = shard_specs(draft, rank).values()
+            contents = bytes([draft.generation % 256]) * sum(spec.nbytes for spec in specs)
+            if not access.part.replacing:
+                if access.from_memory and self._has_shard(draft, rank):
+                    continue
+                if commit.is_good(storage):
+                    continue
+                if access.from_memory:
+                    name = draft.file_name(rank)
+                    remove_loose(storage, draft.token, (name, name + SUMS_SUFFIX))
+            write_shard(storage, draft, rank, [contents])
+
+    def _has_shard(self, draft: Manifest, rank: int) -> bool:
+        """Whether a shard is there, whole."""
+        files, name = self.files.get(step_directory(draft.step), {}), draft.file_name(rank)
+        _, size = shard_header(draft, rank)
+        return name in files and len(files[name].data) == size and name + SUMS_SUFFIX in files
+
+    def _await_commit(self, access: Access) -> None:
         """The node of rank 0 commits the step."""
         until_s = self.timeline.now_s + PARTS_S
-        while part.name[1] not in self.steps and part.lasts() and self.timeline.now_s < until_s:
+        while access.part.name[1] not in self.steps and self._waits(access, until_s):
             self.timeline.sleep(LOOK_AGAIN_S)
-            if part.agent.dead:
+            if access.part.agent.dead:
                 raise greenlet.GreenletExit
 
-    def _await_parts(self, part: Part, draft: Manifest, directory: PhasedDirectory) -> None:
+    def _await_parts(self, access: Access, draft: Manifest, directory: PhasedDirectory) -> None:
         storage = directory.step(step_directory(draft.step))
         ranks = range(draft.layout.world_size)
         sums = {draft.file_name(rank) + SUMS_SUFFIX for rank in ranks}
         until_s = self.timeline.now_s + PARTS_S
         while not sums <= set(storage.names()):
-            if not part.lasts() or self.timeline.now_s > until_s:
+            if draft.step in self.steps and not access.part.replacing:
+                return
+            if not self._waits(access, until_s):
                 raise StorageError("the parts of other nodes are missing")
             self.timeline.sleep(LOOK_AGAIN_S)
+
+    def _waits(self, access: Access, until_s: float) -> bool:
+        """Whether a save waits for other nodes."""
+        lasts = access.part.lasts() and not access.abandoned
+        return lasts and self.timeline.now_s < until_s
 
     # -- what becomes of the steps
 
@@ -273,18 +324,38 @@ class PhasedStorage(Storage):
                 self._require(well, "R22", f"step {step} is committed, and {fault}")
 
 
+def _replaced(part: Part, waiting: list[Access]) -> bool:
+    """Whether a save from memory waits that makes a part of an abandoned save needless."""
+    steps = [access.part.name[1] for access in waiting if access.from_memory]
+    return max(steps, default=-1) >= part.name[1]
+
+
 class Access:
     """How the process of one save reaches the storage."""
 
-    def __init__(self, storage: PhasedStorage, part: Part) -> None:
+    def __init__(self, storage: PhasedStorage, part: Part, *, from_memory: bool = False) -> None:
         self._storage = storage
         self._agent = part.agent
+        self.part = part
+        self.from_memory = from_memory
+        """It is tried again, and its workers are gone."""
+        self.abandoned_s: float | None = None
+        """When a save from memory first came after it."""
         self._share = min(1.0, FEW_RANKS / part.name[2])
         """Of many ranks one would be late, or fail, in nearly each save."""
         self.removed = False
         """It has removed files, which took time."""
         self.place = ""
         """The directory that it was last about to change."""
+
+    @property
+    def abandoned(self) -> bool:
+        return self.abandoned_s is not None
+
+    def abandon(self) -> None:
+        """A save from memory comes after it."""
+        if self.abandoned_s is None:
+            self.abandoned_s = self._storage.timeline.now_s
 
     def begin_manifest(self) -> None:
         """The manifest is about to be made."""
@@ -298,6 +369,8 @@ class Access:
         late = CRITICAL_SHARE if critical else LATE_SHARE
         is_late = random.random() < late * self._share
         delay_s = random.uniform(*(LATE_S if is_late else QUICK_S))
+        if is_late:
+            storage.noted_late(self, delay_s)
         storage.timeline.sleep(delay_s)
         while (left_s := self._agent.store.stopped_until_s - storage.timeline.now_s) > 0:
             storage.timeline.sleep(left_s)

@@ -7,6 +7,7 @@ agent exits (R8, R21), and no agent gets anywhere any more (R7).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,6 +31,7 @@ from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, NEXT, WORLD
 from tests.simulation.name_rules import NameRules
 from tests.simulation.planned_rules import ChangeRules
 from tests.simulation.promises import Promises
+from tests.simulation.saved_rules import SavedRules
 from tests.simulation.schedule import HARMLESS
 from tests.simulation.storage import SnapshotName, State
 from tests.simulation.training import Group, Worker
@@ -49,10 +51,6 @@ COUNTED_NEVER = frozenset(
 )
 """Faults of machines and of storage: a job that meets no others is never given up."""
 STORAGE_SEEN_WITHIN_S = 6.0
-SAVED_WITHIN_S = 8.0
-"""What the nodes that are left hold is saved so soon, whoever was lost."""
-TRIED_SHARE = 0.9
-"""Clocks differ: of the time for which a save is tried so much must have passed by any."""
 Chain = tuple[tuple[int, int, int], ...]
 """Which generation did which steps of a state: (generation, first step, last step), in order."""
 
@@ -79,7 +77,7 @@ class Rules:
         """By generation: the last step that any of its ranks finished."""
         self._origins: dict[int, Chain] = {}
         """By generation: the chain of the state it started from."""
-        self._registered: set[tuple[str, str]] = set()
+        self.registrations: set[tuple[str, str]] = set()
         """Registrations that stand, by node and incarnation."""
         self._disturbed_s = 0.0
         """When an agent last came back that had been cut off or had not run, in the same time."""
@@ -100,6 +98,7 @@ class Rules:
         self.promises = Promises(cluster, self.require)
         self.changes = ChangeRules(cluster, self.require)
         self.names = NameRules(cluster, self.require)
+        self.saved = SavedRules(cluster, self)
 
     def fail(self, rule: str, text: str) -> NoReturn:
         raise Violation(f"{rule}: {text}")
@@ -137,9 +136,9 @@ class Rules:
     def put(self, key: str, entry: Entry) -> None:
         if key.startswith("members/"):
             member: Member = self._cluster.read_document(Member, entry.value)
-            self.names.registers(member, self._registered)
+            self.names.registers(member, self.registrations)
             self._replace(member)
-            self._registered.add((member.node, member.incarnation))
+            self.registrations.add((member.node, member.incarnation))
             self.promises.registered(member)
             self._note_waiting(self._cluster.world)
         elif key.startswith("alarm/"):
@@ -156,9 +155,9 @@ class Rules:
         back."""
         if not self._cluster.etcd.losses:
             return
-        for node, incarnation in list(self._registered):
+        for node, incarnation in list(self.registrations):
             if node == member.node and incarnation != member.incarnation:
-                self._registered.discard((node, incarnation))
+                self.registrations.discard((node, incarnation))
                 self.promises.unregistered(replace(member, incarnation=incarnation))
 
     def _reported(self, key: str, report: Report) -> None:
@@ -188,7 +187,7 @@ class Rules:
         if key.startswith("members/"):
             member: Member = self._cluster.read_document(Member, entry.value)
             identity = (member.node, member.incarnation)
-            self._registered.discard(identity)
+            self.registrations.discard(identity)
             self.promises.unregistered(member)
             self._last_sign[identity] = self._cluster.etcd.served_s
 
@@ -251,7 +250,7 @@ class Rules:
         """A node that waits for a place may change the generation."""
         if world is not None and not self._causes:
             named = {member.node for member in world.members}
-            if any(node not in named for node, _ in self._registered):
+            if any(node not in named for node, _ in self.registrations):
                 self._causes.append("join")
 
     def _check_members(self, world: World) -> None:
@@ -260,7 +259,7 @@ class Rules:
         for member in world.members:
             identity = (member.node, member.incarnation)
             text = f"generation {world.generation}: {member.node} {member.incarnation}"
-            if identity in self._registered:
+            if identity in self.registrations:
                 continue
             last_s = self._last_sign.get(identity)
             self.require(last_s is not None, "R3", f"{text} was never registered")
@@ -274,7 +273,7 @@ class Rules:
         resume = after.resume
         self._check_held(before, resume)
         self._origins[after.generation] = self._chain_of(before, resume)
-        best = self._best_in_memory(before, after)
+        best = self.best_in_memory(before, after)
         self.require(
             resume.step >= best,
             "R5",
@@ -356,21 +355,29 @@ class Rules:
         )
         return extended(self._origins[generation], generation, step)
 
-    def _best_in_memory(self, before: World | None, after: World) -> int:
+    def best_in_memory(self, before: World | None, after: World) -> int:
         """The newest step that is whole among the members that stay, of those that count."""
         if before is None:
             return 0
+        held = [
+            self._held.get((str(before.generation), member.node), {})
+            for member in after.members
+            if before.names(member) and self._same_agent(before, member.node)
+        ]
+        return self.newest_whole(before, held)
+
+    def newest_whole(self, world: World, held: Iterable[Mapping[SnapshotName, set[int]]]) -> int:
+        """The newest step that is whole, of those that count for the world after this one. held:
+        ranks of each snapshot, on several nodes."""
         ranks_by_snapshot: dict[SnapshotName, set[int]] = {}
-        for member in after.members:
-            shards = self._held.get((str(before.generation), member.node), {})
-            if before.names(member) and self._same_agent(before, member.node):
-                for name, ranks in shards.items():
-                    ranks_by_snapshot.setdefault(name, set()).update(ranks)
-        resume = before.resume
+        for shards in held:
+            for name, ranks in shards.items():
+                ranks_by_snapshot.setdefault(name, set()).update(ranks)
+        resume = world.resume
         origin = (resume.generation, resume.step) if resume.tier == "ram" else None
-        entered = self.changes.entered_after(before)
-        numbers = {before.generation, *([entered.generation] if entered is not None else ())}
-        numbers |= {ancestor.generation for ancestor in before.ancestors}
+        entered = self.changes.entered_after(world)
+        numbers = {world.generation, *([entered.generation] if entered is not None else ())}
+        numbers |= {ancestor.generation for ancestor in world.ancestors}
         counts = [n for n in ranks_by_snapshot if n[0] in numbers or n[:2] == origin]
         return max((n[1] for n in counts if len(ranks_by_snapshot[n]) == n[2]), default=0)
 
@@ -434,7 +441,7 @@ class Rules:
             self.require(self._cluster.asked.stop, "R7", f"stopped: {done.reason}")
             reached = max(self.reached.values(), default=0)
             self.promises.stopped(done.step, reached, self._causes)
-            self._check_stopped(done)
+            self.saved.stopped(done)
             return
         if done.outcome != "finished":
             self._check_given_up(done)
@@ -449,47 +456,18 @@ class Rules:
         ordered = generations == sorted(generations) or self._cluster.etcd.losses > 0
         self.require(ordered, "R9", f"the lineage is {chain}")
 
-    def _check_stopped(self, done: Done) -> None:
-        """R12: what memory held is a checkpoint, unless `done` says that it could not be saved."""
-        world = self._cluster.world
-        excused = not self._cluster.storage.possible or "could not be saved" in done.reason
-        if world is None or excused:
-            return
-        if self._all_are_there(world):
-            best = self._best_in_memory(world, world)
-            text = f"stopped at {done.step}, and memory holds {best}"
-            self.require(done.step >= best, "R12", text)
-
-    def _all_are_there(self, world: World) -> bool:
-        """Whether no member is lost: its agent runs, and its registration, which a frozen one
-        loses, stands."""
-        agents = [self._cluster.hosts[member.node].agent for member in world.members]
-        alive = all(agent is not None and not agent.dead for agent in agents)
-        return alive and all((m.node, m.incarnation) in self._registered for m in world.members)
-
-    def _none_is_away(self, world: World) -> bool:
-        """Whether each member is either lost, or runs and is registered."""
-        for member in world.members:
-            agent = self._cluster.hosts[member.node].agent
-            lost = agent is None or agent.dead
-            me = agent.membership.me if agent is not None else member
-            lost |= me.incarnation != member.incarnation
-            stands = (member.node, member.incarnation) in self._registered
-            if not lost and (not stands or (agent is not None and agent.stands_still)):
-                return False
-        return True
-
     def _check_given_up(self, done: Done) -> None:
         """R7: only after --max-restarts failures in a row that came no further."""
         plan = self._cluster.plan
         often = len(self._causes) > plan.policy.max_restarts
         often |= self._causes.count("crash-worker") > 1  # B3 of `failure_policy`
-        often |= "storage-fails" in self._causes and "could not be saved" in done.reason  # E5
+        unsaved = "could not be saved" in done.reason or "is not saved" in done.reason  # E5
+        often |= "storage-fails" in self._causes and unsaved
         often |= self.promises.few_are_good(done)
         explained = often or bool(plan.crash_at) or "damage" in self._causes
         explained &= bool(set(self._causes) - COUNTED_NEVER - HARMLESS)
         self.require(explained, "R7", f"failed: {done.reason}")
-        self._check_saved(done)
+        self.saved.failed(done)
         if "without progress" not in done.reason:
             return
         count = plan.policy.max_restarts + 1
@@ -501,29 +479,6 @@ class Rules:
         recurs_at = max((s for s in failed_at if failed_at.count(s) > 1), default=0)
         stood = len(row) > count and max(row) <= max(furthest, recurs_at)
         self.require(stood, "R7", f"given up, and the last generations began at {row}")
-
-    def _check_saved(self, done: Done) -> None:
-        """R19: what memory holds is a checkpoint, unless `done` says that it could not be saved;
-        then that has been tried for --save-timeout."""
-        world, storage = self._cluster.world, self._cluster.storage
-        if world is None or not storage.possible:
-            return
-        if "could not be saved" in done.reason:
-            waited_s = self.promises.round_s(world)
-            least_s = TRIED_SHARE * self._cluster.plan.policy.save_timeout_s
-            text = f"{done.reason}, and that was tried for {waited_s:.1f} s"
-            self.require(waited_s > least_s, "R19", text)
-            quiet = self.promises.quiet_for(SAVED_WITHIN_S) and storage.well_for(least_s)
-            if quiet and self._none_is_away(world):
-                best = self._best_in_memory(world, world)
-                text = f"memory held {best} all the time, and {done.reason}"
-                self.require(max(storage.steps, default=0) >= best, "R19", text)
-            return
-        if self._all_are_there(world):
-            best = self._best_in_memory(world, world)
-            newest = max(storage.steps, default=0)
-            text = f"failed, and memory holds {best}, storage {newest}"
-            self.require(newest >= best, "R19", text)
 
     def turned(self, agent: Agent, *, unreadable: bool) -> None:
         """R21: a node leaves whose agent has met an unexpected error; R24: so does one whose agent

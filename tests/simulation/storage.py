@@ -120,6 +120,10 @@ class Storage:
         """Whether it has taken writes for so long."""
         return not self.away and self.timeline.now_s - self._back_s > seconds
 
+    def late_s(self, seconds: float) -> float:
+        """For how much of so long at most a save from memory has waited for late answers."""
+        return 0.0
+
     def commit(self, generation: int, step: int, *, replacing: bool = False) -> None:
         """The manifest of a step is made: exclusively, unless it replaces a damaged one."""
         if step in self.steps and not replacing:
