@@ -314,7 +314,8 @@ class AgentCore:
 
     @property
     def saved_held(self) -> SaveHeldSnapshot | None:
-        """Returns the last save of shards whose workers are gone."""
+        """Returns the last save of shards whose workers are gone; None: there was none since the
+        last workers began."""
         return self._saved_held
 
     def turn(self) -> tuple[View, Decision] | None:
@@ -515,6 +516,7 @@ class AgentCore:
         self._node.retire(world)
         self._memory.keep_only({(world.resume.generation, world.resume.step)})
         self._world_token = world.token
+        self._saved_held = None  # it is given up now; the next round may need the same snapshot
         self._node.start(world, index, now_s)
 
 

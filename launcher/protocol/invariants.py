@@ -45,8 +45,8 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
  R19 A job that ends as failed has saved the state in memory, unless its end says that it could not,
      and that was tried for --save-timeout; whichever node is lost meanwhile. Some seconds are
      enough in which storage answers. If the last checkpoint could not be written, no generation
-     begins before it is, and nodes that are away with a part of its state have that time to come
-     back.
+     begins before it is, as long as the node is there that says so. Nodes that are away with a part
+     of that state have --save-timeout to come back.
  R20 Once a run of the job has begun, no agent of an earlier one writes anything. It exits with the
      code for that, unless it has seen how its own run ended, or leaves.
  R21 The node of an agent whose loop meets an unexpected error leaves. An agent ends by such errors

@@ -31,6 +31,12 @@ MUTANTS_OF_ENDS = (
         ),
     ),
     Mutant(
+        name="a snapshot is saved in one round alone, though that save was given up",
+        file="agent/core.py",
+        right="        self._saved_held = None  # it is given up",
+        wrong="        # it is given up",
+    ),
+    Mutant(
         name="who must save is told once, whoever is lost since",
         file="protocol/regroup.py",
         right="if not ranks or (told and set(ranks) <= set(view.saved_ranks)):",

@@ -259,16 +259,21 @@ class PhasedStorage(Storage):
         self.steps[step] = Checkpoint(generation, self.timeline.now_s)
         self.committed(generation, step)
 
-    def removes(self, name: str, file: str) -> None:
-        """R22: of a file that is about to be removed."""
+    def removes(self, name: str, file: str, save: Part) -> None:
+        """R22: of a file that is about to be removed by a save.
+
+        A save may withdraw its own manifest, though another process has written back meanwhile what
+        it had found missing.
+        """
         step, keep = step_of(name), self.keep.last
         assert step is not None
         if file == MANIFEST_NAME:
+            own = self._token_of(name) == draft_of(save).token
             newer = [other for other in self.files if other > name and self._fault(other) is None]
             text = f"step {step} is removed, and {len(newer)} newer ones are good"
             enough = keep is not None and len(newer) >= keep
             is_good = self._fault(name) is None and self._is_whole
-            self._require(enough or not is_good, "R22", text)
+            self._require(enough or not is_good or own, "R22", text)
             self._well.discard(name)
             self.gone[step] = self.steps.pop(step)
             self.gone[step].damaged_s = self.timeline.now_s
@@ -285,6 +290,11 @@ class PhasedStorage(Storage):
             files = self.files[step_directory(max(self.steps))]
             shard = next(name for name in sorted(files) if name.startswith("rank-"))
             files[shard] = files[shard]._replace(data=files[shard].data[:-1])
+
+    def _token_of(self, name: str) -> str:
+        """The token of a committed step's save."""
+        token: str = json.loads(self.files[name][MANIFEST_NAME].data)["token"]
+        return token
 
     def _fault(self, name: str) -> str | None:
         """Why a step is not good; None: it is."""
@@ -490,7 +500,7 @@ class PhasedStep:
                 return
             if version not in (None, present.version):
                 return
-            self._storage.removes(self._name, name)
+            self._storage.removes(self._name, name, self._access.part)
             del self._files[name]
 
         self._access.phase(self._name, remove, critical=True)

@@ -449,8 +449,16 @@ class Promises:
         self._require(not kept, "R17", f"{text}, and has {', '.join(kept)}")
 
     def _check_last_save(self, before: World, after: World) -> None:
-        """R19: where the last checkpoint was not written, no generation begins before it is."""
-        reports = [self._reports.get((before.generation, m.node)) for m in before.members]
+        """R19: where the last checkpoint was not written, no generation begins before it is.
+
+        One may where the node is lost that says so: nothing is given up by that, for the generation
+        starts from the newest state that is left, and its workers save at the end.
+        """
+        reports = [
+            self._reports.get((before.generation, m.node))
+            for m in before.members
+            if (m.node, m.incarnation) in self._since
+        ]
         failures = [p[1].failure for p in reports if p is not None and p[1].phase == "stopped"]
         blames = {failure.blame for failure in failures if failure is not None}
         if "storage" not in blames or blames - {"storage", "peer"}:

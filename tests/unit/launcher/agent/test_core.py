@@ -32,7 +32,7 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import VERIFY_AGAIN_S, StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
-from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
+from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot, Start
 from elasticzero.launcher.protocol.documents import Member, Proposal, Report, Run, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
@@ -190,6 +190,27 @@ def test_a_start_retires_workers_then_snapshots(node: NodeWithoutProcesses) -> N
     """The workers of the older generation go before the memory that they may be writing to."""
     node.cycles_until("start")
     assert node.asked[:3] == ["retire", "keep", "start"]
+
+
+def test_a_snapshot_is_saved_again_in_a_later_round(node: NodeWithoutProcesses) -> None:
+    """A generation began from a snapshot while that was being saved, which ended the save. In the
+    next round the node took it for told to save the snapshot, so that none did."""
+    world = World(
+        generation=2,
+        token="t",
+        members=(node.membership.me,),
+        strategy="ddp",
+        resume=Resume(tier="ram", step=57, generation=1),
+        reason="",
+    )
+    view, _ = node.core.cycle()
+    held = SaveHeldSnapshot(1, 57, 1, (0,))
+    node.core._act(view, Decision((held,), "nobody can go on"), node.now_s)
+    seen, _ = node.core.cycle()
+    assert (node.core.saved_held, seen.saved_held, seen.saved_ranks) == (held, (1, 57), (0,))
+    node.core._act(view, Decision((Start(world, 0),), "generation 2"), node.now_s)
+    seen, _ = node.core.cycle()
+    assert (node.core.saved_held, seen.saved_held, seen.saved_ranks) == (None, None, ())
 
 
 def test_an_agent_of_a_thousand_makes_few_members(
