@@ -191,11 +191,11 @@ def _fate(view: View, resume: Resume, failure: Failure | None, policy: JobPolicy
     if newest >= finished:
         return f"; the checkpoint of step {newest} has all that was done" if reached else ""
     text = ""
-    if newest < reached:
-        text = f"; step {reached} could not be saved within {policy.save_timeout_s:g} s"
-        text += " (--save-timeout)"
     if newest < reached and held < reached:
         text = f"; step {reached} is not saved, and no node that is left holds all of it"
+    elif newest < reached:
+        limit = f"{policy.save_timeout_s:g} s (--save-timeout)"
+        text = f"; step {reached} could not be saved within {limit}"
     if view.storage_pending is not None:
         return f"{text}; what storage holds is not known: {view.storage_pending}"
     first = newest + 1
