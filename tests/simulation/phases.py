@@ -24,6 +24,7 @@ from elasticzero.checkpoint.steps import commit
 from elasticzero.checkpoint.steps.loose_files import remove_loose
 from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.base import Bytes
+from elasticzero.checkpoint.storage.base import Storage as StepFiles
 from elasticzero.errors import ElasticZeroError, StorageError
 from tests.simulation.storage import Checkpoint, Part, Storage
 from tests.simulation.timeline import Timeline
@@ -203,7 +204,7 @@ class PhasedStorage(Storage):
                 go_on=lambda: not access.abandoned,
             )
 
-    def _write_shards(self, access: Access, draft: Manifest, storage: PhasedStep) -> None:
+    def _write_shards(self, access: Access, draft: Manifest, storage: StepFiles) -> None:
         """See `persist` of `checkpoint/ram/transfer.py`."""
         for rank in access.part.ranks:
             specs = shard_specs(draft, rank).values()

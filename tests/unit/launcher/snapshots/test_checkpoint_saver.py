@@ -16,6 +16,7 @@ from elasticzero.checkpoint.format.layout import Group, Layout, TensorSpec
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, step_directory
 from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.checkpoint.ram import transfer
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.steps import catalog, commit, tags
 from elasticzero.checkpoint.steps import owner as owner_record
@@ -311,7 +312,7 @@ def test_a_save_that_another_one_replaces_is_not_begun(
     """A save of step 10 waits for one of step 9. Then another step is to be saved from memory: one
     that is no older makes the save of step 10 needless. Of a newer step than that in memory the
     other nodes' parts may be there."""
-    really_persist, steps = checkpoint_saver.persist, []
+    really_persist, steps = transfer.persist, []
     begun, goes_on = threading.Event(), threading.Event()
 
     def persist(memory: SnapshotStore, shard: ShardName, *arguments: Any, **options: Any) -> Any:
