@@ -269,12 +269,12 @@ class PhasedStorage(Storage):
         step, keep = step_of(name), self.keep.last
         assert step is not None
         if file == MANIFEST_NAME:
-            own = self._token_of(name) == draft_of(save).token
+            withdraws = self._token_of(name) == draft_of(save).token
             newer = [other for other in self.files if other > name and self._fault(other) is None]
             text = f"step {step} is removed, and {len(newer)} newer ones are good"
             enough = keep is not None and len(newer) >= keep
             is_good = self._fault(name) is None and self._is_whole
-            self._require(enough or not is_good or own, "R22", text)
+            self._require(enough or not is_good or withdraws, "R22", text)
             self._well.discard(name)
             self.gone[step] = self.steps.pop(step)
             self.gone[step].damaged_s = self.timeline.now_s

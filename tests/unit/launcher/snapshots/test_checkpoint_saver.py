@@ -313,18 +313,18 @@ def test_a_save_that_another_one_replaces_is_not_begun(
     that is no older makes the save of step 10 needless. Of a newer step than that in memory the
     other nodes' parts may be there."""
     really_persist, steps = transfer.persist, []
-    begun, goes_on = threading.Event(), threading.Event()
+    copies, goes_on = threading.Event(), threading.Event()
 
     def persist(memory: SnapshotStore, shard: ShardName, *arguments: Any, **options: Any) -> Any:
         steps.append(shard.step)
-        begun.set()
+        copies.set()
         assert goes_on.wait(60.0)
         return really_persist(memory, shard, *arguments, **options)
 
     monkeypatch.setattr(checkpoint_saver, "persist", persist)
     for saved in (9, 10, step):
         saver.save_held([ShardName(2, saved, 0, 1)])
-        assert begun.wait(60.0)
+        assert copies.wait(60.0)
     goes_on.set()
     _, second, _ = wait_for_saves(saver)
     assert steps == copied
