@@ -12,6 +12,7 @@ are; where one rank has used it, zeros stand for the gradients of the others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,7 @@ from elasticzero.parallel.partitioned import (
 )
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
-from elasticzero.torch_internals import GradientHooks
+from elasticzero.torch_internals import GradientHooks, without_torch_functions
 
 
 class FlatBuckets(PiecedStrategy):
@@ -90,9 +91,7 @@ class FlatBuckets(PiecedStrategy):
         """The buckets that the newest step has stepped together."""
         self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
         self._pieced.chunks = [
-            MasteredValues(b.own_part(b.flat_E), b.master_C)
-            for b in self._buckets
-            if b.master_C is not None
+            MasteredValues(b.own_C, b.master_C) for b in self._buckets if b.master_C is not None
         ]
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
@@ -108,8 +107,6 @@ class FlatBuckets(PiecedStrategy):
         self._hooks = GradientHooks(self._parameters)
         self._part: MicroBatch | None = None
         self._rest_memory = ParameterMemory(self._rest)
-        for bucket in self._buckets:
-            bucket.count_sharing()
 
     def expect(self, part: MicroBatch) -> None:
         self._changes.begin()
@@ -209,7 +206,7 @@ class FlatBuckets(PiecedStrategy):
         if (error := self._pieced.emptied()) is not None:
             return error
         # A parameter that was moved had been waited for.
-        moved = {bucket: indices for bucket in self._buckets if (indices := bucket.moved())}
+        moved = self._moved()
         for bucket, indices in moved.items():
             for index in indices:
                 now, place = bucket.parameters[index], bucket.places[index]
@@ -217,17 +214,36 @@ class FlatBuckets(PiecedStrategy):
                     return error
         if (error := self._overlap(moved)) is not None:
             return error
+        if moved and self._leave_memory(moved):
+            moved = self._moved()
         if moved:
             parameters = [b.parameters[i] for b, indices in moved.items() for i in indices]
-            flats = {memory_of(bucket.flat_E): bucket for bucket in self._buckets}
-            if (error := _read_exchange(moved, flats)) is not None:
-                return error
-            shared = shared_outside(parameters) - flats.keys()
+            flats = {memory_of(bucket.flat_E) for bucket in self._buckets}
+            shared = shared_outside(parameters)
             # Copies first: two parameters may have each other's places.
             values = {b: {i: _outside(b.parameters[i], flats) for i in moved[b]} for b in moved}
             for bucket in moved:
                 bucket.take_in(values[bucket], shared, flats)
         return self._rest_memory.difference()
+
+    def _moved(self) -> dict[FlatBucket, list[int]]:
+        """Returns the parameters that do not lie in their places, by their index, by bucket."""
+        return {bucket: indices for bucket in self._buckets if (indices := bucket.moved())}
+
+    def _leave_memory(self, moved: Mapping[FlatBucket, Sequence[int]]) -> bool:
+        """Has buckets that a parameter has just left leave their memory to tensors of the script's
+        that share it; returns whether one did."""
+        with without_torch_functions():
+            inside = Counter(memory_of(p) for b in self._buckets for p in b.parameters)
+        left = [
+            bucket
+            for bucket, indices in moved.items()
+            if set(indices) - set(bucket.outside)
+            and bucket.has_readers(inside[memory_of(bucket.flat_E)])
+        ]
+        for bucket in left:
+            bucket.leave_memory()
+        return bool(left)
 
     def _overlap(self, moved: Mapping[FlatBucket, Sequence[int]]) -> UserError | None:
         """Returns the error for a parameter that was moved to where another one lies."""
@@ -297,28 +313,6 @@ class FlatBuckets(PiecedStrategy):
         self._mirrors.restored()
         for bucket in self._buckets:
             bucket.give_out()
-
-
-def _read_exchange(
-    moved: Mapping[FlatBucket, Sequence[int]], flats: Mapping[int, FlatBucket]
-) -> UserError | None:
-    """Returns the error for a parameter that was moved into a bucket of which the script has other
-    tensors: they would have to follow it to its own place.
-
-    Args:
-        moved: The parameters that were moved, by their index, of each bucket.
-        flats: The buckets by the address of their memory.
-    """
-    for bucket, indices in moved.items():
-        for index in indices:
-            into = flats.get(memory_of(bucket.parameters[index]))
-            if into is not None and into.has_readers():
-                return UserError(
-                    f"parameter {bucket.names[index]!r} was given memory of another parameter, and "
-                    "the script has other tensors of it (`parameter.data` that it took before): "
-                    "exchange the values by copy_, or use ddp"
-                )
-    return None
 
 
 def _outside(parameter: Tensor, flats: Collection[int]) -> Tensor:

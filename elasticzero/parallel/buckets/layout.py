@@ -7,8 +7,9 @@ Rules:
  LB1  A parameter is a view of its bucket, unless a tensor of the script's shares the memory that it
       had before: a list of `p.data` from before `prepare`, a vector for `vector_to_parameters`.
       Such a parameter stays outside, and its values are copied in before each step, and out after.
- LB2  A parameter that the script has given other memory is taken in again, its values first. It
-      stays outside while the script may have tensors of its place, which are not of it any more.
+ LB2  A parameter that the script has given other memory is taken in again, its values first. Where
+      the script has tensors of the bucket's memory, the bucket leaves it to them first: they keep
+      its values, and the parameters that still lie there are outside.
 
 Shapes: E elements of a bucket with its padding, C elements of one chunk.
 """
@@ -16,7 +17,6 @@ Shapes: E elements of a bucket with its padding, C elements of one chunk.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -68,13 +68,14 @@ class FlatBucket:
     """This rank's 32-bit copy of its chunk, where the parameters have 16 bits."""
     shared: Collection[int] = ()
     """Addresses of memory that the script has other tensors of."""
+    own_C: Tensor = field(init=False)
+    """This rank's chunk."""
     places: list[Tensor] = field(init=False)
     """The parameters' places in `flat_E`."""
+    _views: list[Tensor] = field(init=False)
+    """All lasting tensors that share the memory of `flat_E`, but for parameters."""
     outside: list[int] = field(init=False)
     """The parameters that have memory of their own, by their index."""
-    sharing: int = sys.maxsize
-    """Number of tensors that share the memory of `flat_E`, but for parameters; `count_sharing`
-    counts them once all are made that there are in each step."""
 
     def __post_init__(self) -> None:
         first, total = self.parameters[0], 0
@@ -85,18 +86,19 @@ class FlatBucket:
         self.numel = total
         self.bounds = self._bounds()
         self.flat_E = first.data.new_zeros(self.bounds[-1])
+        self.own_C = self.own_part(self.flat_E)
         self.places = self.views(self.flat_E)
+        self._views = [self.flat_E, self.own_C, *self.places]
         values = {i: parameter.data for i, parameter in enumerate(self.parameters)}
         self.take_in(values, self.shared, {memory_of(self.flat_E)})
         if working_dtype(first.dtype) != first.dtype:
-            self.master_C = self.own_part(self.flat_E).to(working_dtype(first.dtype))
+            self.master_C = self.own_C.to(working_dtype(first.dtype))
 
     def take_in(
         self, values: Mapping[int, Tensor], shared: Collection[int], flats: Collection[int]
     ) -> None:
         """Copies the values of some parameters to their places, and makes the parameters views of
-        these, unless the script has other tensors of the memory that they have now, or of the
-        bucket's, which are theirs no more (LB1, LB2).
+        these, unless the script has other tensors of the memory that they have now (LB1).
 
         Args:
             values: Values of the parameters that do not lie in their places, by index: none of them
@@ -104,18 +106,15 @@ class FlatBucket:
             shared: Addresses of memory that the script has other tensors of.
             flats: Addresses of the memory of all buckets.
         """
-        memories = {index: memory_of(self.parameters[index]) for index in values}
-        self.outside = [index for index in values if memories[index] not in flats]
-        has_readers = self.has_readers()
+        self.outside = []
         for index, value in values.items():
             parameter, place = self.parameters[index], self.places[index]
-            is_outside = index in self.outside
+            memory = memory_of(parameter)
             place.copy_(value)
-            if is_outside and (has_readers or memories[index] in shared):
-                continue
-            parameter.data = place
-            if is_outside:
-                self.outside.remove(index)
+            if memory in shared and memory not in flats:
+                self.outside.append(index)
+            else:
+                parameter.data = place
 
     def moved(self) -> list[int]:
         """Returns the parameters that do not lie in their places, by their index."""
@@ -124,15 +123,23 @@ class FlatBucket:
         pairs = zip(self.parameters, self.places, strict=True)
         return [index for index, is_moved in enumerate(moved(pairs)) if is_moved]
 
-    def count_sharing(self) -> None:
-        inside = len(self.parameters) - len(self.outside)
-        self.sharing = sharing_tensors(self.flat_E) - inside
+    def has_readers(self, inside: int | None = None) -> bool:
+        """Tells whether tensors of the script's share the memory of the bucket.
 
-    def has_readers(self) -> bool:
-        """Tells whether tensors of the script's share the memory of the bucket."""
-        return sharing_tensors(self.flat_E) > self.sharing + len(self.parameters) - len(
-            self.outside
-        )
+        Args:
+            inside: Number of parameters that lie in it; None: none was moved.
+        """
+        if inside is None:
+            inside = len(self.parameters) - len(self.outside)
+        return sharing_tensors(self.flat_E) > len(self._views) + inside
+
+    def leave_memory(self) -> None:
+        """Takes other memory, with the same values; the old one is the script's, with the
+        parameters that lie there (LB2)."""
+        flat_E = self.flat_E.clone()
+        for view in self._views:
+            view.data = flat_E.as_strided(view.shape, view.stride(), view.storage_offset())
+        self.outside = list(range(len(self.parameters)))
 
     def give_out(self) -> None:
         """Copies the values of their places to the parameters that are outside."""
@@ -180,7 +187,9 @@ class FlatBucket:
 
     def pieces(self) -> Iterator[ParameterPiece]:
         """Yields this rank's pieces, which share memory with its chunk or its masters."""
-        yield from self.pieces_of(self.rank, self.own_part(self.flat_E), self.master_C)
+        for piece in self.pieces_of(self.rank, self.own_C, self.master_C):
+            self._views.append(piece.parameter if piece.values is None else piece.values)
+            yield piece
 
     def pieces_of(
         self, rank: int, own_C: Tensor, master_C: Tensor | None

@@ -7,6 +7,8 @@ from tests.integration.generator.elements import Element
 ELSEWHERE = ("p.data = …", "set_", "two parameters that swap their memory")
 """Changes that give a weight other memory. An alias of the weight ends there; a script that begins
 anew takes a new one, which the change of the next step ends later than in an undisturbed run."""
+ROUNDED = "rounded to 16 bits and back"
+"""It gives the weights of one layer other memory."""
 _STALE = "docs/training.md: with zero3 a rank has only its rows of such a tensor"
 
 
@@ -16,9 +18,10 @@ def _after(
     *,
     odds: int = 4,
     since: int = 0,
+    rest: str = "",
 ) -> Element:
     """Returns a change of parameters after steps."""
-    return Element(name=name, stepped=text, odds=odds, since=since)
+    return Element(name=name, stepped=text, odds=odds, since=since, rest=rest)
 
 
 PARAMETERS = [
@@ -64,9 +67,22 @@ if n == SINCE + 3:
 """,
         since=2,
     ),
+    _after(
+        "halved by p.data while a state_dict is made, and put back",
+        """
+backup = [p.data for p in model.parameters()]
+for p in model.parameters():
+    p.data = p.data * 0.5
+state = model.state_dict() if session is None else session.state_dict()
+KEPT["halves"] = [value.clone() for value in state.values() if isinstance(value, Tensor)]
+for p, values in zip(model.parameters(), backup):
+    p.data = values
+""",
+        rest='rest["halves"] = KEPT["halves"]',
+    ),
     _after("one row set to zero", "model.enter.weight[n % 5] = 0.0"),
     Element(
-        name="rounded to 16 bits and back",
+        name=ROUNDED,
         stepped="model.twin.to(torch.float16).to(D)",
         narrow=False,
         odds=2,
@@ -87,12 +103,14 @@ if n == SINCE + 3:
     ),
     Element(
         name="an alias of after prepare, only read",
+        excludes=(ROUNDED, ELSEWHERE[2]),
         prepared='KEPT["reader"] = model.twin.weight.detach()',
         stepped='model.enter.bias.fill_(0.25 * KEPT["reader"].abs().mean())',
         limits={"zero3": _STALE},
     ),
     Element(
         name="a numpy view of a parameter",
+        excludes=ELSEWHERE,
         prepared='KEPT["numpy"] = model.enter.weight.detach().numpy()',
         stepped='KEPT["numpy"] *= 0.9',
         limits={"zero3": _STALE},

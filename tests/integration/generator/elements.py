@@ -68,6 +68,8 @@ class Element:
     """How often it is drawn, beside others."""
     since: int = 0
     """Number of steps that are made before a refusal can come at the earliest."""
+    takes_ranks: bool = False
+    """True if a refusal needs ranks that compare what they have: one alone cannot know it."""
     limits: Mapping[str, str] = field(default_factory=dict)
     """Why a strategy promises nothing for it, by strategy: such a draw is not made."""
     excludes: tuple[str, ...] = ()

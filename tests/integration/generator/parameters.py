@@ -294,6 +294,7 @@ self.shrunk.register_forward_hook(shrink_later)
         name="rows that a function renormalizes",
         init="self.table = nn.Parameter(torch.randn(10, 5, dtype=D))",
         hidden="h = h + nn.functional.embedding(i, self.table, max_norm=1.0)",
+        takes_ranks=True,
         whole=True,
         narrow=False,
         odds=2,

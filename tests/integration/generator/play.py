@@ -13,6 +13,7 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,8 @@ def _check(running: Running, draw: Draw, world: World, done: int) -> None:
     raw = [message for message in refusals if CLASS_OF_ERROR.match(message)]
     if refusals and not raw:
         most = 1 + draw.since + max(piece.since for piece in draw.pieces)
+        if any(piece.takes_ranks for piece in draw.pieces):
+            most += _alone(draw)
         if done <= most:
             raise Refused(refusals[0])
         raise Unexpected(f"refused only after step {done}: {refusals[0]}\n{running.logs()}")
@@ -239,6 +242,12 @@ def _check(running: Running, draw: Draw, world: World, done: int) -> None:
         is_killed = world.end == "kill" and worker.rank == world.rank
         if worker.exit_code not in ((-9, 0) if is_killed else (0, 75)):
             raise Unexpected(f"rank {worker.rank} exits {worker.exit_code}\n{running.logs()}")
+
+
+def _alone(draw: Draw) -> int:
+    """Returns the last step that may be made before a world has several ranks."""
+    alone = takewhile(lambda world: world.ranks == 1, draw.worlds)
+    return max((world.step for world in alone), default=0)
 
 
 def newest_state(folder: Path, *, on_storage: bool) -> Resume:

@@ -137,10 +137,18 @@ def aliased_until_moved(model: nn.Module, number: int, kept: dict[str, Any]) -> 
         former.extend(parameter.data for parameter in model.parameters())
     if number == 2:
         set_data(model, number, kept)
+    kept.setdefault("seen", []).extend(alias.clone() for alias in former)
     for alias in former:
         alias.mul_(0.75)
-    if number == 4:
-        former.clear()  # it may have any values by now
+
+
+def swapped_while_read(model: nn.Module, number: int, kept: dict[str, Any]) -> None:
+    """Two parameters take each other's memory, which the script reads and writes."""
+    kept["read"] = kept.get("read", []) + [parameter.data for parameter in model.parameters()]
+    swapped(model, number, kept)
+    kept.setdefault("seen", []).extend(alias.clone() for alias in kept["read"])
+    for alias in kept["read"]:
+        alias.mul_(0.95)
 
 
 CHANGES = [
@@ -154,6 +162,7 @@ CHANGES = [
     put_back,
     aliased_before,
     aliased_until_moved,
+    swapped_while_read,
 ]
 
 
@@ -340,17 +349,28 @@ def test_a_step_waits_for_what_the_script_has_aliases_of(
     assert pending() == every
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_parameters_that_are_exchanged_while_others_read_them_are_refused(name: str) -> None:
-    """The alias would be of the other parameter from then on, which has a place of its own."""
-    model = network(torch.float64)
-    strategy = laid(model, name)
-    swapped(model, 1, {})
-    assert strategy.take_changes() is None
-    aliases = [parameter.data for parameter in model.parameters()]
-    swapped(model, 1, {})
-    assert "other tensors of it" in str(strategy.take_changes())
-    assert aliases
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_weights_of_which_a_script_has_the_memory_are_exchanged_and_put_back(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Averages of weights are often so tried: what is read meanwhile has them, training has not."""
+    model, model_alone = network(dtype), network(dtype)
+    strategy, alone = laid(model, name), laid(model_alone, name)
+    for number in range(4):
+        for of in (strategy, alone):
+            step(of, number, dtype)
+        backup = [parameter.data for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+        assert strategy.take_changes() is None
+        held = strategy.rank_state().held
+        for parameter_name, values in zip(dict(model.named_parameters()), backup, strict=True):
+            assert torch.equal(held[MODEL + parameter_name].tensor, values * 0.5)
+        for parameter, values in zip(model.parameters(), backup, strict=True):
+            parameter.data = values
+    for parameter, other in zip(model.parameters(), model_alone.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def in_place(parameter: nn.Parameter) -> None:
