@@ -42,7 +42,7 @@ import torch.distributed as dist
 from elasticzero.comm.barriers import LEAST
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.comm.tls_stream import Stream, TlsStream
-from elasticzero.security.certificates import client_context, server_context
+from elasticzero.security.certificates import contexts_of
 from elasticzero.security.proofs import proof
 from elasticzero.torch_internals import PrefixStore, Store
 
@@ -324,8 +324,8 @@ def _secured(
     """
     if info.tls is None or not info.proofs:
         return connection
-    shown = info.tls
-    context = server_context(shown) if server_side else client_context(shown.authorities, shown)
+    contexts = contexts_of(info.tls)
+    context = contexts.server if server_side else contexts.client
     stream = TlsStream(connection, context, server_side=server_side)
     stream.set_up(deadline_s)
     return stream

@@ -4,6 +4,10 @@ A server asks for a client's certificate and does not require one: probes, brows
 have none. A client requires that the server's certificate is of the job's authorities, and looks at
 no name in it: nodes come and go with their addresses, and only nodes of the job have such a
 certificate.
+
+A process makes the contexts of a certificate once (`contexts_of`). A context costs about a
+millisecond, and the first one of a process three times as much, with the first handshake. So the
+fork server makes them before a worker is needed, and its workers begin with them.
 """
 
 from __future__ import annotations
@@ -13,6 +17,10 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+_FLIGHTS = 8
+"""Maximum number of times that each end of a trial sends something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +30,55 @@ class Credentials:
     authorities: str
     certificate: str
     key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPair:
+    """Holds the contexts that are made of one certificate."""
+
+    credentials: Credentials
+    server: ssl.SSLContext
+    """For connections that a process accepts."""
+    client: ssl.SSLContext
+    """For connections to processes of the job."""
+
+    def check(self) -> None:
+        """Makes a connection in memory, which also has OpenSSL prepare what a connection needs.
+
+        Raises:
+            SSLError: One end refuses the other.
+            ValueError: The server does not take the client's certificate.
+        """
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = (
+            self.client.wrap_bio(to_client, to_server),
+            self.server.wrap_bio(to_server, to_client, server_side=True),
+        )
+        for _ in range(_FLIGHTS):
+            waiting = 0
+            for end in ends:
+                try:
+                    end.do_handshake()
+                except ssl.SSLWantReadError:
+                    waiting += 1
+            if not waiting:
+                break
+        if not ends[1].getpeercert():
+            raise ValueError("the client's certificate was not accepted")
+
+
+@lru_cache(maxsize=1)
+def contexts_of(credentials: Credentials) -> ContextPair:
+    """Returns the contexts of a certificate: the same ones as long as no other one is asked for.
+
+    No caller may change them, for other threads use them meanwhile. A renewed certificate is
+    another one. Raises as `client_context` does.
+    """
+    return ContextPair(
+        credentials=credentials,
+        server=server_context(credentials),
+        client=client_context(credentials.authorities, credentials),
+    )
 
 
 def client_context(authorities: str, credentials: Credentials | None = None) -> ssl.SSLContext:

@@ -27,7 +27,7 @@ from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.optimizers.state import by_parameter, lacks_state
-from elasticzero.security.certificates import client_context
+from elasticzero.security.certificates import contexts_of
 from elasticzero.serialization import decode
 from elasticzero.snapshots.manifest_draft import stored
 from elasticzero.snapshots.round_trip import check_modules, check_optimizers, check_shares
@@ -51,8 +51,7 @@ def open_source(assignment: Assignment) -> Checkpoint:
         assert assignment.checkpoint_dir is not None
         directory = open_directory(assignment.checkpoint_dir)
         return open_step(directory.step(step_directory(resume.step)))
-    shown = assignment.tls
-    tls = client_context(shown.authorities, shown) if shown is not None else None
+    tls = contexts_of(assignment.tls).client if assignment.tls is not None else None
     own_first = sorted(resume.sources, key=lambda source: source.node != assignment.node)
     places: dict[int, list[Readable]] = {}
     for source in own_first:

@@ -190,6 +190,8 @@ class Agent:
     def prepare(self) -> None:
         """Gets ready to start workers at once; before that this node is of no use to a world."""
         self._server.wait_until_ready()
+        if (tls := self.options.tls) is not None:
+            self._server.prepare(tls.credentials)
 
     def wake(self) -> None:
         """Wakes the loop at once; callable from any thread and from signal handlers."""

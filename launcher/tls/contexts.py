@@ -6,25 +6,12 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-from dataclasses import dataclass
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.tls.credentials import CredentialsSource
-from elasticzero.security.certificates import Credentials, client_context, server_context
+from elasticzero.security.certificates import ContextPair, Credentials, contexts_of
 
 log = logging.getLogger(__name__)
-
-_FLIGHTS = 8
-"""Maximum number of times that each end of a trial sends something."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextPair:
-    """Holds the contexts that are made of one certificate."""
-
-    credentials: Credentials
-    server: ssl.SSLContext
-    client: ssl.SSLContext
 
 
 class TlsContexts:
@@ -73,36 +60,15 @@ def context_pair(credentials: Credentials) -> ContextPair:
     Raises `UserError` if they cannot be made, or do not accept each other.
     """
     try:
-        server = server_context(credentials)
-        client = client_context(credentials.authorities, credentials)
-        _try(server, client)
+        pair = contexts_of(credentials)
+        pair.check()
     except (ssl.SSLError, ValueError) as error:
         raise UserError(
             f"no TLS connection can be made with the certificate, its key and the authorities "
             f"({_reason(error)}); PEM is expected, a key without a password, and a certificate "
             "for servers and clients that one of the authorities has signed"
         ) from None
-    return ContextPair(credentials=credentials, server=server, client=client)
-
-
-def _try(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """Makes a connection in memory; raises `ssl.SSLError` if one end refuses the other."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (
-        client.wrap_bio(to_client, to_server),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    )
-    for _ in range(_FLIGHTS):
-        waiting = 0
-        for end in ends:
-            try:
-                end.do_handshake()
-            except ssl.SSLWantReadError:
-                waiting += 1
-        if not waiting:
-            break
-    if not ends[1].getpeercert():
-        raise ValueError("the client's certificate was not accepted")
+    return pair
 
 
 def _reason(error: BaseException) -> str:

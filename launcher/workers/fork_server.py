@@ -9,6 +9,9 @@ process below it, then itself. The workers die with the server by a parent-death
 kills it. A request that the server cannot read it refuses, and goes on; to an answer that the agent
 cannot read the agent does as if the server had died.
 
+In a job with TLS the server makes the contexts of the node's certificate before a worker is needed.
+Its workers inherit them, and OpenSSL as it is after its first connection.
+
 Between the agent and the server stands its keeper, a process that only waits. Whatever the workers
 have started is the keeper's when the server is killed, even if it left their groups and sessions.
 So whichever of agent, keeper and server is killed alone, the others leave no process behind.
@@ -45,6 +48,7 @@ from elasticzero.ipc.messages import Message, ScriptEnded
 from elasticzero.launcher.workers.script_exit import exit_process
 from elasticzero.log_output import keep_write_errors, missing_output
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
+from elasticzero.security.certificates import Credentials, contexts_of
 from elasticzero.serialization import RecordError, decode, encode, parse_json
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -75,6 +79,14 @@ class Launch:
     exit_timeout_s: float = 30.0
     """Seconds within which the process must exit after its script and the exit functions; 0: no
     limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """Says what the server makes for the workers to inherit; it answers nothing."""
+
+    tls: Credentials
+    """Certificate of the node, whose contexts are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,13 +197,15 @@ def _serve_requests(keeper: int, sock: socket.socket, preload: list[str]) -> Non
                 os.close(fd)
             if "started" in answer:
                 workers.add(answer["started"])
-            sock.send(json.dumps(answer).encode())
+            if answer:
+                sock.send(json.dumps(answer).encode())
 
 
 def _launch(
     sock: socket.socket, data: bytes, fds: list[int], wake: tuple[int, int]
 ) -> dict[str, Any]:
-    """Forks the worker of a request; returns the answer.
+    """Forks the worker of a request, or prepares for workers; returns the answer, which may be
+    empty.
 
     Args:
         sock: The server's socket to the agent.
@@ -200,10 +214,20 @@ def _launch(
         wake: The server's own wake-up pipe.
     """
     try:
-        launch = decode(Launch, parse_json(data, "launch"), "launch")
+        request = parse_json(data, "launch")
+        if isinstance(request, dict) and "tls" in request:
+            _prepare(decode(Preparation, request, "preparation"))
+            return {}
+        launch = decode(Launch, request, "launch")
     except RecordError as error:
         return {"refused": str(error)}
     return {"started": _fork(sock, launch, fds, wake), "fds": fds}
+
+
+def _prepare(preparation: Preparation) -> None:
+    """Makes what workers inherit; where that fails, a worker that makes a connection reports it."""
+    with suppress(OSError, ValueError):
+        contexts_of(preparation.tls).check()
 
 
 def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
@@ -401,6 +425,7 @@ class ForkServer:
         self._socket = agent_socket
         self._ready = False
         self._pending: list[Answer] = []
+        self._prepared_for: Credentials | None = None
 
     @property
     def pid(self) -> int:
@@ -424,6 +449,19 @@ class ForkServer:
             if answer.refused:
                 raise ChannelClosed(f"the fork server refuses a launch: {answer.refused}")
             self._pending.append(answer)
+
+    def prepare(self, tls: Credentials | None) -> None:
+        """Has the server make the contexts of a certificate, unless it has those of this one; does
+        not wait.
+
+        Where that fails, workers make them.
+        """
+        if tls is None or tls is self._prepared_for:
+            return
+        self._prepared_for = tls
+        with suppress(OSError):  # it is too long for one message, or the server has died
+            data = json.dumps(encode(Preparation(tls=tls))).encode()
+            self._socket.send(data, socket.MSG_DONTWAIT)
 
     def wait_until_ready(self) -> None:
         """Returns when the imports are done; raises `ChannelClosed` if the server died before."""

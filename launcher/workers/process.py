@@ -169,6 +169,7 @@ def fork(
         separate_stdout=stdout_log is not None,
     )
     try:
+        server.prepare(assignment.tls)
         pid, numbers = server.start(worker_launch, fds)
     finally:
         for fd in opened:

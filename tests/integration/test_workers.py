@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from elasticzero.launcher.workers.fork_server import ForkServer, Launch
 from elasticzero.launcher.workers.group import Received, WorkerGroup
 from elasticzero.launcher.workers.process import worker_environment
 from elasticzero.processes import children_of, descendants, is_alive, is_exiting
+from elasticzero.security.certificates import Credentials
+from tests.support.certificates import credentials_of
 from tests.support.deadlines import patience
 
 PATIENCE_S = 30.0
@@ -58,7 +61,14 @@ def assignment(rank: int, of: int) -> Assignment:
 class Play:
     """A group that runs a script, and all that was heard of it."""
 
-    def __init__(self, server: ForkServer, tmp_path: Path, code: str, workers: int = 1) -> None:
+    def __init__(
+        self,
+        server: ForkServer,
+        tmp_path: Path,
+        code: str,
+        workers: int = 1,
+        tls: Credentials | None = None,
+    ) -> None:
         script = tmp_path / "script.py"
         script.write_text(code)
         launch = Launch(
@@ -72,7 +82,7 @@ class Play:
         self.heard: list[Received] = []
         self.wakeup_fd, rings = os.pipe2(os.O_NONBLOCK)
         self.group = WorkerGroup(server, 3, rings, started_s=time.monotonic())
-        assignments = [assignment(rank, workers) for rank in range(workers)]
+        assignments = [replace(assignment(rank, workers), tls=tls) for rank in range(workers)]
         self.group.start(assignments, launch, self.logs, None)
 
     def wait(self, so: Callable[[], object]) -> None:
@@ -293,6 +303,19 @@ def test_workers_die_with_the_fork_server(tmp_path: Path) -> None:
     failure = play.group.view(time.monotonic()).failure
     assert failure is not None
     assert failure.message == "the fork server died"
+
+
+def test_workers_inherit_the_contexts_of_the_certificate(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Each worker had to make them while the others waited for it."""
+    code = (
+        "from elasticzero.security.certificates import contexts_of\n"
+        "print('contexts', contexts_of.cache_info().currsize)\n"
+    )
+    play = Play(server, tmp_path, code, tls=credentials_of("the token"))
+    assert play.wait_for_end() == [0]
+    assert play.log().split() == ["contexts", "1"]
 
 
 @pytest.mark.parametrize("killed", ["server", "keeper", "server of a suspended keeper"])

@@ -36,7 +36,7 @@ from elasticzero.comm.store.wire import (
     unpacked,
 )
 from elasticzero.comm.tls_stream import TlsStream
-from elasticzero.security.certificates import Credentials, client_context
+from elasticzero.security.certificates import Credentials, contexts_of
 from elasticzero.text import list_text
 from elasticzero.torch_internals import PythonStore
 
@@ -76,8 +76,7 @@ class Channel:
         Raises:
             OSError: The server has no certificate of the job, or does not answer in time.
         """
-        context = client_context(credentials.authorities, credentials)
-        stream = TlsStream(self._plain, context, server_side=False)
+        stream = TlsStream(self._plain, contexts_of(credentials).client, server_side=False)
         stream.set_up(time.monotonic() + limit_s)
         self._sock = stream
 

@@ -46,7 +46,7 @@ from elasticzero.comm.store.wire import (
     unpacked,
 )
 from elasticzero.comm.tls_stream import TlsPipe
-from elasticzero.security.certificates import Credentials, server_context
+from elasticzero.security.certificates import Credentials, contexts_of
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class StoreServer:
         Raises:
             OSError: Another process listens on the port.
         """
-        self._tls: ssl.SSLContext | None = server_context(tls) if tls is not None else None
+        self._tls: ssl.SSLContext | None = contexts_of(tls).server if tls is not None else None
         self._others = set(range(world_size)) - {LOCAL}
         if self._others:
             listener.listen(BACKLOG)
