@@ -19,6 +19,8 @@ from elasticzero.checkpoint.storage.signed_requests import RANGE_HEADER, RUN_HEA
 from elasticzero.errors import StorageError, UserError
 
 _GIVEN_UP = "the server was abandoned"
+_REFUSAL_BYTES = 1 << 12
+"""Maximum bytes of the text of a refusal; after a longer one the connection is closed."""
 
 
 class HttpStorage:
@@ -73,7 +75,7 @@ class HttpStorage:
             response = self._request(connection, "HEAD", name, {})
             response.read()
             if response.status != 200:
-                raise self._refusal(name, response)
+                raise self._refusal(connection, name, response)
             length = response.headers.get("Content-Length", "")
             if not length.isdecimal():
                 raise StorageError(f"{self.where}/{name}: the server does not say its size")
@@ -90,7 +92,7 @@ class HttpStorage:
                 connection.close()
                 return 0
             if response.status != 206:
-                raise self._refusal(name, response)
+                raise self._refusal(connection, name, response)
             try:
                 return self._receive(response, start, buffers)
             except (OSError, http.client.HTTPException) as error:
@@ -114,7 +116,12 @@ class HttpStorage:
 
     @contextmanager
     def _connected(self) -> Iterator[_CancellableConnection]:
-        """Yields a connection for one request, which is kept for the next one after a success."""
+        """Yields a connection for one request, which is kept for the next one after an answer.
+
+        That a file is missing is an answer: a node that waits for a file asks for it again and
+        again, and a connection with TLS costs more than the question.
+        """
+        is_kept = False
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -128,13 +135,17 @@ class HttpStorage:
                     raise StorageError(f"{self.where}: {_GIVEN_UP}")
                 self._busy.add(connection)
             yield connection
-        except BaseException:
-            connection.close()
+            is_kept = True
+        except FileNotFoundError:
+            is_kept = True
             raise
         finally:
             with self._lock:
                 self._busy.discard(connection)
-        self._idle.append(connection)
+            if is_kept:
+                self._idle.append(connection)
+            else:
+                connection.close()
 
     def _request(
         self,
@@ -173,8 +184,24 @@ class HttpStorage:
                 done += count
         return done
 
-    def _refusal(self, name: str, response: http.client.HTTPResponse) -> Exception:
+    def _refusal(
+        self,
+        connection: _CancellableConnection,
+        name: str,
+        response: http.client.HTTPResponse,
+    ) -> Exception:
+        """Returns the error that a response stands for.
+
+        Args:
+            connection: The connection, which is closed if it cannot be used again.
+            name: Name of the file.
+            response: The response, whose body is not read yet.
+        """
         if response.status == 404:
+            with suppress(OSError, http.client.HTTPException):
+                response.read(_REFUSAL_BYTES)
+            if not response.isclosed():
+                connection.close()
             return FileNotFoundError(errno.ENOENT, "no such file", f"{self.where}/{name}")
         return StorageError(
             f"{self.where}/{name}: the server answered {response.status} {response.reason}"

@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         if not self.is_proven():
             self.reply(401)
         elif not path.is_file():
-            self.reply(404)
+            self.reply(404, self.server.refusal, with_body=with_body)
         elif not (asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))):
             self.reply(200, path.read_bytes(), with_body=with_body)
         elif int(asked[1]) >= path.stat().st_size:
@@ -95,6 +95,7 @@ class Server(ThreadingHTTPServer):
         self.root = root
         self.connections: set[object] = set()
         self.fault: Callable[[Handler, int, bytes], None] = well
+        self.refusal = b""
         self.stuck = threading.Event()
         self.go_on = threading.Event()
 
@@ -217,6 +218,25 @@ def test_reads_share_one_connection_and_survive_its_end(server: Server) -> None:
         storage.size("gone")
     storage.close()
     assert read(storage, "file", 5, 5) == CONTENT[5:10]
+    storage.close()
+
+
+@pytest.mark.parametrize("text", [b"", b"no such file\n", b"x" * (1 << 16)])
+def test_a_missing_file_is_asked_for_again_over_the_same_connection(
+    server: Server, text: bytes
+) -> None:
+    """A node that waited for a snapshot's file connected anew for each question. An answer that is
+    longer than a refusal is not read to its end."""
+    storage = HttpStorage(server.url, TOKEN)
+    server.refusal = text
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            storage.size("file")
+        with pytest.raises(FileNotFoundError):
+            read(storage, "file", 0, 100)
+    (server.root / "file").write_bytes(CONTENT)
+    assert read(storage, "file", 0, 100) == CONTENT[:100]
+    assert len(server.connections) == (4 if len(text) > 100 else 1)
     storage.close()
 
 
