@@ -98,6 +98,21 @@ class HttpStorage:
             except (OSError, http.client.HTTPException) as error:
                 raise StorageError(f"{self.where}/{name}: {explain(error)}") from error
 
+    def take_over(self, earlier: HttpStorage) -> None:
+        """Goes on with the connections of another step's storage, which nobody uses any more.
+
+        They are closed where they lead to another server, have shown another secret or
+        certificate, or were abandoned.
+        """
+        if earlier._peer() == self._peer() and not earlier._abandoned:
+            self._idle += earlier._idle
+            earlier._idle = []
+        earlier.close()
+
+    def _peer(self) -> tuple[object, ...]:
+        """Returns what a connection depends on: a renewed certificate has another context."""
+        return (self._server, self._secret, self._proofs, self._timeout_s, self._tls)
+
     def close(self) -> None:
         """Closes the connections; the next read connects again."""
         while self._idle:

@@ -68,6 +68,8 @@ class SnapshotReplicator:
         self._replica_slots: dict[int, Slots] = {}
         self._sources: set[HttpStorage] = set()
         """Sources of the pulls under way."""
+        self._pulled: dict[int, HttpStorage] = {}
+        """Last source of each slot, whose connection serves for the next step."""
         self._threads = [
             threading.Thread(target=work, name=f"elasticzero-{name}", daemon=True)
             for name, work in (("sealing", self._seal), ("replicating", self._replicate))
@@ -118,6 +120,8 @@ class SnapshotReplicator:
             thread.join(1.0)
         for slots in self._replica_slots.values():
             slots.close()
+        for source in [*self._pulled.values()]:
+            source.close()
 
     def _end_pulls(self) -> None:
         """Ends the pulls under way; those about to begin end when they find a newer capture."""
@@ -210,22 +214,13 @@ class SnapshotReplicator:
                 root, overflow = self._snapshots.root, self._snapshots.overflow
                 self._replica_slots[slot] = Slots(root, f"replica-{slot}", overflow)
             slots = self._replica_slots[slot]
-        scheme, tls = ("http", None) if role.tls is None else ("https", role.tls.client())
-        url = f"{scheme}://{replica_source.address}/snapshots/{role.generation}/{step.number}"
-        source = HttpStorage(
-            url,
-            role.password,
-            timeout_s=self._silence_s,
-            run=role.run,
-            tls=tls,
-            proofs=role.proofs,
-        )
-        with self._lock:
-            self._sources.add(source)
+        source = self._source(step, replica_source.address, slot)
         try:
             while not self._snapshots.sealed(shard):
                 if expired():
-                    raise StorageError(f"{url}: the shard of rank {rank} did not come in time")
+                    raise StorageError(
+                        f"{source.where}: the shard of rank {rank} did not come in time"
+                    )
                 try:
                     pull(source, self._snapshots, slots, shard, expired)
                 except FileNotFoundError:
@@ -233,7 +228,34 @@ class SnapshotReplicator:
         finally:
             with self._lock:
                 self._sources.discard(source)
-            source.close()
+
+    def _source(self, step: CapturedStep, address: str, slot: int) -> HttpStorage:
+        """Returns another node's files of a step.
+
+        Its connection is that of the step before where it can be. Steps follow each other fast, and
+        with TLS a connection costs more than a small shard.
+
+        Args:
+            step: The step.
+            address: Address of the node's agent.
+            slot: The slot that is filled from there.
+        """
+        role = step.role
+        scheme, tls = ("http", None) if role.tls is None else ("https", role.tls.client())
+        source = HttpStorage(
+            f"{scheme}://{address}/snapshots/{role.generation}/{step.number}",
+            role.password,
+            timeout_s=self._silence_s,
+            run=role.run,
+            tls=tls,
+            proofs=role.proofs,
+        )
+        with self._lock:
+            earlier, self._pulled[slot] = self._pulled.get(slot), source
+            self._sources.add(source)
+        if earlier is not None:
+            source.take_over(earlier)
+        return source
 
 
 def _held_event(generation: int, step: int, error: BaseException | None) -> SnapshotHeld:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import BinaryIO, get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.staging import SharedMemoryStager
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
+from elasticzero.checkpoint.storage import http
 from elasticzero.ipc.messages import Captured, SnapshotHeld
 from elasticzero.launcher.http.server import AgentServer, listen
 from elasticzero.launcher.observability.event_log import EventLog
@@ -99,3 +101,40 @@ def test_a_new_generation_does_not_wait_for_a_pull_from_a_lost_node(
         assert store.sealed(ShardName(2, 7, 1, 2))
     replicator.close()
     assert told.empty(), "of a generation that is over nothing is told"
+
+
+def test_steps_are_pulled_over_one_connection(
+    tmp_path: Path, buddy: tuple[str, SnapshotStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question for a shard that was not sealed yet took a connection, and each step."""
+    connect, connected = http._CancellableConnection.connect, list[object]()
+
+    def counting(connection: http._CancellableConnection) -> None:
+        connected.append(connection)
+        connect(connection)
+
+    monkeypatch.setattr(http._CancellableConnection, "connect", counting)
+    address, theirs = buddy
+    store, told = SnapshotStore(tmp_path / "mine"), queue.SimpleQueue[SnapshotHeld]()
+    asked = threading.Event()
+    open_file = theirs.open_file
+
+    def opening(generation: int, step: int, name: str) -> BinaryIO:
+        try:
+            return open_file(generation, step, name)
+        except FileNotFoundError:
+            asked.set()
+            raise
+
+    monkeypatch.setattr(theirs, "open_file", opening)
+    replicator = SnapshotReplicator(store, told.put, silence_s=LONG_S)
+    for step in (5, 6, 7):
+        asked.clear()
+        capture(store, 1, step, 0)
+        replicator.captured(captured(1, step, address))
+        assert asked.wait(LONG_S), "it is pulled before it is sealed"
+        capture(theirs, 1, step, 1)
+        theirs.seal(ShardName(1, step, 1, 2))
+        assert told.get(timeout=LONG_S) == SnapshotHeld(generation=1, step=step, error=None)
+    replicator.close()
+    assert len(connected) == 1

@@ -195,6 +195,32 @@ def test_snapshots_are_read_by_ranges(server: AgentServer, authority: JobAuthori
             assert buffer[:count] == CONTENT[start : start + size]
 
 
+def test_the_next_step_shows_a_renewed_certificate(
+    server: AgentServer, authority: JobAuthority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the certificate before it goes on over the connection before."""
+    handshakes = list[ssl.SSLContext]()
+    wrap = ssl.SSLContext.wrap_socket
+
+    def counting(context: ssl.SSLContext, *arguments: Any, **options: Any) -> ssl.SSLSocket:
+        if not options.get("server_side"):
+            handshakes.append(context)
+        return wrap(context, *arguments, **options)
+
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", counting)
+    node, renewed = (contexts(authority, "node-b").client() for _ in range(2))
+    earlier: HttpStorage | None = None
+    for step, tls in enumerate((node, node, renewed, renewed)):
+        url = f"https://127.0.0.1:{server.port}/snapshots/1/{step}"
+        storage = HttpStorage(url, "", run=RUN, tls=tls)
+        if earlier is not None:
+            storage.take_over(earlier)
+        assert storage.size("shard") == len(CONTENT)
+        earlier = storage
+    storage.close()
+    assert handshakes == [node, renewed]
+
+
 def test_a_server_of_another_authority_is_not_read(server: AgentServer) -> None:
     other = client_context(JobAuthority(Secret("another-token-altogether"), "j").certificate)
     url = f"https://127.0.0.1:{server.port}/snapshots/1/1"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -237,6 +238,39 @@ def test_a_missing_file_is_asked_for_again_over_the_same_connection(
     (server.root / "file").write_bytes(CONTENT)
     assert read(storage, "file", 0, 100) == CONTENT[:100]
     assert len(server.connections) == (4 if len(text) > 100 else 1)
+    storage.close()
+
+
+def test_the_next_step_is_read_over_the_same_connection(server: Server) -> None:
+    (server.root / "file").write_bytes(CONTENT)
+    steps = [HttpStorage(f"{server.url}{step}", TOKEN) for step in range(3)]
+    assert read(steps[0], "file", 0, 100) == CONTENT[:100]
+    for earlier, storage in pairwise(steps):
+        storage.take_over(earlier)
+        assert read(storage, "file", 5, 5) == CONTENT[5:10]
+    assert len(server.connections) == 1
+    assert read(steps[0], "file", 5, 5) == CONTENT[5:10], "it can connect again"
+    assert len(server.connections) == 2
+    for storage in steps:
+        storage.close()
+
+
+@pytest.mark.parametrize("changed", ["secret", "server", "abandoned"])
+def test_no_connection_of_another_peer_is_taken_over(server: Server, changed: str) -> None:
+    (server.root / "file").write_bytes(CONTENT)
+    earlier = HttpStorage(server.url, TOKEN)
+    assert read(earlier, "file", 0, 100) == CONTENT[:100]
+    if changed == "abandoned":
+        earlier.abandon()
+    url = server.url.replace("127.0.0.1", "localhost") if changed == "server" else server.url
+    storage = HttpStorage(url, "wrong" if changed == "secret" else TOKEN)
+    storage.take_over(earlier)
+    if changed == "secret":
+        with pytest.raises(StorageError, match="answered 401"):
+            read(storage, "file", 5, 5)
+    else:
+        assert read(storage, "file", 5, 5) == CONTENT[5:10]
+    assert len(server.connections) == 2
     storage.close()
 
 
