@@ -1,7 +1,8 @@
 """Keeps the history of a job in an agent: what it has seen, and what was before it joined.
 
 A node that joins may lead the job later, once all earlier nodes have left. So its agent asks the
-leader for the history once, in a thread, and continues it.
+leader for the history once, in a thread, and continues it. It asks once its workers train: the
+other nodes stand still until then, and the leader asks all of them to answer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class JobMemory:
         self._node = node
         self._goodput_due_s = 0.0
         self._thread: threading.Thread | None = None
-        self._has_joined = False
+        self._joined_in = 0
+        """First generation that has named the node; 0: none has."""
         self._ended = threading.Event()
 
     def turn(
@@ -53,13 +55,15 @@ class JobMemory:
             self._goodput_due_s = now_s + GOODPUT_EVERY_S
             self.history.goodput(time.time(), status()["goodput"])
         world = view.world
-        if not self._has_joined and world is not None and world.names(view.me):
-            self._has_joined = True
-            if world.generation > 1:
-                self._thread = threading.Thread(
-                    target=self._ask, args=(world, access), name="elasticzero-history", daemon=True
-                )
-                self._thread.start()
+        if world is None or not world.names(view.me):
+            return
+        self._joined_in = self._joined_in or world.generation
+        trains = view.workers.stepped_s > 0 or view.workers.plain
+        if self._joined_in > 1 and trains and self._thread is None:
+            self._thread = threading.Thread(
+                target=self._ask, args=(world, access), name="elasticzero-history", daemon=True
+            )
+            self._thread.start()
 
     def _ask(self, world: World, access: AgentAccess) -> None:
         others = [member for member in world.members if member.node != self._node]
