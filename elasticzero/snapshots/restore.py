@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import ssl
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.data.position import DataPosition
 from elasticzero.data.tag_requests import with_tags
 from elasticzero.errors import CheckpointMismatch
-from elasticzero.ipc.assignment import Assignment, Resume, Source
+from elasticzero.ipc.assignment import Assignment, Source
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.optimizers.state import by_parameter, lacks_state
@@ -51,35 +50,41 @@ def open_source(assignment: Assignment) -> Checkpoint:
         assert assignment.checkpoint_dir is not None
         directory = open_directory(assignment.checkpoint_dir)
         return open_step(directory.step(step_directory(resume.step)))
-    tls = contexts_of(assignment.tls).client if assignment.tls is not None else None
     own_first = sorted(resume.sources, key=lambda source: source.node != assignment.node)
     places: dict[int, list[Readable]] = {}
+    agents: dict[str, HttpStorage] = {}
     for source in own_first:
-        places.setdefault(source.rank, []).append(_place(source, resume, assignment, tls))
+        places.setdefault(source.rank, []).append(_place(source, assignment, agents))
     return open_snapshot(places, resume.generation, resume.step)
 
 
-def _place(
-    source: Source, resume: Resume, assignment: Assignment, tls: ssl.SSLContext | None
-) -> Readable:
+def _place(source: Source, assignment: Assignment, agents: dict[str, HttpStorage]) -> Readable:
     """Returns where a shard is read from.
+
+    All shards that a node has are read over the same connections.
 
     Args:
         source: One of the nodes that hold it.
-        resume: The snapshot.
         assignment: The worker's assignment.
-        tls: Context of connections to other nodes; None: the job is without TLS.
+        agents: The agents of other nodes so far, by address; one is added.
     """
+    resume = assignment.resume
     generation, step = resume.generation, resume.step
     if source.node == assignment.node:
         world_size = len({source.rank for source in resume.sources})
         shard = ShardName(generation, step, source.rank, world_size)
         return DiskStorage(snapshots_of(assignment).path_of(shard), durable=False)
-    scheme = "http" if tls is None else "https"
-    url = f"{scheme}://{source.address}/snapshots/{generation}/{step}"
-    return HttpStorage(
-        url, assignment.password, run=assignment.run, tls=tls, proofs=assignment.proofs
-    )
+    if source.address not in agents:
+        shown = assignment.tls
+        scheme, tls = ("http", None) if shown is None else ("https", contexts_of(shown).client)
+        agents[source.address] = HttpStorage(
+            f"{scheme}://{source.address}/snapshots/{generation}/{step}",
+            assignment.password,
+            run=assignment.run,
+            tls=tls,
+            proofs=assignment.proofs,
+        )
+    return agents[source.address]
 
 
 def snapshots_of(assignment: Assignment) -> SnapshotStore:
