@@ -168,6 +168,8 @@ def _check_readable(storage: Storage, data: bytes) -> None:
 def _place(storage: Storage, data: bytes, known_bad: bytes | None) -> tuple[bool, bytes | None]:
     """Gives the manifest its name, unless the step is good by another save (FC3).
 
+    What has the name and is no manifest, such as a pipe, is removed first, if it is still the same.
+
     Args:
         storage: The step's files.
         data: Contents of the manifest.
@@ -184,10 +186,12 @@ def _place(storage: Storage, data: bytes, known_bad: bytes | None) -> tuple[bool
     for _ in range(_TRIES):
         if storage.create_exclusive(MANIFEST_NAME, data, instead_of=replaced):
             return True, replaced
+        version = storage.versions().get(MANIFEST_NAME)
         replaced, other = _manifest_or_other(storage)
         if other:
-            storage.write(MANIFEST_NAME, [data], size=len(data))
-            return True, None
+            if version is not None:
+                storage.remove(MANIFEST_NAME, version=version)
+            continue
         error = step_error(storage)
         if replaced is not None and error is None and replaced != known_bad:
             return False, None

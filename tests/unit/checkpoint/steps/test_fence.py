@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import uuid
 from collections.abc import Callable, Iterator
@@ -126,6 +127,27 @@ def test_a_committer_frozen_before_the_manifest(
     assert committed == [True]
     assert_all_good(directory)
     assert state(directory)[90] == (NEW, None)
+
+
+def test_a_committer_frozen_before_it_replaces_a_pipe(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next generation has put a manifest in its place meanwhile: that one was overwritten."""
+    directory = opened("disk", place)
+    storage = shards(directory, 100, OLD)
+    os.mkfifo(Path(storage.where) / MANIFEST_NAME)
+    look, committed = commit._manifest_or_other, []
+
+    def freeze(target: Storage) -> tuple[bytes | None, bool]:
+        seen = look(target)
+        monkeypatch.setattr(commit, "_manifest_or_other", look)
+        committed.append(whole_save(directory, 100, NEW, ALL))
+        return seen
+
+    monkeypatch.setattr(commit, "_manifest_or_other", freeze)
+    assert not commit.commit(storage, draft(100, OLD), wait_s=0.0)
+    assert committed == [True]
+    assert state(directory) == {100: (NEW, None)}
 
 
 @each_kind
