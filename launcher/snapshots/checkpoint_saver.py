@@ -423,7 +423,7 @@ class CheckpointSaver:
         if job.commits:
             draft = replace(written[0][0], files=())
             committed = self._commit(job, directory, draft, known_bad)
-            tags, notes = _set_own_tags(directory, draft)
+            tags, notes = self._set_own_tags(directory, draft)
             if committed:
                 notes += self._apply_retention(directory, draft, job)
         else:
@@ -458,6 +458,28 @@ class CheckpointSaver:
             give_up=lambda: self._reason_to_abandon(job),
             may_not=lambda: self._reason_not_to_commit(job) or self._taken_by(directory),
         )
+
+    def _set_own_tags(
+        self, directory: Directory, saved: Manifest
+    ) -> tuple[tuple[str, ...], list[str]]:
+        """Writes the tags of a step that is saved now, by this save or an earlier one.
+
+        Args:
+            directory: Directory of the checkpoints.
+            saved: Manifest of the step.
+
+        Returns:
+            The tags that are written, and notes on what prevented it.
+        """
+        try:
+            reason = self._taken_by(directory) if saved.tags else None
+            if reason is None:
+                set_tags(directory, saved.step, saved.tags)
+        except (ElasticZeroError, OSError) as error:
+            reason = one_line(error)
+        if reason is not None:
+            return (), [f"step {saved.step} has no tag {', '.join(saved.tags)}: {reason}"]
+        return saved.tags, []
 
     def _apply_retention(self, directory: Directory, committed: Manifest, job: _Job) -> list[str]:
         """Removes the checkpoints that need not stay; returns notes on that.
@@ -551,16 +573,6 @@ class CheckpointSaver:
             late = time.monotonic() - self._role_since_s > SUPERSEDED_WAIT_S
             late |= sum(not other.tags for other in self._open) > 1
         return "its generation ended before all parts were written" if superseded and late else None
-
-
-def _set_own_tags(directory: Directory, saved: Manifest) -> tuple[tuple[str, ...], list[str]]:
-    """Writes the tags of a step that is saved now, by this save or an earlier one; returns them, or
-    a note on what prevented it."""
-    try:
-        set_tags(directory, saved.step, saved.tags)
-    except (ElasticZeroError, OSError) as error:
-        return (), [f"step {saved.step} has no tag {', '.join(saved.tags)}: {one_line(error)}"]
-    return saved.tags, []
 
 
 def _removed(done: CleanupResult) -> str:

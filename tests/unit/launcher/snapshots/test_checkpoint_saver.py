@@ -223,6 +223,28 @@ def test_a_saver_whose_run_ends_after_its_commit_removes_nothing(
     saver.close()
 
 
+def test_a_saver_whose_run_ends_after_its_commit_writes_no_tag(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wrote the tags of its own step without a look at who has the directory by then."""
+    directory, saver = claimed(tmp_path)
+    tagged = replace(draft(11), tags=("best",))
+    piece = TensorPiece("a", torch.arange(8, dtype=torch.float32))
+    write_snapshot(tmp_path / "memory", tagged, 0, [piece])
+    really_list = commit._check_listed
+
+    def take(*arguments: object) -> None:
+        really_list(*arguments)  # type: ignore[arg-type]
+        owner_record.claim(directory, replace(JOB, run=2), lambda _: False)
+
+    monkeypatch.setattr(commit, "_check_listed", take)
+    (finished,) = save(saver, 11)
+    assert isinstance(finished, SaveFinished) and finished.committed and finished.tags == ()
+    assert "step 11 has no tag best: run 2 of job 'job' has taken" in finished.notes[0]
+    assert not (directory.path / "tags").exists()
+    saver.close()
+
+
 def test_a_commit_counts_though_the_owner_cannot_be_read_after_it(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
