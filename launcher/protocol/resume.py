@@ -10,11 +10,11 @@ Pure. Rules (`choose_resume`):
 3. The highest step wins, in memory or on storage. At equal steps memory wins, for it is faster to
    read.
 4. If no state exists anywhere, the job starts fresh.
-5. Where ranks were found to differ, no state counts that is newer than the last step at which they
-   were equal: a snapshot of this generation, or a checkpoint. If there is none, the whole state
-   counts that a rank of a majority (or a node, where state is divided within nodes) has handed
-   over, else the state that this generation itself started from. A checkpoint is always of a step
-   at which the ranks were equal.
+5. Where ranks were found to differ, no snapshot counts that is newer than the last step at which
+   they were equal. A checkpoint counts whatever its step: it is always of a step at which the ranks
+   were equal, and a newer one was completed late by an older generation. If there is neither, the
+   whole state counts that a rank of a majority (or a node, where state is divided within nodes) has
+   handed over, else the state that this generation itself started from.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def _not_after(world: World, candidates: Sequence[Resume], verified: int) -> lis
         verified: Last step at which the ranks were equal.
     """
     fresh = [resume for resume in candidates if resume.tier == "fresh"]
-    equal = [resume for resume in candidates if resume.tier != "fresh" and resume.step <= verified]
+    stored = [resume for resume in candidates if resume.tier == "storage"]
+    snapshots = [resume for resume in candidates if resume.tier == "ram"]
+    equal = [*stored, *(resume for resume in snapshots if resume.step <= verified)]
     newer = [resume for resume in equal if resume != _as_held(world.resume, resume)]
     whole = [
-        resume
-        for resume in candidates
-        if resume.tier == "ram" and resume.step > verified and _of_one_node(world, resume)
+        resume for resume in snapshots if resume.step > verified and _of_one_node(world, resume)
     ]
     if verified == 0:
-        return fresh
+        return stored or fresh
     return equal if newer else (whole or equal or fresh)
 
 

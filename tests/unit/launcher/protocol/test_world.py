@@ -368,3 +368,14 @@ def test_a_node_s_own_state_counts_where_ranks_differ_and_nothing_else_does() ->
     assert choose_resume(three, reports, 45).step == 45
     divided = {**reports, "a": holds((3, 57, 6, (0, 1, 2, 3, 4, 5)))}
     assert choose_resume(replace(three, shard="world"), divided, None).tier == "fresh"
+
+
+@pytest.mark.parametrize(("verified", "stored"), [(50, 60), (50, 45), (0, 10), (0, 0)])
+def test_a_checkpoint_counts_where_ranks_differ(verified: int, stored: int) -> None:
+    """Its ranks were equal. One that an older generation had completed late was passed over for
+    being newer, and one of step 0, as an import makes it, for nothing: the job began anew."""
+    lost = Failure(rank=1, blame="environment", message="differs", step=57, verified=verified)
+    reports = {"a": holds((3, 55, 2, (0,))), "b": replace(holds(), failure=lost)}
+    chosen = choose_resume(world(A, B), reports, stored)
+    assert chosen == Resume(tier="storage", step=stored)
+    assert choose_resume(world(A, B), reports, None) == FRESH
