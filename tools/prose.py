@@ -282,7 +282,8 @@ step's manifest, in one change. The directory `tags` exists once a tag does.
 `version` (now 1), `job`, `run`, `cluster` (the id of the job's etcd cluster), `etcd` (its
 endpoints), `network` (the machine and network that those are seen from), `since_s` (the time, by
 the storage's clock, since when the job has the directory), `every_s` (the seconds between its last
-two commits), `renewals` and `ended`. Each commit renews it. A checkpoint directory needs none."""
+two commits), `renewals`, `unswept` (true until the files of the former owner's saves that lack a
+manifest are removed) and `ended`. Each commit renews it. A checkpoint directory needs none."""
 
 RULES = """\
 # Numbered rules

@@ -19,6 +19,11 @@ Rules:
      if it names one that is missing. That is so where a storage cannot compare and remove in one
      request, or a save that was alive has taken no notice yet (FC1). Another save of the same
      token, such as that of a snapshot which one node holds whole, has other files.
+ FC6  A run that takes the directory over from another job or from an earlier run removes the files
+     of each save that is not committed by then, before any node of it is registered. So a save of
+     the other that passed its last check of the directory's owner (`may_not` of a commit) and
+     stopped there is withdrawn by FC1 when it goes on. Files that are newer than the record of the
+     owner stay: they may be those of the run itself. `claim` in `owner` does this.
 Invariant: a step whose manifest exists has its files, once every process has made its next request.
 A process that is killed between its manifest and the list of FC1, or that the storage does not
 answer any more, may leave a step without files, which is not good; retention of a newer generation
@@ -31,9 +36,16 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES
-from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX
+from elasticzero.checkpoint.format.names import (
+    MANIFEST_NAME,
+    SUMS_SUFFIX,
+    is_partial,
+    step_of,
+    token_generation,
+    token_of_file,
+)
 from elasticzero.checkpoint.steps.catalog import manifest_bytes, parse_manifest
-from elasticzero.checkpoint.storage.base import Storage, read_small
+from elasticzero.checkpoint.storage.base import Directory, Storage, read_small
 from elasticzero.errors import CheckpointDamaged
 
 SHARDS_AT_ONCE = 64
@@ -75,6 +87,35 @@ def remove_loose(
     if removed:
         _withdraw(storage, token, removed)
     return sorted(removed)
+
+
+def remove_uncommitted(directory: Directory, until_s: float) -> None:
+    """Removes the files of each job's save that no manifest names and that are old (FC6).
+
+    Files of saves by hand stay, and so do those that their writers have not completed.
+
+    Args:
+        directory: The checkpoint directory.
+        until_s: Time by the storage's clock; files that were written later stay.
+
+    Raises:
+        StorageError: A file cannot be removed.
+    """
+    for name, times in directory.files().items():
+        if step_of(name) is None:
+            continue
+        saves: dict[str, list[str]] = {}
+        for file, written_s in times.items():
+            token = None if is_partial(file) else token_of_file(file)
+            if token is None or token_generation(token) is None:
+                continue
+            files = saves.setdefault(token, [])
+            if written_s <= until_s:
+                files.append(file)
+        if MANIFEST_NAME in times and len(saves) == 1:
+            continue  # they are the files that it names
+        for token, files in saves.items():
+            remove_loose(directory.step(name), token, files)
 
 
 def _remove_part(

@@ -4,6 +4,9 @@
 job that finds the record of another one, which has not ended and was renewed lately, is refused:
 each would remove the other's checkpoints. Nothing waits for a lock: a record is replaced only if it
 still has the bytes that were read, by the storage's own conditional write.
+
+A job or a run that takes the directory over removes what saves of the former one have left without
+a manifest, so that none of them can be committed later (rule FC6 in `loose_files`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticzero.checkpoint.format.names import OWNER_DIRECTORY
 from elasticzero.checkpoint.format.strict_json import strict_json
+from elasticzero.checkpoint.steps.loose_files import remove_uncommitted
 from elasticzero.checkpoint.storage.base import Directory, partial_name, read_small
 from elasticzero.errors import StorageError, UserError
 from elasticzero.serialization import OMIT_DEFAULT, decode, encode
@@ -50,6 +54,9 @@ class OwnerRecord:
     every_s: float = field(default=0.0, metadata=OMIT_DEFAULT)
     """Seconds between the last two renewals."""
     renewals: int = 0
+    unswept: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True from the moment when a job or a run takes the directory over, until the files of the
+    former one's uncommitted saves are removed."""
     ended: bool = field(default=False, metadata=OMIT_DEFAULT)
     """True once the job is over; then another one may have the directory at once."""
 
@@ -160,6 +167,9 @@ def _later_run_text(directory: Directory, owner: OwnerRecord | None, run: int) -
 def claim(directory: Directory, job: OwnerRecord, is_gone: Callable[[OwnerRecord], bool]) -> None:
     """Enters a job as the owner of a directory.
 
+    When this returns, no save that another job or an earlier run of this one began before can be
+    committed any more (FC6). A process that is killed before that leaves this to the next one.
+
     Args:
         directory: The checkpoint directory.
         job: The job, whose record is new.
@@ -167,17 +177,38 @@ def claim(directory: Directory, job: OwnerRecord, is_gone: Callable[[OwnerRecord
 
     Raises:
         UserError: Another job lives in the directory; the error names it.
-        StorageError: The record cannot be written.
+        StorageError: The record cannot be written, or a file cannot be removed.
     """
     for _ in range(_TRIES):
         owner, data = read_owner(directory)
         if owner is not None and owner.same_job(job) and owner.run == job.run and not owner.ended:
-            return
+            if not owner.unswept or _sweep(directory, owner, data):
+                return
+            continue
         if (other := refusal(directory, job, is_gone)) is not None:
             raise UserError(other.text)
-        if _write(directory, job, data):
+        unswept = owner is not None and (
+            owner.unswept or owner.job != job.job or owner.run < job.run
+        )
+        if _write(directory, replace(job, unswept=unswept), data) and not unswept:
             return
     raise StorageError(f"{directory.where}: other jobs claim this directory all the time")
+
+
+def _sweep(directory: Directory, owner: OwnerRecord, data: bytes | None) -> bool:
+    """Removes the files of the former owner's uncommitted saves, and records that; False if the
+    record was changed meanwhile.
+
+    Args:
+        directory: The checkpoint directory.
+        owner: The record, which says that this is to be done.
+        data: Its bytes.
+    """
+    taken_s, _ = _times_s(directory)
+    if read_owner(directory)[1] != data:
+        return False  # the time may be that of another record
+    remove_uncommitted(directory, taken_s)
+    return _write(directory, replace(owner, unswept=False), data)
 
 
 def renew(directory: Directory, job: OwnerRecord) -> float:

@@ -21,7 +21,7 @@ from elasticzero.errors import (
     UserError,
 )
 from elasticzero.launcher.agent.agent import Agent, Instruments
-from elasticzero.launcher.agent.config import STORAGE_LIMIT_S, AgentOptions
+from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import NAMES_SHOWN, log, log_for_node
 from elasticzero.launcher.agent.etcd_hosting import (
     hosted,
@@ -46,7 +46,7 @@ from elasticzero.launcher.protocol.termination import exit_code_of
 from elasticzero.launcher.protocol.view import PreemptionNotice
 from elasticzero.launcher.retry import RetryPolicy, retry_call
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.snapshots.directory_claim import claim_directory, this_network
+from elasticzero.launcher.snapshots.directory_claim import SWEEP_S, claim_directory, this_network
 from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
 from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
 from elasticzero.launcher.store.decoding import counts_as_node, document
@@ -382,7 +382,7 @@ def _claim_checkpoints(options: AgentOptions, endpoints: Sequence[str], access: 
     owner, limit_s = options.owner, 2 * options.policy.lease_ttl_s + 1.0
     log_line, place = partial(log_for_node, options.node), open_directory(url)
     within(
-        STORAGE_LIMIT_S + limit_s,
+        SWEEP_S + limit_s,
         place.where,
         lambda: claim_directory(place, owner, has_nodes, log_line, limit_s),
     )

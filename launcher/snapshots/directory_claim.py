@@ -21,6 +21,9 @@ from elasticzero.checkpoint.storage.base import Directory
 CONNECT_S = 2.0
 """Time limit in seconds of a connection to an etcd."""
 POLL_S = 0.5
+SWEEP_S = 300.0
+"""Time limit in seconds of removing what the saves of a former owner have left; a large directory
+of an object store takes long to list."""
 _BOOT_ID, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 

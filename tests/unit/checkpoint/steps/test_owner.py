@@ -13,7 +13,7 @@ import pytest
 
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import OWNER_DIRECTORY, step_directory
-from elasticzero.checkpoint.steps import catalog, owner
+from elasticzero.checkpoint.steps import catalog, commit, owner
 from elasticzero.checkpoint.steps.owner import LIVES_S, OwnerRecord
 from elasticzero.checkpoint.steps.retention import COMMIT_S, RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.base import Directory
@@ -99,6 +99,89 @@ def test_a_later_run_takes_the_directory_over(directory: Directory) -> None:
     assert record == later
     with pytest.raises(UserError, match="'first'"):
         owner.claim(directory, FIRST, gone)
+
+
+def write_saves(directory: Directory) -> dict[int, list[str]]:
+    """What an earlier run leaves: step 1 is committed, and 2 by a save that another came before;
+    3 to 5 lack their manifests, and 5 is a save by hand. The files that stay, by step."""
+    loose = draft(2, 4)
+    for manifest in (draft(1, 5), draft(2, 5), loose, draft(3, 5), draft(4, 6), by_hand(5)):
+        write_ranks(directory.make(step_directory(manifest.step)), manifest, CONTENTS)
+    for step in (1, 2):
+        assert commit.commit(directory.step(step_directory(step)), draft(step, 5), wait_s=0.0)
+    return {
+        step: [name for name in names(directory, step) if loose.token not in name]
+        for step in (1, 2, 5)
+    } | {3: [], 4: []}
+
+
+def by_hand(step: int) -> Manifest:
+    return draft_of(LAYOUT, step=step, token="by-hand")
+
+
+def names(directory: Directory, step: int) -> list[str]:
+    return directory.step(step_directory(step)).names()
+
+
+@pytest.mark.parametrize("next_owner", [replace(FIRST, run=2), SECOND])
+def test_the_next_owner_removes_what_is_not_committed(
+    directory: Directory, next_owner: OwnerRecord
+) -> None:
+    """A committer that has stopped just before its manifest can make none of it a checkpoint."""
+    owner.claim(directory, FIRST, unknown)
+    stay = write_saves(directory)
+    owner.claim(directory, FIRST, unknown)
+    assert len(names(directory, 3)) == 4, "it is the same run"
+    owner.claim(directory, next_owner, gone)
+    assert {step: names(directory, step) for step in stay} == stay
+    assert owner.read_owner(directory)[0] == next_owner
+    write_ranks(directory.make(step_directory(6)), draft(6, 1), CONTENTS)
+    owner.claim(directory, next_owner, unknown)
+    assert len(names(directory, 6)) == 4
+
+
+def test_a_removal_that_was_cut_short_is_done_by_the_next_node(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner.claim(directory, FIRST, unknown)
+    stay = write_saves(directory)
+    second = replace(FIRST, run=2)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "remove_uncommitted", killed)
+        with pytest.raises(KeyboardInterrupt):
+            owner.claim(directory, second, unknown)
+    record, _ = owner.read_owner(directory)
+    assert record == replace(second, unswept=True)
+    elsewhere = replace(second, cluster="c3")  # etcd has lost its data meanwhile
+    owner.claim(directory, elsewhere, gone)
+    assert {step: names(directory, step) for step in stay} == stay
+    assert owner.read_owner(directory)[0] == elsewhere
+
+
+def test_two_nodes_remove_at_once(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one finds the other's record, and removes nothing that is newer."""
+    owner.claim(directory, FIRST, unknown)
+    stay = write_saves(directory)
+    second = replace(FIRST, run=2)
+    really_remove = owner.remove_uncommitted
+
+    def stop(place: Directory, until_s: float) -> None:
+        monkeypatch.setattr(owner, "remove_uncommitted", really_remove)
+        owner.claim(directory, second, unknown)
+        while owner._times_s(place)[1] <= until_s:
+            pass  # the clock that files are dated by has ticks
+        write_ranks(directory.make(step_directory(6)), draft(6, 1), CONTENTS)
+        really_remove(place, until_s)
+
+    monkeypatch.setattr(owner, "remove_uncommitted", stop)
+    owner.claim(directory, second, unknown)
+    assert {step: names(directory, step) for step in stay} == stay
+    assert len(names(directory, 6)) == 4
+    assert owner.read_owner(directory)[0] == second
 
 
 def test_an_earlier_run_may_write_nothing_though_the_later_one_is_over(
