@@ -60,7 +60,7 @@ def commit(
     draft: Manifest,
     *,
     wait_s: float,
-    replacing: bool = False,
+    replacing: bool | bytes = False,
     give_up: Callable[[], str | None] = _never,
     may_not: Callable[[], str | None] = _never,
 ) -> bool:
@@ -74,6 +74,7 @@ def commit(
         draft: The manifest without `files`.
         wait_s: Time limit in seconds.
         replacing: The committed step is known to be damaged; it stays until this one replaces it.
+            The bytes of its manifest say which it is; True: the one that exists now.
         give_up: Is called repeatedly while this waits; a reason that it returns ends the wait.
         may_not: Is called last before the manifest is created; a reason that it returns forbids it.
 
@@ -86,8 +87,10 @@ def commit(
             `give_up` or `may_not` returned a reason; or shards were removed meanwhile.
         CheckpointMismatch: A rank's layout is not the draft's.
     """
-    known_bad = _manifest_or_other(storage)[0] if replacing else None
-    if not _await_shards(storage, draft, wait_s, replacing, give_up):
+    known_bad = replacing if isinstance(replacing, bytes) else None
+    if replacing is True:
+        known_bad = _manifest_or_other(storage)[0]
+    if not _await_shards(storage, draft, wait_s, known_bad, give_up):
         return False
     layout = draft.layout.digest()
     files = run_parallel(
@@ -112,7 +115,7 @@ def _await_shards(
     storage: Storage,
     draft: Manifest,
     wait_s: float,
-    replacing: bool,
+    known_bad: bytes | None,
     give_up: Callable[[], str | None],
 ) -> bool:
     """Waits until every rank's shard is whole; False if another save was committed meanwhile.
@@ -121,8 +124,8 @@ def _await_shards(
         storage: The step's files.
         draft: The manifest without `files`.
         wait_s: Time limit in seconds.
-        replacing: Whether the committed step is known to be damaged, so that it does not end the
-            wait.
+        known_bad: Contents of the manifest that is known to be of a damaged step, which does not
+            end the wait; None: there is none.
         give_up: Is called repeatedly; a reason that it returns ends the wait.
 
     Raises:
@@ -136,7 +139,7 @@ def _await_shards(
         missing = [r for r in range(world) if draft.file_name(r) + SUMS_SUFFIX not in names]
         if not missing:
             return True
-        if not replacing and MANIFEST_NAME in names and step_error_text(storage) is None:
+        if MANIFEST_NAME in names and _is_good_by_another(storage, known_bad):
             return False
         if reason := give_up():
             raise StorageError(
@@ -150,6 +153,13 @@ def _await_shards(
             )
         time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
         poll_s = min(poll_s * 1.5, _LAST_POLL_S)
+
+
+def _is_good_by_another(storage: Storage, known_bad: bytes | None) -> bool:
+    """Returns whether a step is good, by another save than the one that is known to be damaged."""
+    if known_bad is not None and _manifest_or_other(storage)[0] == known_bad:
+        return False
+    return step_error_text(storage) is None
 
 
 def _check_readable(storage: Storage, data: bytes) -> None:

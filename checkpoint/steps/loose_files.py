@@ -10,7 +10,9 @@ Rules:
      at a time, and then looks for the save's manifest. If that exists, the checksum files are
      written back, and all other files stay.
  FC3  A manifest is replaced or removed only if it still has the bytes that were read (`instead_of`
-     and `holding` of a storage). A process that finds other bytes decides anew.
+     and `holding` of a storage). A process that finds other bytes decides anew. The
+     manifest of a step that is known to be damaged is read once, and one that a newer generation
+     has written is not the damaged one (`is_of_newer_generation` in `retention`).
  FC4  A process that removes the files of a save notes their versions before it looks for the
      manifest, and removes these alone (`version` of a storage): the save may be tried again
      meanwhile, by files of the same names and bytes. A save never takes over a shard without its

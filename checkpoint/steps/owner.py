@@ -245,6 +245,15 @@ def renew(directory: Directory, job: OwnerRecord) -> float:
     return 0.0
 
 
+def since(directory: Directory) -> float:
+    """Returns since when the job that the record names has the directory, by the storage's clock; 0
+    if no record says so."""
+    owner, _ = read_owner(directory)
+    if owner is not None and owner.since_s is not None:
+        return owner.since_s
+    return directory.files().get(OWNER_DIRECTORY, {}).get(_NAME, 0.0) if owner is not None else 0.0
+
+
 def end(directory: Directory, job: OwnerRecord) -> None:
     """Records that a job is over, if the record is its own.
 

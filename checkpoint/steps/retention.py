@@ -268,7 +268,7 @@ class _Cleaner:
                 return
             manifest = _parsed(storage, data)
             named = manifest.token if manifest is not None else None
-            if self._is_newer(manifest, times[MANIFEST_NAME]):
+            if _is_newer(manifest, times[MANIFEST_NAME], self._committed, self._ages):
                 return
             if manifest is not None and keep_for_tags(self._directory, manifest, self._tags):
                 return
@@ -303,7 +303,7 @@ class _Cleaner:
             token = manifest.token if manifest is not None else self._committed.token
             if token == self._committed.token or token_generation(token) is None:
                 return
-            if self._is_newer(manifest, times[MANIFEST_NAME]):
+            if _is_newer(manifest, times[MANIFEST_NAME], self._committed, self._ages):
                 return
             if any(map(token_of_file, storage.names())):
                 return
@@ -412,19 +412,42 @@ class _Cleaner:
         older = generation < self._committed.generation
         return older or self._ages.of_another_job(written_s)
 
-    def _is_newer(self, manifest: Manifest | None, written_s: float) -> bool:
-        """Returns whether a later run of this job, or a newer generation of this run, committed a
-        step.
 
-        Args:
-            manifest: Manifest of the step; None: it cannot be read.
-            written_s: Time at which it was written, by the storage's clock.
-        """
-        generation = token_generation(manifest.token) if manifest is not None else None
-        if manifest is None or generation is None:
-            return False
-        this = (self._committed.run, self._committed.generation)
-        return (manifest.run, generation) > this and not self._ages.of_another_job(written_s)
+def is_of_newer_generation(
+    directory: Directory, data: bytes, save: SaveIdentity, *, since_s: float
+) -> bool:
+    """Returns whether the manifest of a save's step is of a newer generation than the save, or of a
+    later run of the job.
+
+    Args:
+        directory: The checkpoint directory.
+        data: Contents of the manifest.
+        save: The save, of the same step.
+        since_s: Time by the storage's clock since when the job has the directory.
+    """
+    name, files = step_directory(save.step), directory.files()
+    written_s = files.get(name, {}).get(MANIFEST_NAME)
+    if written_s is None:
+        return False
+    now_s = max(at_s for times in files.values() for at_s in times.values())
+    manifest = _parsed(directory.step(name), data)
+    return _is_newer(manifest, written_s, save, _Ages(now_s, since_s))
+
+
+def _is_newer(manifest: Manifest | None, written_s: float, save: SaveIdentity, ages: _Ages) -> bool:
+    """Returns whether a later run of this job, or a newer generation of this run, committed a step.
+
+    Args:
+        manifest: Manifest of the step; None: it cannot be read.
+        written_s: Time at which it was written, by the storage's clock.
+        save: A save of this job.
+        ages: Compares the times of files.
+    """
+    generation = token_generation(manifest.token) if manifest is not None else None
+    if manifest is None or generation is None:
+        return False
+    newer = (manifest.run, generation) > (save.run, save.generation)
+    return newer and not ages.of_another_job(written_s)
 
 
 def _is_committed(directory: Directory, committed: Manifest) -> bool:

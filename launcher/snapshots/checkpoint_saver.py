@@ -38,10 +38,11 @@ from elasticzero.checkpoint.steps.retention import (
     PendingSave,
     RetentionPolicy,
     apply_retention,
+    is_of_newer_generation,
     make_room,
 )
 from elasticzero.checkpoint.steps.tags import set_tags
-from elasticzero.checkpoint.storage.base import Directory, out_of_space, within
+from elasticzero.checkpoint.storage.base import Directory, Storage, out_of_space, within
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import ElasticZeroError, StorageError, one_line
@@ -400,7 +401,8 @@ class CheckpointSaver:
         self._check_not_taken(directory, f"step {job.step} is not saved")
         storage = directory.step(step_directory(job.step))
         replacing = job.step in job.role.bad_steps and not self._is_superseded(job)
-        known_bad = catalog.manifest_bytes(storage) if replacing else None
+        known_bad = self._known_bad(job, directory, storage) if replacing else None
+        replacing = known_bad is not None
         written: dict[int, tuple[Manifest, int]] = {}
 
         def write(shard: ShardName) -> None:
@@ -437,6 +439,26 @@ class CheckpointSaver:
             tags=tags,
         )
 
+    def _known_bad(self, job: _Job, directory: Directory, storage: Storage) -> bytes | None:
+        """Returns the contents of the manifest that a save replaces, whose step was found damaged;
+        None: there is none, or a newer generation has replaced it.
+
+        Args:
+            job: The save.
+            directory: Directory of the checkpoints.
+            storage: The step's files.
+        """
+        if (data := catalog.manifest_bytes(storage)) is None:
+            return None
+        save = PendingSave(
+            step=job.step,
+            generation=job.role.generation,
+            token=job.role.token,
+            run=job.role.run,
+        )
+        since_s = owner_record.since(directory)
+        return None if is_of_newer_generation(directory, data, save, since_s=since_s) else data
+
     def _commit(
         self, job: _Job, directory: Directory, draft: Manifest, known_bad: bytes | None
     ) -> bool:
@@ -454,7 +476,7 @@ class CheckpointSaver:
             storage,
             draft,
             wait_s=COMMIT_WAIT_S,
-            replacing=known_bad is not None and catalog.manifest_bytes(storage) == known_bad,
+            replacing=known_bad if known_bad is not None else False,
             give_up=lambda: self._reason_to_abandon(job),
             may_not=lambda: self._reason_not_to_commit(job) or self._taken_by(directory),
         )

@@ -1,7 +1,8 @@
 """Saves one step from memory, in a process that stops itself (SIGSTOP) at a line of its commit.
 
 An order is `[checkpoint directory, memory, report, line, whether the step is known to be damaged]`.
-A line is `[file, number]`, and the process stops when it comes there first; null: it does not stop.
+A line is `[file, number, function]`, and the process stops when it comes there first; null: it does
+not stop.
 The report is JSON: the lines that were met, in order, and what became of the save.
 """
 
@@ -35,6 +36,10 @@ from tests.unit.checkpoint.cases import draft_of, write_snapshot
 
 GENERATION, STEP, TAG = 5, 100, "best"
 TOKEN = f"g{GENERATION:06d}-aaaaaaaaaaaaaaaa"
+LIMIT_S = 60.0
+"""Generous: only a save that hangs lasts so long."""
+PARTS_S = 0.1
+"""Seconds that a save waits for parts that the next run has removed; its agent ends it in life."""
 JOB = OwnerRecord(job="job", cluster="c")
 LAYOUT = Layout(
     world_size=1, tensors={"a": TensorSpec("F32", (8,))}, groups=(Group("even", ("a",)),)
@@ -48,7 +53,7 @@ MODULES = (
 FILES = {str(module.__file__): Path(str(module.__file__)).name for module in MODULES}
 IDLE = frozenset({"_run", "tick", "__init__", "close", "events", "begin", "_add_event"})
 """Functions of these modules that do no part of a save."""
-Line = tuple[str, int]
+Line = tuple[str, int, str]
 
 
 class Lines:
@@ -68,7 +73,8 @@ class Lines:
         return self._line if self._names[code] is not None else None
 
     def _line(self, frame: FrameType, event: str, _: object) -> Callable[..., Any]:
-        line = (self._names[frame.f_code] or "", frame.f_lineno)
+        code = frame.f_code
+        line = (self._names[code] or "", frame.f_lineno, code.co_name)
         if event == "line" and line not in self.met:
             self.met[line] = None
             if line == self._at:
@@ -84,6 +90,7 @@ def prepare(memory: Path) -> None:
 
 
 def save(directory: str, memory: str, report: str, line: Line | None, *, damaged: bool) -> None:
+    checkpoint_saver.COMMIT_WAIT_S = PARTS_S
     lines = Lines(line)
     threading.settrace(lines.trace)
     saver = CheckpointSaver(SnapshotStore(Path(memory)), directory, LAST, lambda: None, owner=JOB)
@@ -92,7 +99,9 @@ def save(directory: str, memory: str, report: str, line: Line | None, *, damaged
     saver.begin(role)
     saver.save_held([ShardName(GENERATION, STEP, 0, 1)])
     events: list[object] = []
+    deadline_s = time.monotonic() + LIMIT_S
     while not any(isinstance(event, SaveFailed | SaveFinished) for event in events):
+        assert time.monotonic() < deadline_s, "the save does not end"
         time.sleep(0.002)
         events += saver.events()
     (event,) = (event for event in events if isinstance(event, SaveFailed | SaveFinished))
@@ -107,7 +116,7 @@ def save(directory: str, memory: str, report: str, line: Line | None, *, damaged
 
 
 def start(directory: str, memory: str, report: str, line: Any, damaged: bool) -> list[int]:
-    at = (str(line[0]), int(line[1])) if line is not None else None
+    at = (str(line[0]), int(line[1]), str(line[2])) if line is not None else None
     return [fork(partial(save, directory, memory, report, at, damaged=damaged))]
 
 

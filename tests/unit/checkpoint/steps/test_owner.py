@@ -14,6 +14,7 @@ import pytest
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import OWNER_DIRECTORY, step_directory
 from elasticzero.checkpoint.steps import catalog, commit, owner
+from elasticzero.checkpoint.steps.loose_files import remove_uncommitted
 from elasticzero.checkpoint.steps.owner import LIVES_S, OwnerRecord
 from elasticzero.checkpoint.steps.retention import COMMIT_S, RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.base import Directory
@@ -167,15 +168,14 @@ def test_two_nodes_remove_at_once(directory: Directory, monkeypatch: pytest.Monk
     owner.claim(directory, FIRST, unknown)
     stay = write_saves(directory)
     second = replace(FIRST, run=2)
-    really_remove = owner.remove_uncommitted
 
     def stop(place: Directory, until_s: float) -> None:
-        monkeypatch.setattr(owner, "remove_uncommitted", really_remove)
+        monkeypatch.setattr(owner, "remove_uncommitted", remove_uncommitted)
         owner.claim(directory, second, unknown)
         while owner._times_s(place)[1] <= until_s:
             pass  # the clock that files are dated by has ticks
         write_ranks(directory.make(step_directory(6)), draft(6, 1), CONTENTS)
-        really_remove(place, until_s)
+        remove_uncommitted(place, until_s)
 
     monkeypatch.setattr(owner, "remove_uncommitted", stop)
     owner.claim(directory, second, unknown)

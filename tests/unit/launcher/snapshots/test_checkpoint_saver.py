@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -30,12 +31,13 @@ from elasticzero.launcher.snapshots import checkpoint_saver
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, StandstillCounter
 from elasticzero.launcher.snapshots.roles import SnapshotRole
 from elasticzero.launcher.snapshots.save_events import SaveEvent, SaveFailed, SaveFinished
-from tests.unit.checkpoint.cases import draft_of, write_snapshot
+from tests.unit.checkpoint.cases import draft_of, elements, write_snapshot, write_step
 
 TOKEN = "g000002-0123456789abcdef"
 LAYOUT = Layout(
     world_size=1, tensors={"a": TensorSpec("F32", (8,))}, groups=(Group("even", ("a",)),)
 )
+CONTENTS = elements(LAYOUT.tensors)
 LEASE_S = 5.0
 JOB = OwnerRecord(job="job", cluster="c")
 
@@ -220,6 +222,28 @@ def test_a_saver_whose_run_ends_after_its_commit_removes_nothing(
     assert isinstance(finished, SaveFinished) and finished.committed
     assert "leftovers stay this time: run 2 of job 'job' has taken" in finished.notes[0]
     assert [info.step for info in catalog.steps(directory)] == [10, 9]
+    saver.close()
+
+
+@pytest.mark.parametrize(("generation", "of_an_earlier_job"), [(3, False), (50, True)])
+def test_a_damaged_step_is_replaced_unless_a_newer_generation_has_done_so(
+    tmp_path: Path, clock: list[float], generation: int, of_an_earlier_job: bool
+) -> None:
+    """Generations of an earlier job in the directory say nothing."""
+    other = draft_of(LAYOUT, step=9, generation=generation, token=f"g{generation:06d}-{9:016x}")
+    stored = tmp_path / "run" / step_directory(9) / MANIFEST_NAME
+    if of_an_earlier_job:
+        write_step(tmp_path / "run", other, CONTENTS)
+        os.utime(stored, (stored.stat().st_mtime - 60,) * 2)
+    directory, saver = claimed(tmp_path)
+    if not of_an_earlier_job:
+        write_step(tmp_path / "run", other, CONTENTS)
+    role = SnapshotRole(generation=2, token=TOKEN, world_size=1, ranks=(0,))
+    saver.begin(replace(role, bad_steps=frozenset({9})))
+    (finished,) = save(saver, 9)
+    assert isinstance(finished, SaveFinished) and finished.committed == of_an_earlier_job
+    token = catalog.read_manifest(directory.step(step_directory(9))).token
+    assert token == (TOKEN if of_an_earlier_job else other.token)
     saver.close()
 
 
