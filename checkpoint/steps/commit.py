@@ -196,10 +196,10 @@ def _place(storage: Storage, data: bytes, known_bad: bytes | None) -> tuple[bool
     for _ in range(_TRIES):
         if storage.create_exclusive(MANIFEST_NAME, data, instead_of=replaced):
             return True, replaced
-        version = storage.versions().get(MANIFEST_NAME)
         replaced, other = _manifest_or_other(storage)
         if other:
-            if version is not None:
+            version = storage.versions().get(MANIFEST_NAME)
+            if version is not None and _manifest_or_other(storage)[1]:
                 storage.remove(MANIFEST_NAME, version=version)
             continue
         error = step_error(storage)

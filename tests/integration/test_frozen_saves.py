@@ -224,18 +224,18 @@ def next_run_begins(directory: Directory) -> tuple[int, State]:
 def frozen_beside_a_run(freezer: Freezer, line: Line) -> None:
     """The next run has the steps that it has begun with and its own, and no others, ever."""
     directory = freezer.directory(damaged=False)
-    (begun, steps), _ = freezer.save(directory, line, next_run_begins, damaged=False)
+    (start, steps), _ = freezer.save(directory, line, next_run_begins, damaged=False)
     after = state(directory)
     assert_good(after)
     assert after.items() <= steps.items(), "it may have gone on to remove an older one"
-    assert {begun, begun + 5} <= after.keys()
-    assert read_tags(directory) == {TAG: begun + 5}
+    assert {start, start + 5} <= after.keys()
+    assert read_tags(directory) == {TAG: start + 5}
     own_step = draft(STEP, TOKEN_OF_NEXT_RUN, run=2)
-    assert save(directory, own_step, ALL) == (begun < STEP)
+    assert save(directory, own_step, ALL) == (start < STEP)
     assert save(directory, draft(120, TOKEN_OF_NEXT_RUN, run=2), LAST)
     steps = state(directory)
     assert_good(steps)
-    assert steps.keys() == {120, begun + 5}
+    assert steps.keys() == {120, start + 5}
 
 
 def at_each_line(
