@@ -40,10 +40,8 @@ TOKEN_OF_NEXT_RUN = f"g{1:06d}-{2:016x}"
 ALL = RetentionPolicy()
 QUICK = frozenset({"_commit", "_known_bad", "_place", "_set_own_tags", "commit", "may_not"})
 """Functions at whose lines `make test` freezes; `make slow` does at those of all."""
-IN_STORE = frozenset(
-    {"checkpoint_saver.py", "commit.py", "multipart.py", "object_store.py", "tags.py"}
-)
-"""Files at whose lines it does in an object store."""
+IN_STORE = QUICK | {"create_exclusive", "_replace", "put_matching", "remove_matching"}
+"""The same in an object store, where each request takes longer."""
 Line = tuple[str, int, str]
 State = dict[int, tuple[str, str | None]]
 
@@ -281,9 +279,14 @@ def test_the_next_run_begins_at_any_line(
     at_each_line(freezer, lambda line: frozen_beside_a_run(freezer, line), places)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", GENERATIONS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=pytest.mark.slow if played.damaged else pytest.mark.chaos)
+        for name, played in GENERATIONS.items()
+    ],
+)
 def test_the_next_generation_goes_on_in_an_object_store(
     savers_to_bucket: Savers, bucket: str, place: Path, case: str
 ) -> None:

@@ -65,7 +65,11 @@ class Lines:
         self._names: dict[CodeType, str | None] = {}
 
     def trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
-        """Is `threading.settrace`'s function: follows the functions of a save."""
+        """Is `threading.settrace`'s function: follows the functions of a save in the saver's own
+        threads, and not those of the packages that reach an object store."""
+        if not threading.current_thread().name.startswith("elasticzero"):
+            sys.settrace(None)
+            return None
         code = frame.f_code
         if code not in self._names:
             name = FILES.get(code.co_filename)
