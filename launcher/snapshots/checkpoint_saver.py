@@ -450,11 +450,9 @@ class CheckpointSaver:
         """
         if (data := catalog.manifest_bytes(storage)) is None:
             return None
+        role = job.role
         save = PendingSave(
-            step=job.step,
-            generation=job.role.generation,
-            token=job.role.token,
-            run=job.role.run,
+            step=job.step, generation=role.generation, token=role.token, run=role.run
         )
         since_s = owner_record.since(directory)
         return None if is_of_newer_generation(directory, data, save, since_s=since_s) else data
