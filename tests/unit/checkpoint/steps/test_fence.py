@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import uuid
 from collections.abc import Callable, Iterator
@@ -127,31 +126,6 @@ def test_a_committer_frozen_before_the_manifest(
     assert committed == [True]
     assert_all_good(directory)
     assert state(directory)[90] == (NEW, None)
-
-
-@pytest.mark.parametrize("looks", [1, 2])
-def test_a_committer_frozen_before_it_replaces_a_pipe(
-    place: Path, monkeypatch: pytest.MonkeyPatch, looks: int
-) -> None:
-    """The next generation has put a manifest in its place meanwhile: that one was overwritten."""
-    directory = opened("disk", place)
-    storage = shards(directory, 100, OLD)
-    os.mkfifo(Path(storage.where) / MANIFEST_NAME)
-    really_look = commit._manifest_or_other
-    before_it = itertools.repeat(None, looks - 1)
-    committed: list[bool] = []
-
-    def look(target: Storage) -> tuple[bytes | None, bool]:
-        seen = really_look(target)
-        if next(before_it, storage) is storage:
-            monkeypatch.setattr(commit, "_manifest_or_other", really_look)
-            committed.append(whole_save(directory, 100, NEW, ALL))
-        return seen
-
-    monkeypatch.setattr(commit, "_manifest_or_other", look)
-    assert not commit.commit(storage, draft(100, OLD), wait_s=0.0)
-    assert committed == [True]
-    assert state(directory) == {100: (NEW, None)}
 
 
 @each_kind

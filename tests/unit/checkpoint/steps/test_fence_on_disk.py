@@ -5,6 +5,8 @@ A request to a disk is several calls: `test_fence` changes turns between request
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import shutil
 import uuid
@@ -13,15 +15,26 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.checkpoint.format.names import MANIFEST_NAME
+from elasticzero.checkpoint.steps import commit
+from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.errors import ElasticZeroError
 from tests.unit.checkpoint.steps.test_fence import (
+    ALL,
     CASES,
+    NEW,
+    OLD,
     Case,
     check,
+    draft,
     each_case,
     no_exchange,
     no_exchange_no_links,
+    opened,
+    shards,
+    state,
+    whole_save,
 )
 from tests.unit.checkpoint.turns import Turns, run_by_calls
 
@@ -79,3 +92,28 @@ def test_many_orders_of_calls_with_two_switches(
     """On NFS two names cannot be exchanged, and some file systems have no hard links either."""
     lacks(monkeypatch)
     run_orders(place, CASES[case], 4, f"{case} {lacks.__name__}")
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_committer_frozen_before_it_replaces_a_pipe(
+    place: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    """The next generation has put a manifest in its place meanwhile: that one was overwritten."""
+    directory = opened("disk", place)
+    storage = shards(directory, 100, OLD)
+    os.mkfifo(Path(storage.where) / MANIFEST_NAME)
+    really_look = commit._manifest_or_other
+    before_it = itertools.repeat(None, looks - 1)
+    committed: list[bool] = []
+
+    def look(target: Storage) -> tuple[bytes | None, bool]:
+        seen = really_look(target)
+        if next(before_it, storage) is storage:
+            monkeypatch.setattr(commit, "_manifest_or_other", really_look)
+            committed.append(whole_save(directory, 100, NEW, ALL))
+        return seen
+
+    monkeypatch.setattr(commit, "_manifest_or_other", look)
+    assert not commit.commit(storage, draft(100, OLD), wait_s=0.0)
+    assert committed == [True]
+    assert state(directory) == {100: (NEW, None)}
