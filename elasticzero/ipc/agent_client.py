@@ -21,6 +21,7 @@ from elasticzero.ipc.channel import CHANNEL_FD_VARIABLE, WAKEUP_FD_VARIABLE, Cha
 from elasticzero.ipc.messages import (
     Abort,
     Busy,
+    FaultStruck,
     Locate,
     Located,
     LoopExited,
@@ -117,6 +118,8 @@ class AgentClient:
         """Number of calls of `tag` that the agent has not answered yet."""
         self.save_error: str | None = None
         """Error of the newest save that ended without a checkpoint."""
+        self.fault_struck = -1
+        """Step up to which the faults of `elasticzero local` have come."""
         self.not_finite: str | None = None
         """The agent's finding of NaN or infinity in a captured state; None: it has found none."""
         self.saves: queue.SimpleQueue[SaveState] = queue.SimpleQueue()
@@ -333,6 +336,8 @@ class AgentClient:
                 self.saved = step
             case Tagged():
                 self.tags_missing = max(0, self.tags_missing - 1)
+            case FaultStruck(step=step):
+                self.fault_struck = max(self.fault_struck, step)
             case _:
                 pass
 

@@ -24,6 +24,10 @@ FLAG_REASONS = {
 }
 """Reasons for which a generation ends at a boundary, by flag."""
 
+FAULT_STEPS_VARIABLE = "ELASTICZERO_FAULT_STEPS"
+"""Environment variable with the steps at whose boundaries a worker sends `AwaitsFault`, separated
+by commas."""
+
 TOKENS = "tokens"
 """Name in `session.log` whose values are added up; of others the mean counts."""
 
@@ -174,6 +178,21 @@ class Busy:
     """Worker to agent: it enters a section that makes no steps, or (None) leaves it."""
 
     doing: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitsFault:
+    """Worker to agent: it is at the boundary of a step for which `elasticzero local` has a fault,
+    and waits there for `FaultStruck`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultStruck:
+    """Agent to worker: the faults of this step and of those before it have come; go on."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +372,8 @@ Message = (
     | Stepped
     | Logged
     | Busy
+    | AwaitsFault
+    | FaultStruck
     | LoopExited
     | Located
     | Captured

@@ -19,6 +19,7 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_model, of_optimizers
 from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.ipc.fault_hold import open_fault_hold
 from elasticzero.memory_estimate import AUTO
 from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
 from elasticzero.parallel.buckets.choice import BucketChoice
@@ -203,6 +204,7 @@ def prepare_training(
             probe=_open_probe(place, model, laid, auxiliary, guard, compute),
             values=BoundaryValues(parameters),
             change=place.change,
+            fault_hold=open_fault_hold(os.environ, place.link),
         ),
         Captures(
             stager=stager,

@@ -40,6 +40,7 @@ from elasticzero.training.worlds.change import PartsOfWorld, WorldChange
 from elasticzero.training.worlds.rows import Rows
 
 if TYPE_CHECKING:
+    from elasticzero.ipc.fault_hold import FaultHold
     from elasticzero.rehearsal.probe import Probe
 
 
@@ -65,6 +66,8 @@ class LaidModel:
     """What parameters were at the last boundary, where the script has changed them since."""
     change: WorldChange | None = None
     """Enters the next world inside of a loop; None: planned changes begin all loops anew."""
+    fault_hold: FaultHold | None = None
+    """Waits at the steps of faults, for `elasticzero local`; None: it has none at a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,7 @@ class TrainingState:
         self._objects = model.objects
         self.values = model.values
         self._change = model.change
+        self._fault_hold = model.fault_hold
         self.stager = captures.stager
         self.requests = captures.requests
         self._source = captures.source
@@ -434,6 +438,8 @@ class TrainingState:
         self.values.copy()
         if applied and self.probe is not None:
             self.probe.hold(self.step, self.stager.is_idle)
+        if self._fault_hold is not None:
+            self._fault_hold.hold(self.step)
 
     def _complete_step(self) -> RuntimeError | None:
         """Takes what rank 0 shares once a step is applied; returns the error of a lost peer."""

@@ -24,6 +24,7 @@ from elasticzero.ipc.channel import ChannelClosed, readable
 from elasticzero.ipc.messages import (
     AbandonSave,
     Captured,
+    FaultStruck,
     Message,
     Saved,
     SnapshotHeld,
@@ -126,9 +127,10 @@ class Agent:
             store, self.wake, run=membership.me.run, log_line=self._name_document
         )
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
-        self._extensions = Extensions(
-            extensions, AgentContext(options=options, status=self.status, note=self._note)
+        context = AgentContext(
+            options=options, status=self.status, note=self._note, release_fault=self._release_fault
         )
+        self._extensions = Extensions(extensions, context)
         self._spans = open_spans(options.job, options.node, partial(log_for_node, options.node))
         listeners = [self._extensions.recorded, *([self._spans.take] if self._spans else [])]
         self.events = EventLog(options.log_dir, listeners, options.logs.max_bytes)
@@ -562,6 +564,10 @@ class Agent:
 
     def _note(self, event: EventName, **fields: Any) -> None:
         self.reporter.note(event, **fields)
+
+    def _release_fault(self, step: int) -> None:
+        if self._group is not None:
+            self._group.broadcast(FaultStruck(step=step))
 
     def status(self) -> dict[str, Any]:
         """Returns plain values for `/status`, without secrets."""

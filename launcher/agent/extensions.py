@@ -39,6 +39,9 @@ class AgentContext:
     status: Callable[[], Mapping[str, Any]]
     """Returns what the agent serves at `/status`; callable from any thread."""
     note: Note
+    release_fault: Callable[[int], None] = lambda step: None
+    """Tells this node's workers that the faults of `elasticzero local` up to a step have come;
+    called in the agent's thread only."""
 
 
 class AgentExtension:

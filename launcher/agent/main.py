@@ -121,6 +121,9 @@ class Launching:
     """Lines to print first."""
     extensions: Sequence[ExtensionFactory] = ()
     """Make what else watches the agent, and is served by it."""
+    await_start: Callable[[Callable[[], bool]], None] = lambda is_leaving: None
+    """Waits until the node, which is ready, may register; it is given a function that returns
+    whether the node is to leave, and then waits no longer."""
 
 
 def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one order
@@ -235,6 +238,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             stack.enter_context(PreemptionWatcher(options.preemption, agent.leave, log_line))
             stack.callback(launching.claim.release)
             agent.prepare()
+            launching.await_start(lambda: agent.notice is not None)
             if coordination.node_rank:
                 wait_for_lower_ranks(store, coordination.node_rank, options.policy.join_timeout_s)
             leaving = _join(membership, agent)

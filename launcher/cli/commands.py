@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -151,8 +152,10 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
     from elasticzero.launcher.agent.main import Coordination, Launching, Network, run_agent
     from elasticzero.launcher.agent.node_claim import node_claim
     from elasticzero.launcher.cli.resolved_run import resolve_run
+    from elasticzero.launcher.local.channel import await_start, fault_relay, inherited_channel
     from elasticzero.launcher.observability import logging_setup
 
+    channel = inherited_channel(os.environ)  # no worker is to inherit the variable
     resolved = resolve_run(args)
     options, rendezvous = resolved.options, resolved.rendezvous
     least, most = resolved.nodes
@@ -178,6 +181,12 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
             lines=resolved.lines,
             extensions=factories,
         )
+        if channel is not None:
+            launching = replace(
+                launching,
+                extensions=(*factories, fault_relay(channel)),
+                await_start=partial(await_start, channel),
+            )
         return int(run_agent(options, coordination, network, launching))
 
 

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elasticzero.launcher.addresses import loopback
+from elasticzero.launcher.local.channel import VARIABLE, LocalChannel
 from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.snapshots.shared_memory import SHARED_MEMORY, snapshot_directory
 from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
@@ -33,6 +34,8 @@ class Node:
     process: subprocess.Popen[bytes]
     events: EventReader
     log: Path
+    channel: LocalChannel | None = None
+    """The command's end of the channel to the agent; None: there is none."""
 
     @property
     def running(self) -> bool:
@@ -71,6 +74,8 @@ class Cluster:
     """Descriptor for the workers' repeated output; None: it goes into the agent's log."""
     place: Callable[[str], Placement] = on_loopback
     """Returns the placement of the node of this name."""
+    connected: bool = False
+    """True if each agent gets a channel to this process, and registers once it is told to."""
     nodes: dict[str, Node] = field(default_factory=dict)
     _started: int = 0
 
@@ -92,18 +97,52 @@ class Cluster:
         command = [*at.command_prefix, sys.executable, "-m", at.command_line, "run"]
         command += ["--job", self.job, "--node-name", name, "--log-dir", str(self.log_dir)]
         command += ["--host", at.address, "--http-host", at.address, *self.command]
-        with log.open("ab") as file:
+        environment = {**os.environ, **self.environment, **at.environment}
+        process, channel = self._spawn(command, log, environment)
+        node = Node(name, process, events, log, channel)
+        self.nodes[name] = node
+        return node
+
+    def _spawn(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> tuple[subprocess.Popen[bytes], LocalChannel | None]:
+        """Starts an agent's process; returns it, and this end of the channel to it, if there is
+        one.
+
+        Args:
+            command: The agent's command line.
+            log: The file that gets its output.
+            environment: Its environment.
+        """
+        channel, inherited = None, list[int]()
+        with ExitStack() as opened:
+            file = opened.enter_context(log.open("ab"))
+            if self.connected:
+                channel, theirs = LocalChannel.pair()
+                inherited = [opened.enter_context(theirs).fileno()]
+                environment = {**environment, VARIABLE: str(inherited[0])}
             process = subprocess.Popen(
                 bound_to_this_process(command, signal.SIGHUP),
                 stdin=subprocess.DEVNULL,
                 stdout=file if self.output is None else self.output,
                 stderr=file,
-                env={**os.environ, **self.environment, **at.environment},
+                env=environment,
+                pass_fds=inherited,
                 start_new_session=True,
             )
-        node = Node(name, process, events, log)
-        self.nodes[name] = node
-        return node
+        return process, channel
+
+    def messages(self) -> Iterator[tuple[Node, Mapping[str, Any]]]:
+        """Yields (node, message) for each message of an agent since the last call."""
+        for node in list(self.nodes.values()):
+            for message in node.channel.receive() if node.channel is not None else ():
+                yield node, message
+
+    def send(self, nodes: Iterable[Node], **message: Any) -> None:
+        """Sends a message to the agents of these nodes."""
+        for node in nodes:
+            if node.channel is not None:
+                node.channel.send(**message)
 
     def running(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.running]
@@ -153,7 +192,9 @@ class Cluster:
             if is_alive(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        for name in self.nodes:
+        for name, node in self.nodes.items():
+            if node.channel is not None:
+                node.channel.close()
             for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
                 shutil.rmtree(snapshot_directory(self.job, name, folder), ignore_errors=True)
 

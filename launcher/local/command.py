@@ -3,57 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from elasticzero.errors import ExitCode, UserError
+from elasticzero.ipc.messages import FAULT_STEPS_VARIABLE
 from elasticzero.launcher.agent.config import console_of
+from elasticzero.launcher.local.channel import Start
 from elasticzero.launcher.local.cluster import POLL_S, Cluster, cluster_environment
+from elasticzero.launcher.local.faults import (
+    Fault,
+    check_nodes,
+    most_nodes,
+    parse_fault,
+    steps_of,
+)
+from elasticzero.launcher.local.injection import FaultInjector
 from elasticzero.launcher.observability.console import ClusterConsole
 from elasticzero.launcher.options.table import passed_on_arguments
 from elasticzero.launcher.options.validation import make_log_directory, parse_nnodes
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.text import count_text
-
-FAULTS = ("kill-node", "kill-worker", "drain", "join")
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Describes a fault that is injected when the job reaches a step."""
-
-    kind: str
-    step: int
-    node: str | None = None
-    """Name of the node; None: the last one that trains."""
-
-    @property
-    def text(self) -> str:
-        """Returns the text that the user gave."""
-        return f"{self.kind}{f':{self.node}' if self.node else ''}@{self.step}"
-
-
-def parse_fault(text: str) -> Fault:
-    """Parses `WHAT@STEP` or `WHAT:NODE@STEP`; raises `UserError` for other text."""
-    match = re.fullmatch(r"([a-z-]+)(?::([A-Za-z0-9._-]+))?@(\d+)", text)
-    if not match or match[1] not in FAULTS:
-        raise UserError(f"--fault {text}: WHAT@STEP is expected, WHAT one of {', '.join(FAULTS)}")
-    return Fault(match[1], int(match[3]), match[2])
-
-
-def most_nodes(nodes: int, faults: Sequence[Fault]) -> int:
-    """Returns the largest number of nodes, if the faults are injected in the order of steps."""
-    most = nodes
-    for fault in sorted(faults, key=lambda fault: fault.step):
-        nodes += {"join": 1, "kill-worker": 0}.get(fault.kind, -1)
-        most = max(most, nodes)
-    return most
 
 
 def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[str]:
@@ -82,46 +56,14 @@ def _output_options(args: argparse.Namespace) -> list[str]:
     return options if args.redirects is None else [*options, f"--redirects={args.redirects}"]
 
 
-def inject(cluster: Cluster, fault: Fault, training: Sequence[str]) -> tuple[str, float] | None:
-    """Injects a fault.
-
-    Args:
-        cluster: The nodes.
-        fault: The kind of fault, and the node if it names one.
-        training: Nodes that train now.
-
-    Returns:
-        The name of the node that it hit, and the wall-clock time. None: no such node trains at this
-        moment.
-    """
-    if fault.kind == "join":
-        return cluster.start_node().name, time.time()
-    living = [cluster.nodes[n] for n in training if cluster.workers_of(cluster.nodes[n])]
-    chosen = [node for node in living if fault.node in (None, node.name)]
-    if not chosen:
-        return None
-    node = chosen[-1]
-    struck_s = time.time()
-    if fault.kind == "kill-node":
-        cluster.kill_node(node)
-    elif fault.kind == "kill-worker":
-        cluster.kill_worker(node)
-    else:
-        cluster.drain(node)
-    return node.name, struck_s
-
-
 def check_cluster(args: argparse.Namespace) -> list[Fault]:
-    """Returns the faults in the order of their steps; raises `UserError` for options that
-    contradict each other."""
+    """Returns the faults; raises `UserError` for options that contradict each other."""
     if args.nodes < 1:
         raise UserError(f"--nodes {args.nodes}: at least 1 is expected")
-    faults = sorted((parse_fault(text) for text in args.fault or ()), key=lambda fault: fault.step)
-    names = {f"node-{i}" for i in range(most_nodes(args.nodes, faults) + len(faults))}
-    for fault in faults:
-        if fault.node is not None and fault.node not in names:
-            raise UserError(f"--fault {fault.kind}:{fault.node}: the nodes are node-0, node-1, …")
-    _check_enough_nodes(args, most_nodes(args.nodes, faults))
+    faults = [parse_fault(text) for text in args.fault or ()]
+    most = most_nodes(args.nodes, faults)
+    check_nodes(faults, [f"node-{i}" for i in range(most + len(faults))])
+    _check_enough_nodes(args, most)
     return faults
 
 
@@ -137,18 +79,26 @@ def run(args: argparse.Namespace) -> ExitCode:
             endpoint = stack.enter_context(EtcdServer()).endpoint
         most = most_nodes(args.nodes, faults)
         arguments = agent_arguments(args, endpoint, most)
+        environment = {**cluster_environment(most), **_fault_environment(faults)}
         output = None if console.silent else sys.stdout.fileno()
-        cluster = Cluster(arguments, job, log_dir, cluster_environment(most), output)
+        cluster = Cluster(arguments, job, log_dir, environment, output, connected=True)
         stack.callback(cluster.stop)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         lines = ClusterConsole(log_dir / job, args.nodes, endpoint, muted=console.silent)
         for _ in range(args.nodes):
             cluster.start_node()
-        code = _watch(cluster, faults, lines)
-        for fault in faults:
-            lines.report_missed_fault(fault.text)
+        injector = FaultInjector(cluster, faults, lines)
+        code = _watch(cluster, injector, lines)
+        for fault in injector.left:
+            lines.report_missed_fault(fault.text, timed=fault.after_s is not None)
         lines.close(code)
         return code
+
+
+def _fault_environment(faults: Sequence[Fault]) -> dict[str, str]:
+    """Returns the variable by which workers know at which steps they wait for a fault."""
+    steps = ",".join(map(str, steps_of(faults)))
+    return {FAULT_STEPS_VARIABLE: steps} if steps else {}
 
 
 def _check_enough_nodes(args: argparse.Namespace, most: int) -> None:
@@ -163,26 +113,27 @@ def _check_enough_nodes(args: argparse.Namespace, most: int) -> None:
         )
 
 
-def _watch(cluster: Cluster, faults: list[Fault], lines: ClusterConsole) -> ExitCode:
+def _watch(cluster: Cluster, injector: FaultInjector, lines: ClusterConsole) -> ExitCode:
     """Follows the job to its end; returns its exit code.
 
     Args:
-        cluster: The nodes.
-        faults: Faults that are to be injected, the earliest first.
+        cluster: The nodes, whose agents were started just now.
+        injector: Injects the faults.
         lines: Prints what happens.
     """
+    start = Start()
     while True:
-        alive = bool(cluster.running())
-        for node, event in cluster.events():
-            lines.record(node, event)
-        if faults and lines.plain:
-            lines.report_waiting_fault(faults[0].text)
-        while faults and lines.step >= faults[0].step:
-            struck = inject(cluster, faults[0], lines.training)
-            if struck is None:
-                break
-            lines.report_fault(faults.pop(0).kind, *struck)
-        if not alive:
+        running = cluster.running()
+        for name, event in cluster.events():
+            lines.record(name, event)
+        for node, message in cluster.messages():
+            if "ready" in message:
+                start.note_ready(node.name)
+            injector.take(node, message)
+        ready = start.may_register(node.name for node in running)
+        cluster.send((cluster.nodes[name] for name in ready), begin=True)
+        injector.turn(time.monotonic())
+        if not running:
             return _outcome(cluster, lines)
         time.sleep(POLL_S)
 

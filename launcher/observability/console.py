@@ -95,7 +95,8 @@ class ClusterConsole:
         """Nodes of the current world, in rank order."""
         self.lineage = Lineage()
         self._began_s = time.time()
-        self._generation = 0
+        self.generation = 0
+        """Number of the newest generation; 0: there is none yet."""
         self._loss: float | None = None
         self._total = 0
         self._killed_s: float | None = None
@@ -134,13 +135,13 @@ class ClusterConsole:
                 self._pages[node] = f"{scheme}://{host_and_port(event['host'], event['port'])}/"
             case "registered":
                 self.print_line(f"{node} is here", at_s)
-            case "world" if event["generation"] > self._generation:
+            case "world" if event["generation"] > self.generation:
                 self._world(event, at_s)
             case "attached":
                 self._session, self.plain = True, False
             case "plain":
                 self.plain = not self._session
-            case "restored" if event["generation"] == self._generation and node == self.training[0]:
+            case "restored" if event["generation"] == self.generation and node == self.training[0]:
                 phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
                 self.print_line(f"  training goes on from step {event['step']} ({phases})", at_s)
             case "data_changed":
@@ -189,17 +190,17 @@ class ClusterConsole:
                 self.print_line(f"  {text}", at_s)
 
     def _world(self, event: dict[str, Any], at_s: float) -> None:
-        first = not self._generation
-        self._generation = event["generation"]
+        first = not self.generation
+        self.generation = event["generation"]
         self.training = event["members"]
-        self.lineage.world(self._generation, event["resume_step"])
+        self.lineage.world(self.generation, event["resume_step"])
         place = {
             "ram": f"step {event['resume_step']} from memory",
             "storage": f"step {event['resume_step']} from storage",
             "live": f"on from step {event['resume_step']} without a stop",
-            "fresh": fresh_start(self._generation, session=self._session),
+            "fresh": fresh_start(self.generation, session=self._session),
         }
-        lost = self.lineage.lost(self._generation)
+        lost = self.lineage.lost(self.generation)
         again = f", {lost} steps are computed again" if lost else ""
         reason = event["reason"]
         if (damage := event.get("skipped")) is not None:
@@ -207,7 +208,7 @@ class ClusterConsole:
             line = skipped_checkpoint_line(damage["step"], damage["message"], event["resume_step"])
             self.print_line(line, at_s)
         self.print_line(
-            f"generation {self._generation}: {count_text(event['world_size'], 'rank')} on "
+            f"generation {self.generation}: {count_text(event['world_size'], 'rank')} on "
             f"{', '.join(self.training)} ({reason}); {place[event['tier']]}{again}",
             at_s,
         )
@@ -219,6 +220,10 @@ class ClusterConsole:
         page = next((self._pages[n] for n in self.training if n in self._pages), None)
         if page is not None:
             self.print_line(f"status page: {page} (with the token: {self._how})", at_s)
+
+    def reached(self, step: int) -> None:
+        """Notes that all ranks are at the boundary of a step, of which no event has come yet."""
+        self.step = max(self.step, step)
 
     def _stepped(self, event: dict[str, Any], at_s: float) -> None:
         generation, step = event["generation"], event["step"]
@@ -267,7 +272,8 @@ class ClusterConsole:
             "drain": f"SIGTERM to {node}: it leaves at the next step",
             "join": f"{node} comes",
         }
-        self.print_line(f"step {self.step}: {descriptions[what]}", at_s)
+        where = f"step {self.step}: " if self._session else ""
+        self.print_line(f"{where}{descriptions[what]}", at_s)
         if what in ("kill-node", "kill-worker"):
             self._killed_s = at_s
 
@@ -277,16 +283,21 @@ class ClusterConsole:
             self._reported_faults.add(fault)
             self.print_line(
                 f"--fault {fault} waits: no worker has called elasticzero.run yet, and without "
-                "that no steps are seen"
+                "that no steps are seen; for a script that never does, give a time, as in "
+                "kill-node@30s"
             )
 
-    def report_missed_fault(self, fault: str) -> None:
-        """Prints that a fault had not been injected when the job ended."""
-        why = (
-            f"the job ended after step {self.step}"
-            if self._session
-            else "the script never called elasticzero.run, so no steps were seen"
-        )
+    def report_missed_fault(self, fault: str, *, timed: bool) -> None:
+        """Prints that a fault had not been injected when the job ended.
+
+        Args:
+            fault: The text that the user gave.
+            timed: Whether it was to come at a time, and not at a step.
+        """
+        why = f"the job ended after step {self.step}"
+        if not self._session:
+            steps = "the script never called elasticzero.run, so no steps were seen"
+            why = "the job ended before it" if timed else steps
         self.print_line(f"--fault {fault} was not injected: {why}")
 
     def quote(self, nodes: Sequence[str], *, traced: bool) -> None:

@@ -392,9 +392,10 @@ LOCAL_OPTIONS = grouped(
     ),
     Option(
         ("--fault",),
-        "WHAT happens when the job reaches STEP: kill-node, kill-worker, drain or join; "
-        "WHAT:NODE@STEP chooses the node.",
-        metavar="WHAT@STEP",
+        "WHAT happens at step WHEN, or WHEN is 30s: 30 seconds after the first workers were "
+        "started, whatever the script. WHAT is kill-node, kill-worker, drain or join; "
+        "WHAT:NODE@WHEN chooses the node.",
+        metavar="WHAT@WHEN",
         is_list=True,
         has_variable=False,
         is_listed=True,

@@ -18,7 +18,7 @@ from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.extensions import ExtensionFactory
 from elasticzero.launcher.cli.commands import add_run
-from elasticzero.launcher.local.command import Fault, agent_arguments, most_nodes, parse_fault
+from elasticzero.launcher.local.command import agent_arguments
 from elasticzero.launcher.observability.event_log import EventReader
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.launcher.options.table import RUN_OPTIONS
@@ -72,37 +72,6 @@ def test_nproc() -> None:
     assert parse_nproc("cpu") >= 1
     with pytest.raises(UserError, match="--nproc-per-node 0"):
         parse_nproc("0")
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("kill-node@60", Fault("kill-node", 60)),
-        ("kill-node:node-0@60", Fault("kill-node", 60, "node-0")),
-        ("join@5", Fault("join", 5)),
-    ],
-)
-def test_faults(text: str, fault: Fault) -> None:
-    assert parse_fault(text) == fault
-
-
-@pytest.mark.parametrize("text", ["kill-node", "kill-node@x", "melt@3", "@3"])
-def test_bad_faults_name_the_option(text: str) -> None:
-    with pytest.raises(UserError, match="--fault"):
-        parse_fault(text)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "faults", "most"),
-    [
-        (3, [], 3),
-        (3, ["kill-node@60", "join@110"], 3),
-        (3, ["join@10"], 4),
-        (2, ["join@30", "drain@20", "kill-worker@10"], 2),
-    ],
-)
-def test_most_nodes(nodes: int, faults: list[str], most: int) -> None:
-    assert most_nodes(nodes, [parse_fault(text) for text in faults]) == most
 
 
 @pytest.mark.parametrize("option", RUN_OPTIONS, ids=lambda option: option.flags[0])

@@ -110,15 +110,19 @@ def test_a_plain_script_has_no_steps_to_tell_of(told: Told) -> None:
     for _ in range(2):
         told.console.report_waiting_fault("kill-node@3")
     told.world(2, reason="node-1 is lost")
-    told.console.report_missed_fault("kill-node@3")
+    told.console.report_missed_fault("kill-node@3", timed=False)
+    told.console.report_missed_fault("kill-node@90s", timed=True)
+    told.console.report_fault("kill-node", "node-1", 3.0)
     told.console.close(ExitCode.DONE)
     assert told.lines() == [
         "generation 1: 2 ranks on node-0, node-1 (all here); a fresh start",
         "--fault kill-node@3 waits: no worker has called elasticzero.run yet, and without that no "
-        "steps are seen",
+        "steps are seen; for a script that never does, give a time, as in kill-node@30s",
         "generation 2: 2 ranks on node-0, node-1 (node-1 is lost); the script starts anew",
         "--fault kill-node@3 was not injected: the script never called elasticzero.run, so no "
         "steps were seen",
+        "--fault kill-node@90s was not injected: the job ended before it",
+        "SIGKILL to every process of node-1",
         "done: 2 generations; every rank's script has ended with status 0; none called "
         "elasticzero.run",
     ]
@@ -130,7 +134,7 @@ def test_a_script_that_imports_slowly_is_plain_no_more(told: Told) -> None:
     told.record("attached", rank=0)
     assert not told.console.plain
     told.step(1, 7, 6.0)
-    told.console.report_missed_fault("join@9")
+    told.console.report_missed_fault("join@9", timed=False)
     told.console.close(ExitCode.DONE)
     assert told.lines()[-2:] == [
         "--fault join@9 was not injected: the job ended after step 7",

@@ -1,0 +1,133 @@
+"""`elasticzero local`: its nodes begin together, and its faults come when they are told to."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.observability.lineage import Lineage
+from tests.integration.clusters import REGRESSION, elasticzero, events_in
+from tests.integration.test_elastic_training import check_samples
+
+STARTS, PIECES = 100, 20
+LOOPS = 2
+"""Number of processes that take the cores for themselves, beside the cluster."""
+TRAINS = """
+import torch
+import elasticzero as ez
+def train(session):
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = session.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1))
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
+    for x, y in session.batches(data, global_batch=6):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        session.backward(loss)
+        session.step()
+ez.run(train)
+"""
+PLAIN = """
+import sys, time
+from pathlib import Path
+at = Path(sys.argv[1])
+at.with_name(f"{at.name}-{time.monotonic_ns()}").touch()
+while not at.exists():
+    time.sleep(0.02)
+"""
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Processes that compute without end meanwhile."""
+    loops = [
+        subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def local(job: str, logs: Path, *arguments: str) -> str:
+    """What the command prints, once it has ended well."""
+    completed = subprocess.run(
+        elasticzero("local", "--job", job, "--log-dir", str(logs), *arguments),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.cold
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("piece", range(PIECES))
+def test_nodes_that_start_on_a_busy_machine_need_one_generation(
+    piece: int, tmp_path: Path, job: str
+) -> None:
+    """Once in a dozen starts ranks gave up one another, and others came too late for the first
+    generation."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    with busy_loops(LOOPS):
+        for number in range(STARTS // PIECES):
+            name = f"{job}-{piece}-{number}"
+            output = local(name, tmp_path / "logs", "--nodes", "3", str(script))
+            worlds = [e for e in events_in(tmp_path / "logs" / name) if e["event"] == "world"]
+            assert {(e["generation"], len(e["members"])) for e in worlds} == {(1, 3)}, output
+            assert "done: 2 steps, 1 generation, 0 steps recomputed" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_fault_comes_at_its_step(tmp_path: Path, job: str) -> None:
+    """The command saw steps some milliseconds late, and struck at step 67 for step 60."""
+    arguments = ["--nodes", "3", "--nproc-per-node", "2", "--strategy", "zero2"]
+    faults = ["kill-worker:node-1@10", "drain:node-0@20", "join@30", "kill-node@40", "join@40"]
+    arguments += [word for fault in faults for word in ("--fault", fault)]
+    output = local(job, tmp_path / "logs", *arguments, str(REGRESSION), "--pause", "0.02")
+    struck = re.findall(r"step (\d+): (\S+)", output)
+    expected = [("10", "SIGKILL"), ("20", "SIGTERM"), ("30", "node-3"), ("40", "SIGKILL")]
+    assert struck == [*expected, ("40", "node-4")], output
+    assert "was not injected" not in output
+    lineage = Lineage()
+    for event in events_in(tmp_path / "logs" / job):
+        lineage.take(event)
+    check_samples(lineage, tmp_path / "logs" / job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_fault_at_a_time_strikes_a_script_without_a_session(tmp_path: Path, job: str) -> None:
+    """`--fault` waited for a step that such a script never makes."""
+    script, over = tmp_path / "plain.py", tmp_path / "over"
+    script.write_text(PLAIN)
+    arguments = ["--nodes", "2", "--fault", "kill-worker:node-0@0.5s", "--fault", "kill-node@3s"]
+    command = elasticzero("local", "--job", job, "--log-dir", str(tmp_path / "logs"), *arguments)
+    process = subprocess.Popen(
+        [*command, str(script), str(over)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "generation 3" in line:
+            time.sleep(0.5)  # so that the workers of generation 3 have begun
+            over.touch()
+    assert process.wait(60) == 0, "".join(lines)
+    output = "".join(lines)
+    assert re.search(r" s  SIGKILL to a worker of node-0$", output, re.M), output
+    assert re.search(r" s  SIGKILL to every process of node-1$", output, re.M), output
+    assert "generation 3: 1 rank on node-0" in output
+    assert "no steps are seen" not in output
