@@ -41,12 +41,13 @@ PROBE_S = 2.0
 REPORT_AFTER_S = 10.0
 """Time in seconds after which a waiting rank reports the ranks that it waits for."""
 RANKS_SHOWN = 16
+REACHING = "reaching rank 0's store"
 
 T = TypeVar("T")
 ClosableStore = RankStore | TorchStore
-Allow = Callable[[float], None]
-"""Sets the time limit, in seconds, of the next step, in place of the limit before it. torch's store
-can block far past its own timeout."""
+Allow = Callable[[float, str], None]
+"""Sets the time limit, in seconds, of the next step, which it is told, in place of the limit before
+it. torch's store can block far past its own timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class RankInfo:
 
 def rendezvous(
     info: RankInfo,
-    allow: Allow = lambda limit_s: None,
+    allow: Allow = lambda limit_s, doing: None,
     reached: Callable[[ClosableStore], None] = lambda store: None,
 ) -> ClosableStore:
     """Connects to rank 0's store, and returns it once every rank has registered there.
@@ -108,7 +109,8 @@ def rendezvous(
     store = _store(info, allow, deadline_s)
     try:
         reached(store)
-        allow(max(0.0, deadline_s - time.monotonic()) + info.connect_timeout_s)
+        left_s = max(0.0, deadline_s - time.monotonic())
+        allow(left_s + info.connect_timeout_s, "waiting for the other ranks")
         arrivals = PrefixStore(f"{info.token}/here", store)
         arrivals.set(str(info.rank), "1")
         if arrivals.add("count", 1) == info.world_size:
@@ -117,7 +119,7 @@ def rendezvous(
             _poll_for_all(info, arrivals, deadline_s)
         else:
             _wait_for_all(info, arrivals, deadline_s)
-        allow(info.connect_timeout_s)
+        allow(info.connect_timeout_s, "connecting the process group of ranks that have all come")
     except BaseException:
         store.close()
         raise
@@ -137,12 +139,12 @@ def _store(info: RankInfo, allow: Allow, deadline_s: float) -> ClosableStore:
         DistNetworkError: Rank 0 cannot listen.
     """
     if info.store_fd is not None:
-        allow(info.connect_timeout_s)
+        allow(info.connect_timeout_s, "opening rank 0's store")
         return _server(info) if info.proofs else _torch_server(info)
-    allow(info.start_timeout_s + info.connect_timeout_s)
+    allow(info.start_timeout_s + info.connect_timeout_s, REACHING)
     if not info.proofs:
         _try_until_reached(info, deadline_s, partial(_probe, info))
-        allow(info.connect_timeout_s)
+        allow(info.connect_timeout_s, REACHING)
         return _torch_client(info)
     channel = _try_until_reached(info, deadline_s, partial(_connect, info))
     if info.tls is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -59,7 +60,7 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     link.send(Attached(pid=os.getpid()))
     link.on_abort(lambda: exit_now(ExitCode.LEFT))
     watchdog = StartupWatchdog(link)
-    watchdog.allow(info.connect_timeout_s)
+    watchdog.allow(info.connect_timeout_s, "looking for this rank's device")
     try:
         device = device_of(info)
         with link.busy("meeting the other ranks"):
@@ -98,10 +99,15 @@ class StartupWatchdog:
         self._link = link
         self._timer: threading.Timer | None = None
 
-    def allow(self, limit_s: float) -> None:
-        """Gives the process this many seconds from now on, in place of the limit before."""
+    def allow(self, limit_s: float, doing: str) -> None:
+        """Gives the process this many seconds from now on, in place of the limit before.
+
+        Args:
+            limit_s: Number of seconds.
+            doing: The step for which they are.
+        """
         self.cancel()
-        self._timer = threading.Timer(limit_s, self._give_up, [limit_s])
+        self._timer = threading.Timer(limit_s, self._give_up, [limit_s, doing])
         self._timer.name, self._timer.daemon = "elasticzero-connect", True
         self._timer.start()
 
@@ -109,10 +115,15 @@ class StartupWatchdog:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _give_up(self, limit_s: float) -> None:
-        text = f"the ranks did not meet, or set up no process group, within {limit_s:g} s"
+    def _give_up(self, limit_s: float, doing: str) -> None:
+        text = (
+            f"the ranks did not meet, or set up no process group, within {limit_s:g} s: rank "
+            f"{self._link.assignment.rank} was still {doing}"
+        )
         self._link.send(Failed(step=0, blame="peer", message=text, traceback=""))
         print_foreign(text)
+        with suppress(Exception):  # stderr may be anything by now
+            faulthandler.dump_traceback(all_threads=True)  # the log says where each thread was
         os._exit(ExitCode.LEFT)
 
 
