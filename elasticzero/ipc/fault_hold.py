@@ -24,8 +24,8 @@ def open_fault_hold(environment: Mapping[str, str], link: AgentClient) -> FaultH
         environment: The worker's environment.
         link: The client of the agent.
     """
-    words = environment.get(FAULT_STEPS_VARIABLE, "").split(",")
-    steps = sorted(map(int, filter(str.isdecimal, words)))
+    numbers = environment.get(FAULT_STEPS_VARIABLE, "").split(",")
+    steps = sorted(map(int, filter(str.isdecimal, numbers)))
     return FaultHold(steps, link) if steps and not link.standalone else None
 
 

@@ -24,7 +24,8 @@ from elasticzero.launcher.agent.assignments import assignments
 from elasticzero.launcher.cli.masking import masked_text, masked_variable, masked_words
 from elasticzero.launcher.cli.resolved_run import ResolvedRun, resolve_run
 from elasticzero.launcher.local.cluster import cluster_environment
-from elasticzero.launcher.local.command import agent_arguments, check_cluster, most_nodes
+from elasticzero.launcher.local.command import agent_arguments, check_cluster
+from elasticzero.launcher.local.faults import most_nodes
 from elasticzero.launcher.options.parser import Parser, shown_value
 from elasticzero.launcher.options.private_network import (
     GLOO_INTERFACE_VARIABLE,

@@ -25,8 +25,9 @@ import elasticzero as ez
 def train(session):
     model = torch.nn.Linear(4, 1)
     model, optimizer = session.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1))
+    session.restore()
     data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
-    for x, y in session.batches(data, global_batch=6):
+    for x, y in session.batches(data, global_batch=6, epochs=1):
         loss = torch.nn.functional.mse_loss(model(x), y)
         session.backward(loss)
         session.step()
