@@ -139,7 +139,7 @@ def _store(info: RankInfo, allow: Allow, deadline_s: float) -> ClosableStore:
         DistNetworkError: Rank 0 cannot listen.
     """
     if info.store_fd is not None:
-        allow(info.connect_timeout_s, "opening rank 0's store")
+        allow(info.start_timeout_s, "opening rank 0's store")  # so long the others wait for it
         return _server(info) if info.proofs else _torch_server(info)
     allow(info.start_timeout_s + info.connect_timeout_s, REACHING)
     if not info.proofs:
@@ -210,7 +210,8 @@ def _server(info: RankInfo) -> RankStore:
 def _try_until_reached(info: RankInfo, deadline_s: float, reach: Callable[[float], T]) -> T:
     """Returns what `reach` returns, once rank 0's store listens.
 
-    A host that refuses the connection runs, and rank 0's script may still be starting.
+    A host that refuses the connection runs, and rank 0's script may still be starting. A store that
+    takes the connection and does not answer is in a process that lives, and has no time yet.
 
     Args:
         info: This rank's place, and the time limits.
@@ -230,7 +231,7 @@ def _try_until_reached(info: RankInfo, deadline_s: float, reach: Callable[[float
         except (OSError, ExceptionGroup) as error:
             problem = _of_any_address(error)
         now_s = time.monotonic()
-        if isinstance(problem, ConnectionRefusedError):
+        if isinstance(problem, (ConnectionRefusedError, client.Unanswered)):
             seen_s = now_s
         waited_s = now_s - began_s
         pause_s = max(RETRY_S, min(RETRY_MAX_S, waited_s / 10))
@@ -258,11 +259,12 @@ def _probe(info: RankInfo, limit_s: float) -> None:
 
 
 def _of_any_address(error: OSError | ExceptionGroup) -> Exception:
-    """Returns the error of a host's only address; where several addresses fail, a refusal
-    counts."""
+    """Returns the error of a host's only address; where several addresses fail, one that shows
+    that the host runs counts."""
     if not isinstance(error, ExceptionGroup):
         return error
-    return min(error.exceptions, key=lambda e: not isinstance(e, ConnectionRefusedError))
+    runs = (client.Unanswered, ConnectionRefusedError)
+    return min(error.exceptions, key=lambda e: not isinstance(e, runs))
 
 
 def _wait_for_all(info: RankInfo, arrivals: PrefixStore, deadline_s: float) -> None:

@@ -48,6 +48,11 @@ RECEIVE_BYTES = 1 << 18
 KEYS_SHOWN = 8
 
 
+class Unanswered(TimeoutError):
+    """Something takes connections at the server's address, and says nothing yet: its process lives
+    and is slow, or it is none of ours."""
+
+
 class Channel:
     """Sends requests to the server and receives their answers, one after another."""
 
@@ -124,6 +129,7 @@ def connect(address: tuple[str, int], rank: int, secret: bytes, limit_s: float) 
         limit_s: Seconds that it may take.
 
     Raises:
+        Unanswered: It takes the connection, and has not said anything in time.
         OSError: The server is not reached, or has not proved itself.
         ExceptionGroup: Each of several addresses of the host has failed.
     """
@@ -131,7 +137,7 @@ def connect(address: tuple[str, int], rank: int, secret: bytes, limit_s: float) 
     sock = socket.create_connection(address, limit_s, all_errors=True)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        magic, server_nonce = CHALLENGE.unpack(receive(sock, CHALLENGE.size, until_s))
+        magic, server_nonce = CHALLENGE.unpack(_challenge(sock, until_s))
         if magic != MAGIC:
             raise WireError("another service than the ranks' store listens there")
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -144,6 +150,14 @@ def connect(address: tuple[str, int], rank: int, secret: bytes, limit_s: float) 
     except BaseException:
         sock.close()
         raise
+
+
+def _challenge(sock: socket.socket, until_s: float) -> bytes:
+    """Returns the first bytes of a server; raises `Unanswered` if none come in time."""
+    try:
+        return receive(sock, CHALLENGE.size, until_s)
+    except TimeoutError:
+        raise Unanswered("it takes connections, and does not answer yet") from None
 
 
 def receive(sock: socket.socket | TlsStream, size: int, until_s: float | None) -> bytes:
