@@ -51,6 +51,7 @@ def test_rank_info_takes_every_field_of_the_assignment() -> None:
 def test_a_store_that_takes_connections_and_is_slow_is_waited_for() -> None:
     """On a busy machine rank 0's store answered late, and a rank gave it up after 10 s."""
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(10.0)  # it fails where no rank comes any more
     port = listener.getsockname()[1]
     info = RankInfo(
         rank=1, world_size=2, master_port=port, connect_timeout_s=0.2, start_timeout_s=120.0
