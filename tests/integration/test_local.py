@@ -114,7 +114,8 @@ def test_a_fault_at_a_time_strikes_a_script_without_a_session(tmp_path: Path, jo
     """`--fault` waited for a step that such a script never makes."""
     script, over = tmp_path / "plain.py", tmp_path / "over"
     script.write_text(PLAIN)
-    arguments = ["--nodes", "2", "--fault", "kill-worker:node-0@0.5s", "--fault", "kill-node@3s"]
+    arguments = ["--nodes", "2", "--fault", "kill-worker:node-0@0.5s"]
+    arguments += ["--fault", "kill-node:node-1@3s"]
     command = elasticzero("local", "--job", job, "--log-dir", str(tmp_path / "logs"), *arguments)
     process = subprocess.Popen(
         [*command, str(script), str(over)], stdout=subprocess.PIPE, text=True
