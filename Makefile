@@ -56,7 +56,7 @@ demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (ab
 test: $(READY) tools ## unit tests, and a story of each kind of fault with real processes (about 10 minutes)
 	timeout --foreground --kill-after=10 2700 $(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 2400
 
-slow: $(READY) tools ## the other stories and cases, each python started anew (about 50 minutes; SHARE=0.1 for a tenth)
+slow: $(READY) tools ## the other stories and cases, each python started anew (about 70 minutes; SHARE=0.1 for a tenth)
 	TESTS_COLD=1 timeout --foreground --kill-after=10 7500 $(RUN) -m pytest -ra -q $(RUNNERS) \
 	  --session-timeout 7200 -m "slow and not chaos" \
 	  --share $(SHARE) --seed $(SEED)
