@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -63,17 +62,15 @@ def test_a_fault_at_a_time_strikes_a_script_without_a_session(tmp_path: Path, jo
     arguments = ["--nodes", "2", "--fault", "kill-worker:node-0@0.5s"]
     arguments += ["--fault", "kill-node:node-1@3s"]
     command = elasticzero("local", "--job", job, "--log-dir", str(tmp_path / "logs"), *arguments)
-    process = subprocess.Popen(
-        [*command, str(script), str(over)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "generation 3" in line:
-            time.sleep(0.5)  # so that the workers of generation 3 have begun
-            over.touch()
-    assert process.wait(60) == 0, "".join(lines)
+    with subprocess.Popen(
+        [*command, str(script), str(over)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout or ():
+            lines.append(line)
+            if "generation 3" in line:
+                over.touch()
+    assert process.returncode == 0, "".join(lines)
     output = "".join(lines)
     assert re.search(r" s  SIGKILL to a worker of node-0$", output, re.M), output
     assert re.search(r" s  SIGKILL to every process of node-1$", output, re.M), output
