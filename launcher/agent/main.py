@@ -67,6 +67,7 @@ from elasticzero.launcher.tls.setup import node_contexts
 from elasticzero.launcher.workers.gloo_interface import confined, with_gloo_host
 from elasticzero.serialization import RecordError
 from elasticzero.text import list_text, shown
+from elasticzero.version import __version__, torch_version
 
 STORE_RETRY = RetryPolicy(first_pause_s=2.0, max_pause_s=8.0, growth=1.5)
 """Pauses between tries to reach the store; a thousand nodes may wait for the same store."""
@@ -213,6 +214,8 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             nproc=options.nproc,
             zone=options.zone or "",
             run=run.number,
+            release=__version__,
+            torch=torch_version(),
         )
         ttl_s = int(options.policy.lease_ttl_s)
         membership = Membership(run, me, ttl_s, store_socket, bind=bind)

@@ -94,6 +94,7 @@ from elasticzero.launcher.protocol.hang_rules import (
 )
 from elasticzero.launcher.protocol.leader import (
     form_first_world,
+    gives_way,
     is_leader,
     lead,
     spare_take_over,
@@ -496,10 +497,13 @@ def _nobody_goes_on(view: View, world: World, now_s: float, policy: JobPolicy) -
         view: What this agent sees.
         world: World of the view, whose round is open.
         now_s: Present time, on the clock of the view's times.
-        policy: Limits and times; the wait is short where fewer than MIN nodes remain or all leave.
+        policy: Limits and times; the wait is short where fewer than MIN nodes remain and no other
+            build takes over, or all leave.
     """
     waited_s = _waited_s(view, view.round_s, now_s)
-    few = len(world.members) - 1 < policy.min_nodes or _all_leave(view, world)
+    others = [member for member in world.members if member.node != view.me.node]
+    few = len(others) < policy.min_nodes and not gives_way(view, world, others, policy)
+    few |= _all_leave(view, world)
     return waited_s >= (2 * policy.alive_s if few else policy.handover_s)
 
 

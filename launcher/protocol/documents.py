@@ -62,6 +62,11 @@ class Member:
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run; UNSTATED: the node is of the release before, which takes the token
     in place of proofs. A world states it once, for all of its members."""
+    release: str = field(default="", compare=False, metadata=OMIT_DEFAULT)
+    """Version of ElasticZero; empty: not stated, as by the releases before 0.2. A world states it,
+    and that of torch, once."""
+    torch: str = field(default="", compare=False, metadata=OMIT_DEFAULT)
+    """Version of torch with its build, such as 2.13.0+cpu; empty: not stated."""
 
     @property
     def address(self) -> str:
@@ -166,6 +171,11 @@ class World:
     entered: int = field(default=0, metadata=OMIT_DEFAULT)
     """Number of a generation that workers had entered inside their loops before this one, and for
     which no world was written; 0: there is none."""
+    release: str = field(default="", metadata=OMIT_DEFAULT)
+    """Version of ElasticZero of its first member that states one; others may differ in the last
+    number. Empty: no member states one, or a release before 0.2 wrote this document."""
+    torch: str = field(default="", metadata=OMIT_DEFAULT)
+    """Version of torch of the same member."""
     _places: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """Index of each node; an agent looks its own up several times in a round of its loop."""
     _incarnations: Sequence[str] = field(init=False, repr=False, compare=False)
@@ -384,7 +394,7 @@ def to_bytes(document: Any) -> bytes:
         return _json(encode(document))
     resume = document.resume
     value = encode(replace(document, members=(), resume=replace(resume, sources=())))
-    value["members"] = encode_rows(Member, document.members, without=("zone", "run"))
+    value["members"] = encode_rows(Member, document.members, without=("zone", "run", "release", "torch"))
     if resume.tier == "live":
         value["resume"]["tier"], value["inside"] = "ram", True
     if all(document.zones):
@@ -413,7 +423,8 @@ def world_from_bytes(data: bytes) -> World:
     world = decode(World, {**value, "members": []}, "world")
     run = world.run if world.proofs else UNSTATED
     count = len(rows) if isinstance(rows, list) else 0
-    rest = ((*zones[:count], *("",) * (count - len(zones))), (run,) * count)
+    zones = (*zones[:count], *("",) * (count - len(zones)))
+    rest = (zones, *((value,) * count for value in (run, world.release, world.torch)))
     members = decode_rows(Member, rows, "world.members", rest)
     return replace(world, members=members, resume=replace(world.resume, sources=sources))
 

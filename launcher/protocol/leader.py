@@ -27,6 +27,8 @@ the oldest registration. Its rules:
  L12 From the job's second run on, a node of the release before is taken into no world: it cannot
      derive the secret of the run.
  L13 While a proposal stands (`planned`), request no other change: it waits, or ends the proposal.
+ L14 All nodes of a world have one build of ElasticZero and torch, by BD1 to BD5 in `placement`;
+     others are set aside.
 Rules of liveness, for L3; a lapsed lease is only a suspicion:
  V1  It counts only while the agent's own lease is confirmed, and the store has been well for a TTL.
  V2  It does not count while steps prove that the member is alive: a step was finished with it after
@@ -47,7 +49,7 @@ Rules of liveness, for L3; a lapsed lease is only a suspicion:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from elasticzero.errors import ExitCode
@@ -77,7 +79,18 @@ from elasticzero.launcher.protocol.failure_policy import (
     still_quarantined,
 )
 from elasticzero.launcher.protocol.hang_rules import deadlock
-from elasticzero.launcher.protocol.placement import alike, order_members
+from elasticzero.launcher.protocol.placement import (
+    Build,
+    alike,
+    as_registered,
+    build_of,
+    choose_build,
+    fits,
+    of_build,
+    order_members,
+    stated_versions,
+    unlike,
+)
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume
 from elasticzero.launcher.protocol.termination import (
@@ -156,18 +169,70 @@ def all_state_runs(documents: Iterable[Member | Report]) -> bool:
     return all(document.run != UNSTATED for document in documents)
 
 
-def unlike(odd: Member, member: Member) -> str:
-    """Returns why two nodes cannot be in one world."""
-    return (
-        f"{odd.node} has {count_text(odd.nproc, 'worker')}, and {member.node} has {member.nproc}; "
-        "--shard node needs the same --nproc-per-node on all nodes"
-    )
+def waiting_of(view: View, world: World) -> list[Member]:
+    """Returns the nodes that wait for a place, of any build: L11."""
+    candidates = alike(candidates_of(view), world.shard, world.members[0].nproc)
+    return [member for member in candidates if not world.names(member)]
 
 
 def joiners_of(view: View, world: World) -> list[Member]:
-    """Returns the nodes that wait for a place and that the world may take: L11."""
-    candidates = alike(candidates_of(view), world.shard, world.members[0].nproc)
-    return [member for member in candidates if not world.names(member)]
+    """Returns the nodes that wait for a place and that the world may take: L11 and L14."""
+    return of_build(waiting_of(view, world), present_build(view, world))
+
+
+def present_build(view: View, world: World) -> Build | None:
+    """Returns the build of a world; None: no member states one."""
+    if (build := build_of(world)) is not None:
+        return build
+    members = as_registered(world.members, view.members)
+    return next((build for m in members if (build := build_of(m)) is not None), None)
+
+
+def gives_way(view: View, world: World, staying: Iterable[Member], policy: JobPolicy) -> bool:
+    """Returns whether the build that trains gives way to another one when the next world is
+    written (L14); MIN nodes of that one wait then.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view.
+        staying: Members of it that stay.
+        policy: Limits and times, with operators' changes.
+    """
+    waiting = waiting_of(view, world)
+    present = present_build(view, world) if waiting else None
+    if all(fits(member, present) for member in waiting):
+        return False
+    members = [*as_registered(staying, view.members), *waiting]
+    return present != choose_build(members, present, policy.min_nodes, policy.max_nodes)
+
+
+def new_candidates(view: View, world: World | None, policy: JobPolicy) -> list[Member]:
+    """Returns the nodes that a world may have in which nobody stays: L11 and L14.
+
+    Args:
+        view: What this agent sees, with the registrations.
+        world: World that it follows; None: there was none.
+        policy: Limits and times, with operators' changes.
+    """
+    registered = candidates_of(view)
+    present, shard = (None, policy.shard) if world is None else (build_of(world), world.shard)
+    build = choose_build(registered, present, policy.min_nodes, policy.max_nodes)
+    return alike(of_build(registered, build), shard)
+
+
+def odd_one_text(registered: Iterable[Member], candidates: Sequence[Member]) -> str:
+    """Returns why the first world has not all nodes; empty: it has.
+
+    Args:
+        registered: All nodes, in the order in which they came.
+        candidates: Those of them that it may have.
+    """
+    nodes = {member.node for member in candidates}
+    odd = next((member for member in registered if member.node not in nodes), None)
+    if odd is None or not candidates:
+        return ""
+    others = (member for member in candidates if not fits(odd, build_of(member)))
+    return unlike(odd, next(others, candidates[0]))
 
 
 def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
@@ -193,13 +258,11 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
         return stop_from_storage(view)
     if view.remnants:
         return wait(REMNANTS)
-    registered = candidates_of(view)
-    candidates = alike(registered, policy.shard)
+    candidates = new_candidates(view, None, policy)
     ready = len(candidates)
     if ready < policy.min_nodes:
-        alike_nodes = {member.node for member in candidates}
-        odd = [member for member in registered if member.node not in alike_nodes]
-        why = f"; {unlike(odd[0], candidates[0])}" if odd else ""
+        why = odd_one_text(candidates_of(view), candidates)
+        why = f"; {why}" if why else ""
         return wait(f"{ready} of at least {policy.min_nodes} nodes are here{why}")
     settling_s = view.last_join_s + policy.settle_s - now_s
     if ready < policy.max_nodes and settling_s > 0:
@@ -211,6 +274,7 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
     if (refused := refuse_damaged_checkpoint(view, resume, policy)) is not None:
         return refused
     cause = f"{count_text(len(members), 'node')} came together"
+    release, torch = stated_versions(members)
     first = World(
         generation=1,
         token=view.token,
@@ -223,6 +287,8 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
         bad_steps=view.bad_steps,
         skipped=skipped_checkpoint(view, resume, cause),
         proofs=all_state_runs(members),
+        release=release,
+        torch=torch,
     )
     return Decision((WriteWorld(first),), first.reason)
 
@@ -246,7 +312,8 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         if view.me.node in aside:
             why = quarantine_reason(world.strikes, view.me.node)
             return wait(f"set aside, for a place in {after} later: {why}")
-        if not alike([view.me], world.shard, world.members[0].nproc):
+        like = fits(view.me, build_of(world.members[0]))
+        if not like or not alike([view.me], world.shard, world.members[0].nproc):
             return wait(f"set aside: {unlike(view.me, world.members[0])}")
         return wait(f"waiting for a place in {after}")
     if now_s - max(view.missing_since_s.values()) < policy.lease_ttl_s:
@@ -257,7 +324,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         return stop_from_storage(view)
     if view.remnants:
         return wait(REMNANTS)
-    candidates = alike(candidates_of(view), world.shard)
+    candidates = new_candidates(view, world, policy)
     waiting = still_quarantined(
         aside, world.strikes, {m.node for m in candidates}, policy.min_nodes
     )
@@ -272,6 +339,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         return refused
     names = list_text((member.node for member in members), NAMES_SHOWN)
     cause = f"all nodes of generation {world.generation} are gone; {names} came"
+    release, torch = stated_versions(members)
     following = World(
         generation=world.generation + 1,
         token=view.token,
@@ -290,6 +358,8 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         setbacks=world.setbacks,
         strikes=world.strikes,
         proofs=all_state_runs(members),
+        release=release,
+        torch=torch,
     )
     return Decision((WriteWorld(following),), following.reason)
 

@@ -33,10 +33,21 @@ from elasticzero.launcher.protocol.leader import (
     NAMES_SHOWN,
     all_state_runs,
     answers_of,
-    candidates_of,
     joiners_of,
+    new_candidates,
+    present_build,
+    waiting_of,
 )
-from elasticzero.launcher.protocol.placement import alike, order_members
+from elasticzero.launcher.protocol.placement import (
+    as_registered,
+    build_of,
+    choose_build,
+    fits,
+    of_build,
+    order_members,
+    stated_versions,
+    unlike,
+)
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume, describe_incomplete_snapshot
 from elasticzero.launcher.protocol.termination import (
@@ -280,14 +291,6 @@ def left_out_after(
     return tuple(sorted(after, key=lambda batch: batch.step))
 
 
-def as_registered(members: Iterable[Member], view: View) -> list[Member]:
-    """Returns members of a world with the zones and runs that they registered with, which the world
-    lacks if one of its members had none."""
-    registered = {(m.node, m.incarnation): m for m in (view.members or {}).values()}
-    pairs = ((m, registered.get((m.node, m.incarnation), m)) for m in members)
-    return [replace(m, zone=latest.zone, run=latest.run) for m, latest in pairs]
-
-
 def _take_proofs(view: View, members: Iterable[Member], resume: Resume) -> bool:
     """Returns whether all nodes that have to do with the next world prove the secret.
 
@@ -315,18 +318,15 @@ def _next_world(
     """
     world, cause = view.world, outcome.cause
     assert world is not None
-    stay = {m.node for m in outcome.staying}
-    registered = [] if view.remnants else joiners_of(view, world)
-    joiners = [m for m in registered if m.node not in stay]
-    present = {m.node for m in (*joiners, *outcome.staying)}
-    waiting = still_quarantined(outcome.aside, following.strikes, present, policy.min_nodes)
-    new, old = ([m for m in ms if m.node not in waiting] for ms in (joiners, outcome.staying))
-    members = order_members(world, new, as_registered(old, view), policy.max_nodes)
+    new, old = _places(view, world, following, outcome, policy)
+    members = order_members(world, new, old, policy.max_nodes)
     if len(members) < policy.min_nodes:
         return wait(_too_few(len(members), policy))
     before = trained(world, view.reports or {}, {m.node for m in members if world.names(m)})
     proofs = _take_proofs(view, members, following.resume)
+    release, torch = stated_versions(members)
     following = replace(following, members=members, trained=before, proofs=proofs)
+    following = replace(following, release=release, torch=torch)
     reason = _why(view, world, following, outcome)
     failure = cause[1] if cause is not None and cause[1].bad_step is not None else None
     if failure is None:
@@ -335,6 +335,33 @@ def _next_world(
     skipped = skipped_checkpoint(view, following.resume, rest, failure)
     following = replace(following, reason=reason + lost, skipped=skipped)
     return Decision((WriteWorld(following, _gone(view, world, members)),), following.reason)
+
+
+def _places(
+    view: View, world: World, following: World, outcome: _Round, policy: JobPolicy
+) -> tuple[list[Member], list[Member]]:
+    """Returns the nodes that come, and those that stay, in the next world: of one build (L14), and
+    without nodes that are quarantined still.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view.
+        following: The next world without its members.
+        outcome: The nodes that are there, and why the last world ended.
+        policy: Limits and times, with operators' changes.
+    """
+    stay = {m.node for m in outcome.staying}
+    registered = [] if view.remnants else waiting_of(view, world)
+    joiners = [m for m in registered if m.node not in stay]
+    old = as_registered(outcome.staying, view.members)
+    able = [m for m in (*old, *joiners) if m.node not in outcome.aside]
+    least, most = policy.min_nodes, policy.max_nodes
+    build = choose_build(able, present_build(view, world), least, most)
+    old, joiners = of_build(old, build), of_build(joiners, build)
+    present = {m.node for m in (*joiners, *old)}
+    waiting = still_quarantined(outcome.aside, following.strikes, present, least)
+    new, kept = ([m for m in ms if m.node not in waiting] for ms in (joiners, old))
+    return new, kept
 
 
 def waiting_class(view: View, now_s: float, policy: JobPolicy) -> Waiting:
@@ -351,7 +378,7 @@ def waiting_class(view: View, now_s: float, policy: JobPolicy) -> Waiting:
     leave = {node for node, report in reports.items() if report.leaving}
     world = view.world
     if world is None:
-        able = len(alike(candidates_of(view), policy.shard))
+        able = len(new_candidates(view, None, policy))
     else:
         able = len(_able(view, world, [m for m in world.members if m.node in view.members], now_s))
     if len(view.members.keys() - leave) < policy.min_nodes:
@@ -499,7 +526,9 @@ def _why(
     if needed := sorted((after - before) & outcome.aside.keys()):
         why = quarantine_reason(following.strikes, needed[0])
         parts.append(f"{', '.join(needed)} {_is(needed)} needed, though set aside: {why}")
-    spare = sorted((before - after) & stay)
+    odd = _odd_builds(view, following, outcome)
+    parts += [f"{node} is set aside: {text}" for node, text in odd.items()]
+    spare = sorted((before - after) & stay - odd.keys())
     struck = [node for node in spare if node in outcome.aside]
     parts += [
         f"{node} is set aside: {quarantine_reason(following.strikes, node)}" for node in struck
@@ -523,6 +552,24 @@ def _why(
     if not parts:
         parts.append(view.alarm.reason if view.alarm is not None else "workers stopped")
     return "; ".join(parts)
+
+
+def _odd_builds(view: View, following: World, outcome: _Round) -> dict[str, str]:
+    """Returns the members that stay and have another build than the next world, and why they are
+    set aside, by node.
+
+    Args:
+        view: What this agent sees.
+        following: The next world, with its members.
+        outcome: The nodes that are there.
+    """
+    after = {member.node for member in following.members}
+    odd = {}
+    for member in as_registered(outcome.staying, view.members):
+        others = (other for other in following.members if not fits(member, build_of(other)))
+        if member.node not in after and (other := next(others, None)) is not None:
+            odd[member.node] = unlike(member, other)
+    return odd
 
 
 def _is(nodes: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,12 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.reference import steps_in
 from tests.integration.test_elastic_training import check_samples
-from tests.support.releases import BEFORE, unpack_release_before
+from tests.support.releases import (
+    AFTER,
+    BEFORE,
+    copy_as_release_after,
+    unpack_release_before,
+)
 
 OLD = ("node-0", "node-1", "node-2")
 GLOBAL_BATCH, EPOCHS = 24, 28
@@ -119,3 +125,76 @@ def test_nodes_of_two_releases_begin_together(
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=2, place=places.__getitem__) as told:
         assert set(told.wait_for_end().values()) == {0}, told.logs()
     check_samples(told.lineage, told.directory(), epochs=1, global_batch=GLOBAL_BATCH)
+
+
+def says(told: Story, node: str, text: str) -> bool:
+    """Whether the agent of a node has printed this."""
+    return text in (told.directory() / node / "agent.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_fleet_goes_over_to_the_next_minor_release_once(
+    tmp_path: Path, root: Path, job: str, etcd: EtcdServer
+) -> None:
+    """Node by node: a new one comes, and an old one is drained. Both name the difference. The old
+    ones train until more have the newer release, and give it their state from memory."""
+    after = copy_as_release_after(root, tmp_path / "after")
+    assert version(after) == AFTER != elasticzero.__version__
+
+    def place(node: str) -> Placement:
+        return Placement() if node in OLD else Placement(environment=after)
+
+    arguments = ["--nnodes", "1:4", "--strategy", "ddp", "--lease-ttl", "2"]
+    arguments += ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "25"]
+    arguments += [str(REGRESSION), "--epochs", str(EPOCHS), "--pause", "0.1"]
+    arguments += ["--global-batch", str(GLOBAL_BATCH)]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3, place=place) as told:
+        trains_again(told, 1)
+        told.pause(0.4)
+        told.cluster.start_node()
+        sentence = f"node-3 has ElasticZero {AFTER}, and node-0 has ElasticZero"
+        for node in ("node-0", "node-3"):
+            told.wait("a line", partial(says, told, node, sentence))
+        told.cluster.drain(told.node(0))
+        trains_again(told, 2)
+        assert members(told) == {"node-1", "node-2"}, "it trains with the release that trains"
+        told.cluster.start_node()
+        told.wait("it waits", lambda: says(told, "node-4", "node-4 is set aside"))
+        told.cluster.drain(told.node(1))
+        trains_again(told, 3)
+        assert members(told) == {"node-3", "node-4"}
+        last = max(told.of("world"), key=lambda world: world["generation"])
+        assert last["tier"] == "ram"
+        assert "node-2 is set aside: node-2 has ElasticZero" in last["reason"]
+        told.cluster.drain(told.node(2))
+        told.cluster.start_node()
+        trains_again(told, 4)
+        assert members(told) == {"node-3", "node-4", "node-5"}
+        codes = told.wait_for_end()
+    assert {codes[node] for node in ("node-3", "node-4", "node-5")} == {0}
+    check_samples(told.lineage, told.directory(), epochs=EPOCHS, global_batch=GLOBAL_BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_the_last_old_node_hands_over_what_only_it_holds(
+    tmp_path: Path, root: Path, job: str, etcd: EtcdServer
+) -> None:
+    """Without a checkpoint directory, and with as few nodes as can be."""
+    after = copy_as_release_after(root, tmp_path / "after")
+    places = {"node-0": Placement(), "node-1": Placement(environment=after)}
+    arguments = ["--nnodes", "1", "--strategy", "ddp", "--lease-ttl", "2", str(REGRESSION)]
+    arguments += ["--epochs", "6", "--pause", "0.1", "--global-batch", str(GLOBAL_BATCH)]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=1, place=places.__getitem__) as told:
+        told.wait_for_step(3)
+        told.pause(0.4)
+        told.cluster.start_node()
+        told.wait("it waits", lambda: says(told, "node-1", "node-1 is set aside"))
+        told.cluster.drain(told.node(0))
+        trains_again(told, 2)
+        assert members(told) == {"node-1"}
+        assert {world["tier"] for world in told.of("world")} == {"fresh", "ram"}
+        codes = told.wait_for_end()
+    assert codes["node-1"] == 0
+    check_samples(told.lineage, told.directory(), epochs=6, global_batch=GLOBAL_BATCH)

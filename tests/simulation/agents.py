@@ -134,6 +134,8 @@ class Host:
         """They die, and say nothing."""
         self.release: Release = ""
         """Release of its agents."""
+        self.versions = ("", "")
+        """Versions of ElasticZero and torch that they state."""
         random = cluster.random
         self._offset_s = random.uniform(100.0, 1e5)
         self._rate = random.uniform(0.99, 1.01)
@@ -228,6 +230,8 @@ class Agent:
             store_port=cluster.port(),
             nproc=cluster.plan.nproc,
             run=stated,
+            release=host.versions[0],
+            torch=host.versions[1],
         )
         self.membership = Membership(
             store,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -290,6 +290,7 @@ class Cluster:
         host = Host(self, f"node-{number}")
         host.bad_input = bad_input
         host.release = self.plan.release_of(self._names)
+        host.versions = self.plan.versions_of(self._names)
         self.hosts[host.name] = host
         self.begin_agent(host)
         return host
@@ -317,6 +318,11 @@ class Cluster:
         self.namesakes.append(host)
         self.begin_agent(host)
 
+    def _most_alike(self) -> int:
+        """How many machines are well and have one build: that which most of them have."""
+        well = [host.versions for host in self.hosts.values() if not (host.lost or host.bad_input)]
+        return max(Counter(well).values(), default=0)
+
     def _calm_down(self) -> None:
         """No fault comes any more; enough nodes are there."""
         self._calm = True
@@ -329,7 +335,7 @@ class Cluster:
         for host in list(self.hosts.values()):
             self.begin_agent(host)
         least = with_operator_overrides(self.plan.policy, self.asked).min_nodes
-        while sum(not (h.lost or h.bad_input) for h in self.hosts.values()) < least:
+        while self._most_alike() < least:
             self.add_node()
         self.rules.registered(self.running())
         self.timeline.after(MEND_S, self._mend)

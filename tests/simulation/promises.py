@@ -285,6 +285,7 @@ class Promises:
         self._require(fits, "R3", f"{count} members, where {sizes} are allowed")
         full = any(count >= most for _, most in sizes)
         self._check_places(before, after, full=full)
+        self._check_builds(after)
         self._check_drains(after)
         self._check_aside(before, after, max(least for least, _ in sizes))
         self._check_take_over(before, after)
@@ -336,6 +337,7 @@ class Promises:
             before.members, (p or (0.0, None) for p in put), strict=True
         ):
             out = not after.names(member) and member.node not in aside
+            out &= self._fits(member.node, after)
             if after.resume.tier == "live" and report is not None and report.leaving:
                 continue
             if not out or not self._stood_before(member):
@@ -374,6 +376,8 @@ class Promises:
             drained = (node, incarnation) in self._drained
             if drained or node in aside or after.find(node, incarnation) is not None:
                 continue
+            if not self._fits(node, after):
+                continue
             agent = self._cluster.hosts[node].agent
             me = agent.membership.me if agent is not None else None
             if agent is None or me is None or me.incarnation != incarnation or agent.leaving:
@@ -381,6 +385,15 @@ class Promises:
             waited = before is None or not before.names(me)
             if waited and self._stood_before(me):
                 self._require(False, "R11", f"{node} waited, and {after.generation} has room")
+
+    def _fits(self, node: str, world: World) -> bool:
+        """Whether a node has the build of a world, so that it may be in it (BD1)."""
+        return self._cluster.hosts[node].versions in (("", ""), (world.release, world.torch))
+
+    def _check_builds(self, after: World) -> None:
+        """BD1."""
+        odd = [node for node in after.nodes if not self._fits(node, after)]
+        self._require(not odd, "BD1", f"{after.generation} has {odd}, and {after.release}")
 
     def _check_drains(self, after: World) -> None:
         """R12."""
@@ -548,7 +561,7 @@ class Promises:
         for node, incarnation in self._since:
             agent = self._cluster.hosts[node].agent
             idle = agent is not None and not agent.dead and not agent.leaving
-            idle &= (node, incarnation) not in self._drained
+            idle &= (node, incarnation) not in self._drained and self._fits(node, world)
             if idle and world.find(node, incarnation) is None:
                 pending.append(f"{node} {incarnation} waits")
         return pending

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from tests.simulation.cluster import Cluster
-from tests.simulation.schedule import draw
+from tests.simulation.schedule import Plan, draw
 
 BATCH = 25
 """Schedules that a process is given at once."""
@@ -42,12 +42,17 @@ class Failure:
 
 def run_one(seed: int, nodes: int | None = None) -> Failure | None:
     """One schedule; what went wrong, if anything."""
-    cluster = Cluster(draw(seed, nodes))
+    return run_plan(draw(seed, nodes), nodes)
+
+
+def run_plan(plan: Plan, nodes: int | None = None) -> Failure | None:
+    """One schedule; what went wrong, if anything."""
+    cluster = Cluster(plan)
     try:
         cluster.run()
     except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to a seed
         what = f"{type(error).__name__}: {error}"
-        return Failure(seed, nodes, what, tuple(cluster.history)[-25:])
+        return Failure(plan.seed, nodes, what, tuple(cluster.history)[-25:])
     return None
 
 

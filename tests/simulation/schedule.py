@@ -132,6 +132,8 @@ class Fault:
     """How long it lasts, where it does."""
 
 
+OLDER, NEWER = ("0.2.0", "2.13.0+cpu"), ("0.3.1", "2.13.0+cpu")
+"""Versions of the nodes of the two builds."""
 SLOW_SHARE = 0.2
 SLOW_START_S = 8.0
 """Longer than a process group may take, and long enough to be taken for a plain script."""
@@ -184,6 +186,8 @@ class Plan:
     """Steps that retention leaves then; None: all."""
     releases: float = 0.0
     """So many of the nodes have another release than this one."""
+    builds: bool = False
+    """The nodes that come state one of two builds, mostly the older one first."""
     faults: tuple[Fault, ...] = field(default=())
 
     def release_of(self, number: int) -> Release:
@@ -192,6 +196,15 @@ class Plan:
             return ""
         random = Random(f"{self.seed} release of {number}")
         return random.choice(["before", "after"]) if random.random() < self.releases else ""
+
+    def versions_of(self, number: int) -> tuple[str, str]:
+        """Versions of ElasticZero and torch of the node that comes as the so many-th; empty: it
+        states none."""
+        if not self.builds:
+            return ("", "")
+        random = Random(f"{self.seed} build of {number}")
+        newer = random.random() < (0.3 if number <= self.nodes else 0.8)
+        return NEWER if newer else OLDER
 
     @property
     def loses_data(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.simulation.running import Failure, run_many
+from dataclasses import replace
+
+from tests.simulation.running import Failure, run_many, run_plan
+from tests.simulation.schedule import draw
 
 QUICK, SLOW, CHAOS = range(250), range(250, 10_000), range(10_000, 110_000)
 """Seeds of schedules of 3 to 7 nodes, for `make test`, `make slow` and `make chaos`."""
@@ -39,6 +42,16 @@ def check_large(seeds: range, *, processes: int = 1) -> None:
         group_seeds = [seed for seed in seeds if seed % len(LARGE_NODES) == index]
         _, group_failures = run_many(group_seeds, nodes, processes=processes)
         failures += group_failures
+    assert not failures, tell(failures)
+
+
+def check_builds(seeds: range) -> None:
+    """Runs schedules of 3 to 7 nodes that state one of two builds; none may break a rule."""
+    failures = []
+    for seed in seeds:
+        plan = replace(draw(seed), builds=True, releases=0.0)
+        if plan.runs == 1 and (failure := run_plan(plan)) is not None:
+            failures.append(failure)
     assert not failures, tell(failures)
 
 

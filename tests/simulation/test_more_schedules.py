@@ -10,6 +10,7 @@ from tests.simulation.seeds import (
     SLOW,
     SLOW_LARGE,
     check,
+    check_builds,
     check_large,
     parts,
 )
@@ -26,6 +27,12 @@ def test_small_clusters_keep_every_rule(seeds: range) -> None:
 @pytest.mark.timeout(600)
 def test_large_clusters_keep_every_rule() -> None:
     check_large(SLOW_LARGE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_more_nodes_of_two_builds_keep_every_rule() -> None:
+    check_builds(range(20, 220))
 
 
 @pytest.mark.chaos

@@ -9,7 +9,14 @@ import pytest
 from tests.simulation.cluster import Cluster
 from tests.simulation.running import run_one
 from tests.simulation.schedule import FAULTS, LOSSES, RESTS_S, draw
-from tests.simulation.seeds import QUICK, QUICK_LARGE, check, check_large, parts
+from tests.simulation.seeds import (
+    QUICK,
+    QUICK_LARGE,
+    check,
+    check_builds,
+    check_large,
+    parts,
+)
 
 
 @pytest.mark.timeout(600)
@@ -30,6 +37,12 @@ def test_agents_that_rest_until_a_timer_is_due_keep_every_rule(first: int) -> No
     for seed in range(first, first + 50):
         plan = replace(draw(seed), rests=True, poll_s=RESTS_S)
         Cluster(plan).run()
+
+
+@pytest.mark.timeout(600)
+def test_nodes_of_two_builds_keep_every_rule() -> None:
+    """Fleets that are upgraded while they meet the faults of a seed (BD1 to BD5)."""
+    check_builds(range(20))
 
 
 def test_each_kind_of_fault_is_drawn_among_the_quick_schedules() -> None:

@@ -7,7 +7,8 @@ this is needed for it to leave: whatever goes wrong here, it leaves by a stop at
      proposal for PLAN_S, or for a quarter of the time that its deadline leaves.
  PL2  The acting leader writes the proposal, once all members train and their reports have come: the
      members that stay keep their order. It writes none where a stop is needed anyway: where fewer
-     than MIN would be left, where a node waits for the place, or where the job is to end.
+     than MIN would be left, where a node waits for the place, where nodes of another build are to
+     go on (BD3 in `placement`), or where the job is to end.
  PL3  A world has one proposal at most. It is written on condition that the world stands, without an
      alarm; and it is withdrawn by a word in it, not taken back, so that no other can follow.
  PL4  Each agent tells its workers to prepare for a proposal, and withdraws that once it is dead.
@@ -33,9 +34,13 @@ from elasticzero.launcher.protocol.actions import (
 from elasticzero.launcher.protocol.documents import Member, Proposal, Report, World
 from elasticzero.launcher.protocol.drain import boundary_deadline_s, leave_reason
 from elasticzero.launcher.protocol.failure_policy import quarantined
-from elasticzero.launcher.protocol.leader import all_state_runs, joiners_of
+from elasticzero.launcher.protocol.leader import (
+    all_state_runs,
+    gives_way,
+    joiners_of,
+)
+from elasticzero.launcher.protocol.placement import as_registered
 from elasticzero.launcher.protocol.policy import JobPolicy
-from elasticzero.launcher.protocol.regroup import as_registered
 from elasticzero.launcher.protocol.view import GroupOrder, GroupOutcome, View
 
 PLAN_S = 2.0
@@ -85,12 +90,14 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
         for member, report in zip(world.members, reports, strict=True)
         if not report.leaving
     ]
-    fits = policy.min_nodes <= len(staying) <= policy.max_nodes
-    if not fits or sum(member.nproc for member in staying) < FEWEST_RANKS:
+    enough = policy.min_nodes <= len(staying) <= policy.max_nodes
+    if not enough or sum(member.nproc for member in staying) < FEWEST_RANKS:
         return None
     if not all_state_runs((view.members or {}).values()):
         return None
     if any(view.control.drains(m) for m in staying) or _is_replaced(view, world, now_s):
+        return None
+    if gives_way(view, world, staying, policy):
         return None
     leavers = [
         (member.node, report.leave_reason)
@@ -102,7 +109,7 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
         generation=world.generation + 1,
         token=view.token,
         of=world.token,
-        members=tuple(as_registered(staying, view)),
+        members=tuple(as_registered(staying, view.members)),
         leavers=tuple(node for node, _ in leavers),
         reason=reason,
     )

@@ -77,6 +77,8 @@ def world_after(
         strikes=strikes(world, {}, lasted_s),
         trained=len(proposal.members),
         proofs=world.proofs,
+        release=world.release,
+        torch=world.torch,
         ancestors=_ancestors(world, step),
     )
 
