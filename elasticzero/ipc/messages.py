@@ -116,6 +116,22 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkTaken:
+    """Worker to agent, from the first worker of a node: which network NCCL takes between nodes, by
+    its own log of its first communicator."""
+
+    network: str
+    """InfiniBand, RoCE, EFA, TCPXO, sockets, or NCCL's own name for another one."""
+    version: str = ""
+    """Version of NCCL; empty: the log does not state it."""
+    gpu_direct: bool | None = None
+    """Whether the network reads and writes the GPUs' memory by itself; None: no connection of the
+    worker goes over it."""
+    warning: str = ""
+    """Says that the machine has a faster network; empty: it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """Worker to agent: the state of `step` is loaded and training continues."""
 
@@ -367,6 +383,7 @@ Message = (
     | PrepareFailed
     | Switched
     | Attached
+    | NetworkTaken
     | Restored
     | DataChanged
     | Stepped

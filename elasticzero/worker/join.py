@@ -26,6 +26,7 @@ from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Attached
 from elasticzero.text import print_foreign
+from elasticzero.worker import nccl_log
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,27 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
         device = device_of(info)
         with link.busy("meeting the other ranks"):
             store = rendezvous(info, watchdog.allow)
-        return device, connect(info, device, store)
+        if device.type != "cuda" or a.local_rank:
+            return device, connect(info, device, store)
+        return device, _connect_and_tell(link, lambda: connect(info, device, store))
     finally:
         watchdog.cancel()
+
+
+def _connect_and_tell(link: AgentClient, set_up: Callable[[], ProcessGroups]) -> ProcessGroups:
+    """Returns the process groups, and tells the agent which network NCCL takes, if that can be
+    read.
+
+    Args:
+        link: The client of the agent.
+        set_up: Connects the ranks by NCCL.
+    """
+    with nccl_log.setup_log() as log:
+        groups = set_up()
+        network = log.network()
+    if network is not None:
+        link.send(nccl_log.message(network, link.assignment.nodes))
+    return groups
 
 
 def _ignore_sigterm() -> None:
