@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from elasticzero.errors import same_error
-from elasticzero.ipc.messages import DataChanged, MemoryShort, SnapshotInterval
+from elasticzero.ipc.messages import DataChanged, MemoryShort, NetworkTaken, SnapshotInterval
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.observability.console import (
     differs_much,
     fresh_start,
+    network_text,
     skipped_checkpoint_line,
     tagged_text,
 )
-from elasticzero.launcher.protocol.documents import Control, Done, Failure, NodeStrikes, World
+from elasticzero.launcher.protocol.documents import (
+    Control,
+    Done,
+    Failure,
+    Member,
+    NodeStrikes,
+    World,
+)
 from elasticzero.launcher.protocol.failure_policy import (
     QUARANTINE_STRIKES,
     quarantine_reason,
     quarantine_s,
 )
-from elasticzero.launcher.protocol.policy import with_operator_overrides
+from elasticzero.launcher.protocol.leader import is_leader, odd_one_text
+from elasticzero.launcher.protocol.placement import choose_build, of_build, version_line
+from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.snapshots.save_events import SaveFailed
 from elasticzero.launcher.workers.group import WorkerGroup
@@ -62,6 +72,14 @@ class AgentConsole:
         """Last snapshot interval that was printed."""
         self._stalled_since_s: dict[int, float] = {}
         """Time at which a line said of a rank that it makes no step."""
+        self._logged_versions: dict[str, str] = {}
+        """Last line about the versions of each node."""
+        self._compared: tuple[object, World | None] = (None, None)
+        """Registrations and world whose versions were compared last."""
+        self._logged_network = ""
+        """Last text that said which network NCCL takes."""
+        self._logged_better = ""
+        """Last warning that the machine has a better one."""
 
     def log_line(self, text: str, *, rank: int | None = None, level: int = logging.INFO) -> None:
         """Logs a line for people.
@@ -128,11 +146,35 @@ class AgentConsole:
         if view.control.drains(view.me) and not before.drains(view.me):
             self.log_line("an operator drains this node")
 
-    def waiting(self, present: Callable[[], Iterable[str]], control: Control) -> None:
-        """Prints every 10 s which nodes are here while there are too few.
+    def versions(self, view: View) -> None:
+        """Prints, once for each node, that it has other versions than the world that trains: on
+        the node itself, and on the leader's.
 
         Args:
-            present: Returns their names; called only when a line is due.
+            view: What this agent sees.
+        """
+        world = view.world
+        members, last = self._compared
+        if world is None or (members is view.members and last is world):
+            return
+        self._compared = (view.members, world)
+        others = (view.members or {}).values() if is_leader(view) else ()
+        for member in {member.node: member for member in (*others, view.me)}.values():
+            self._log_versions(member, version_line(member, world))
+
+    def _log_versions(self, member: Member, text: str) -> None:
+        if text != self._logged_versions.get(member.node, ""):
+            self._logged_versions[member.node] = text
+            if text:
+                self.log_line(text, level=logging.WARNING)
+
+    def waiting(self, present: Callable[[], Mapping[str, Member]], control: Control) -> None:
+        """Prints every 10 s which nodes are here while there are too few, or too few that can be in
+        one world.
+
+        Args:
+            present: Returns the registrations by node, oldest first; called only when a line is
+                due.
             control: What operators ask, which may change the fewest nodes.
         """
         now_s = time.monotonic()
@@ -141,13 +183,32 @@ class AgentConsole:
         if now_s - self._waiting_since_s < WAITING_LINE_EVERY_S:
             return
         self._waiting_since_s = now_s
-        names = sorted(present())
-        least = with_operator_overrides(self._options.policy, control).min_nodes
+        registered = present()
+        names, policy = sorted(registered), with_operator_overrides(self._options.policy, control)
+        least = policy.min_nodes
+        self._compare(list(registered.values()), policy)
         if len(names) < least:
             self.log_line(
                 f"waiting for nodes: {len(names)} of at least {least} are here "
                 f"({', '.join(names)}); {least - len(names)} missing",
             )
+
+    def network(self, message: NetworkTaken) -> None:
+        """Prints which network NCCL takes, and that the machine has a better one; each once."""
+        text = network_text(message.network, message.version, message.gpu_direct)
+        if text != self._logged_network:
+            self._logged_network = text
+            self.log_line(f"between nodes NCCL takes {text}")
+        if message.warning not in ("", self._logged_better):
+            self._logged_better = message.warning
+            self.log_line(message.warning, level=logging.WARNING)
+
+    def _compare(self, registered: Sequence[Member], policy: JobPolicy) -> None:
+        """Prints that nodes cannot be in one world, where too few are left for one."""
+        build = choose_build(registered, None, policy.min_nodes, policy.max_nodes)
+        candidates = of_build(registered, build)
+        if len(candidates) < policy.min_nodes and (text := odd_one_text(registered, candidates)):
+            self._log_versions(registered[0], text)
 
     def not_waiting(self) -> None:
         self._waiting_since_s = None

@@ -20,6 +20,7 @@ from elasticzero.ipc.messages import (
     DataChanged,
     Logged,
     MemoryShort,
+    NetworkTaken,
     Restored,
     ScriptEnded,
     SnapshotHeld,
@@ -286,6 +287,9 @@ class AgentReporter:
                         self._session = True
                         self.note("attached", rank=worker.rank)
                     self._recovery.attached(now_s)
+                case NetworkTaken():
+                    self.note("network", rank=worker.rank, **field_values(message))
+                    self.console.network(message)
                 case Restored():
                     self._recovery.restored(message, now_s)
                     if local == 0:

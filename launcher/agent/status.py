@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from elasticzero.ipc.messages import Logged, Message, Stepped
+from elasticzero.ipc.messages import Logged, Message, NetworkTaken, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.goodput import goodput
 from elasticzero.launcher.http.agent_client import STATUS
@@ -18,6 +18,7 @@ from elasticzero.launcher.observability.compute_time import (
     WorkerTimes,
     compute_ratios,
 )
+from elasticzero.launcher.observability.console import network_text
 from elasticzero.launcher.observability.job_counts import JobCounts
 from elasticzero.launcher.observability.job_metrics import JobState, model_flops_utilization
 from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
@@ -25,6 +26,7 @@ from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.documents import Control, World
 from elasticzero.launcher.protocol.failure_policy import quarantined
 from elasticzero.launcher.protocol.leader import is_leader
+from elasticzero.launcher.protocol.placement import build_of, fits
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 
@@ -55,6 +57,8 @@ class Latest:
     checkpoint_step: int | None = None
     checkpoint_time: float | None = None
     """Unix time when that checkpoint was committed, as this agent saw it."""
+    network: str | None = None
+    """Network that NCCL takes between nodes; None: not known."""
     snapshot_step: int | None = None
     snapshot_time: float | None = None
     """Unix time since which this node holds that snapshot."""
@@ -75,6 +79,8 @@ class Latest:
                     self.total_steps = message.total or None
                     self.gradient_norm = message.gradient_norm
                     self.rate.stepped(message.at_s, message.samples)
+            case NetworkTaken(network=name, version=version, gpu_direct=gpu_direct):
+                self.network = network_text(name, version, gpu_direct)
             case Logged():
                 self.loss = message.scalars.get("loss", self.loss)
             case _:
@@ -206,6 +212,7 @@ def agent_status(
         "loss": latest.loss,
         "checkpoint_step": latest.checkpoint_step,
         "snapshot_step": latest.snapshot_step,
+        "network": latest.network,
     }
 
 
@@ -237,7 +244,7 @@ def job_state(
         return None
     world, now_s, now = view.world, time.monotonic(), time.time()
     training, policy = options.training, with_operator_overrides(options.policy, latest.control)
-    aside = _set_aside_s(view, world, now_s)
+    aside = {*_set_aside_s(view, world, now_s), *_odd_builds(view, world)}
     trained = latest.stepped_s is not None
     progress_s = now_s - (latest.began_s if latest.stepped_s is None else latest.stepped_s)
     steps_per_s, samples_per_s = latest.rate.steps_per_s(), latest.rate.samples_per_s()
@@ -273,14 +280,22 @@ def job_state(
     )
 
 
-def _waiting(view: View, world: World | None, aside: Mapping[str, float]) -> int | None:
+def _odd_builds(view: View, world: World | None) -> set[str]:
+    """Returns the nodes that are set aside because the world has another build (L14)."""
+    if world is None:
+        return set()
+    build, members = build_of(world.members[0]), (view.members or {}).values()
+    return {m.node for m in members if not world.names(m) and not fits(m, build)}
+
+
+def _waiting(view: View, world: World | None, aside: Collection[str]) -> int | None:
     """Returns the number of nodes that are registered and in no world, without those set aside;
     None: the registrations are not watched.
 
     Args:
         view: What the agent saw last.
         world: World of that view; None: there is none.
-        aside: Nodes that are set aside, each with the seconds for which it still waits.
+        aside: Nodes that are set aside.
     """
     if view.members is None:
         return None

@@ -23,9 +23,17 @@ from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW
 from elasticzero.launcher.store.watch_cache import reports_of
 from elasticzero.serialization import RecordError
-from elasticzero.text import count_text, duration_text, print_error, print_result, table_text
+from elasticzero.text import (
+    count_text,
+    duration_text,
+    list_text,
+    print_error,
+    print_result,
+    table_text,
+)
 
 UNKNOWN = "?"
+NAMES_SHOWN = 8
 
 
 def status(
@@ -118,7 +126,8 @@ def print_page_address(
 
 def status_text(job_status: Mapping[str, Any]) -> str:
     """Returns the status of the job as lines for people."""
-    lines = [_headline(job_status), *_progress(job_status), *_operator_requests(job_status)]
+    lines = [_headline(job_status), *_progress(job_status), *_networks(job_status["nodes"])]
+    lines += _operator_requests(job_status)
     if job_status["done"] is not None:
         lines.append(f"{job_status['done']['outcome']}: {job_status['done']['reason']}")
     head = ("NODE", "ROLE", "RANKS", "STATE", "STEP", "LAST STEP", "UP", "ADDRESS")
@@ -181,6 +190,18 @@ def _time(seconds: Mapping[str, float]) -> list[str]:
     parts = sorted(((s / whole_s, kind) for kind, s in seconds.items() if s > 0), reverse=True)
     shown = [f"{share:.1%} {kind.replace('_', ' ')}" for share, kind in parts if share >= 0.001]
     return [f"time {duration_text(whole_s)}: {', '.join(shown)}"] if shown else []
+
+
+def _networks(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line on the network that NCCL takes between the nodes, if any node knows it."""
+    by_network: dict[str, list[str]] = {}
+    for node in nodes:
+        if node["network"]:
+            by_network.setdefault(node["network"], []).append(node["node"])
+    if len(by_network) == 1:
+        return [f"network between nodes: {next(iter(by_network))}"]
+    parts = [f"{text} on {list_text(names, NAMES_SHOWN)}" for text, names in by_network.items()]
+    return [f"network between nodes: {'; '.join(parts)}"] if parts else []
 
 
 def _operator_requests(job_status: Mapping[str, Any]) -> list[str]:

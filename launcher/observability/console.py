@@ -59,6 +59,18 @@ def skipped_checkpoint_line(step: int, message: str, resume_step: int) -> str:
     return f"the checkpoint of step {step} is damaged: {message}; going on from step {resume_step}"
 
 
+def network_text(network: str, version: str, gpu_direct: bool | None) -> str:
+    """Returns which network NCCL takes, such as `InfiniBand with GPUDirect RDMA (NCCL 2.27.5)`.
+
+    Args:
+        network: Its name.
+        version: Version of NCCL; empty: not known.
+        gpu_direct: Whether it reads and writes the GPUs' memory by itself; None: not known.
+    """
+    direct = " with GPUDirect RDMA" if gpu_direct else ""
+    return f"{network}{direct}{f' (NCCL {version})' if version else ''}"
+
+
 def tagged_text(step: int, tags: Sequence[str], error: str | None) -> str:
     """Returns a line that says that tags name a step, or why they do not.
 

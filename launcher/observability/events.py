@@ -24,6 +24,7 @@ EventName = Literal[
     "started",
     "attached",
     "plain",
+    "network",
     "restored",
     "recovery",
     "data_changed",
@@ -176,6 +177,18 @@ EVENTS: Mapping[EventName, EventSpec] = {
     "plain": EventSpec(
         "The script trains without calling `elasticzero.run`, so the agent sees no steps of it.",
         {"generation": _GENERATION},
+    ),
+    "network": EventSpec(
+        "The first worker of this node has read in NCCL's log which network NCCL takes between "
+        "nodes.",
+        {
+            "rank": _RANK,
+            "network": "InfiniBand, RoCE, EFA, TCPXO, sockets, or NCCL's own name for another one",
+            "version": "version of NCCL; empty: not stated",
+            "gpu_direct": "whether the network reads and writes the GPUs' memory by itself; null "
+            "if no connection of the worker goes over it",
+            "warning": "that the machine has a faster network; empty: it has none",
+        },
     ),
     "restored": EventSpec(
         "The first worker of this node has its state and begins to train.",

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from elasticzero.launcher.observability.compute_time import compute_ratios, worker_times
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, quarantine_reason
+from elasticzero.launcher.protocol.placement import build_of, fits, unlike
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.serialization import RecordError, decode, encode
@@ -35,6 +36,7 @@ class AgentStatus:
     step: int | None = None
     step_age_s: float | None = None
     checkpoint_step: int | None = None
+    network: str | None = None
     up_s: float | None = None
 
 
@@ -219,6 +221,7 @@ def _nodes(
     row = job.world.strikes if job.world is not None else ()
     struck = {s.node: s.count for s in row}
     aside = {s.node: quarantine_reason(row, s.node) for s in row if s.count >= QUARANTINE_STRIKES}
+    aside |= _odd_builds(job)
     members = {node: status for node, status in statuses.items() if node in placed}
     ratios = _slowest_ratios(job.world.generation, members) if job.world is not None else {}
     nodes = []
@@ -232,7 +235,7 @@ def _nodes(
                 "role": "spare" if index is None else "leader" if node == leader else "member",
                 "address": member.address if node in job.members else None,
                 "ranks": _ranks(job, index),
-                "state": _state(job, member, phases.get(node), struck.get(node, 0), status),
+                "state": _state(job, member, phases.get(node), node in aside, status),
                 "strikes": struck.get(node, 0),
                 "set_aside_s": leader_status.get("set_aside_s", {}).get(node),
                 "set_aside_for": aside.get(node),
@@ -242,6 +245,7 @@ def _nodes(
                 "compute_s": max((training.get("compute_s") or {}).values(), default=None),
                 "compute_ratio": ratios.get(node),
                 "up_s": status.get("up_s"),
+                "network": training.get("network"),
                 "silent": node in job.members and node not in statuses and job.done is None,
             }
         )
@@ -288,9 +292,28 @@ def _ranks(job: Job, index: int | None) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
+def _odd_builds(job: Job) -> dict[str, str]:
+    """Returns the nodes that wait and have another build than the world, and why they are set
+    aside, by node (L14)."""
+    if job.world is None:
+        return {}
+    first = job.world.members[0]
+    waiting = [job.members[node] for node in job.waiting]
+    return {m.node: unlike(m, first) for m in waiting if not fits(m, build_of(first))}
+
+
 def _state(
-    job: Job, member: Member, phase: str | None, strikes: int, status: Mapping[str, Any]
+    job: Job, member: Member, phase: str | None, aside: bool, status: Mapping[str, Any]
 ) -> str:
+    """Returns in words what a node does.
+
+    Args:
+        job: What the store has of the job.
+        member: The node.
+        phase: Phase that it has reported; None: it has not reported in this generation.
+        aside: Whether it is set aside, if it is in no world.
+        status: Answer of its agent.
+    """
     if job.done is not None:
         return job.done.outcome
     if member.node not in job.members:
@@ -298,7 +321,7 @@ def _state(
     if job.control.drains(member) or status.get("leaving"):
         return "leaving"
     if job.world is None or job.world.find(member.node, member.incarnation) is None:
-        return "set aside" if strikes >= QUARANTINE_STRIKES else "waiting"
+        return "set aside" if aside else "waiting"
     if job.control.stop:
         return "stopping"
     return {"restored": "training", "alive": "stopping", None: "starting"}.get(phase, str(phase))

@@ -26,6 +26,7 @@ from elasticzero.ipc.messages import (
     Finished,
     Logged,
     MemoryShort,
+    NetworkTaken,
     Restored,
     SnapshotHeld,
     SnapshotInterval,
@@ -106,6 +107,7 @@ def _report(folder: Path, of_node: Metrics) -> None:
     reporter.started(group)
     for message in (
         Attached(pid=123),
+        full(NetworkTaken),
         full(Restored),
         full(DataChanged),
         full(Stepped),

@@ -7,18 +7,21 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elasticzero.errors import StoreUnavailable
+from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Captured,
     DataChanged,
     Logged,
     MemoryShort,
+    NetworkTaken,
     Restored,
     SnapshotHeld,
     SnapshotInterval,
@@ -32,8 +35,9 @@ from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.launcher.observability.metrics import Metrics
-from elasticzero.launcher.protocol.documents import Control, Failure
+from elasticzero.launcher.protocol.documents import Control, Failure, Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
+from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.group import WorkerGroup
@@ -161,13 +165,84 @@ def test_who_waits_for_others_says_now_and_then_who_is_here(
     of_two = Control(nnodes=(2, 3))
     for after_s in (0.0, 9.0, 1.0, 9.0, 1.0):
         now_s += after_s
-        reporter.console.waiting(lambda: ["n", "a"][:1], of_two)
+        reporter.console.waiting(lambda: registered("n"), of_two)
     reporter.console.waiting(lambda: pytest.fail("asked again"), of_two)
     line = "n] waiting for nodes: 1 of at least 2 are here (n); 1 missing"
     assert [text.endswith(line) for text in capsys.readouterr().err.splitlines()] == [True, True]
     now_s += 10.0
-    reporter.console.waiting(lambda: ["a", "n"], of_two)
+    reporter.console.waiting(lambda: registered("a", "n"), of_two)
     assert not capsys.readouterr().err, "enough are here"
+
+
+def registered(*names: str, **changes: Any) -> dict[str, Member]:
+    """Nodes, oldest first; `changes` are the versions of the last one."""
+    plain = Member("n", "i", "10.0.0.1", 1, 2, 1, release="0.2.0", torch="2.13.0+cpu")
+    members = {name: replace(plain, node=name, incarnation=name) for name in names}
+    return {**members, names[-1]: replace(members[names[-1]], **changes)}
+
+
+def test_nodes_that_cannot_be_in_one_world_are_named(
+    reporter: AgentReporter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough nodes are here, and none of them said a word."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    for _ in range(4):
+        now_s += 10.0
+        reporter.console.waiting(
+            lambda: registered("a", "n", torch="2.13.0+cu130"), Control(nnodes=(2, 3))
+        )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "n] n has torch 2.13.0+cu130, and a has torch 2.13.0+cpu; install torch 2.13.0+cpu on n, "
+        "or torch 2.13.0+cu130 on the other nodes"
+    )
+
+
+@pytest.mark.parametrize("me", ["a", "c"])
+def test_versions_that_differ_are_named_once_on_both_nodes(
+    reporter: AgentReporter, capsys: pytest.CaptureFixture[str], me: str
+) -> None:
+    """On the leader's node, and on the one that is set aside, which watches no registrations."""
+    members = registered("a", "b", "c", release="0.3.0")
+    world = World(
+        generation=1,
+        token="t",
+        members=(members["a"], members["b"]),
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="r",
+        release="0.2.0",
+        torch="2.13.0+cpu",
+    )
+    view = View(me=members[me], world=world, members=members if me == "a" else None)
+    for seen in (view, view, replace(view, members=dict(members) if me == "a" else None)):
+        reporter.console.versions(seen)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "] c is set aside: c has ElasticZero 0.3.0, and a has ElasticZero 0.2.0; " in line
+    later = registered("a", "b", "c", torch="2.13.2+cpu")
+    again = replace(view, world=replace(world, generation=2), me=later[me])
+    reporter.console.versions(replace(again, members=later if me == "a" else None))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "] c has torch 2.13.2+cpu, and a has torch 2.13.0+cpu: they train together" in line
+
+
+def test_the_network_is_named_once_and_a_better_one_too(
+    reporter: AgentReporter, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    group, worker = group_of(tmp_path / "0.log")
+    better = "NCCL takes sockets between nodes, though this machine has EFA (rdmap0s6)"
+    plain = NetworkTaken(network="sockets", version="2.27.3", warning=better)
+    for message in (plain, plain, NetworkTaken(network="EFA", gpu_direct=True)):
+        reporter.received(group, [(worker, message)], 0.0)
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "between nodes NCCL takes sockets (NCCL 2.27.3)",
+        better,
+        "between nodes NCCL takes EFA with GPUDirect RDMA",
+    ]
+    assert reporter.status(None, leaving=False)["network"] == "EFA with GPUDirect RDMA"
+    assert [e["network"] for e in events_in(tmp_path) if e["event"] == "network"][-1] == "EFA"
 
 
 def test_scalars_may_have_the_names_of_fields(reporter: AgentReporter, tmp_path: Path) -> None:

@@ -108,6 +108,31 @@ def test_what_a_node_is_set_aside_for_is_shown() -> None:
     assert "set aside, 45 s more" in next(line for line in lines(job) if line.startswith("d  "))
 
 
+def test_a_node_of_another_build_is_set_aside() -> None:
+    """BD1: both versions, and what to do."""
+    torch = "2.13.0+cpu"
+    members = [replace(m, release="0.2.0", torch=torch) for m in (A, B)]
+    odd = replace(C, release="0.3.0", torch=torch)
+    world = replace(WORLD, strikes=(), members=tuple(members), release="0.2.0", torch=torch)
+    job = replace(JOB, world=world, members={m.node: m for m in (*members, odd, D)})
+    assert states(job)["c"] == "set aside"
+    assert states(job)["d"] == "waiting", "it states no versions"
+    (line,) = (line for line in lines(job) if line.startswith("c is set aside"))
+    assert line.startswith("c is set aside: c has ElasticZero 0.3.0, and node-a has ElasticZero")
+    row = next(line for line in lines(job) if line.startswith("c  "))
+    assert "failures" not in row
+
+
+def test_the_network_of_nccl_is_shown() -> None:
+    infiniband, sockets = "InfiniBand with GPUDirect RDMA (NCCL 2.27.5)", "sockets (NCCL 2.27.5)"
+    both = {node: TRAINING | {"network": infiniband} for node in ("node-a", "node-b")}
+    assert f"network between nodes: {infiniband}" in lines(statuses=both)
+    both["node-b"] = TRAINING | {"network": sockets}
+    line = f"network between nodes: {infiniband} on node-a; {sockets} on node-b"
+    assert line in lines(statuses=both)
+    assert not any(line.startswith("network") for line in lines())
+
+
 def states(job: Job, statuses: Statuses = SAID) -> dict[str, str]:
     return {node["node"]: node["state"] for node in collect_status(job, PHASES, statuses)["nodes"]}
 
