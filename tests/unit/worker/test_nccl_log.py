@@ -10,10 +10,13 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from elasticzero.worker import nccl_log
+from elasticzero.ipc.messages import NetworkTaken
+from elasticzero.worker import join, nccl_log
 from elasticzero.worker.nccl_log import FastDevice, Network, fast_devices, parse, warning
 
 # https://github.com/NVIDIA/nccl/issues/1267: NCCL 2.19 without any RDMA device
@@ -278,3 +281,21 @@ def test_a_single_node_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     told = nccl_log.message(sockets, 2)
     assert told.warning
     assert (told.network, told.version, told.gpu_direct) == ("sockets", "2.27.3", None)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("text", [DIRECT, ""], ids=["read", "nothing"])
+def test_a_worker_tells_its_agent_what_it_has_read(text: str) -> None:
+    """Once the ranks are connected; a log that says nothing changes nothing."""
+    told: list[NetworkTaken] = []
+    link: Any = SimpleNamespace(send=told.append, assignment=SimpleNamespace(nodes=2))
+    groups: Any = object()
+
+    def set_up() -> Any:
+        Library().write(text)
+        assert not told
+        return groups
+
+    assert join._connect_and_tell(link, set_up) is groups
+    expected = [NetworkTaken(network="InfiniBand", gpu_direct=True)] if text else []
+    assert told == expected
