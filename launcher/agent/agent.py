@@ -251,8 +251,6 @@ class Agent:
         self._extensions.turn(view, self.access)
         with contained("the line about the nodes that are waited for"):
             self._log_present_nodes(view)
-        with contained("the line about versions that differ"):
-            self.reporter.console.versions(view)
         with contained("the poll of the workers' own times"):
             self._compute.turn(view, self.access)
 

@@ -248,7 +248,7 @@ class AgentConsole:
         level = logging.INFO if error is None else logging.WARNING
         self.log_line(tagged_text(step, tags, error), level=level)
 
-    def decided(self, message: DataChanged | SnapshotInterval | MemoryShort) -> None:
+    def decided(self, message: DataChanged | SnapshotInterval | MemoryShort | NetworkTaken) -> None:
         """Prints what a worker has decided or found out for all."""
         match message:
             case DataChanged(message=text):
@@ -257,6 +257,8 @@ class AgentConsole:
                 self.snapshot_interval(message)
             case MemoryShort():
                 self.memory_short(message)
+            case NetworkTaken():
+                self.network(message)
 
     def save_failed(self, failed: SaveFailed) -> None:
         """Prints that a save of the newest state failed, when the error is another one."""

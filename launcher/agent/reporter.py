@@ -64,6 +64,7 @@ from elasticzero.serialization import encode, field_values
 DECISIONS: Mapping[type, EventName] = {
     DataChanged: "data_changed",
     MemoryShort: "memory_short",
+    NetworkTaken: "network",
     SnapshotInterval: "paced",
 }
 """Events of what a worker has decided or found out for all."""
@@ -181,6 +182,7 @@ class AgentReporter:
                     self.note("withdrawn", reason=reason)
                 case _:
                     pass
+        self.console.versions(view)
         self._done = view.done
         self._latest.seconds = self._time.seconds(now_s) if self._time_complete else None
 
@@ -287,9 +289,6 @@ class AgentReporter:
                         self._session = True
                         self.note("attached", rank=worker.rank)
                     self._recovery.attached(now_s)
-                case NetworkTaken():
-                    self.note("network", rank=worker.rank, **field_values(message))
-                    self.console.network(message)
                 case Restored():
                     self._recovery.restored(message, now_s)
                     if local == 0:
@@ -310,7 +309,7 @@ class AgentReporter:
                         kind = stall_of(message.checkpoint or message.direct)
                         self._time.stalled(kind, message.seconds)
                     self.note("captured", local_rank=local, **field_values(message))
-                case DataChanged() | SnapshotInterval() | MemoryShort():
+                case DataChanged() | SnapshotInterval() | MemoryShort() | NetworkTaken():
                     self.note(DECISIONS[type(message)], **field_values(message))
                     self.console.decided(message)
                 case Stopping():

@@ -182,7 +182,6 @@ EVENTS: Mapping[EventName, EventSpec] = {
         "The first worker of this node has read in NCCL's log which network NCCL takes between "
         "nodes.",
         {
-            "rank": _RANK,
             "network": "InfiniBand, RoCE, EFA, TCPXO, sockets, or NCCL's own name for another one",
             "version": "version of NCCL; empty: not stated",
             "gpu_direct": "whether the network reads and writes the GPUs' memory by itself; null "

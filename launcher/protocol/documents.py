@@ -394,7 +394,8 @@ def to_bytes(document: Any) -> bytes:
         return _json(encode(document))
     resume = document.resume
     value = encode(replace(document, members=(), resume=replace(resume, sources=())))
-    value["members"] = encode_rows(Member, document.members, without=("zone", "run", "release", "torch"))
+    once = ("zone", "run", "release", "torch")
+    value["members"] = encode_rows(Member, document.members, without=once)
     if resume.tier == "live":
         value["resume"]["tier"], value["inside"] = "ram", True
     if all(document.zones):
