@@ -16,7 +16,8 @@ from elasticzero.checkpoint.format.manifest import ShardFile, to_json
 from elasticzero.comm.barriers import Call, marks
 from elasticzero.comm.control import ControlWord, encode_word
 from elasticzero.data.position import DataPosition, Mark
-from elasticzero.ipc.assignment import LeftOutBatch
+from elasticzero.ipc.assignment import LeftOutBatch, Resume
+from elasticzero.launcher.protocol.documents import Member, World, to_bytes
 from elasticzero.serialization import encode
 from tests.support.releases import unpack_release_before
 from tests.unit.checkpoint.cases import draft_of, simple_layout
@@ -45,6 +46,16 @@ print(from_json(bytes.fromhex(sys.argv[1]), "there").step)
 """
 
 
+MEMBERS = """
+import sys
+from elasticzero.launcher.protocol.documents import Member, world_from_bytes
+from elasticzero.serialization import decode
+import json
+member, world = (bytes.fromhex(text) for text in sys.argv[1:])
+print(decode(Member, json.loads(member)).node, [m.node for m in world_from_bytes(world).members])
+"""
+
+
 @pytest.fixture(scope="module")
 def environment(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """That in which Python imports the release before."""
@@ -70,6 +81,26 @@ def test_the_release_before_reads_a_manifest_with_tags(environment: dict[str, st
     files = (ShardFile(draft.file_name(r), 1 << 20, "0" * 32) for r in range(layout.world_size))
     manifest = replace(draft, files=tuple(files), tags=("best",))
     assert run(environment, READER, to_json(manifest).hex()) == "12\n"
+
+
+def test_the_release_before_reads_registrations_and_worlds_with_versions(
+    environment: dict[str, str],
+) -> None:
+    """It knows none, and takes no notice of them."""
+    release, torch = "0.2.0", "2.13.0+cpu"
+    member = Member("a", "i", "10.0.0.1", 9400, 29500, 1, release=release, torch=torch)
+    world = World(
+        generation=1,
+        token="t",
+        members=(member,),
+        strategy="ddp",
+        resume=Resume(tier="fresh"),
+        reason="r",
+        release=release,
+        torch=torch,
+    )
+    documents = (to_bytes(member).hex(), to_bytes(world).hex())
+    assert run(environment, MEMBERS, *documents) == "a ['a']\n"
 
 
 def test_control_words_are_the_same_to_both_releases(before: list[Any]) -> None:
