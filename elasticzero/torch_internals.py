@@ -25,6 +25,7 @@ Check after an upgrade of torch; `tests/unit/test_torch_internals.py` and those 
  - `_optimizer_step_pre_hooks` and `_global_optimizer_pre_hooks`, and those named `post`, hold what
    runs at an optimizer's step, and `_optimizer_state_dict_pre_hooks` and the one named `post` what
    runs where its state is taken;
+ - a node of autograd that adds to a tensor's gradient has the tensor as `variable`;
  - `Tensor._version` grows with every change in place that autograd sees;
  - a module's `_buffers` has its buffers, and `_non_persistent_buffers_set` names those that its
    `state_dict` leaves out; `_parameters` and `_modules` have its parameters and children;
@@ -44,7 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,11 @@ from torch._C._distributed_c10d import (  # noqa: TID251 - the one place
     Store,
     TCPStore,
 )
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data._utils import worker as data_worker
 
 __all__ = [
@@ -312,10 +317,42 @@ class StepCheck:
         self._check()
 
 
+class AnyStepCheck:
+    """Calls a method with each optimizer of the process before its step, while the method's object
+    lives."""
+
+    def __init__(self, check: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._check = WeakMethod(check)
+        handle = register_optimizer_step_pre_hook(self)
+        finalize(getattr(check, "__self__"), handle.remove)  # noqa: B009
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if (check := self._check()) is not None:
+            check(optimizer)
+
+
+def reached_parameters(loss: torch.Tensor) -> list[torch.nn.Parameter]:
+    """Returns the parameters whose gradients a backward of the loss adds to."""
+    if loss.grad_fn is None:
+        return []
+    seen, waiting = {loss.grad_fn}, [loss.grad_fn]
+    parameters = []
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.nn.Parameter):
+            parameters.append(variable)
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting.extend(new)
+    return parameters
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether something, other than a `StepCheck`, is to run once at each step of this
+    """Returns whether something, other than a check of ours, is to run once at each step of this
     optimizer, or of any."""
     of_all = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    of_all = [hook for hook in of_all if not isinstance(hook, AnyStepCheck)]
     return bool(step_hooks(optimizer) or of_all)
 
 

@@ -22,6 +22,7 @@ from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.buffers import BufferCopy, ModelBuffers
 from elasticzero.step_clock import StepClock
+from elasticzero.training.module_checks import OutsideParameters
 from elasticzero.training.step_machine import StepEvent, StepPhase, StepState
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState
@@ -113,6 +114,8 @@ class BatchWork:
         """True if a rank's part of a global batch is one micro-batch in every world."""
         self._contribution = Contribution()
         """Says whether the micro-batch's loss counts, for what it has gathered."""
+        self._outside: OutsideParameters | None = None
+        """What the first loss reaches besides the model; None: there was none, or one process."""
         self._unsent: Stepped | None = None
         """The newest step, which the agent has not been sent yet."""
 
@@ -237,6 +240,8 @@ class BatchWork:
         if state.parts == 1 and not is_begun_again:
             training.gradients.require_none()
         scale = training.guard.scale
+        if self._groups is not None and self._outside is None:
+            self._outside = OutsideParameters(training.strategy.model, loss)
         training.strategy.backward(loss, amount / len(batch) * scale, names)
         training.gradients.hide(complete=part.last and weight is None and scale == 1.0)
         self.tracker.record(StepEvent.BACKWARD_OVER)
