@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from elasticzero.checkpoint.format.checksums import read_sums
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, to_json
@@ -26,7 +27,7 @@ from elasticzero.checkpoint.steps.catalog import (
     step_error,
     step_error_text,
 )
-from elasticzero.checkpoint.steps.loose_files import remove_loose
+from elasticzero.checkpoint.steps.loose_files import remove_loose, repeated
 from elasticzero.checkpoint.storage.base import Directory, Storage, out_of_reach
 from elasticzero.concurrency import run_parallel
 from elasticzero.errors import CheckpointDamaged, CheckpointMismatch, ElasticZeroError, StorageError
@@ -35,8 +36,7 @@ from elasticzero.text import list_text
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _TRIES = 8
-"""Maximum number of times that one save tries to place its manifest, against other writers, or to
-withdraw it, where requests fail."""
+"""Maximum number of times that one save tries to place its manifest, against other writers."""
 
 
 def prepare(directory: Directory, step: int) -> Storage:
@@ -194,7 +194,9 @@ def _place(storage: Storage, data: bytes, known_bad: bytes | None) -> tuple[bool
     """
     replaced = known_bad
     for _ in range(_TRIES):
-        if storage.create_exclusive(MANIFEST_NAME, data, instead_of=replaced):
+        # Storage may have done what it did not answer: this save has to know (FC1).
+        create = partial(storage.create_exclusive, MANIFEST_NAME, data, instead_of=replaced)
+        if repeated(create):
             return True, replaced
         replaced, other = _manifest_or_other(storage)
         if other:
@@ -238,15 +240,13 @@ def _check_listed(
         StorageError: Files are gone, or all tries failed.
     """
     gone: list[int] = []
-    for tries_left in reversed(range(_TRIES)):
-        try:
-            if missing := _missing(storage, files):
-                gone = gone or missing
-                _withdraw(storage, data, replaced)
-            break
-        except StorageError:
-            if not tries_left:
-                raise
+
+    def look() -> None:
+        if missing := _missing(storage, files):
+            gone[:] = gone or missing
+            _withdraw(storage, data, replaced)
+
+    repeated(look)
     if gone:
         raise StorageError(
             f"{storage.where}: the shards of {_ranks(gone)} of {len(files)} were removed before "

@@ -8,7 +8,7 @@ Rules:
      the manifest, and the step is not saved. It repeats requests that fail.
  FC2  A process that removes the files of a save removes checksum files first, those of a few ranks
      at a time, and then looks for the save's manifest. If that exists, the checksum files are
-     written back, and all other files stay.
+     written back, and all other files stay. It repeats requests that fail from then on.
  FC3  A manifest is replaced or removed only if it still has the bytes that were read (`instead_of`
      and `holding` of a storage). A process that finds other bytes decides anew. The
      manifest of a step that is known to be damaged is read once, and one that a newer generation
@@ -36,6 +36,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES
 from elasticzero.checkpoint.format.names import (
@@ -48,8 +50,10 @@ from elasticzero.checkpoint.format.names import (
 )
 from elasticzero.checkpoint.steps.catalog import manifest_bytes, parse_manifest
 from elasticzero.checkpoint.storage.base import Directory, Storage, read_small
-from elasticzero.errors import CheckpointDamaged
+from elasticzero.errors import CheckpointDamaged, StorageError
 
+_T = TypeVar("_T")
+_TRIES = 8
 SHARDS_AT_ONCE = 64
 """Number of shards whose checksum files are removed before the manifest is looked for."""
 
@@ -57,6 +61,15 @@ SHARDS_AT_ONCE = 64
 def always() -> bool:
     """Tells a removal that it may go on."""
     return True
+
+
+def repeated(request: Callable[[], _T]) -> _T:
+    """Returns what a request returns. One that fails is repeated a few times: another process would
+    not make it, and a committed step might stay without files."""
+    for _ in range(_TRIES - 1):
+        with suppress(StorageError):
+            return request()
+    return request()
 
 
 def remove_loose(
@@ -87,7 +100,7 @@ def remove_loose(
         if len(part_removed) < len(part):
             break
     if removed:
-        _withdraw(storage, token, removed)
+        repeated(lambda: _withdraw(storage, token, removed))
     return sorted(removed)
 
 
@@ -135,14 +148,22 @@ def _remove_part(
     if _may_be_committed(storage, token):
         return []
     contents: dict[str, bytes] = {}
-    for name in versions:
-        if name.endswith(SUMS_SUFFIX) and go_on():
-            with suppress(FileNotFoundError):
-                contents[name] = read_small(storage, name, SUMS_LIMIT_BYTES)
-            storage.remove(name, version=versions[name])
-    if _may_be_committed(storage, token):
+    failure: StorageError | None = None
+    try:
+        for name in versions:
+            if name.endswith(SUMS_SUFFIX) and go_on():
+                with suppress(FileNotFoundError):
+                    contents[name] = read_small(storage, name, SUMS_LIMIT_BYTES)
+                storage.remove(name, version=versions[name])
+    except StorageError as error:
+        failure = error
+    committed = repeated(lambda: _may_be_committed(storage, token))
+    if committed:
         for name, data in contents.items():
-            storage.create_exclusive(name, data)
+            repeated(partial(storage.create_exclusive, name, data))
+    if failure is not None:
+        raise failure
+    if committed:
         return []
     removed = list(contents)
     for name in versions:

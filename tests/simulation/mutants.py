@@ -446,8 +446,8 @@ MUTANTS = (
     Mutant(
         name="files of a save are removed without a look for its manifest",
         file="../checkpoint/steps/loose_files.py",
-        right="    if _may_be_committed(storage, token):\n        for name, data",
-        wrong="    if False:\n        for name, data",
+        right="    committed = repeated(lambda: _may_be_committed(storage, token))\n",
+        wrong="    committed = False\n",
     ),
     Mutant(
         name="files of a save are removed though it was tried again meanwhile",

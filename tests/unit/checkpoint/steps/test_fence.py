@@ -475,10 +475,12 @@ class Unanswered:
 
     def __getattr__(self, request: str) -> Any:
         make = getattr(self._storage, request)
-        if request not in self._requests:
+        if not callable(make):
             return make
 
-        def fail(*arguments: Any, **options: Any) -> None:
+        def fail(*arguments: Any, **options: Any) -> Any:
+            if request not in self._requests:
+                return make(*arguments, **options)
             self._requests.remove(request)
             if self._done:
                 make(*arguments, **options)
