@@ -406,12 +406,25 @@ class Faults:
         for agent in agents:
             agent.store.freeze_before(1, partial(freeze, agent), prefix=WORLD)
 
-    def _freeze_committer(self, seconds: float, agent: Agent) -> None:
+    def _freeze_committer(self, seconds: float, agent: Agent, step: int) -> None:
         """The agent whose save is to make the next manifest is frozen before that, and one of its
-        workers dies, so that the job goes on without the node."""
-        self._cluster.storage.before_manifest = None
+        workers dies, so that the job goes on without the node. In half of these schedules its save
+        goes on as soon as another process begins to remove what it takes for leftovers."""
+        storage = self._cluster.storage
+        storage.before_manifest = None
         self._freeze(agent, seconds, "its save makes a manifest")
         self._cluster.later(0.0, 0.3, self._kill_worker, agent, 0.0)
+        if self._random.random() < 0.5:
+            storage.before_removal = partial(self._resume_committer, agent, step)
+
+    def _resume_committer(self, agent: Agent, step: int, remover: Agent, of_step: int) -> bool:
+        """Returns whether the committer goes on."""
+        goes_on = step == of_step and remover is not agent and agent.stands_still
+        if goes_on:
+            self._cluster.storage.before_removal = None
+            self._cluster.note(f"-- the save of {agent.host.name} goes on: its files are removed")
+            agent.store.stopped_until_s = self._timeline.now_s
+        return goes_on
 
     def _kill_saver(self, agent: Agent) -> bool:
         """The first agent that is to write its part of a held snapshot is killed before it does."""

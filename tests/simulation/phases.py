@@ -39,6 +39,10 @@ CRITICAL_SHARE = 0.1
 """So many of the manifests, and of the removals, are late."""
 CLOCK_RATE = 20.0
 """Seconds of the storage's clock a second: a save is old after 3 s, and a lease lives for 2."""
+RESUMED_WITHIN_S = 0.01
+"""A save goes on so soon after its process was resumed."""
+REMOVED_S = (0.02, 0.1)
+"""A request to remove a file takes so long where another process is resumed just then."""
 PARTS_S = 20.0
 """A committer waits so long for the parts of other nodes."""
 LOOK_AGAIN_S = 0.2
@@ -371,7 +375,13 @@ class Access:
     def begin_manifest(self) -> None:
         """The manifest is about to be made."""
         if (freeze := self._storage.before_manifest) is not None:
-            freeze(self._agent)
+            freeze(self._agent, self.part.name[1])
+
+    def begin_removal(self, name: str) -> None:
+        """A file of a step is about to be removed."""
+        happens, step = self._storage.before_removal, step_of(name)
+        if happens is not None and step is not None and happens(self._agent, step):
+            self._storage.timeline.sleep(self._storage.random.uniform(*REMOVED_S))
 
     def phase(self, place: str, do: Callable[[], T], *, critical: bool = False) -> T:
         """Does it, late, twice, or in vain. critical: others look at what it does."""
@@ -384,7 +394,7 @@ class Access:
             storage.noted_late(self, delay_s)
         storage.timeline.sleep(delay_s)
         while (left_s := self._agent.store.stopped_until_s - storage.timeline.now_s) > 0:
-            storage.timeline.sleep(left_s)
+            storage.timeline.sleep(min(left_s, RESUMED_WITHIN_S))
         if self._agent.dead:
             raise greenlet.GreenletExit
         draw = random.random() / self._share
@@ -494,6 +504,7 @@ class PhasedStep:
         self, name: str, *, holding: bytes | None = None, version: str | None = None
     ) -> None:
         self._access.removed = True
+        self._access.begin_removal(self._name)
 
         def remove() -> None:
             present = self._files.get(name)

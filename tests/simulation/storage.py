@@ -109,8 +109,11 @@ class Storage:
         """Steps that are not there any more, damaged since then."""
         self.committed: Callable[[int, int], None] = lambda generation, step: None
         """Told of every checkpoint."""
-        self.before_manifest: Callable[[Agent], None] | None = None
-        """Called with the agent whose save is about to make a manifest, in phases."""
+        self.before_manifest: Callable[[Agent, int], None] | None = None
+        """Called with the agent whose save is about to make a manifest, in phases, and the step."""
+        self.before_removal: Callable[[Agent, int], bool] | None = None
+        """Called with the agent that is about to remove a file, in phases, and the file's step;
+        whether something happens meanwhile."""
         self.before_part: Callable[[Agent], bool] | None = None
         """Called with the agent that is about to write its part of a held snapshot; whether it has
         met with something before that."""
