@@ -15,6 +15,7 @@ from tests.simulation.training import Worker
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
+    from tests.simulation.storage import Part
 
 BAD_FOR = 6
 """A bad machine's workers fail so often at most."""
@@ -29,6 +30,8 @@ ODD = b"{not a run"
 OPERATORS = ("join", "join-bad", "join-backed-up", "drain-newcomer", "stop", "scale", "odd-run")
 """What operators do, rightly or wrongly."""
 
+REFUSES_S = 0.8
+"""For so long storage takes no writes when the last checkpoint is to fail."""
 SWITCH_KINDS = (
     *("kill-worker", "kill-agent", "lose-node-silently", "hang-worker", "cut-from-etcd"),
     *("stop-agent", "pause-etcd", "cut-off"),
@@ -84,6 +87,9 @@ class Faults:
             case "freeze-committer":
                 cluster.note(f"-- {kind}{lasts}")
                 cluster.storage.before_manifest = partial(self._freeze_committer, seconds)
+            case "freeze-holder":
+                cluster.note(f"-- {kind}{lasts}")
+                cluster.storage.before_persist = partial(self._freeze_holder, seconds)
             case "at-switch":
                 cluster.note(f"-- {kind}{lasts}")
                 cluster.at_switch = partial(self._strike_switch, seconds)
@@ -426,12 +432,28 @@ class Faults:
             agent.store.stopped_until_s = self._timeline.now_s
         return goes_on
 
-    def _kill_saver(self, agent: Agent) -> bool:
-        """The first agent that is to write its part of a held snapshot is killed before it does."""
+    def _freeze_holder(self, seconds: float, part: Part) -> None:
+        """The last checkpoint cannot be written for a moment, and another agent is frozen."""
+        cluster = self._cluster
+        others = [agent for agent in cluster.running() if agent is not part.agent]
+        if part.name[1] < cluster.plan.total_steps or not others:
+            return
+        cluster.storage.before_persist = None
+        cluster.storage.go_away(REFUSES_S)
+        cluster.rules.cause("storage-away")
+        self._freeze(self._random.choice(others), seconds, "the last checkpoint fails")
+
+    def _kill_saver(self, part: Part) -> bool:
+        """An agent that is to write its part of a held snapshot is killed before it does. Another
+        one, which was told to write the rest, holds some of that part too."""
+        others = [other for other in self._cluster.running() if other is not part.agent]
+        told = [other.host.memory for other in others if other.core.saved_held is not None]
+        if not any(memory.has(part.name, rank) for memory in told for rank in part.ranks):
+            return False
         self._cluster.storage.before_part = None
-        self._cluster.note(f"-- {agent.host.name} is killed before it saves what it holds")
+        self._cluster.note(f"-- {part.agent.host.name} is killed before it saves what it holds")
         self._cluster.rules.cause("kill-agent")
-        self._kill_agent(agent, 0.0)
+        self._kill_agent(part.agent, 0.0)
         return True
 
     def _kill_source(self, seconds: float, world: World) -> None:

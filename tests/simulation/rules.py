@@ -46,7 +46,7 @@ TOLD_LATE_S = 4.5
 COUNTED_NEVER = frozenset(
     {"join", "drain", "scale", "stop", "kill-agent", "lose-node", "slow-agent", "stop-agent"}
     | {"freeze-agent", "freeze-writer", "freeze-committer", "loop-error", "drain-newcomer"}
-    | {"odd-run", "join-backed-up", "kill-source", "kill-saver"}
+    | {"odd-run", "join-backed-up", "kill-source", "kill-saver", "freeze-holder"}
     | {"sigterm", "sigterm-leader", "sigterm-two", "sigterm-again", "storage-away"}
 )
 """Faults of machines and of storage: a job that meets no others is never given up."""

@@ -89,6 +89,9 @@ NO_HELP_S = 15.0
 NEEDED_SHARE = 0.02
 """So many schedules are about a node with bad input that is needed; and as many about a job that is
 given up, and loses the node that is to save its state."""
+HOLDER_SHARE = 0.02
+"""So many schedules are about a node that stands still while the last checkpoint fails, and alone
+has its part of the state."""
 RESTARTED_SHARE = 0.03
 """So many schedules are about agents that are killed and begin anew in one round."""
 WAITING_SHARE = 0.02
@@ -259,6 +262,9 @@ def _with_directed_faults(seed: int, plan: Plan) -> Plan:
     source = Random(f"{seed} source")
     if plan.runs == 1 and not plan.phased and source.random() < SOURCE_SHARE:
         return _with_lost_source(source, plan)
+    holder = Random(f"{seed} holder")
+    if plan.runs == 1 and not plan.phased and holder.random() < HOLDER_SHARE:
+        return _with_frozen_holder(holder, plan)
     restarted = Random(f"{seed} restarted")
     if plan.runs == 1 and restarted.random() < RESTARTED_SHARE:
         return _with_restarted_agents(restarted, plan)
@@ -349,6 +355,8 @@ def _with_end(random: Random, plan: Plan) -> Plan:
     policy = replace(plan.policy, max_nodes=plan.nodes, min_nodes=1)
     steps = random.randint(20, 40)
     faults = (Fault(0.5, "kill-saver", 0.0, 0.0),) if random.random() < 0.5 else ()
+    if faults:  # in the first round: later generations fail before they have replicas
+        policy = replace(policy, max_restarts=0)
     plan = replace(plan, policy=policy, total_steps=2 * steps, crash_at=steps, faults=faults)
     return replace(plan, snapshot_every=1, step_s=0.25, checkpoint_every=0)
 
@@ -363,6 +371,16 @@ def _with_lost_source(random: Random, plan: Plan) -> Plan:
     steps = max(plan.total_steps, int((at_s + 4.0) / plan.step_s))
     plan = replace(plan, policy=policy, strategy="zero1", total_steps=steps, trouble=0.0)
     return replace(plan, crash_at=0, slow_start_s=0.0, faults=(change, lost))
+
+
+def _with_frozen_holder(random: Random, plan: Plan) -> Plan:
+    """The last checkpoint fails, and an agent stands still meanwhile, for less than a save lasts.
+    There are no replicas, so that no other node has its part of the last step."""
+    faults = (Fault(0.0, "freeze-holder", random.random(), random.uniform(1.0, 8.0)),)
+    policy = replace(plan.policy, strategy="zero1", min_nodes=1, max_nodes=plan.nodes)
+    plan = replace(plan, policy=policy, strategy="zero1", storage=True, total_steps=20)
+    plan = replace(plan, snapshot_every=0, checkpoint_every=random.choice([0, 7]), crash_at=0)
+    return replace(plan, trouble=0.0, slow_start_s=0.0, faults=faults)
 
 
 def _with_restarted_agents(random: Random, plan: Plan) -> Plan:

@@ -114,9 +114,11 @@ class Storage:
         self.before_removal: Callable[[Agent, int], bool] | None = None
         """Called with the agent that is about to remove a file, in phases, and the file's step;
         whether something happens meanwhile."""
-        self.before_part: Callable[[Agent], bool] | None = None
-        """Called with the agent that is about to write its part of a held snapshot; whether it has
-        met with something before that."""
+        self.before_persist: Callable[[Part], None] | None = None
+        """Called with each part of a save that workers have asked for."""
+        self.before_part: Callable[[Part], bool] | None = None
+        """Called with each part of a held snapshot that is about to be written; whether its agent
+        has met with something before that."""
         self._parts: dict[SnapshotName, set[int]] = {}
 
     def well_for(self, seconds: float) -> bool:
@@ -136,6 +138,8 @@ class Storage:
 
     def persist(self, part: Part) -> None:
         """A node's part of a save is written."""
+        if self.before_persist is not None:
+            self.before_persist(part)
         if self.away:
             part.over(False)
             return
@@ -146,7 +150,7 @@ class Storage:
 
     def save_part(self, part: Part) -> None:
         """Some ranks' shards of a snapshot, saved though its workers are gone."""
-        if self.away or (self.before_part is not None and self.before_part(part.agent)):
+        if self.away or (self.before_part is not None and self.before_part(part)):
             return
         parts = self._parts.setdefault(part.name, set())
         parts.update(part.ranks)
