@@ -90,8 +90,7 @@ NEEDED_SHARE = 0.02
 """So many schedules are about a node with bad input that is needed; and as many about a job that is
 given up, and loses the node that is to save its state."""
 HOLDER_SHARE = 0.02
-"""So many schedules are about a node that stands still while the last checkpoint fails, and alone
-has its part of the state."""
+"""So many schedules are about a node that stands still while the last checkpoint fails."""
 RESTARTED_SHARE = 0.03
 """So many schedules are about agents that are killed and begin anew in one round."""
 WAITING_SHARE = 0.02
@@ -355,8 +354,7 @@ def _with_end(random: Random, plan: Plan) -> Plan:
     policy = replace(plan.policy, max_nodes=plan.nodes, min_nodes=1)
     steps = random.randint(20, 40)
     faults = (Fault(0.5, "kill-saver", 0.0, 0.0),) if random.random() < 0.5 else ()
-    if faults:  # in the first round: later generations fail before they have replicas
-        policy = replace(policy, max_restarts=0)
+    policy = replace(policy, max_restarts=0 if faults else policy.max_restarts)
     plan = replace(plan, policy=policy, total_steps=2 * steps, crash_at=steps, faults=faults)
     return replace(plan, snapshot_every=1, step_s=0.25, checkpoint_every=0)
 
@@ -374,8 +372,7 @@ def _with_lost_source(random: Random, plan: Plan) -> Plan:
 
 
 def _with_frozen_holder(random: Random, plan: Plan) -> Plan:
-    """The last checkpoint fails, and an agent stands still meanwhile, for less than a save lasts.
-    There are no replicas, so that no other node has its part of the last step."""
+    """The last checkpoint fails, and an agent stands still that alone has its part of the step."""
     faults = (Fault(0.0, "freeze-holder", random.random(), random.uniform(1.0, 8.0)),)
     policy = replace(plan.policy, strategy="zero1", min_nodes=1, max_nodes=plan.nodes)
     plan = replace(plan, policy=policy, strategy="zero1", storage=True, total_steps=20)
