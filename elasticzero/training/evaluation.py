@@ -215,6 +215,20 @@ def evaluating(
             share_buffers()
             yield
         finally:
-            for module, training in modes.items():
-                module.training = training
+            put_back_modes(modes)
             auxiliary.buffers.put(own_buffers)
+
+
+def put_back_modes(modes: Mapping[nn.Module, bool]) -> None:
+    """Gives modules their modes of before, by their own `train` where they have one.
+
+    Such a `train` may change weights, as one that merges adapters in eval mode does.
+
+    Args:
+        modes: Whether each module was in training mode, parents before their children.
+    """
+    for module, training in modes.items():
+        if type(module).train is not nn.Module.train:
+            module.train(training)
+    for module, training in modes.items():
+        module.training = training
