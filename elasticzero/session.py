@@ -493,8 +493,13 @@ class Session:
 
         The tensors are copied to the CPU under the model's own names; what a module returns from
         `get_extra_state` is as it returns it. All ranks call this.
+
+        Raises:
+            UserError: inside a loop, a parameter was changed in a way that training cannot take.
         """
         training, groups = self._prepared("state_dict"), self._generation.groups
+        if training.at.in_loop:  # after it, a model may be given another dtype
+            training.take_changes()
         if groups is not None:
             groups.barrier(Call.STATE_DICT, where=f" after step {training.step}")
         return self._generation.whole_state()

@@ -103,7 +103,8 @@ class FullyPartitioned(PiecedStrategy):
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         for module in setting.model.modules():
             module.register_load_state_dict_pre_hook(self._load_rows)
-        self._uses = Uses(setting.model, self._parameters, root, [*blocks, root])
+        self._memory = FixedMemory(self._parameters)
+        self._uses = Uses(setting.model, self._parameters, root, [*blocks, root], self._memory)
         self._pieced.place(
             {
                 name: self._piece(name, parameter)
@@ -115,7 +116,6 @@ class FullyPartitioned(PiecedStrategy):
         )
         mirrors = [self._mirror(rank, optimizers) for rank, optimizers in copies.items()]
         self._mirrors = Mirrors(setting, mirrors, self.optimizers)
-        self._memory = FixedMemory(self._parameters)
         self._hooks = GradientHooks(self._parameters)
         self._stepped: Mapping[str, int] | None = None
         """Digests of this rank's rows as the newest step has left them; None: mirrors have what the

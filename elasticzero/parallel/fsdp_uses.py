@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from elasticzero.errors import UserError
 from elasticzero.parallel import same_number
+from elasticzero.parallel.parameter_changes import FixedMemory
 from elasticzero.spans import fsdp_rows
 from elasticzero.state.digests import same_bits
 from elasticzero.torch_internals import without_torch_functions
@@ -45,6 +46,7 @@ class Uses:
         parameters: Mapping[str, nn.Parameter],
         root: nn.Module,
         modules: Sequence[nn.Module],
+        memory: FixedMemory,
     ) -> None:
         """Wraps FSDP2's groups.
 
@@ -53,6 +55,7 @@ class Uses:
             parameters: The parameters by name, as FSDP2 has made them.
             root: The model, or what is around it.
             modules: The modules that have a group of their own.
+            memory: The memory of the parameters, which is theirs in each forward.
         """
         self.names: set[str] = set()
         """Parameters that this rank has used."""
@@ -68,6 +71,7 @@ class Uses:
         self._only: Collection[str] | None = None
         """The parameters that the newest backward is for; None: all."""
         self._whole = {n: p for n, p in parameters.items() if not isinstance(p, DTensor)}
+        self._memory = memory
         self._root: Any = root
         """FSDP2 finds the modules below it when its own state is set up."""
         self._groups = list(_groups(root))
@@ -244,9 +248,13 @@ class Uses:
             inputs: The inputs of its forward, which do not matter here.
 
         Raises:
-            UserError: A parameter of the module is replaced by one that is not FSDP2's.
+            UserError: A parameter of the module is replaced by one that is not FSDP2's, or has
+                other memory.
         """
-        for of in (of for group in _groups_of(module) for of in group.fsdp_params):
+        held = [of for group in _groups_of(module) for of in group.fsdp_params]
+        if (error := self._memory.difference(self._names[id(of)] for of in held)) is not None:
+            raise error
+        for of in held:
             present = getattr(of._module_info.module, of._module_info.param_name)
             if present is not of.sharded_param and present is not _leaf(of):
                 raise UserError(

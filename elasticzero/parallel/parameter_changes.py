@@ -144,11 +144,12 @@ class FixedMemory:
         with without_torch_functions():
             self._storages = {n: (p, p.untyped_storage()) for n, p in parameters.items()}
 
-    def difference(self) -> UserError | None:
-        """Returns the error for the first parameter that was given other memory."""
+    def difference(self, names: Iterable[str] | None = None) -> UserError | None:
+        """Returns the error for the first of these parameters, or of all, that was given other
+        memory."""
         with without_torch_functions():
-            for name, (parameter, storage) in self._storages.items():
-                if not is_of_storage(parameter, storage):
+            for name in self._storages if names is None else names:
+                if not is_of_storage(*self._storages[name]):
                     return UserError(
                         f"parameter {name!r} was given other memory, as `parameter.data = …` and "
                         "vector_to_parameters do it, which zero3 cannot divide: change its values "

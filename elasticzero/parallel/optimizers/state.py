@@ -230,8 +230,14 @@ def _as_state(
     device = entry.device if entry.kind == "scalar" else like.device
     if own_dtype or not (stored.is_floating_point() or stored.is_complex()):
         keeps_dtype = own_dtype or entry.kind not in ("scalar", "inner")
-        return stored.to(device, stored.dtype if keeps_dtype else entry.dtype)
-    return stored.to(device, like.dtype if entry.follows else entry.dtype)
+        dtype = stored.dtype if keeps_dtype else entry.dtype
+    else:
+        dtype = like.dtype if entry.follows else entry.dtype
+    lies_otherwise = type(like) is nn.Parameter and not like.is_contiguous()
+    if entry.kind == "elementwise" and lies_otherwise and stored.shape == like.shape:
+        # A fused step takes elements as they lie in memory, as in a channels_last convolution.
+        return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False).copy_(stored)
+    return stored.to(device, dtype)
 
 
 def by_parameter(stored: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:

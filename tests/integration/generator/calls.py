@@ -13,6 +13,7 @@ NOT_AVERAGED = (
     "spectral_norm by hooks",
     "buffers of narrow dtypes",
     "buffer that grows",
+    "buffer that is not persistent and None until the first batch",
     "buffer resized in place",
     "buffer of changing dtype",
     "buffer that is None until the first batch",

@@ -247,6 +247,23 @@ def test_other_memory_is_refused_where_a_rank_has_rows(group: None, change: Chan
         raise strategy.take_changes() or AssertionError("it was taken")
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("change", [set_data, set_plain])
+def test_a_forward_with_other_memory_is_refused_where_a_rank_has_rows(
+    group: None, change: Change, gradients: bool
+) -> None:
+    """It would compute with the rows: averages of weights would be tried and never be used."""
+    model = network(torch.float64)
+    strategy = laid(model, "zero3")
+    step(strategy, 0, torch.float64)
+    change(model, 0, {})
+    with (
+        pytest.raises(UserError, match=r"'0\.weight' was given other memory"),
+        torch.set_grad_enabled(gradients),
+    ):
+        loss_of(model, 1, torch.float64)
+
+
 @pytest.mark.parametrize("at_prepare", [True, False])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_parameters_that_share_memory_are_one_or_refused(name: str, at_prepare: bool) -> None:

@@ -56,10 +56,21 @@ class Small(nn.Module):
         return output
 
 
+class Transposed(Small):
+    """Its weight lies by columns, as that of a channels_last convolution lies by channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.data = self.first.weight.data.t().contiguous().t()
+
+
 def build(
-    name: str, factory: Any = torch.optim.AdamW, dtype: torch.dtype = torch.float32
+    name: str,
+    factory: Any = torch.optim.AdamW,
+    dtype: torch.dtype = torch.float32,
+    kind: type[Small] | None = None,
 ) -> tuple[Strategy, AuxiliaryState]:
-    model = Small().to(dtype)
+    model = (kind or Small)().to(dtype)
     named = NamedModel(model)
     setting = Setting(model=model, named=named, factory=factory, device=CPU, rank=0, world_size=1)
     strategy = create(name, setting)

@@ -24,7 +24,7 @@ from elasticzero.snapshots import restore
 from elasticzero.spans import STRATEGIES
 from elasticzero.state.model import NamedModel, spec_of
 from tests.support import kept_state
-from tests.unit.state.test_state import Small, build, save, train
+from tests.unit.state.test_state import Small, Transposed, build, save, train
 
 DAMPED = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
 
@@ -67,6 +67,28 @@ def test_ddp_keeps_all_that_an_optimizer_keeps(
         assert is_same(values(again), values(copied), set())
     for _ in range(3):
         train(strategy, dtype)
+    assert is_same(values(strategy), values(again), set())
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        partial(torch.optim.AdamW, fused=True, amsgrad=True),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+        partial(torch.optim.AdamW, foreach=True),
+        partial(torch.optim.Adagrad, fused=True),
+    ],
+)
+def test_state_comes_back_as_its_parameter_lies(tmp_path: Path, factory: Any, name: str) -> None:
+    """A fused step takes the elements of both as they lie in memory."""
+    strategy, small = build(name, factory, kind=Transposed)
+    train(strategy)
+    step = save(tmp_path, strategy, small, name)
+    again, small = build(name, factory, kind=Transposed)
+    restore.restore_state(open_step(DiskStorage(step)), again, small, 0)
+    for of in (strategy, again):
+        train(of)
     assert is_same(values(strategy), values(again), set())
 
 
