@@ -19,8 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import TextIO
+
+from elasticzero.text import printable
 
 QUEUED = 20_000
 """Maximum number of pieces of work that wait for the thread; later ones are left out."""
@@ -34,6 +38,10 @@ CLOSE_S = 2.0
 """Maximum seconds for which the end of an agent waits for what is not written yet."""
 REPORT_EVERY_S = 60.0
 """Seconds in which an error of one kind, in work that concerns no job, is logged once."""
+COLUMNS = 80
+"""Width of a terminal that does not say its own, in characters."""
+ERASE_LINE = "\r\x1b[K"
+"""Brings a terminal back to the beginning of an empty line."""
 LEFT_OUT = "%d lines and events are left out: they came faster than they could be written"
 
 log = logging.getLogger(__name__)
@@ -93,6 +101,23 @@ class Stream:
         else:
             self._left_out += 1
 
+    def can_show(self) -> bool:
+        """Returns whether nothing waits, and the terminal is not left to another process group, as
+        it is by a job that a shell has put into the background."""
+        if not self.push():
+            return False
+        try:
+            return os.tcgetpgrp(self._fd) == os.getpgrp()
+        except OSError:  # it is not the terminal that controls this process
+            return True
+
+    def columns(self) -> int:
+        """Returns the width of the terminal, in characters."""
+        try:
+            return os.get_terminal_size(self._fd).columns or COLUMNS
+        except OSError:
+            return COLUMNS
+
     def push(self) -> bool:
         """Writes what waits, as far as the stream takes it; returns whether nothing waits."""
         while True:
@@ -115,8 +140,28 @@ class Stream:
             del self._waiting[:count]
 
 
+@dataclass(frozen=True, slots=True)
+class Ticker:
+    """Is called in the thread of a terminal now and then, as long as nothing else is to be
+    done."""
+
+    every_s: float
+    line: Callable[[], str]
+    """Returns the line that is to stand below all others; empty: none."""
+
+
+def _never() -> str:
+    return ""
+
+
+NO_TICKER = Ticker(inf, _never)
+
+
 class Terminal:
-    """Writes to the standard streams of this process, at once or in a thread."""
+    """Writes to the standard streams of this process, at once or in a thread.
+
+    In the thread it can also keep a line below all others that changes in place: see `follow`.
+    """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -126,6 +171,11 @@ class Terminal:
         self._thread: threading.Thread | None = None
         self._out: Stream | None = None
         self._error: Stream | None = None
+        self._ticker = NO_TICKER
+        self._ticked_s = 0.0
+        """Time at which the ticker was called last."""
+        self._drawn = ""
+        """The line that stands below all others now."""
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
@@ -144,6 +194,13 @@ class Terminal:
                 self._condition.notify_all()
             self._thread.join(AGAIN_S)
             self._thread = self._out = self._error = None
+
+    def follow(self, ticker: Ticker) -> None:
+        """Has a ticker called from now on, and the line that it returns kept below all others, on
+        standard error."""
+        with self._condition:
+            self._ticker = ticker
+            self._condition.notify()
 
     def do(self, work: Callable[[], object]) -> bool:
         """Has work done after all that was handed over before; returns False if it is left out.
@@ -192,12 +249,34 @@ class Terminal:
         return self._out is None or self._out.push()
 
     def _write(self, stream: Stream | None, file: TextIO | None, text: str) -> None:
+        self._draw("")
         if stream is not None:
             stream.write(text)
         elif file is not None:
             with suppress(Exception):  # what cannot be shown must not end what it tells of
                 file.write(text)
                 file.flush()
+
+    def _tick(self) -> None:
+        self._ticked_s = time.monotonic()
+        self._draw(self._ticker.line())
+
+    def _draw(self, line: str) -> None:
+        """Puts a line below all others, in place of the one that stands there; empty: none.
+
+        Nothing is drawn as long as something waits for the terminal, or where it is another
+        process's turn to use it. What is printed erases the line, and the next turn of the thread
+        draws it again.
+        """
+        stream = self._error
+        if line == self._drawn or stream is None or (line and not stream.can_show()):
+            return
+        if not line:
+            self._ticked_s = 0.0
+            stream.write(ERASE_LINE)
+        else:
+            stream.write(f"\r{printable(line)[: stream.columns() - 1]}\x1b[K")
+        self._drawn = line
 
     def _streams(self) -> list[Stream]:
         return [stream for stream in (self._out, self._error) if stream is not None]
@@ -212,6 +291,8 @@ class Terminal:
         while (work := self._next()) is not None:
             with contained("the agent's output"):
                 work()
+        self._draw("")
+        self._ticker = NO_TICKER
 
     def _next(self) -> Callable[[], object] | None:
         """Returns the next piece of work, once there is one; None: the thread is to end."""
@@ -227,8 +308,12 @@ class Terminal:
                     self._queue.append(partial(log.warning, LEFT_OUT, self._left_out))
                     self._left_out = 0
                 if not self._queue:
+                    due_s = self._ticked_s + self._ticker.every_s
+                    if (left_s := due_s - time.monotonic()) <= 0:
+                        return self._tick
                     written = all(stream.is_written for stream in self._streams())
-                    self._condition.wait(None if written else AGAIN_S)
+                    limit_s = None if left_s == inf else left_s
+                    self._condition.wait(limit_s if written else min(AGAIN_S, left_s))
                 if self._queue:
                     self._busy = True
                     return self._queue.popleft()

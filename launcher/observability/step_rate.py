@@ -28,6 +28,11 @@ class StepRate:
         """Notes the end of a step of a global batch of so many samples."""
         self._steps.append((now_s, samples))
 
+    @property
+    def steps(self) -> int:
+        """Returns the number of steps that are followed: 0 before the first of this generation."""
+        return len(self._steps)
+
     def steps_per_s(self) -> float | None:
         """Returns the speed over the last steps of this generation; None before the second."""
         steps = list(self._steps)
