@@ -26,6 +26,10 @@ from elasticzero.text import printable
 PACKAGE_LOGGER = "elasticzero"
 DELETED = " (deleted)"
 """Linux puts this after the path of an open file that has been deleted."""
+REPORTED = "elasticzero: this error was reported to the agent, which prints it:"
+REPORTED_END = "elasticzero: end of the error"
+"""Lines around an error in a worker's log that are not repeated on the terminal, nor is what is
+between them: the agent prints an error once, whichever ranks and generations it ends."""
 SEEK_FILE_S = 1.0
 """Seconds between two looks at whether the file of a stream has been deleted."""
 
@@ -63,6 +67,11 @@ def attach_to_stderr_by_default() -> None:
     """Does as `attach_to_stderr` unless this process has configured logging by itself."""
     if not logging.getLogger(PACKAGE_LOGGER).hasHandlers():
         attach_to_stderr()
+
+
+def reported(text: str) -> str:
+    """Returns an error that was reported to the agent as a worker's log has it."""
+    return f"{REPORTED}\n{text.rstrip()}\n{REPORTED_END}\n"
 
 
 class LogFile(io.RawIOBase):

@@ -4,6 +4,7 @@ from."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -22,6 +23,7 @@ _LIBRARIES = tuple(
     }
 )
 """Folders whose code is not the script's; a virtual environment may use packages of another."""
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
 _COLLECTIVE = ("/torch/distributed/", "/torch/autograd/")
 """Folders of the code that waits for gloo and NCCL, DDP's reductions in a backward included."""
 
@@ -81,14 +83,24 @@ def mistake_place(error: BaseException) -> str:
     return f" ({place})" if place else ""
 
 
+def place_in_traceback(text: str) -> str:
+    """Returns file, line and function of the script's innermost line in a traceback as Python
+    prints it; empty: there is none."""
+    places = [m for m in _FRAME.finditer(text) if not _is_library(m["file"])]
+    return _named(places[-1]["file"], int(places[-1]["line"]), places[-1]["name"]) if places else ""
+
+
 def _is_of_script(frame: FrameType) -> bool:
     return not _is_library(frame.f_code.co_filename) and not leads_to_script(frame.f_globals)
 
 
 def _place(frame: FrameType, line: int) -> str:
-    name, function = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
+    return _named(frame.f_code.co_filename, line, frame.f_code.co_name)
+
+
+def _named(file: str, line: int, function: str) -> str:
     within = "" if function == "<module>" else f" in {function}"
-    return f"{name}:{line}{within}"
+    return f"{os.path.basename(file)}:{line}{within}"
 
 
 def _is_library(file: str) -> bool:

@@ -42,6 +42,7 @@ from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBac
 from elasticzero.ipc.failure import Blame, Failed
 from elasticzero.ipc.messages import Captured, Stopping
 from elasticzero.ipc.thread_location import mistake_place
+from elasticzero.log_output import reported
 from elasticzero.text import count_text, print_foreign
 
 SAVE_WAIT_S = 30.0
@@ -119,7 +120,7 @@ def _report_lost_state(link: AgentClient, error: BaseException, step: int) -> in
         return 1
     text = f"the state of step {step} could not be kept in memory: {one_line(error)}"
     trace = "" if isinstance(error, OperatorError) else script_traceback(error)
-    print_foreign(f"error: {text}\n{trace}", end="")
+    print_foreign(reported(f"error: {text}\n{trace}"), end="")
     link.send(Failed(step=step, blame="environment", message=text, traceback=trace))
     return 1
 
@@ -149,7 +150,7 @@ def _report_memory(
             micro_batch=halved,
         )
     )
-    print_foreign(f"error: {text}")
+    print_foreign(reported(f"error: {text}"), end="")
     return 1, True
 
 
@@ -202,7 +203,7 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
             Failed(step=state.step, blame="killed", message=text, traceback=script_traceback(error))
         )
         state.shut()
-        print_foreign(script_traceback(error), end="")
+        print_foreign(reported(script_traceback(error)), end="")
         return ExitCode.INTERRUPTED, True
     state.shut()
     from_agent = link.aborted is not None
@@ -229,14 +230,14 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
         return ExitCode.LEFT, False
     if isinstance(error, ElasticZeroError):
         trace = message.traceback if place else ""
-        print_foreign(f"error: {error}{place}\n{trace}", end="")
+        print_foreign(reported(f"error: {error}{place}\n{trace}"), end="")
         return 1, True
     earlier = [k for k in link.assignment.known_errors if same_error(k.message, message.message)]
     if earlier:
         where = f"generation {earlier[-1].generation} on {earlier[-1].node}"
-        print_foreign(f"error: {message.message}; the same as in {where}")
+        print_foreign(reported(f"error: {message.message}; the same as in {where}"), end="")
     else:
-        print_foreign(message.traceback, end="")
+        print_foreign(reported(message.traceback), end="")
     return 1, True
 
 

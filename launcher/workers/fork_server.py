@@ -46,7 +46,7 @@ from elasticzero.ipc.channel import (
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Message, ScriptEnded
 from elasticzero.launcher.workers.script_exit import exit_process
-from elasticzero.log_output import keep_write_errors, missing_output
+from elasticzero.log_output import keep_write_errors, missing_output, reported
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
 from elasticzero.security.certificates import Credentials, contexts_of
 from elasticzero.serialization import RecordError, decode, encode, parse_json
@@ -329,7 +329,8 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
         if sys.excepthook is not sys.__excepthook__:
             with suppress(BaseException):  # a hook that fails must not hide the script's error
                 sys.excepthook(type(error), error, error.__traceback__)  # as Python does
-        print(script_traceback(error), end="", file=sys.stderr)  # as Python does, not by logging
+        text = reported(script_traceback(error))
+        print(text, end="", file=sys.stderr)  # as Python does, not by logging
         _report_failure(fds[1], fds[2], _failure_of(error))
         code = 1
         left.append(error)  # and with it what the script's frames hold

@@ -483,10 +483,15 @@ class WorkerGroup:
             failure, trace = replace(failure, message=recorded.message), recorded.traceback
         self._fail(replace(failure, traceback=trace[-MAX_TRACEBACK:]))
 
-    def _blame(self, worker: Worker, message: Failed) -> None:
+    def is_failure(self, worker: Worker, message: Failed) -> bool:
+        """Returns whether this error of a worker counts: that of a script which SIGTERM has ended
+        is no failure."""
         stop_requested = self._view.aborted_s is not None
-        if stop_requested and (message.blame == "peer" or not worker.state.attached):
-            return  # the error of a script that SIGTERM has ended is no failure
+        return not stop_requested or (message.blame != "peer" and worker.state.attached)
+
+    def _blame(self, worker: Worker, message: Failed) -> None:
+        if not self.is_failure(worker, message):
+            return
         failure = Failure(rank=worker.rank, **field_values(message))
         self._fail(replace(failure, traceback=failure.traceback[-MAX_TRACEBACK:]))
 

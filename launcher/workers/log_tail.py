@@ -6,12 +6,13 @@ This file stands apart from `console_output.py`, which decides what is repeated,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticzero.launcher.workers.console_output import ALL, ERR, OUT, ConsoleOutput
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.log_output import REPORTED, REPORTED_END
 from elasticzero.text import colored
 
 TAIL_BYTES = 1 << 18
@@ -38,6 +39,8 @@ class LogTail:
     """Says which text begins each line."""
     _positions: dict[Path, Position] = field(default_factory=dict)
     _prefixes: dict[Path, str] = field(default_factory=dict)
+    _within_error: set[Path] = field(default_factory=set)
+    """Logs of which the last line read is in an error that the agent prints itself."""
 
     def follow(self, worker: Worker, streams: int, *, last: bool = False) -> None:
         """Writes the lines that a worker's logs have got since the last call, its prefix before
@@ -92,10 +95,22 @@ class LogTail:
             if last if is_end else not end:
                 end = len(data)
             self._positions[log] = Position(position.offset + end, position.inode)
-            for line in data[:end].decode(errors="replace").splitlines():
+            for line in self._repeated(log, data[:end].decode(errors="replace").splitlines()):
                 self.write(f"{prefix}{colored(line)}\n")
             if is_end:
-                return
+                break
+        if last:
+            self._within_error.discard(log)
+
+    def _repeated(self, log: Path, lines: list[str]) -> Iterator[str]:
+        """Yields the lines of a log that the agent does not print itself."""
+        for line in lines:
+            if line == REPORTED:
+                self._within_error.add(log)
+            elif log not in self._within_error:
+                yield line
+            elif line == REPORTED_END:
+                self._within_error.discard(log)
 
 
 def _position_in(fd: int, position: Position) -> Position:

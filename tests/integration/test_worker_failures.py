@@ -28,6 +28,7 @@ from elasticzero.ipc.messages import (
     Stepped,
     Stopping,
 )
+from elasticzero.log_output import REPORTED, REPORTED_END
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.test_worker_process import start
 from tests.integration.training_exact import STUCK
@@ -211,6 +212,7 @@ def test_a_final_save_that_fails_fails_the_run(pool: Pool, tmp_path: Path) -> No
     assert 10 not in [captured.step for captured in running.workers[1].all(Captured)]
     assert not failures
     lines = running.workers[1].log.read_text().splitlines()
+    assert lines.pop(-3) == REPORTED and lines.pop() == REPORTED_END
     *tries, last = [line.split(":")[0] for line in lines]
     one = ["no snapshot of step 10", "the checkpoint of step 10 was not saved"]
     assert len(tries) >= 4 and tries == one * (len(tries) // 2)
@@ -246,7 +248,8 @@ def test_a_clean_stop_that_cannot_keep_its_state_is_no_clean_stop(
     assert [w.exit_code for w in running.workers] == [1, 0], running.logs()
     assert running.workers[0].last(Failed).blame == "environment"
     log = running.workers[0].log.read_text()
-    first, second = log.splitlines()
+    first, begin, second, end = log.splitlines()
+    assert (begin, end) == (REPORTED, REPORTED_END)
     assert first.startswith("no snapshots are taken, and training waits for saves: "), log
     assert second.startswith("error: the state of step "), log
 

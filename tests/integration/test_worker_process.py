@@ -30,6 +30,7 @@ from elasticzero.ipc.messages import (
     Restored,
     Stopping,
 )
+from elasticzero.log_output import REPORTED
 from elasticzero.spans import STRATEGIES
 from tests.integration.test_strategies import assert_close, plain
 from tests.integration.training_exact import SAMPLES, Model
@@ -234,7 +235,7 @@ def test_a_batch_smaller_than_the_world_is_the_users_to_mend(pool: Pool, tmp_pat
     assert failures and all(f.final for f in failures)
     assert "smaller than the world of 3" in failures[0].message
     text = running.workers[failed.index(failures[0])].log.read_text()
-    assert text.startswith("error: global_batch is 2")
+    assert text.startswith(f"{REPORTED}\nerror: global_batch is 2")
     assert re.search(r"raise it, or run on fewer \(training_exact\.py:\d+ in \w+\)\n", text), text
     assert text.count("Traceback") == 1
 

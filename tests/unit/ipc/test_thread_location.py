@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elasticzero.ipc.thread_location import PACKAGE, main_thread, place_of, place_of_error, waits
+from elasticzero.ipc.thread_location import (
+    PACKAGE,
+    main_thread,
+    place_in_traceback,
+    place_of,
+    place_of_error,
+    waits,
+)
 
 
 def test_the_line_of_the_script_is_named_from_another_thread() -> None:
@@ -93,3 +101,25 @@ def test_an_error_in_a_framework_has_the_line_that_started_it() -> None:
     script = "/job/train.py"
     adapter = refusing(f"{PACKAGE}integrations/transformers/loop.py")
     assert compiled(script, CALLS, adapter)() == "train.py:2 in call"
+
+
+def test_the_place_in_a_traceback_is_that_of_the_script() -> None:
+    """The innermost line may be torch's own."""
+    trace = f"""\
+Traceback (most recent call last):
+  File "/home/u/train.py", line 12, in train
+    model(batch)
+  File "/home/u/model.py", line 3, in <module>
+    F.relu(x)
+  File "{torch.nn.functional.__file__}", line 1234, in relu
+    raise ValueError
+ValueError
+"""
+    assert place_in_traceback(trace) == "model.py:3"
+    assert place_in_traceback("") == ""
+    try:
+        raise KeyError(1)
+    except KeyError as error:
+        text = "".join(traceback.format_exception(error))
+        assert place_in_traceback(text) == place_of_error(error)
+        assert place_in_traceback(text).startswith("test_thread_location.py:")

@@ -11,6 +11,7 @@ from elasticzero.launcher.workers import log_tail
 from elasticzero.launcher.workers.console_output import ALL, ConsoleOutput
 from elasticzero.launcher.workers.log_tail import LogTail
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.log_output import REPORTED, reported
 
 
 class Terminal:
@@ -42,6 +43,29 @@ def test_lines_are_repeated_once_and_whole(log: Path) -> None:
         print("o\nthree", end="", file=file, flush=True)
         assert shown.follow() == ["[3] two\n"]
         assert shown.follow(last=True) == ["[3] three\n"]
+
+
+def test_an_error_that_the_agent_prints_is_not_repeated(log: Path) -> None:
+    """Each rank's traceback was repeated, beside the agent's own lines about it."""
+    shown = Terminal(log)
+    with log.open("a") as file:
+        text = reported("Traceback (most recent call last):\nValueError: no\n")
+        print("before", file=file)
+        print(text[:80], end="", file=file, flush=True)
+        assert shown.follow() == ["[3] before\n"]
+        print(text[80:], end="", file=file)
+        print("after", file=file, flush=True)
+        assert shown.follow() == ["[3] after\n"]
+    assert "ValueError: no\n" in log.read_text()
+
+
+def test_an_error_whose_end_is_missing_hides_nothing_of_the_next_worker(log: Path) -> None:
+    shown = Terminal(log)
+    log.write_text(f"{REPORTED}\nTraceback (most recent call last):\n")
+    assert shown.follow(last=True) == []
+    with log.open("a") as file:
+        print("the next worker", file=file)
+    assert shown.follow() == ["[3] the next worker\n"]
 
 
 def test_lines_wait_in_the_file_for_a_terminal_that_stalls(log: Path) -> None:
