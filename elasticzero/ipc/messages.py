@@ -144,6 +144,8 @@ class Restored:
     optimizer."""
     restore_s: float
     bytes_read: int = 0
+    device: str = ""
+    """Device that the worker computes on, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,6 +139,7 @@ class Generation:
                 build_s=began_s - self.entered_s,
                 restore_s=time.monotonic() - began_s,
                 bytes_read=bytes_read,
+                device=_device_text(self.device),
             )
         )
 
@@ -216,3 +217,8 @@ class Generation:
             save=training.snapshot if clean else None,
             shut=shut,
         )
+
+
+def _device_text(device: torch.device) -> str:
+    """Returns a device in words: the name of a GPU, or `the CPU`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

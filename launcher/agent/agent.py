@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ from elasticzero.launcher.agent.core import AgentCore, StoreSide
 from elasticzero.launcher.agent.extensions import AgentContext, ExtensionFactory, Extensions
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
-from elasticzero.launcher.agent.status import LoopPulse, agent_routes
+from elasticzero.launcher.agent.status import Instruments, agent_routes
 from elasticzero.launcher.agent.store_writer import StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.access import AgentAccess
@@ -49,7 +48,6 @@ from elasticzero.launcher.http.host_probe import HostProbe
 from elasticzero.launcher.http.routes import Route
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EventName
-from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.observability.output import contained
 from elasticzero.launcher.observability.recovery.spans import open_spans
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
@@ -87,14 +85,6 @@ RETIRE_S = 2.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instruments:
-    """Groups what shows from outside how an agent does."""
-
-    metrics: Metrics
-    pulse: LoopPulse
-
-
 class Agent:
     """Supervises this node's workers until the job is done or the node leaves."""
 
@@ -113,7 +103,7 @@ class Agent:
             options: options of the node.
             store: the job's part of etcd.
             membership: the node's registration.
-            instruments: metrics of the node, and the pulse of the loop.
+            instruments: metrics of the node, the pulse of the loop, and what shows progress.
             agreed: the agreement on the job's token, the password of what agents serve.
             extensions: make what else watches the agent, and is served by it.
         """
@@ -135,7 +125,9 @@ class Agent:
         listeners = [self._extensions.recorded, *([self._spans.take] if self._spans else [])]
         self.events = EventLog(options.log_dir, listeners, options.logs.max_bytes)
         self._compute = ComputePoll()
-        self.reporter = AgentReporter(options, self.events, self._metrics, self._compute.times)
+        self.reporter = AgentReporter(
+            options, self.events, self._metrics, self._compute.times, instruments.progress
+        )
         self._server = ForkServer(preloaded_modules(options.training.checkpoint_dir))
         self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}
@@ -248,6 +240,7 @@ class Agent:
 
     def _show(self, view: View) -> None:
         """Passes on what a turn has seen; nothing that goes wrong here concerns the job."""
+        self.reporter.progress(view, self._group)
         self._extensions.turn(view, self.access)
         with contained("the line about the nodes that are waited for"):
             self._log_present_nodes(view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from elasticzero.checkpoint.storage.base import within
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError, UserError
 from elasticzero.ipc.assignment import WorkerSettings
+from elasticzero.launcher.observability.progress.display import is_pipe, is_terminal
+from elasticzero.launcher.observability.progress.states import Mode, mode_of
 from elasticzero.launcher.options.private_network import PrivateNetwork
 from elasticzero.launcher.options.torchrun import DEFAULT_SIGNALS
 from elasticzero.launcher.options.trackers import TrackerTarget
@@ -94,6 +97,8 @@ class AgentOptions:
     workers: WorkerSettings = field(default_factory=WorkerSettings)
     logs: LogLimit = field(default_factory=LogLimit)
     """Limits the size of the workers' logs."""
+    progress: Mode = "off"
+    """How the agent shows what the job does."""
     log_to: tuple[TrackerTarget, ...] = ()
     """Trackers that get the job's scalars."""
     owner: OwnerRecord | None = None
@@ -144,6 +149,7 @@ def agent_options(
         console=console,
         workers=workers,
         logs=LogLimit(**parsed.logs),
+        progress=progress_mode(args, as_json=args.log_format == "json"),
         **parsed.agent,
     )
     return options, storage_error
@@ -208,6 +214,22 @@ def worker_settings(
             )
     return WorkerSettings(
         role=args.role, max_restarts=args.max_restarts, threads=threads, devices=devices
+    )
+
+
+def progress_mode(args: argparse.Namespace, *, as_json: bool = False) -> Mode:
+    """Returns how this process shows what the job does.
+
+    Args:
+        args: Parsed options.
+        as_json: Whether lines of the log are JSON.
+    """
+    return mode_of(
+        "off" if args.quiet else args.progress,
+        os.environ,
+        error_is_terminal=is_terminal(sys.stderr),
+        output_is_pipe=is_pipe(sys.stdout),
+        as_json=as_json,
     )
 
 

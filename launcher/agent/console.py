@@ -8,9 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from elasticzero.errors import same_error
+from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import DataChanged, MemoryShort, NetworkTaken, SnapshotInterval
+from elasticzero.ipc.thread_location import place_in_traceback
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.observability.console import (
+    ABOVE,
+    NO_ERRORS,
+    PrintedErrors,
     differs_much,
     fresh_start,
     network_text,
@@ -58,8 +63,7 @@ class AgentConsole:
 
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
-        self.traced: list[str] = []
-        """Errors whose traceback this agent has repeated on the terminal."""
+        self._errors = PrintedErrors()
         self._waiting_since_s: float | None = None
         self._logged_s: dict[str, float] = {}
         """Time at which trouble of a kind was printed last."""
@@ -70,6 +74,8 @@ class AgentConsole:
         """Generation, step and error of the last failed save that was printed."""
         self._logged_interval: int | None = None
         """Last snapshot interval that was printed."""
+        self._logged_device = ""
+        """Last device of the workers that was printed."""
         self._stalled_since_s: dict[int, float] = {}
         """Time at which a line said of a rank that it makes no step."""
         self._logged_versions: dict[str, str] = {}
@@ -117,7 +123,7 @@ class AgentConsole:
         names = list_text(world.nodes, NAMES_SHOWN)
         self.log_line(
             f"generation {world.generation}: {count_text(world.world_size, 'rank')} on {names}, "
-            f"{origin[resume.tier]}: {reason}",
+            f"{origin[resume.tier]}: {self._errors.shortened(reason)}",
         )
 
     def quarantined(self, world: World) -> None:
@@ -248,6 +254,19 @@ class AgentConsole:
         level = logging.INFO if error is None else logging.WARNING
         self.log_line(tagged_text(step, tags, error), level=level)
 
+    def device(self, name: str, workers: int) -> None:
+        """Prints on what this node's workers compute, once unless that changes.
+
+        Args:
+            name: The device of the first of them, in words; empty: not known.
+            workers: Number of them.
+        """
+        if name in ("", self._logged_device):
+            return
+        self._logged_device = name
+        all_of_them = "worker computes" if workers == 1 else f"{workers} workers compute"
+        self.log_line(f"this node's {all_of_them} on {name}")
+
     def decided(self, message: DataChanged | SnapshotInterval | MemoryShort | NetworkTaken) -> None:
         """Prints what a worker has decided or found out for all."""
         match message:
@@ -357,15 +376,45 @@ class AgentConsole:
             self._logged_s[kind] = now_s
         return due
 
-    def failed(self, done: Done, world: World | None) -> tuple[str, bool]:
-        """Prints why the job failed, with the error that caused it, and where its log is.
+    def worker_failed(self, rank: int, failed: Failed, *, is_repeated: bool) -> None:
+        """Prints an error of a worker: whole where it is new.
+
+        Args:
+            rank: Rank of the worker.
+            failed: The error.
+            is_repeated: Whether the worker's output is repeated on the terminal. Otherwise an error
+                that another try would meet again is printed without its traceback.
+        """
+        if failed.blame not in NO_ERRORS:
+            text = self._errors.text(
+                f"rank {rank}",
+                failed.message,
+                failed.traceback,
+                in_one_line=failed.blame == "memory" or (failed.final and not is_repeated),
+            )
+            self.log_line(text, rank=rank, level=logging.WARNING)
+
+    def exits(self, reason: str, *, failed: bool) -> None:
+        """Prints why this agent ends.
+
+        Args:
+            reason: The reason.
+            failed: Whether it is an error of this node.
+        """
+        text = self._errors.shortened(reason, ABOVE)
+        self.log_line(text, level=logging.ERROR if failed else logging.INFO)
+
+    def failed(self, done: Done, world: World | None) -> tuple[str, str]:
+        """Prints why the job failed, with the error that caused it unless that was printed, and
+        where its log is.
 
         Args:
             done: End of the job.
             world: World of the generation that failed; None: there was none.
 
         Returns:
-            The lines after the reason, and whether they repeat a worker's traceback.
+            The lines after the reason, and the worker's traceback before them, empty if there is
+            none that helps.
         """
         lines = []
         if len(done.setbacks) > 1:
@@ -377,19 +426,22 @@ class AgentConsole:
                     f"after step {setback.step}: {'the same error' if same else setback.message}"
                 )
         failure = done.failure
-        repeats = False
-        if failure is not None and failure.traceback and not failure.final:
-            repeats = not any(same_error(text, failure.message) for text in self.traced)
-            text = failure.traceback.rstrip()
-            lines.append(text if repeats else "its traceback stands above")
+        traceback = ""
+        if failure is not None and not failure.final:
+            traceback = failure.traceback.rstrip()
+        elif failure is not None and not self._errors.has(failure.message):
+            place = place_in_traceback(failure.traceback)
+            lines += [f"  at {place}"] if place and place not in failure.message else []
         logs = self._options.log_dir.parent
         if failure is not None and world is not None and failure.rank < world.world_size:
             lines.append(f"log of rank {failure.rank}: {_log_of(world, failure.rank, logs)}")
         lines.append(f"logs: {logs}")
         details = "\n".join(lines)
-        bare = {"node": self._options.node, "bare": True}
-        log.error("error: %s\n%s", done.reason, details, extra=bare)
-        return details, repeats
+        is_printed = failure is not None and self._errors.has(failure.message)
+        shown = details if is_printed or not traceback else f"{traceback}\n{details}"
+        reason = self._errors.shortened(done.reason, ABOVE)
+        log.error("error: %s\n%s", reason, shown, extra={"node": self._options.node, "bare": True})
+        return details, traceback
 
 
 def _log_of(world: World, rank: int, logs: Path) -> str:

@@ -20,7 +20,7 @@ from elasticzero.errors import (
     StoreUnavailable,
     UserError,
 )
-from elasticzero.launcher.agent.agent import Agent, Instruments
+from elasticzero.launcher.agent.agent import Agent
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import NAMES_SHOWN, log, log_for_node
 from elasticzero.launcher.agent.etcd_hosting import (
@@ -31,13 +31,14 @@ from elasticzero.launcher.agent.etcd_hosting import (
 )
 from elasticzero.launcher.agent.extensions import ExtensionFactory
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
-from elasticzero.launcher.agent.status import LoopPulse
+from elasticzero.launcher.agent.status import Instruments, LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.job_status import page_address
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.observability.output import terminal
+from elasticzero.launcher.observability.progress.display import ProgressDisplay
 from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.options.tls_settings import TlsSettings
 from elasticzero.launcher.preemption.watcher import PreemptionWatcher
@@ -147,10 +148,13 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         signal.signal(number, _leave_early)
     log_line = partial(log_for_node, options.node)
     logging_setup.context.node = options.node
+    display = ProgressDisplay(options.progress, log_line)
     for line in launching.lines:
         log_line(line)
     with terminal.in_background(), ExitStack() as stack:
+        terminal.follow(display.ticker)
         hosts = False
+        display.show("starting an etcd")
         if not endpoints:
             etcd = stack.enter_context(EtcdServer())
             endpoints = [etcd.endpoint]
@@ -165,6 +169,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         )
         store.renew_leases_while(pulse.turns)
         stack.callback(store.close)
+        display.show(f"waiting for etcd at {','.join(endpoints)}")
         ended = _wait_for_store(store, options, endpoints, restart=coordination.restart)
         if ended is not None:
             return ended
@@ -180,6 +185,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         )
         options = replace(options, owner=_owner(options.job, run.number, store, endpoints))
         if coordination.storage_error is None and not has_begun:
+            display.show("waiting for the checkpoint directory")
             _claim_checkpoints(options, endpoints, coordination.access)
         agreed = _retry_store(
             partial(agree_on_token, run, coordination.token, coordination.tls.mode), options
@@ -219,7 +225,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         )
         ttl_s = int(options.policy.lease_ttl_s)
         membership = Membership(run, me, ttl_s, store_socket, bind=bind)
-        instruments = Instruments(metrics=metrics, pulse=pulse)
+        instruments = Instruments(metrics=metrics, pulse=pulse, progress=display)
         agent = Agent(options, run, membership, instruments, agreed, launching.extensions)
         stack.enter_context(
             AgentServer(
@@ -240,8 +246,10 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         try:
             stack.enter_context(PreemptionWatcher(options.preemption, agent.leave, log_line))
             stack.callback(launching.claim.release)
+            display.show("loading torch for the workers")
             agent.prepare()
             launching.await_start(lambda: agent.notice is not None)
+            display.show("waiting for this node's registration in etcd")
             if coordination.node_rank:
                 wait_for_lower_ranks(store, coordination.node_rank, options.policy.join_timeout_s)
             leaving = _join(membership, agent)

@@ -32,7 +32,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import AgentConsole
-from elasticzero.launcher.agent.status import Latest, agent_status, job_state
+from elasticzero.launcher.agent.status import Latest, agent_status, job_state, progress_of
 from elasticzero.launcher.goodput import TimeAccount, TimeSpent, Waiting, stall_of
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.compute_time import WorkerTimes
@@ -41,6 +41,7 @@ from elasticzero.launcher.observability.events import EventName
 from elasticzero.launcher.observability.job_metrics import job_exposition
 from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.observability.output import contained, terminal
+from elasticzero.launcher.observability.progress.display import ProgressDisplay
 from elasticzero.launcher.observability.recovery.record import RecoveryRecord
 from elasticzero.launcher.protocol.actions import (
     Decision,
@@ -88,6 +89,7 @@ class AgentReporter:
         events: EventLog,
         metrics: Metrics,
         compute_times: Callable[[], WorkerTimes] = dict,
+        progress: ProgressDisplay | None = None,
     ) -> None:
         """Records nothing yet.
 
@@ -97,8 +99,10 @@ class AgentReporter:
             metrics: metrics of the node.
             compute_times: returns the own times of the workers of all nodes, where this agent
                 leads.
+            progress: shows what the job does; None: nothing shows it.
         """
         self._options = options
+        self._progress = progress
         self._compute_times = compute_times
         self._events = events
         self._metrics = metrics
@@ -185,6 +189,12 @@ class AgentReporter:
         self.console.versions(view)
         self._done = view.done
         self._latest.seconds = self._time.seconds(now_s) if self._time_complete else None
+
+    @recorded
+    def progress(self, view: View, group: WorkerGroup | None) -> None:
+        """Shows what the job does now, if that is due."""
+        if self._progress is not None and self._progress.is_due():
+            self._progress.show(progress_of(view, group, self._latest))
 
     def _observe_store(self, view: View, now_s: float) -> None:
         """Counts the time for which etcd does not answer."""
@@ -290,10 +300,7 @@ class AgentReporter:
                         self.note("attached", rank=worker.rank)
                     self._recovery.attached(now_s)
                 case Restored():
-                    self._recovery.restored(message, now_s)
-                    if local == 0:
-                        self._time.restored(now_s, message.connect_s, message.restore_s)
-                        self.note("restored", generation=group.generation, **field_values(message))
+                    self._restored(group, local, message, now_s)
                 case Switched():
                     entering.discard(local)
                     switch = {"generation": group.generation, "rank": worker.rank}
@@ -315,9 +322,10 @@ class AgentReporter:
                 case Stopping():
                     self.note("stopping", **field_values(message) | {"rank": worker.rank})
                 case Failed():
-                    if message.traceback and self._repeats(worker):
-                        self.console.traced.append(message.message)
                     self.note("failed", rank=worker.rank, **field_values(message))
+                    if group.is_failure(worker, message):
+                        repeated = self._repeats(worker)
+                        self.console.worker_failed(worker.rank, message, is_repeated=repeated)
                 case ScriptEnded(missing_bytes=missing, missing_why=why) if missing:
                     self.console.output_missing(worker, missing, why)
                 case Ended(code):
@@ -328,6 +336,23 @@ class AgentReporter:
         if now_s - self._kept_logs_s >= KEEP_LOGS_EVERY_S:
             self._kept_logs_s = now_s
             terminal.do(partial(self._keep_logs, list(group.workers)))
+
+    def _restored(
+        self, group: WorkerGroup, local_rank: int, message: Restored, now_s: float
+    ) -> None:
+        """Records that a worker has its state.
+
+        Args:
+            group: Its group.
+            local_rank: Its place on this node.
+            message: Its message.
+            now_s: Present time, on the monotonic clock.
+        """
+        self._recovery.restored(message, now_s)
+        if local_rank == 0:
+            self._time.restored(now_s, message.connect_s, message.restore_s)
+            self.note("restored", generation=group.generation, **field_values(message))
+            self.console.device(message.device, len(group.workers))
 
     def _stepped(self, worker: Worker, message: Stepped, generation: int) -> None:
         """Records a step of a worker.
@@ -412,7 +437,9 @@ class AgentReporter:
         pairs = [(w, self._options.console.repeated_streams(w.local_rank)) for w in group.workers]
         followed = [(worker, streams) for worker, streams in pairs if streams]
         if followed:
-            self._tee_waits = terminal.do(partial(self._follow, followed, last))
+            self._tee_waits = True  # before the thread may do it, and says so
+            if not terminal.do(partial(self._follow, followed, last)):
+                self._tee_waits = False
 
     def _follow(self, followed: Sequence[tuple[Worker, int]], last: bool) -> None:
         self._tee_waits = False
@@ -464,7 +491,9 @@ class AgentReporter:
     @recorded
     def exits(self, reason: str, *, failed: bool = False) -> None:
         """Records the reason for which the agent ends; `failed`: it is an error of this node."""
-        self.console.log_line(reason, level=logging.ERROR if failed else logging.INFO)
+        if self._progress is not None:
+            self._progress.show(None)
+        self.console.exits(reason, failed=failed)
 
     @recorded
     def store_recovery(self, text: str) -> None:
@@ -520,8 +549,8 @@ class AgentReporter:
             "exit", code=code, outcome=outcome, reason=reason, end_reason=early, seconds=spent
         )
         if done is not None and done.outcome == "failed":
-            details, repeats = self.console.failed(done, self._world)
-            self.note("error", message=done.reason, details=details, repeats_traceback=repeats)
+            details, trace = self.console.failed(done, self._world)
+            self.note("error", message=done.reason, details=details, traceback=trace)
             failure = done.failure
             trace = failure.traceback if failure is not None else ""
             error_file.write_own(done.reason, trace, int(ExitCode.FAILED))

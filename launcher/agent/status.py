@@ -22,6 +22,8 @@ from elasticzero.launcher.observability.console import network_text
 from elasticzero.launcher.observability.job_counts import JobCounts
 from elasticzero.launcher.observability.job_metrics import JobState, model_flops_utilization
 from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
+from elasticzero.launcher.observability.progress.display import ProgressDisplay
+from elasticzero.launcher.observability.progress.states import Trains
 from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.documents import Control, World
 from elasticzero.launcher.protocol.failure_policy import quarantined
@@ -29,6 +31,11 @@ from elasticzero.launcher.protocol.leader import is_leader
 from elasticzero.launcher.protocol.placement import build_of, fits
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
+from elasticzero.launcher.workers.group import WorkerGroup
+from elasticzero.text import named_text
+
+NAMED = 8
+"""Maximum number of ranks that a line names."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,6 +146,15 @@ class LoopPulse:
         return Answer(content=text.encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruments:
+    """Groups what shows from outside how an agent does."""
+
+    metrics: Metrics
+    pulse: LoopPulse
+    progress: ProgressDisplay
+
+
 def agent_routes(
     metrics: Metrics,
     pulse: LoopPulse,
@@ -214,6 +230,37 @@ def agent_status(
         "snapshot_step": latest.snapshot_step,
         "network": latest.network,
     }
+
+
+def progress_of(view: View, group: WorkerGroup | None, latest: Latest) -> Trains | str | None:
+    """Returns how far training has come, or what this node waits for; None: for nothing.
+
+    Args:
+        view: What the agent saw last.
+        group: The node's workers; None: there are none.
+        latest: Newest numbers of the node's workers, and of what the agent has decided.
+    """
+    if view.done is not None:
+        return None
+    if view.world is None or group is None or view.round_s is not None:
+        return latest.reason or None
+    if latest.plain:
+        return "the script runs; it has not called elasticzero.run, so no steps are seen"
+    workers = [worker for worker in group.workers if worker.running]
+    if starting := [worker.rank for worker in workers if not worker.state.attached]:
+        return f"waiting for {named_text('rank', starting, NAMED)} to call elasticzero.run"
+    if loading := [worker.rank for worker in workers if not worker.state.restored]:
+        return f"waiting for {named_text('rank', loading, NAMED)} to meet the others and load state"
+    if latest.stepped_s is None or latest.rate.steps == 0:
+        return "waiting for the first step"
+    return Trains(
+        step=latest.step,
+        stepped_s=latest.stepped_s,
+        total=latest.total_steps,
+        loss=latest.loss,
+        steps_per_s=latest.rate.steps_per_s(),
+        leads=view.world.nodes[0] == view.me.node,
+    )
 
 
 def _set_aside_s(view: View | None, world: World | None, now_s: float) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -33,9 +34,12 @@ from elasticzero.launcher.options.validation import (
 )
 from elasticzero.launcher.store.job_token import HOW
 from elasticzero.options.resolve import with_source
+from elasticzero.text import count_text
 
 if TYPE_CHECKING:
     from elasticzero.launcher.agent.extensions import ExtensionFactory
+
+log = logging.getLogger(__name__)
 
 Extensions: TypeAlias = "Callable[[], Sequence[ExtensionFactory]]"
 """Returns the extensions of an agent; only `run` imports what they need."""
@@ -144,13 +148,11 @@ def _run(args: argparse.Namespace, extensions: Extensions, completion: Completio
 
             directory = Path(args.log_dir, args.job, args.node_name)
             with suppress(OSError), closing(EventLog(directory)) as log:
-                log.write("error", message=str(shown), details="", repeats_traceback=False)
+                log.write("error", message=str(shown), details="", traceback="")
         raise shown from None
 
 
 def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
-    from elasticzero.launcher.agent.main import Coordination, Launching, Network, run_agent
-    from elasticzero.launcher.agent.node_claim import node_claim
     from elasticzero.launcher.cli.resolved_run import resolve_run
     from elasticzero.launcher.local.channel import await_start, fault_relay, inherited_channel
     from elasticzero.launcher.observability import logging_setup
@@ -159,8 +161,15 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
     resolved = resolve_run(args)
     options, rendezvous = resolved.options, resolved.rendezvous
     least, most = resolved.nodes
+    level = "warning" if args.quiet else args.log_level
+    logging_setup.set_up(options.node, level, args.log_format)
+    workers = count_text(options.nproc, "worker")
+    log.info(f"starting {workers} of job {options.job}; torch takes a few seconds to load")
+
+    from elasticzero.launcher.agent.main import Coordination, Launching, Network, run_agent
+    from elasticzero.launcher.agent.node_claim import node_claim
+
     factories = extensions()  # no import may lie between the claim and the handler of SIGTERM
-    logging_setup.set_up(options.node, args.log_level, args.log_format)
     coordination = Coordination(
         endpoints=endpoints_of(args),
         access=resolved.access,

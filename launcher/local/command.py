@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.ipc.messages import FAULT_STEPS_VARIABLE
-from elasticzero.launcher.agent.config import console_of
+from elasticzero.launcher.agent.config import console_of, progress_mode
 from elasticzero.launcher.local.channel import Start
 from elasticzero.launcher.local.cluster import POLL_S, Cluster, cluster_environment
 from elasticzero.launcher.local.faults import (
@@ -23,7 +23,9 @@ from elasticzero.launcher.local.faults import (
     steps_of,
 )
 from elasticzero.launcher.local.injection import FaultInjector
+from elasticzero.launcher.local.relay import OutputRelay
 from elasticzero.launcher.observability.console import ClusterConsole
+from elasticzero.launcher.observability.output import terminal
 from elasticzero.launcher.options.table import passed_on_arguments
 from elasticzero.launcher.options.validation import make_log_directory, parse_nnodes
 from elasticzero.launcher.store.etcd.server import EtcdServer
@@ -42,7 +44,8 @@ def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[
     """
     nnodes = args.nnodes or f"1:{most}"
     options = ["--config=", "--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0"]
-    options += ["--preemption", "none", *passed_on_arguments(args), *_output_options(args)]
+    options += ["--preemption", "none", "--progress", "off"]
+    options += [*passed_on_arguments(args), *_output_options(args)]
     return [*options, args.script, *args.arguments]
 
 
@@ -80,15 +83,29 @@ def run(args: argparse.Namespace) -> ExitCode:
         most = most_nodes(args.nodes, faults)
         arguments = agent_arguments(args, endpoint, most)
         environment = {**cluster_environment(most), **_fault_environment(faults)}
+        mode = progress_mode(args)
+        relay = None if console.silent or mode != "line" else OutputRelay()
         output = None if console.silent else sys.stdout.fileno()
+        output = output if relay is None else relay.write_fd
         cluster = Cluster(arguments, job, log_dir, environment, output, connected=True)
+        if mode == "line":
+            stack.enter_context(terminal.in_background())
         stack.callback(cluster.stop)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        lines = ClusterConsole(log_dir / job, args.nodes, endpoint, muted=console.silent)
+        lines = ClusterConsole(
+            log_dir / job,
+            args.nodes,
+            endpoint,
+            mode=mode,
+            muted=console.silent,
+            quiet=args.quiet,
+        )
+        if mode == "line":
+            terminal.follow(lines.ticker)
         for _ in range(args.nodes):
             cluster.start_node()
         injector = FaultInjector(cluster, faults, lines)
-        code = _watch(cluster, injector, lines)
+        code = _watch(cluster, injector, lines, relay)
         for fault in injector.left:
             lines.report_missed_fault(fault.text, timed=fault.after_s is not None)
         lines.close(code)
@@ -113,19 +130,25 @@ def _check_enough_nodes(args: argparse.Namespace, most: int) -> None:
         )
 
 
-def _watch(cluster: Cluster, injector: FaultInjector, lines: ClusterConsole) -> ExitCode:
+def _watch(
+    cluster: Cluster, injector: FaultInjector, lines: ClusterConsole, relay: OutputRelay | None
+) -> ExitCode:
     """Follows the job to its end; returns its exit code.
 
     Args:
         cluster: The nodes, whose agents were started just now.
         injector: Injects the faults.
         lines: Prints what happens.
+        relay: Passes the workers' output on; None: the agents write it themselves.
     """
     start = Start()
     while True:
         running = cluster.running()
         for name, event in cluster.events():
             lines.record(name, event)
+        lines.tick()
+        if relay is not None:
+            relay.pass_on()
         for node, message in cluster.messages():
             if "ready" in message:
                 start.note_ready(node.name)
@@ -134,6 +157,8 @@ def _watch(cluster: Cluster, injector: FaultInjector, lines: ClusterConsole) -> 
         cluster.send((cluster.nodes[name] for name in ready), begin=True)
         injector.turn(time.monotonic())
         if not running:
+            if relay is not None:
+                relay.close()
             return _outcome(cluster, lines)
         time.sleep(POLL_S)
 
@@ -147,6 +172,6 @@ def _outcome(cluster: Cluster, lines: ClusterConsole) -> ExitCode:
     for exit_code in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.DEFECT, ExitCode.UNAVAILABLE):
         ended = [name for name, code in codes.items() if code == exit_code]
         if ended:
-            lines.quote(ended, traced=cluster.output is not None)
+            lines.quote(ended)
             return exit_code
     return ExitCode.FAILED

@@ -5,18 +5,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elasticzero.errors import ExitCode
+from elasticzero.errors import ExitCode, same_error
+from elasticzero.ipc.thread_location import place_in_traceback
 from elasticzero.launcher.addresses import host_and_port
 from elasticzero.launcher.observability.lineage import Lineage
+from elasticzero.launcher.observability.output import Ticker, terminal
+from elasticzero.launcher.observability.progress.display import ProgressDisplay, is_one_place
+from elasticzero.launcher.observability.progress.states import Mode, Trains, steps_text
+from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.leader import PLAIN_END
-from elasticzero.text import count_text, print_error, print_foreign
+from elasticzero.text import count_text, print_foreign, printable
 
 PROGRESS_EVERY_S = 2.0
-BAR_EVERY_S = 0.1
-BAR_CELLS = 30
+NO_ERRORS = ("peer", "checkpoint", "rollback")
+"""Causes of a failure that are no error of the worker: others report them, or all ranks agree."""
+ABOVE = " by the error above"
 
 MUTED = "; workers' output goes there alone (--tee repeats it here)"
 LARGE_CHANGE = 5
@@ -83,18 +90,92 @@ def tagged_text(step: int, tags: Sequence[str], error: str | None) -> str:
     return f"the checkpoint of step {step} {has} {', '.join(tags)}{why}"
 
 
-class ClusterConsole:
-    """Prints events as they happen: lines, and a bar where there is a terminal."""
+class PrintedErrors:
+    """Knows the errors of workers that were printed, so that each is printed whole once."""
 
-    def __init__(self, log_dir: Path, nodes: int, endpoint: str, *, muted: bool = False) -> None:
+    def __init__(self) -> None:
+        self._messages: list[str] = []
+        self._traced: list[str] = []
+        """Those whose traceback was printed."""
+
+    def text(self, rank: str, message: str, traceback: str, *, in_one_line: bool) -> str:
+        """Returns what to print of an error: all of it, or that it came again.
+
+        Args:
+            rank: The rank, with its node where that is not plain.
+            message: The error in one line.
+            traceback: Its traceback; empty: it has none.
+            in_one_line: Whether to leave out the traceback.
+        """
+        if message in self._messages:
+            return f"{rank} failed by the same error"
+        is_new = not self.has(message)
+        self._messages.append(message)
+        place = place_in_traceback(traceback)
+        at = f" at {place}" if place and place not in message else ""
+        if is_new and traceback and not (in_one_line or _is_own(traceback)):
+            self._traced.append(message)
+            return f"{rank} failed{at}:\n{traceback.rstrip()}"
+        return f"{rank} failed{at}: {message}"
+
+    def has(self, message: str) -> bool:
+        """Returns whether this error was printed, or one that differs by numbers alone."""
+        return any(same_error(printed, message) for printed in self._messages)
+
+    def has_traceback(self, text: str) -> bool:
+        """Returns whether the traceback of an error in this sentence was printed."""
+        return any(message in text for message in self._traced)
+
+    def shortened(self, text: str, instead: str = "") -> str:
+        """Returns a sentence without the errors that were printed.
+
+        Args:
+            text: The sentence, which may have errors after a colon or in brackets.
+            instead: What stands there instead.
+        """
+        for message in self._messages:
+            for form in (f": {message}", f" ({message})"):
+                text = text.replace(form, instead)
+        return text
+
+
+def _is_own(traceback: str) -> bool:
+    """Returns whether an error is one of this project's, whose message says what to do: its
+    traceback leads through the project's own code."""
+    return traceback.rstrip().rpartition("\n")[2].startswith("elasticzero.")
+
+
+class ClusterConsole:
+    """Prints events as they happen: lines, and one that moves where there is a terminal."""
+
+    def __init__(
+        self,
+        log_dir: Path,
+        nodes: int,
+        endpoint: str,
+        *,
+        mode: Mode = "log",
+        muted: bool = False,
+        quiet: bool = False,
+    ) -> None:
         """Prints that the cluster starts.
 
         Args:
             log_dir: Directory of the job's logs; its name is the job's.
             nodes: Number of nodes that start.
             endpoint: Endpoint of etcd.
+            mode: How progress is shown. For a line that moves, `terminal` writes in the background.
             muted: Whether the workers' output is only in the logs.
+            quiet: Whether only errors are printed.
         """
+        self._mode = mode
+        self._quiet = quiet
+        self._display = ProgressDisplay(mode, lambda text: self.print_line(f"  {text}"), time.time)
+        self._rate = StepRate()
+        self._absent = {f"node-{i}" for i in range(nodes)}
+        """Nodes that start and are not registered yet."""
+        self._restored = self._in_round = False
+        """True if the present generation has its state; if the job is between two generations."""
         self.step = 0
         self.plain = False
         """True if no worker has called `elasticzero.run` for so long that the script is taken for a
@@ -121,12 +202,13 @@ class ClusterConsole:
         self._stopped = False
         self._end_reason = ""
         """Reason for which the script ended training early."""
+        self._printed = PrintedErrors()
+        self._muted = muted
         self._errors: dict[str, dict[str, Any]] = {}
         """Event of the error with which the agent of a node has ended, by node."""
         self._pages: dict[str, str] = {}
         """Address of the status page that each node serves."""
         self._how = f"elasticzero status --url --job {log_dir.name} --etcd {endpoint}"
-        self._bar = sys.stdout.isatty()
         self._log_dir = log_dir
         self.print_line(
             f"{count_text(nodes, 'node')} starting on this machine; etcd at {endpoint}; "
@@ -134,9 +216,57 @@ class ClusterConsole:
         )
 
     def print_line(self, text: str, at_s: float | None = None) -> None:
-        elapsed_s = (at_s or time.time()) - self._began_s
-        start = "\r\x1b[K" if self._bar else ""
-        print_foreign(f"{elapsed_s:7.2f} s  {text}", to=sys.stdout, start=start)
+        """Prints a line with the time since the start.
+
+        Args:
+            text: The line.
+            at_s: Unix time of what it is about; None: the present.
+        """
+        if self._quiet:
+            return
+        line = f"{(at_s or time.time()) - self._began_s:7.2f} s  {text}"
+        if self._mode == "line":
+            terminal.do(partial(terminal.repeat, f"{printable(line)}\n"))
+        else:
+            print_foreign(line, to=sys.stdout)
+
+    @property
+    def ticker(self) -> Ticker:
+        """Returns what shows the line that moves."""
+        return self._display.ticker
+
+    def tick(self) -> None:
+        """Shows what the job does now, if that is due."""
+        if self._display.is_due():
+            self._display.show(self._progress())
+            if self._mode == "log":
+                self.ticker.line()
+
+    def _progress(self) -> Trains | str | None:
+        """Returns how far training has come, or what is waited for; None: nothing is to be
+        shown."""
+        if not self.generation:
+            names = ", ".join(sorted(self._absent))
+            return f"waiting for {names} to load torch" if names else "waiting for the first world"
+        if self._in_round:
+            return "waiting for the next generation"
+        if self.plain:
+            return "the script runs; it has not called elasticzero.run, so no steps are seen"
+        if not self._session:
+            return "waiting for the script to call elasticzero.run"
+        if not self._restored:
+            return "waiting for the ranks to meet and load their state"
+        if self._rate.steps == 0 or self._stepped_s is None:
+            return "waiting for the first step"
+        if self._mode != "line":  # `_stepped` prints them
+            return None
+        return Trains(
+            step=self.step,
+            stepped_s=self._stepped_s,
+            total=self._total or None,
+            loss=self._loss,
+            steps_per_s=self._rate.steps_per_s(),
+        )
 
     def record(self, node: str, event: dict[str, Any]) -> None:
         """Prints one event of one node's log."""
@@ -146,7 +276,10 @@ class ClusterConsole:
                 scheme = event.get("scheme", "http")
                 self._pages[node] = f"{scheme}://{host_and_port(event['host'], event['port'])}/"
             case "registered":
+                self._absent.discard(node)
                 self.print_line(f"{node} is here", at_s)
+            case "round":
+                self._in_round = True
             case "world" if event["generation"] > self.generation:
                 self._world(event, at_s)
             case "attached":
@@ -154,8 +287,11 @@ class ClusterConsole:
             case "plain":
                 self.plain = not self._session
             case "restored" if event["generation"] == self.generation and node == self.training[0]:
+                self._restored = True
                 phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
-                self.print_line(f"  training goes on from step {event['step']} ({phases})", at_s)
+                device = f" on {event['device']}" if event.get("device") else ""
+                text = f"training goes on from step {event['step']}{device} ({phases})"
+                self.print_line(f"  {text}", at_s)
             case "data_changed":
                 self.print_line(f"  {event['message']}", at_s)
             case "tracker" if event["opened"] not in self._opened:
@@ -174,8 +310,14 @@ class ClusterConsole:
                     f"{event['cost_s'] * 1000:.1f} ms, a step {event['step_s'] * 1000:.0f} ms",
                     at_s,
                 )
-            case "failed" if event["blame"] not in ("peer", "checkpoint", "rollback"):
-                self.print_line(f"{node}: rank {event['rank']} failed: {event['message']}", at_s)
+            case "failed" if event["blame"] not in NO_ERRORS:
+                text = self._printed.text(
+                    f"rank {event['rank']} on {node}",
+                    event["message"],
+                    event["traceback"],
+                    in_one_line=event["blame"] == "memory" or self._muted,
+                )
+                self.print_line(text, at_s)
             case "looked" if event["blame"] == "hung":
                 self.print_line(f"{node}: rank {event['rank']} hangs: {event['message']}", at_s)
             case "exit":
@@ -206,6 +348,9 @@ class ClusterConsole:
         self.generation = event["generation"]
         self.training = event["members"]
         self.lineage.world(self.generation, event["resume_step"])
+        self._restored, self._in_round = event["tier"] == "live", False
+        if event["tier"] != "live":
+            self._rate.begin(at_s)
         place = {
             "ram": f"step {event['resume_step']} from memory",
             "storage": f"step {event['resume_step']} from storage",
@@ -221,7 +366,8 @@ class ClusterConsole:
             self.print_line(line, at_s)
         self.print_line(
             f"generation {self.generation}: {count_text(event['world_size'], 'rank')} on "
-            f"{', '.join(self.training)} ({reason}); {place[event['tier']]}{again}",
+            f"{', '.join(self.training)} ({self._printed.shortened(reason)}); "
+            f"{place[event['tier']]}{again}",
             at_s,
         )
         if first:
@@ -246,10 +392,10 @@ class ClusterConsole:
         if first and generation > 1:
             self._print_pause(at_s)
         self._stepped_s = at_s
-        every_s = BAR_EVERY_S if self._bar else PROGRESS_EVERY_S
-        if at_s - self._shown_s >= every_s:
+        self._rate.stepped(at_s)
+        if self._mode == "log" and at_s - self._shown_s >= PROGRESS_EVERY_S:
             self._shown_s = at_s
-            self._progress(step, at_s)
+            self.print_line(f"  {steps_text(step, self._total, self._loss)}", at_s)
 
     def _print_pause(self, at_s: float) -> None:
         """Prints for how long training paused, at the first step of a new generation."""
@@ -258,17 +404,6 @@ class ClusterConsole:
             self._killed_s = None
         elif self._stepped_s is not None:
             self.print_line(f"  training paused for {at_s - self._stepped_s:.2f} s", at_s)
-
-    def _progress(self, step: int, at_s: float) -> None:
-        loss = f"  loss {self._loss:.4f}" if self._loss is not None else ""
-        of = f"/{self._total}" if self._total else ""
-        if not self._bar:
-            self.print_line(f"  step {step}{of}{loss}", at_s)
-            return
-        done = int(BAR_CELLS * step / self._total) if self._total else 0
-        bar = f"[{'#' * done}{'.' * (BAR_CELLS - done)}] " if self._total else ""
-        elapsed_s = at_s - self._began_s
-        print(f"\r\x1b[K{elapsed_s:7.2f} s  {bar}step {step}{of}{loss}", end="", flush=True)
 
     def report_fault(self, what: str, node: str, at_s: float) -> None:
         """Prints that a fault was injected.
@@ -312,21 +447,26 @@ class ClusterConsole:
             why = "the job ended before it" if timed else steps
         self.print_line(f"--fault {fault} was not injected: {why}")
 
-    def quote(self, nodes: Sequence[str], *, traced: bool) -> None:
+    def quote(self, nodes: Sequence[str]) -> None:
         """Prints the error with which the agent of the first of these nodes has ended.
+
+        A traceback is printed once. Nor is the error itself repeated, if standard output and
+        standard error lead to the same place.
 
         Args:
             nodes: Names of the nodes.
-            traced: Whether the terminal has shown the workers' tracebacks, so that an agent which
-                does not repeat one goes first.
         """
-        errors = [self._errors[node] for node in nodes if node in self._errors]
-        if traced:
-            errors.sort(key=lambda event: bool(event["repeats_traceback"]))
-        if errors:
-            print_error(f"error: {errors[0]['message']}")
-            if details := errors[0]["details"]:
-                print_foreign(details)
+        event = next((self._errors[node] for node in nodes if node in self._errors), None)
+        if event is None:
+            return
+        message, trace = event["message"], event.get("traceback", "").rstrip()
+        if self._printed.has_traceback(message):
+            trace = ""
+        if is_one_place():
+            message = self._printed.shortened(message, ABOVE)
+        error = f"error: {message}".replace("\n", "\n  ")  # so that no line passes for our own
+        text = "\n".join(filter(None, [error, trace, event["details"]]))
+        terminal.log_line(f"{printable(text)}\n")
 
     def close(self, code: ExitCode) -> None:
         generations = count_text(len(self.lineage.resume_steps), "generation")

@@ -199,6 +199,7 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "build_s": "seconds from there to `session.restore()`",
             "restore_s": "seconds of `session.restore()`",
             "bytes_read": "bytes of state that the worker read",
+            "device": "name of the GPU that the worker computes on, or `the CPU`",
         },
     ),
     "recovery": EventSpec(
@@ -434,7 +435,7 @@ EVENTS: Mapping[EventName, EventSpec] = {
         {
             "message": "the error",
             "details": "further lines that the agent prints after it; or empty",
-            "repeats_traceback": "true if the details have the traceback of a worker",
+            "traceback": "the worker's traceback, if it helps; or empty",
         },
     ),
 }

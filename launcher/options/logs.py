@@ -5,6 +5,7 @@ They are a part of the table of options, which `table` describes.
 
 from __future__ import annotations
 
+from elasticzero.launcher.observability.progress.states import CHOICES
 from elasticzero.launcher.options.trackers import tracker_targets
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.values import Number, expanded_items, expanded_path
@@ -21,6 +22,22 @@ LOG_OPTIONS = grouped(
         pet=True,
         in_local="taken",
         is_listed=True,
+    ),
+    Option(
+        ("--progress",),
+        "What the job does is shown by a line that moves (line), or by a line of the log every 30 "
+        "s (log); auto takes line on a terminal, except where the variable CI says that this is a "
+        "build server.",
+        "auto",
+        choices=CHOICES,
+        in_local="taken",
+    ),
+    Option(
+        ("--quiet", "-q"),
+        "Only warnings, errors and the workers' output are shown.",
+        False,
+        is_switch=True,
+        in_local="taken",
     ),
     Option(
         ("--log-level",),

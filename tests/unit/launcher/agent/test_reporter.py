@@ -30,18 +30,21 @@ from elasticzero.ipc.messages import (
     Switched,
 )
 from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.agent.console import AgentConsole
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.launcher.observability.metrics import Metrics
-from elasticzero.launcher.protocol.documents import Control, Failure, Member, World
+from elasticzero.launcher.protocol.documents import Control, Done, Failure, Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
-from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
+from elasticzero.launcher.workers.console_output import ConsoleOutput
 from elasticzero.launcher.workers.fork_server import Launch
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.serialization import field_values
 
 
 @pytest.fixture(autouse=True)
@@ -89,20 +92,24 @@ def test_json_records_have_node_generation_and_rank(capsys: pytest.CaptureFixtur
     }
 
 
-@pytest.fixture
-def reporter(tmp_path: Path) -> Iterator[AgentReporter]:
-    options = AgentOptions(
+def options_in(folder: Path, *, log_dir: bool = False) -> AgentOptions:
+    return AgentOptions(
         job="j",
         node="n",
         policy=JobPolicy(min_nodes=1, max_nodes=1),
         nproc=1,
         launch=Launch(
-            target="t.py", is_module=False, arguments=(), environment={}, directory=str(tmp_path)
+            target="t.py", is_module=False, arguments=(), environment={}, directory=str(folder)
         ),
-        log_dir=tmp_path,
-        snapshot_dir=tmp_path,
+        log_dir=folder,
+        snapshot_dir=folder,
+        console=ConsoleOutput(log_dir=log_dir),
     )
-    reporter = AgentReporter(options, EventLog(tmp_path), Metrics())
+
+
+@pytest.fixture
+def reporter(tmp_path: Path) -> Iterator[AgentReporter]:
+    reporter = AgentReporter(options_in(tmp_path), EventLog(tmp_path), Metrics())
     yield reporter
     reporter.close(None)
 
@@ -330,4 +337,82 @@ def test_steps_before_and_after_a_change_inside_the_loop_have_their_generations(
         ("switched", 7, 2),
         ("step", 8, 2),
         ("step", 9, 2),
+    ]
+
+
+TRACE = """\
+Traceback (most recent call last):
+  File "/home/u/train.py", line 12, in train
+    raise ValueError("bad sample")
+ValueError: bad sample
+"""
+
+
+@pytest.mark.parametrize("final", [True, False], ids=["final", "tried again"])
+@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "in a log"])
+def test_an_error_is_printed_once(
+    repeated: bool,
+    final: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its traceback was there for each rank, and its message again in every line about it."""
+    options = options_in(tmp_path, log_dir=not repeated)
+    reporter = AgentReporter(options, EventLog(tmp_path), Metrics())
+    group, worker = group_of(tmp_path / "0.log")
+    error = Failed(
+        step=4, blame="user", message="ValueError: bad sample", traceback=TRACE, final=final
+    )
+    reporter.received(group, [(worker, error), (worker, error)], 0.0)
+    first, *lines = [
+        line.partition("] ")[2] or line for line in capsys.readouterr().err.splitlines()
+    ]
+    if repeated or not final:
+        assert first == "rank 0 failed at train.py:12 in train:"
+        assert lines[:-1] == TRACE.splitlines()
+    else:
+        assert first == "rank 0 failed at train.py:12 in train: ValueError: bad sample"
+    assert lines[-1] == "rank 0 failed by the same error"
+    failure = Failure(rank=0, **field_values(error))
+    done = Done(
+        outcome="failed",
+        step=4,
+        reason="rank 0 on n failed: ValueError: bad sample; it is the script's",
+        failure=failure,
+    )
+    reporter.exits("the job has failed")
+    details, trace = reporter.console.failed(done, None)
+    assert capsys.readouterr().err.partition("\n")[2] == (
+        f"error: rank 0 on n failed by the error above; it is the script's\n{details}\n"
+    )
+    assert trace == ("" if final else TRACE.rstrip())
+    other = AgentConsole(options)
+    details, _ = other.failed(done, None)
+    whole = "  at train.py:12 in train\n" if final else TRACE
+    assert capsys.readouterr().err.startswith(f"error: {done.reason}\n{whole}")
+
+
+def test_the_error_of_a_script_that_was_told_to_stop_is_not_printed(
+    reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group, worker = group_of(tmp_path / "0.log")
+    group._view = WorkerGroupState(aborted_s=1.0)
+    reporter.received(
+        group, [(worker, Failed(step=0, blame="user", message="KeyError: 1", traceback=""))], 1.0
+    )
+    assert capsys.readouterr().err == ""
+
+
+def test_the_device_of_the_workers_is_printed_once(
+    reporter: AgentReporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group, worker = group_of(tmp_path / "0.log")
+    restored = Restored(
+        step=0, tier="fresh", connect_s=0.1, build_s=0.1, restore_s=0.1, device="the CPU"
+    )
+    reporter.received(group, [(worker, restored)] * 2, 0.0)
+    reporter.console.device("NVIDIA H100", 8)
+    assert [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "this node's worker computes on the CPU",
+        "this node's 8 workers compute on NVIDIA H100",
     ]

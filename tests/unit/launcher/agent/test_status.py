@@ -12,12 +12,22 @@ import pytest
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Logged, Stepped
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.status import Latest, LoopPulse, agent_status, job_state
+from elasticzero.launcher.agent.status import (
+    Latest,
+    LoopPulse,
+    agent_status,
+    job_state,
+    progress_of,
+)
+from elasticzero.launcher.observability.progress.states import Trains
 from elasticzero.launcher.protocol.documents import Done, Member, NodeStrikes, World
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.group import WorkerGroup
+from elasticzero.launcher.workers.lifecycle import Process, Stage, WorkerState
+from elasticzero.launcher.workers.process import Worker
 from elasticzero.options.settings import TrainingSettings
 
 A, B, C, D = (Member(name, f"i-{name}", "10.0.0.1", 9400, 29500, 1) for name in "abcd")
@@ -146,3 +156,50 @@ def test_health_is_the_age_of_the_last_turn() -> None:
     now_s += 60.0
     pulse.ended()  # the end saves what there is, and takes what it needs
     assert pulse.turns() and pulse.answer().status == HTTPStatus.OK
+
+
+def workers_in(*states: WorkerState) -> WorkerGroup:
+    log = Path("0.log")
+    workers = [Worker(rank, rank, 1, None, log, 0) for rank in range(len(states))]  # type: ignore[arg-type]
+    for worker, state in zip(workers, states, strict=True):
+        worker.state = state
+    return WorkerGroup(None, 3, 0, workers=workers)  # type: ignore[arg-type]
+
+
+STARTING, GONE = WorkerState(), WorkerState(process=Process.EXITED)
+CALLED, READY = WorkerState(stage=Stage.ATTACHED), WorkerState(stage=Stage.RESTORED)
+
+
+@pytest.mark.parametrize(
+    ("view", "states", "text"),
+    [
+        (FRESH, (), "1 of at least 2 nodes are here"),
+        (replace(VIEW, round_s=1.0), (READY,), "1 of at least 2 nodes are here"),
+        (VIEW, (STARTING, CALLED), "waiting for rank 0 to call elasticzero.run"),
+        (VIEW, (STARTING, STARTING), "waiting for ranks 0, 1 to call elasticzero.run"),
+        (VIEW, (READY, CALLED), "waiting for rank 1 to meet the others and load state"),
+        (VIEW, (READY, GONE), "waiting for the first step"),
+        (replace(VIEW, done=Done(outcome="finished", step=5, reason="r")), (READY,), None),
+    ],
+)
+def test_what_a_node_waits_for(
+    view: View, states: tuple[WorkerState, ...], text: str | None
+) -> None:
+    latest = Latest(began_s=0.0, reason="1 of at least 2 nodes are here")
+    group = workers_in(*states) if states else None
+    assert progress_of(view, group, latest) == text
+    if text is not None and states and view.round_s is None:
+        latest.plain = True
+        assert "no steps are seen" in str(progress_of(view, group, latest))
+
+
+def test_how_far_training_has_come(latest: Latest) -> None:
+    group = workers_in(READY)
+    progress = progress_of(VIEW, group, latest)
+    assert isinstance(progress, Trains) and progress.leads
+    assert (progress.step, progress.total, progress.loss) == (5, None, 1.5)
+    assert progress.steps_per_s == pytest.approx(1.0)
+    other = progress_of(replace(VIEW, me=B), group, latest)
+    assert isinstance(other, Trains) and not other.leads
+    latest.starting(time.monotonic())  # another generation begins
+    assert progress_of(VIEW, group, latest) == "waiting for the first step"

@@ -10,15 +10,22 @@ import pytest
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.errors import ExitCode
 from elasticzero.ipc.assignment import Tier
-from elasticzero.launcher.observability.console import ClusterConsole, differs_much
+from elasticzero.launcher.observability import console
+from elasticzero.launcher.observability.console import (
+    ClusterConsole,
+    PrintedErrors,
+    differs_much,
+)
 
 
 class Told:
     """A console, and what it has printed since it was last looked at."""
 
-    def __init__(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, muted: bool = False
+    ) -> None:
         self._capsys = capsys
-        self.console = ClusterConsole(tmp_path, 2, "127.0.0.1:2379")
+        self.console = ClusterConsole(tmp_path, 2, "127.0.0.1:2379", muted=muted)
         self.lines()
 
     def record(self, event: str, *, node: str = "node-0", at_s: float = 5.0, **fields: Any) -> None:
@@ -205,11 +212,99 @@ def test_the_error_of_an_agent_is_quoted_from_its_event(
     told: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not from its log, where a script may print lines of the same form."""
-    told.record("error", node="node-0", message="it broke", details="Trace", repeats_traceback=True)
-    told.record("error", node="node-1", message="it broke", details="", repeats_traceback=False)
-    told.console.quote(["node-0", "node-1", "node-2"], traced=False)
-    assert capsys.readouterr().err == "error: it broke\nTrace\n"
-    told.console.quote(["node-0", "node-1", "node-2"], traced=True)
+    told.record("error", node="node-0", message="it broke", details="logs: /l", traceback="Trace\n")
+    told.record("error", node="node-1", message="it broke", details="", traceback="")
+    told.console.quote(["node-0", "node-1", "node-2"])
+    assert capsys.readouterr().err == "error: it broke\nTrace\nlogs: /l\n"
+    told.console.quote(["node-1", "node-2"])
     assert capsys.readouterr().err == "error: it broke\n"
-    told.console.quote(["node-2"], traced=True)
+    told.console.quote(["node-2"])
     assert capsys.readouterr().err == ""
+
+
+TRACE = """\
+Traceback (most recent call last):
+  File "/home/u/train.py", line 12, in train
+    raise ValueError("bad sample")
+ValueError: bad sample
+"""
+FAILED: dict[str, Any] = {
+    "blame": "user",
+    "message": "ValueError: bad sample",
+    "traceback": TRACE,
+    "final": False,
+}
+REASON = "rank 1 on node-0 failed: ValueError: bad sample; without progress past step 4"
+
+
+def fail_again_and_again(told: Told) -> None:
+    told.record("failed", rank=1, **FAILED)
+    told.record("failed", rank=0, node="node-1", **FAILED)
+    told.world(2, resume_step=4, reason="rank 1 on node-0 failed (ValueError: bad sample)")
+    told.record("failed", rank=1, **FAILED)
+    told.record("error", message=REASON, details="logs: /l", traceback=TRACE)
+
+
+@pytest.mark.parametrize("one_place", [True, False], ids=["a terminal", "two files"])
+def test_an_error_is_printed_once(
+    one_place: bool,
+    told: Told,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was printed five to seven times. Where standard error is another file, it has the error
+    too."""
+    monkeypatch.setattr(console, "is_one_place", lambda: one_place)
+    fail_again_and_again(told)
+    told.console.quote(["node-0"])
+    out, error = capsys.readouterr()
+    assert [line.partition(" s  ")[2] or line for line in out.splitlines()] == [
+        "rank 1 on node-0 failed at train.py:12 in train:",
+        *TRACE.splitlines(),
+        "rank 0 on node-1 failed by the same error",
+        "generation 2: 2 ranks on node-0, node-1 (rank 1 on node-0 failed); step 4 from storage",
+        "rank 1 on node-0 failed by the same error",
+    ]
+    short = "rank 1 on node-0 failed by the error above; without progress past step 4"
+    assert error == f"error: {short if one_place else REASON}\nlogs: /l\n"
+
+
+def test_the_traceback_is_at_the_end_where_workers_output_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path, capsys, muted=True)
+    told.record("failed", rank=1, **FAILED)
+    (line,) = told.lines()
+    assert line == "rank 1 on node-0 failed at train.py:12 in train: ValueError: bad sample"
+    told.record("error", message=REASON, details="logs: /l", traceback=TRACE)
+    told.console.quote(["node-0"])
+    assert capsys.readouterr().err == f"error: {REASON}\n{TRACE}logs: /l\n"
+
+
+def test_an_error_with_other_numbers_has_its_own_line() -> None:
+    errors = PrintedErrors()
+
+    def text(message: str, traceback: str = TRACE, *, in_one_line: bool = False) -> str:
+        return errors.text("rank 1", message, traceback, in_one_line=in_one_line)
+
+    assert text("KeyError: 3").splitlines()[1] == TRACE.splitlines()[0]
+    assert text("KeyError: 4") == "rank 1 failed at train.py:12 in train: KeyError: 4"
+    assert text("KeyError: 4") == "rank 1 failed by the same error"
+    assert text("ImportError: no", in_one_line=True).endswith(
+        "train.py:12 in train: ImportError: no"
+    )
+    assert text("bad batch (train.py:12 in train)", "") == (
+        "rank 1 failed: bad batch (train.py:12 in train)"
+    )
+    ours = TRACE.replace("ValueError: bad sample", "elasticzero.errors.UserError: no epochs")
+    told = text("no epochs (train.py:12 in train)", ours)
+    assert told == "rank 1 failed: no epochs (train.py:12 in train)"
+    assert text("killed by SIGKILL", "") == "rank 1 failed: killed by SIGKILL"
+    assert errors.shortened("a (KeyError: 3); b: killed by SIGKILL", " so") == "a so; b so"
+    assert errors.shortened("node-1 is lost") == "node-1 is lost"
+
+
+def test_a_lost_peer_is_no_error_of_a_rank(told: Told) -> None:
+    for blame in ("peer", "checkpoint", "rollback"):
+        told.record("failed", rank=1, **{**FAILED, "blame": blame})
+    assert told.lines() == []
