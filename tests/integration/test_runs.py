@@ -28,6 +28,8 @@ from tests.integration.etcd_relay import Relay
 from tests.integration.test_elastic_training import check_weights
 
 TTL_S = 2
+BOTH_S = 30.0
+"""One of two nodes that are started at once may take longer than the other."""
 CUT_S = 34.0
 """Longer than any request to etcd and its pauses."""
 STEPS = {"first": 34, "second": 102}
@@ -36,10 +38,15 @@ SAVE_EVERY = 10
 SAVING = ("--checkpoint-every", str(SAVE_EVERY), "--keep", "1")
 
 
-def job_arguments(run: str, checkpoints: Path, nodes: str, *, ttl_s: int = TTL_S) -> list[str]:
-    """Options of a run: the second one has more steps, and another directory."""
+def job_arguments(
+    run: str, checkpoints: Path, nodes: str, *, ttl_s: int = TTL_S, settle_s: float = 0.5
+) -> list[str]:
+    """Options of a run: the second one has more steps, and another directory.
+
+    settle_s: how long the first world is waited for after a node, where all nodes are to be in it.
+    """
     return [
-        *("--nnodes", nodes, "--settle", "0.5", "--lease-ttl", str(ttl_s)),
+        *("--nnodes", nodes, "--settle", str(settle_s), "--lease-ttl", str(ttl_s)),
         *("--checkpoint-dir", str(checkpoints / run)),
         *(["--restart"] if run == "second" else []),
         *(str(REGRESSION), "--pause", "0.05", "--epochs", str(EPOCHS[run])),
@@ -164,7 +171,7 @@ def test_a_node_that_was_away_leaves_the_next_run_alone(
 ) -> None:
     """It took the new run for lost data, wrote the old one over it, and ended the job as done. A
     leader also commits checkpoints: it is frozen while it waits for the other node's part."""
-    first = job_arguments("first", tmp_path, "1:2")
+    first = job_arguments("first", tmp_path, "1:2", settle_s=BOTH_S)
     holds = tmp_path / "holds"
     if frozen == "leader in a save":
         first = [*SAVING, *first, *begin_a_save(holds)]
@@ -218,7 +225,7 @@ def test_a_node_that_was_away_is_not_taken_into_the_next_run(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     """The new run waits for a second node when it wakes; it joined with the options of the old."""
-    first = job_arguments("first", tmp_path, "1:2")
+    first = job_arguments("first", tmp_path, "1:2", settle_s=BOTH_S)
     with story(tmp_path, etcd.endpoint, job, first, nodes=2) as told:
         told.wait_for_step(5)
         away = told.cluster.nodes[told.of("world")[0]["members"][1]]
