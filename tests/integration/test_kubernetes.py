@@ -173,8 +173,7 @@ def disturb(
             told.pause(WAITING_S)
             for pod in strike(told, draw, most):
                 told.wait_for_pods_end(pod)
-        wait_for_all(told)
-        check_complete(told)
+        check_complete(told)  # on a busy machine training may end before all train again
     return told
 
 

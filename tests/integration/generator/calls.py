@@ -9,6 +9,7 @@ MEAN = Element(name="the mean of squares", odds=14)
 NOT_AVERAGED = (
     "a parameter that is removed",
     "a parameter that is tied late",
+    "a parametrization that comes late",
     "a pruned layer",
     "spectral_norm by hooks",
     "buffers of narrow dtypes",
