@@ -17,7 +17,7 @@ from elasticzero.checkpoint.api import load, load_state
 from elasticzero.checkpoint.cli.main import main
 from elasticzero.launcher.store.etcd.server import free_ports
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1000)]
 SCRIPT = Path(__file__).with_name("foreign_checkpoints.py")
 
 
@@ -38,7 +38,7 @@ def saved_by(kind: str, out: Path) -> Path:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return out
