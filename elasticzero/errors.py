@@ -111,7 +111,7 @@ class NotFinite(ElasticZeroError):
     """A loss, a gradient, a parameter or optimizer state is NaN or infinite."""
 
     ADVICE = "lower the learning rate, or clip gradients by session.step(max_grad_norm=…)"
-    """What helps where training diverges, for the end of a message."""
+    """Says what helps where training diverges, for the end of a message."""
 
 
 class StorageError(OperatorError):

@@ -218,7 +218,7 @@ class _Cause:
 
     save: SaveIdentity
     committed: bool = True
-    """Whether that save is committed."""
+    """True once that save is committed."""
     go_on: Callable[[], bool] = always
     """Returns False once nothing more is to be removed."""
 

@@ -125,7 +125,7 @@ class NetworkTaken:
     version: str = ""
     """Version of NCCL; empty: the log does not state it."""
     gpu_direct: bool | None = None
-    """Whether the network reads and writes the GPUs' memory by itself; None: no connection of the
+    """True if the network reads and writes the GPUs' memory by itself; None: no connection of the
     worker goes over it."""
     warning: str = ""
     """Says that the machine has a faster network; empty: it has none."""

@@ -115,7 +115,8 @@ class BatchWork:
         self._contribution = Contribution()
         """Says whether the micro-batch's loss counts, for what it has gathered."""
         self._outside: OutsideParameters | None = None
-        """What the first loss reaches besides the model; None: there was none, or one process."""
+        """Knows what the first loss reaches besides the model; None: there was no loss, or there is
+        one process."""
         self._unsent: Stepped | None = None
         """The newest step, which the agent has not been sent yet."""
 

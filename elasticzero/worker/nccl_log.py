@@ -49,13 +49,13 @@ class Network:
     """Says which network NCCL takes between nodes, by its own log."""
 
     name: str
-    """Its name for people: InfiniBand, RoCE, EFA, TCPXO, sockets, or NCCL's own name for another
-    one."""
+    """Names it for people: InfiniBand, RoCE, EFA, TCPXO, sockets, or another one by NCCL's own
+    name."""
     kind: Kind
     version: str = ""
     """Version of NCCL; empty: the log does not state it."""
     gpu_direct: bool | None = None
-    """Whether the network reads and writes the GPUs' memory by itself, on each connection; None: no
+    """True if the network reads and writes the GPUs' memory by itself, on each connection; None: no
     connection of this rank goes over a network."""
 
 

@@ -98,7 +98,7 @@ class AgentOptions:
     logs: LogLimit = field(default_factory=LogLimit)
     """Limits the size of the workers' logs."""
     progress: Mode = "off"
-    """How the agent shows what the job does."""
+    """Says how the agent shows what the job does."""
     log_to: tuple[TrackerTarget, ...] = ()
     """Trackers that get the job's scalars."""
     owner: OwnerRecord | None = None

@@ -176,7 +176,7 @@ class ClusterObserver:
         self._damage: dict[int, str] = {}
         """Messages of workers about the damage, by step."""
         self._last_seen = NOT_ASKED
-        """What storage held in the last view, if it was known."""
+        """Holds what storage had in the last view, if it was known."""
         self._memory_read_s = 0.0
         self._lost_s = 0.0
         """Time at which the store was last found to have lost its data."""

@@ -54,7 +54,7 @@ def savers(root: Path) -> Iterator[Savers]:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """In memory, where fsync takes no time."""
+    """Gives a directory in memory, where fsync takes no time."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as path:
         yield Path(path)
@@ -88,7 +88,7 @@ def draft(step: int, token: str, run: int = 1, tags: tuple[str, ...] = ()) -> Ma
 def save(
     directory: Directory, manifest: Manifest, keep: RetentionPolicy, *, replacing: bool = False
 ) -> bool:
-    """What the node of rank 0 does in a generation that goes on."""
+    """Commits a step, as the node of rank 0 does in a generation that goes on."""
     storage = commit.prepare(directory, manifest.step)
     write_ranks(storage, manifest, CONTENTS)
     committed = commit.commit(storage, manifest, wait_s=0.0, replacing=replacing)
@@ -115,7 +115,7 @@ def assert_good(steps: State) -> None:
 
 
 def next_generation_saves(step: int, *, replacing: bool = False) -> Callable[[Directory], State]:
-    """What the next generation has committed by this."""
+    """Returns what commits a step of the next generation."""
 
     def meanwhile(directory: Directory) -> State:
         committed = save(
@@ -129,7 +129,7 @@ def next_generation_saves(step: int, *, replacing: bool = False) -> Callable[[Di
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What happens while a process of the older generation is frozen."""
+    """Describes what happens while a process of the older generation is frozen."""
 
     meanwhile: Callable[[Directory], State]
     damaged: bool = False

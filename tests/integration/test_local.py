@@ -23,7 +23,7 @@ while not at.exists():
 
 
 def local(job: str, logs: Path, *arguments: str) -> str:
-    """What the command prints, once it has ended well."""
+    """Returns what the command prints, once it has ended well."""
     completed = subprocess.run(
         elasticzero("local", "--job", job, "--log-dir", str(logs), *arguments),
         capture_output=True,

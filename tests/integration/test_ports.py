@@ -49,7 +49,7 @@ IN_ORDER = {
     "lora_before": SEQUENTIAL,
     "lora_after": SEQUENTIAL,
 }
-"""What makes a script take its samples in their order; the classifier has whole batches as well,
+"""Edits make a script take its samples in their order; the classifier has whole batches as well,
 and 64 bits: with 16 the last bit of a sum is seen in the loss after some steps."""
 
 
@@ -151,7 +151,7 @@ def test_a_gpt_as_it_stands_goes_through_a_killed_node(tmp_path: Path, job: str)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_classifier_as_it_stands_goes_through_a_killed_node(tmp_path: Path, job: str) -> None:
-    """With BatchNorm, AMP and an average of the weights, to the last bit."""
+    """It has BatchNorm, AMP and an average of the weights, which are equal to the last bit."""
     script = PORTS / "classifier_after.py"
     before = run([sys.executable, str(PORTS / "classifier_before.py")], tmp_path)
     alone = run(
@@ -187,8 +187,8 @@ def test_a_ported_classifier_has_the_weights_of_the_script_before(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adapters_of_the_trainer_go_through_a_killed_node(tmp_path: Path, job: str) -> None:
-    """In float64: equal to those of an undisturbed run, and of transformers' own Trainer; but that
-    it sums the losses in 32 bits."""
+    """They equal those of an undisturbed run, and of transformers' own Trainer, in float64; but the
+    Trainer sums the losses in 32 bits."""
     script = in_order("lora_after", tmp_path)
     options = ["--strategy", "zero2"]
     arguments = ["--float64", "--out", str(tmp_path / "adapters"), "--batch", "8"]

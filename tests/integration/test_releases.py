@@ -128,7 +128,7 @@ def test_nodes_of_two_releases_begin_together(
 
 
 def says(told: Story, node: str, text: str) -> bool:
-    """Whether the agent of a node has printed this."""
+    """Returns whether the agent of a node has printed this."""
     return text in (told.directory() / node / "agent.log").read_text()
 
 

@@ -319,7 +319,7 @@ class Cluster:
         self.begin_agent(host)
 
     def _most_alike(self) -> int:
-        """How many machines are well and have one build: that which most of them have."""
+        """Counts the machines that are well and have the build that most of these have."""
         well = [host.versions for host in self.hosts.values() if not (host.lost or host.bad_input)]
         return max(Counter(well).values(), default=0)
 

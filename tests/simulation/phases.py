@@ -224,7 +224,7 @@ class PhasedStorage(Storage):
             write_shard(storage, draft, rank, [contents])
 
     def _has_shard(self, draft: Manifest, rank: int) -> bool:
-        """Whether a shard is there, whole."""
+        """Returns whether a shard is there, whole."""
         files, name = self.files.get(step_directory(draft.step), {}), draft.file_name(rank)
         _, size = shard_header(draft, rank)
         return name in files and len(files[name].data) == size and name + SUMS_SUFFIX in files
@@ -250,7 +250,7 @@ class PhasedStorage(Storage):
             self.timeline.sleep(LOOK_AGAIN_S)
 
     def _waits(self, access: Access, until_s: float) -> bool:
-        """Whether a save waits for other nodes."""
+        """Returns whether a save waits for other nodes."""
         lasts = access.part.lasts() and not access.abandoned
         return lasts and self.timeline.now_s < until_s
 
@@ -340,7 +340,7 @@ class PhasedStorage(Storage):
 
 
 def _replaced(part: Part, waiting: list[Access]) -> bool:
-    """Whether a save from memory waits that makes a part of an abandoned save needless."""
+    """Returns whether a save from memory waits that makes a part of an abandoned one needless."""
     steps = [access.part.name[1] for access in waiting if access.from_memory]
     return max(steps, default=-1) >= part.name[1]
 
@@ -355,7 +355,7 @@ class Access:
         self.from_memory = from_memory
         """It is tried again, and its workers are gone."""
         self.abandoned_s: float | None = None
-        """When a save from memory first came after it."""
+        """Time at which a save from memory first came after it."""
         self._share = min(1.0, FEW_RANKS / part.name[2])
         """Of many ranks one would be late, or fail, in nearly each save."""
         self.removed = False

@@ -387,7 +387,7 @@ class Promises:
                 self._require(False, "R11", f"{node} waited, and {after.generation} has room")
 
     def _fits(self, node: str, world: World) -> bool:
-        """Whether a node has the build of a world, so that it may be in it (BD1)."""
+        """Returns whether a node has the build of a world, so that it may be in it (BD1)."""
         return self._cluster.hosts[node].versions in (("", ""), (world.release, world.torch))
 
     def _check_builds(self, after: World) -> None:

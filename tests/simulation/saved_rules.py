@@ -95,15 +95,15 @@ class SavedRules:
         return done.failure.step if done.failure is not None else 0
 
     def _all_are_there(self, world: World) -> bool:
-        """Whether no member is lost: its agent runs, and its registration, which a frozen one
-        loses, stands."""
+        """Returns whether no member is lost: its agent runs, and its registration stands, which a
+        frozen one loses."""
         agents = [self._cluster.hosts[member.node].agent for member in world.members]
         alive = all(agent is not None and not agent.dead for agent in agents)
         registrations = self._rules.registrations
         return alive and all((m.node, m.incarnation) in registrations for m in world.members)
 
     def _none_is_away(self, world: World) -> bool:
-        """Whether each member is either lost, or runs and is registered."""
+        """Returns whether each member is either lost, or runs and is registered."""
         for member in world.members:
             agent = self._cluster.hosts[member.node].agent
             lost = agent is None or agent.dead

@@ -52,7 +52,7 @@ def test_a_certificate_has_one_pair_of_contexts(
 
 
 def test_a_renewed_certificate_takes_effect_at_once(credentials: Credentials) -> None:
-    """What it shows, and whom it takes, is that of the new one."""
+    """It shows the new one, and takes those whom the new one takes."""
     before, renewed = contexts_of(credentials), credentials_of("a-token-of-the-job")
     after = contexts_of(renewed)
     assert after.credentials == renewed and after is not before

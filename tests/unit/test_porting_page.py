@@ -32,7 +32,7 @@ def test_the_page_is_not_stale(page: str) -> None:
 def test_the_difference_on_the_page_makes_one_script_of_the_other(
     name: str, page: str, tmp_path: Path
 ) -> None:
-    """By `git apply`, as a reader may do it."""
+    """A reader may do so by `git apply`."""
     [text] = re.findall(rf"<!-- What changes in {name}\.py.*?```diff\n(.*?)```", page, re.DOTALL)
     script = tmp_path / f"{name}.py"
     script.write_text((FOLDER / f"{name}_before.py").read_text())

@@ -12,7 +12,7 @@ from typing import Literal
 from elasticzero.text import duration_text, span_text
 
 Mode = Literal["line", "log", "off"]
-"""How progress is shown: by a line that moves, by lines in the log, or not at all."""
+"""Progress is shown by a line that moves, by lines in the log, or not at all."""
 _CHOSEN: Mapping[str, Mode] = {"line": "line", "log": "log", "off": "off"}
 CHOICES = ("auto", *_CHOSEN)
 """Values of --progress."""

@@ -15,7 +15,7 @@ class Machine:
     """A clock, and a process that is not always let run when it asks to be woken."""
 
     late_s: tuple[float, ...] = (0.0,)
-    """By how much each wait ends late, again and again."""
+    """Seconds by which each wait ends late, again and again."""
     over_s: float = float("inf")
     """Time from which on the wait is over."""
     now_s: float = 100.0

@@ -157,7 +157,7 @@ class Job:
     """The boundary at which each rank is, or waits."""
     waits: set[tuple[str, int]] = field(default_factory=set)
     struck: dict[str, int] = field(default_factory=dict)
-    """What each node's agent has been told last."""
+    """Holds what each node's agent has been told last."""
     began_at: int = 0
     """Step at which the generation began."""
     came: list[tuple[Fault, list[int], int]] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Job:
         self.at = dict.fromkeys(places, step)
 
     def arrive(self, rank: tuple[str, int]) -> None:
-        """What a worker does at a boundary, its agent, and the command."""
+        """Does what a worker does at a boundary, its agent, and the command."""
         node, step = rank[0], self.at[rank]
         due = [s for s in self.steps if self.struck.get(node, -1) < s <= step]
         if not due:
@@ -196,7 +196,7 @@ class Job:
         return True
 
     def command(self, trained_s: float) -> None:
-        """What the command does in a turn of its loop."""
+        """Does what the command does in a turn of its loop."""
         waits_at = self.plan.waits_at(self.generation, self.nodes)
         before = len(self.came)
         progress = Progress(step=waits_at or 0, waits_at=waits_at, trained_s=trained_s)
