@@ -44,8 +44,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any
-from weakref import WeakMethod, finalize
+from functools import wraps
+from typing import Any, ClassVar
+from weakref import ReferenceType, WeakMethod, WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -329,6 +330,47 @@ class AnyStepCheck:
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if (check := self._check()) is not None:
             check(optimizer)
+
+
+class NewOptimizers:
+    """Knows the optimizers that are made in this process while it lives."""
+
+    _all: ClassVar[WeakSet[NewOptimizers]] = WeakSet()
+    """Those that live."""
+
+    def __init__(self) -> None:
+        self._made: list[ReferenceType[torch.optim.Optimizer]] = []
+        if not self._all:
+            _watch_new_optimizers()
+        self._all.add(self)
+
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """Returns those that have not ended."""
+        if not self._made:
+            return []
+        pairs = [(made, optimizer) for made in self._made if (optimizer := made()) is not None]
+        self._made = [made for made, _ in pairs]
+        return [optimizer for _, optimizer in pairs]
+
+    @classmethod
+    def add(cls, optimizer: torch.optim.Optimizer) -> None:
+        """Takes note of one, in each that lives."""
+        for new in list(cls._all):
+            new._made.append(ref(optimizer))
+
+
+def _watch_new_optimizers() -> None:
+    """Has `NewOptimizers` told of each optimizer, once its own base class has made it."""
+    make = torch.optim.Optimizer.__init__
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @wraps(make)
+    def make_and_tell(self: torch.optim.Optimizer, *args: Any, **named: Any) -> None:
+        make(self, *args, **named)
+        NewOptimizers.add(self)
+
+    torch.optim.Optimizer.__init__ = make_and_tell  # type: ignore[method-assign]
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.nn.Parameter]:

@@ -21,9 +21,8 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
-from elasticzero.parallel.optimizers.state_dicts import unchanged_groups
 from elasticzero.state.model import called_parts
-from elasticzero.torch_internals import StepCheck, order_hooks
+from elasticzero.torch_internals import order_hooks
 
 Kind = TypeVar("Kind")
 Taken = ParamSpec("Taken")
@@ -93,56 +92,6 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
             "session.step() cannot give it: use an optimizer that takes one gradient a step, such "
             "as AdamW"
         )
-
-
-def take_over_optimizer(
-    optimizer: torch.optim.Optimizer, applying: Callable[[], bool], *, strategy: str = "ddp"
-) -> None:
-    """Leaves it to the session alone to step the optimizer and to drop gradients.
-
-    A script's own `zero_grad` does nothing, because the gradient of a global batch accumulates
-    until its step is applied. A script's own `step` is refused, and so are further parameters. So
-    are its state taken and loaded by the script where it is that of parts of parameters.
-
-    Args:
-        optimizer: The optimizer.
-        applying: Returns whether the session lets the optimizer take its step now.
-        strategy: The strategy's name.
-    """
-    load = optimizer.load_state_dict
-
-    def check() -> None:
-        if not applying():
-            raise UserError(
-                "the script calls optimizer.step() itself: leave it out, for session.step() steps "
-                "the optimizer once the global batch is complete. A GradScaler steps it too: "
-                "session.prepare(…, precision='fp16') scales losses by itself"
-            )
-
-    def refuse(_: Any) -> NoReturn:
-        raise UserError(
-            "the script calls optimizer.add_param_group() after session.prepare, which has dealt "
-            "the parameters to the ranks: make all groups in the function it is given"
-        )
-
-    def refuse_parts(*_: Any) -> NoReturn:
-        raise UserError(
-            f"the script takes or loads the optimizer's state_dict under {strategy}, where each "
-            "rank has the state of its parts of the parameters: leave it to the session, whose "
-            "checkpoints hold all of it, or use strategy ddp"
-        )
-
-    def load_in_place(state_dict: Any) -> None:
-        with unchanged_groups(optimizer):
-            load(state_dict)
-
-    if strategy == "ddp":
-        optimizer.__dict__["load_state_dict"] = load_in_place
-    else:
-        optimizer.__dict__["state_dict"] = optimizer.__dict__["load_state_dict"] = refuse_parts
-    optimizer.register_step_pre_hook(StepCheck(check))
-    optimizer.__dict__["add_param_group"] = refuse
-    optimizer.__dict__["zero_grad"] = lambda set_to_none=True: None
 
 
 def check_model(model: Any) -> None:

@@ -20,9 +20,9 @@ from elasticzero.ipc.messages import Stepped
 from elasticzero.parallel import same_number
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import Optimizers
+from elasticzero.parallel.optimizers.script_optimizers import OutsideParameters
 from elasticzero.state.buffers import BufferCopy, ModelBuffers
 from elasticzero.step_clock import StepClock
-from elasticzero.training.module_checks import OutsideParameters
 from elasticzero.training.step_machine import StepEvent, StepPhase, StepState
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState

@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elasticzero.errors import UserError
 from elasticzero.state.model import called_parts
-from elasticzero.torch_internals import AnyStepCheck, reached_parameters
 
 
 def check_modules(model: nn.Module, strategy: str, device: torch.device, *, alone: bool) -> None:
@@ -166,37 +165,3 @@ def batch_norm_note(model: nn.Module, device: torch.device) -> str | None:
         f"note: {norms[0]!r}{others} is a BatchNorm: its statistics are of one rank's "
         f"micro-batch, so that results depend on the world size and micro_batch; {advice}"
     )
-
-
-class OutsideParameters:
-    """Refuses an optimizer of the script's own that steps parameters which a loss reaches, and
-    which the model does not have: their gradients are of one rank's samples, and no state holds
-    them."""
-
-    def __init__(self, model: nn.Module, loss: Tensor) -> None:
-        """Looks at what a loss reaches, before its backward.
-
-        Args:
-            model: The model that is trained.
-            loss: The loss of a micro-batch.
-        """
-        inside = {id(parameter) for parameter in model.parameters()}
-        outside = [p for p in reached_parameters(loss) if id(p) not in inside]
-        self._shapes = {id(parameter): tuple(parameter.shape) for parameter in outside}
-        self._outside = outside
-        """Keeps them alive, so that no other object has the number of one of them."""
-        if outside:
-            AnyStepCheck(self._check)
-
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if (shape := self._shapes.get(id(parameter))) is not None:
-                    raise UserError(
-                        f"the script's own {type(optimizer).__name__} steps a parameter of shape "
-                        f"{shape} that the model given to session.prepare does not have: its "
-                        "gradient is of this rank's samples alone, and no snapshot holds it. Make "
-                        "it a part of the model before session.prepare (model.log_vars = "
-                        "nn.Parameter(…)), and give it a group or an optimizer in the function "
-                        "that session.prepare is given"
-                    )

@@ -27,6 +27,7 @@ from elasticzero.parallel.buckets.measure import exchange_cost
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.materialize import Materializer
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.optimizers.script_optimizers import OtherOptimizers, take_over_optimizer
 from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.rank_groups.group import ALONE
 from elasticzero.rehearsal.plan import VARIABLE, read_plan
@@ -168,9 +169,7 @@ def prepare_training(
     compute.apply(laid.model, place.device, strategy)
     argument_checks.redirect_deepcopy(model, laid.model, strategy)
     for made in laid.optimizers.by_name.values():
-        argument_checks.take_over_optimizer(
-            made, lambda: place.tracker.now.applying, strategy=strategy
-        )
+        take_over_optimizer(made, lambda: place.tracker.now.applying, laid.model, strategy=strategy)
     stager = StateStager(
         place.link,
         strategy,
@@ -201,6 +200,7 @@ def prepare_training(
             guard=guard,
             gradients=hidden,
             objects=ParameterObjects(model),
+            others=OtherOptimizers(laid.model, lambda: place.tracker.now.applying),
             probe=_open_probe(place, model, laid, auxiliary, guard, compute),
             values=BoundaryValues(parameters),
             change=place.change,

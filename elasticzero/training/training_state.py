@@ -24,6 +24,7 @@ from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_LEAVE, FLAG_REASONS, Captured, Switched
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.gradients import HiddenGradients
+from elasticzero.parallel.optimizers.script_optimizers import OtherOptimizers
 from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.requests import CheckpointRequests, RankPlace, save_at_the_end
@@ -60,6 +61,8 @@ class LaidModel:
     """The gradients of the parameters, which the script may not use until they are complete."""
     objects: ParameterObjects = field(default_factory=lambda: ParameterObjects(nn.Module()))
     """The parameters that the model's modules have."""
+    others: OtherOptimizers | None = None
+    """Refuses optimizers beside those of the strategy; None: nobody looks for them."""
     probe: Probe | None = None
     """Records what each boundary has, for a rehearsal; None: this is none."""
     values: BoundaryValues = field(default_factory=lambda: BoundaryValues({}))
@@ -108,6 +111,7 @@ class TrainingState:
         self.gradients = model.gradients
         self.probe = model.probe
         self._objects = model.objects
+        self._others = model.others
         self.values = model.values
         self._change = model.change
         self._fault_hold = model.fault_hold
@@ -307,13 +311,16 @@ class TrainingState:
 
     def take_changes(self) -> None:
         """Takes in parameters that were moved; raises `UserError` for one of another kind."""
-        if (refused := self.strategy.take_changes()) is not None:
+        if (refused := self.strategy.take_changes() or self._other_optimizer()) is not None:
             raise refused
 
     def _take_changes(self) -> UserError | None:
         """Takes what the script has changed of parameters; returns the error for what it may not
         change. No rank waits for another."""
         return self.strategy.take_changes() or self._objects.difference()
+
+    def _other_optimizer(self) -> UserError | None:
+        return None if self._others is None else self._others.difference()
 
     def share_buffers(self) -> None:
         """Gives all ranks rank 0's buffers and extra state; all ranks call this together."""

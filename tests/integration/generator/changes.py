@@ -299,6 +299,40 @@ if n == SINCE + 2:
         since=1,
     ),
     _after(
+        "state of the optimizer halved by parameter",
+        """
+for each_optimizer in listed(optimizer):
+    for p in model.parameters():
+        entries = each_optimizer.state.get(p, {})
+        for value in entries.values() if isinstance(entries, dict) else []:
+            if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point():
+                value.mul_(0.5)
+""",
+        odds=2,
+    ),
+    _after(
+        "state of the optimizer taken out by parameter",
+        """
+if n == SINCE + 2:
+    for each_optimizer in listed(optimizer):
+        for p in model.parameters():
+            each_optimizer.state.pop(p, None)
+""",
+        since=1,
+        odds=2,
+    ),
+    _after(
+        "another optimizer, made late",
+        """
+if "other" not in KEPT:
+    KEPT["other"] = torch.optim.SGD(model.twin.parameters(), lr=0.125)
+for p in model.twin.parameters():
+    p.grad = torch.ones_like(p)
+KEPT["other"].step()
+""",
+        odds=2,
+    ),
+    _after(
         "a parameter that is taken out of its group",
         """
 if n == SINCE + 1:

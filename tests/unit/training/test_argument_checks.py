@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from elasticzero.errors import UserError
 from elasticzero.parallel.optimizers.groups import Optimizers
-from elasticzero.torch_internals import has_step_hooks
 from elasticzero.training.argument_checks import (
     check_model,
     check_offload,
     check_tracked,
     checked_tag,
     redirect_deepcopy,
-    take_over_optimizer,
 )
 
 
@@ -83,59 +76,6 @@ def test_state_in_host_memory_is_refused_where_it_cannot_be(
     with pytest.raises(UserError, match=complaint):
         check_offload(strategy, torch.device(device), assignment)
     check_offload("zero3", torch.device("cpu"), assignment)
-
-
-def test_an_optimizer_is_stepped_by_the_session_alone_and_in_parts() -> None:
-    """A hook of the script's would run once for each part, so it forbids parts; the session's own
-    check does not."""
-    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True)
-    session = SimpleNamespace(applying=False)
-    take_over_optimizer(optimizer, lambda: session.applying)
-    with pytest.raises(UserError, match="leave it out"):
-        optimizer.step()
-    session.applying = True
-    optimizer.step()
-    assert not has_step_hooks(optimizer)
-
-
-def test_state_that_a_script_loads_leaves_schedulers_their_groups() -> None:
-    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=0.1)
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["lr"] = 0.5
-    take_over_optimizer(optimizer, lambda: True)
-    group = optimizer.param_groups[0]
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0] is group and group["lr"] == 0.5
-
-
-def test_a_script_takes_and_loads_no_state_of_parts() -> None:
-    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=0.1)
-    saved = optimizer.state_dict()
-    take_over_optimizer(optimizer, lambda: True, strategy="zero2")
-    with pytest.raises(UserError, match="under zero2, where each rank has the state of its parts"):
-        optimizer.state_dict()
-    with pytest.raises(UserError, match="or use strategy ddp"):
-        optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        lambda optimizer, hook: optimizer.register_step_pre_hook(hook),
-        lambda optimizer, hook: optimizer.register_step_post_hook(hook),
-        lambda _, hook: register_optimizer_step_pre_hook(hook),
-        lambda _, hook: register_optimizer_step_post_hook(hook),
-    ],
-)
-def test_a_hook_of_the_script_is_called_once_a_step(
-    register: Callable[..., torch.utils.hooks.RemovableHandle],
-) -> None:
-    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True)
-    take_over_optimizer(optimizer, lambda: True)
-    handle = register(optimizer, lambda *_: None)
-    assert has_step_hooks(optimizer)
-    handle.remove()
-    assert not has_step_hooks(optimizer)
 
 
 @pytest.mark.parametrize("tag", ["", ".best", "a/b", "a b", "x" * 65, 7, b"best", True])

@@ -8,9 +8,7 @@ from torch import nn
 
 from elasticzero.errors import UserError
 from elasticzero.spans import STRATEGIES
-from elasticzero.torch_internals import has_step_hooks
 from elasticzero.training.module_checks import (
-    OutsideParameters,
     batch_norm_note,
     check_modules,
     watch_batch_norms,
@@ -131,24 +129,3 @@ def test_a_batch_norm_of_one_value_is_refused_where_torch_fails(
         return
     with pytest.raises(UserError, match="'norm', a BatchNorm, has one value of each channel"):
         norm(values)
-
-
-def test_an_optimizer_of_the_script_may_not_step_what_a_loss_reaches_beside_the_model() -> None:
-    """Weights of losses, kept beside the model, would differ from rank to rank in silence."""
-    model = nn.Linear(2, 1)
-    weights = nn.Parameter(torch.zeros(3))
-    teacher = nn.Linear(2, 1)
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    script = torch.optim.SGD([weights], lr=0.1)
-    x = torch.ones(4, 2, requires_grad=True)
-    loss = (model(x) - teacher(x)).square().mean() * torch.exp(weights[0])
-    outside = OutsideParameters(model, loss)
-    loss.backward()
-    ours.step()
-    probe.step()
-    assert not has_step_hooks(ours)
-    with pytest.raises(UserError, match=r"the script's own SGD steps a parameter of shape \(3,\)"):
-        script.step()
-    del outside
-    script.step()
