@@ -166,6 +166,7 @@ class Session:
         compile: bool | str = False,
         cpu_offload: bool = False,
         load: str | PathLike[str] | None = None,
+        load_optimizer: bool = False,
     ) -> tuple[nn.Module, Made]:
         """Divides the model and its optimizer among the ranks, and returns both.
 
@@ -181,8 +182,12 @@ class Session:
             compile: whether `torch.compile` is applied to the model, or with which mode.
             cpu_offload: whether zero3 keeps parameters, gradients and optimizer state in host
                 memory; auto takes zero3 then.
-            load: a directory, a URL or a file of Hugging Face safetensors, from which rank 0 reads
-                all parameters and persistent buffers where training begins.
+            load: a file, a directory or a URL of any format that `elasticzero checkpoint import`
+                takes, from which rank 0 reads all parameters and persistent buffers where training
+                begins.
+            load_optimizer: whether `restore` gives the optimizer the state and the options that
+                these files have. Where they number the parameters, the script's optimizer must have
+                the groups that were saved, in their order.
 
         Returns:
             The model to call, and the optimizer, or the dict of them, as `optimizer` made it.
@@ -194,7 +199,12 @@ class Session:
         generation = self._generation
         if generation.training is not None:
             raise UserError("session.prepare was called twice; one session trains one model")
-        place = generation.place(self._comparison, cpu_offload=bool(cpu_offload), load=load)
+        place = generation.place(
+            self._comparison,
+            cpu_offload=bool(cpu_offload),
+            load=load,
+            load_optimizer=bool(load_optimizer),
+        )
         name = strategy or self._assignment.strategy
         compute = Compute(precision=precision, compiled=compile)
         prepared = prepare_training(place, model, optimizer, name, compute)
@@ -227,7 +237,8 @@ class Session:
     def restore(self) -> None:
         """Loads the state that this generation starts from: a snapshot or a checkpoint.
 
-        Without either, the fresh model stays as it is.
+        Without either, the fresh model stays as it is, and its optimizer has the state that
+        `prepare` was told to load.
 
         Raises:
             UserError: this was called before.

@@ -20,6 +20,12 @@ class ImportOptions:
     """True: only the model's tensors are imported."""
     names: tuple[str, ...] | None = None
     """The parameters in the order in which the optimizer has them; None: they are not known."""
+    groups: tuple[tuple[str, ...], ...] | None = None
+    """The parameters of each group of a job's optimizers, for optimizers that number theirs; None:
+    they are not known."""
+    refuse_unknown: bool = True
+    """True: objects of unknown classes are refused; False: outside of the model and of optimizers
+    they are left out."""
     without: tuple[str, ...] = ()
     """Paths of values that are left out, with keys joined by "/"."""
     model: str | None = None

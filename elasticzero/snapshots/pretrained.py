@@ -1,4 +1,4 @@
-"""Gives a model its first values from Hugging Face safetensors files: `load=` of `session.prepare`.
+"""Gives a model its first values from another program's files: `load=` of `session.prepare`.
 
 Rank 0 reads, where training begins; the other ranks get the values from it, and a generation that
 goes on from a state has them there.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from elasticzero.checkpoint.convert.huggingface import open_hf
+from elasticzero.checkpoint.convert.any_format import Plan, open_any
+from elasticzero.checkpoint.convert.import_plan import ImportOptions
 from elasticzero.checkpoint.format.dtypes import overflowed, tensor_spec, torch_dtype
 from elasticzero.checkpoint.format.layout import TensorSpec
+from elasticzero.checkpoint.format.manifest import TREE
 from elasticzero.checkpoint.rewrite.reshard import ForeignCheckpoint
 from elasticzero.checkpoint.rewrite.sources import TensorSource
 from elasticzero.checkpoint.storage.base import as_storage_error
@@ -33,16 +36,35 @@ BUFFER_BYTES = 8 << 20
 """Bytes that are read at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Holds files that were opened, and where they have the model's tensors."""
+
+    plan: Plan
+    options: ImportOptions
+    foreign: ForeignCheckpoint
+    stored: Mapping[str, str]
+    """The full name in the files of each parameter and buffer, by its name in the model."""
+
+
 class Pretrained:
     """Has the first values of all parameters and persistent buffers of a model."""
 
-    def __init__(self, model: nn.Module, where: str | os.PathLike[str], link: AgentClient) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        where: str | os.PathLike[str],
+        link: AgentClient,
+        *,
+        with_optimizer: bool = False,
+    ) -> None:
         """Opens the files, if this rank is to read them.
 
         Args:
             model: The model, whose tensors are not filled yet.
-            where: A directory or a URL with safetensors files, or one such file.
+            where: A directory or a URL with files of a format that `import` reads, or one file.
             link: The client of the agent, by whose assignment rank 0 reads where training begins.
+            with_optimizer: Whether the files also have the optimizer's first state.
 
         Raises:
             UserError: There are no such files.
@@ -57,19 +79,23 @@ class Pretrained:
         self._unread: dict[str, str] = {}
         """The name in the files of each tensor that is still to be read, by that in the model."""
         self._source: TensorSource | None = None
+        self.opened: Opened | None = None
+        """The files, if this rank reads them."""
         if link.assignment.resume.tier == "fresh" and link.assignment.rank == 0:
             try:
-                foreign = _open(self._where)
+                options = ImportOptions(model_only=not with_optimizer, refuse_unknown=False)
+                plan, foreign = _open(self._where, options)
                 self._unread = stored_names(tensors, named.aliases, foreign)
             except UserError as error:
                 raise type(error)(f"session.prepare(…, load={self._where!r}): {error}") from None
+            self.opened = Opened(plan, options, foreign, dict(self._unread))
             self._source = foreign.open_source(BUFFER_BYTES)
             names = {
                 *tensors,
                 *named.aliases,
                 *(n.removeprefix(MODEL) for n in self._unread.values()),
             }
-            for note in foreign.notes:
+            for note in () if with_optimizer else foreign.notes:
                 log.warning("session.prepare(…, load=…): %s", note)
             log.info(_summary(foreign.specs, names, self._where))
 
@@ -126,7 +152,9 @@ def stored_names(
 ) -> dict[str, str]:
     """Returns the name in the files of each tensor of the model.
 
-    A tensor that has several names in the model, or in the files, is stored under any of them.
+    A tensor that has several names in the model, or in the files, is stored under any of them. In
+    files of a training loop all names may begin with one more attribute, as in a module of
+    Lightning's.
 
     Args:
         tensors: The model's tensors by name.
@@ -136,9 +164,14 @@ def stored_names(
     Raises:
         CheckpointMismatch: A tensor is missing, or does not fit, or differs under its names.
     """
-    full_names = {name.removeprefix(MODEL): name for name in foreign.specs}
-    for alias, kept in foreign.state["aliases"].items():
+    full_names = {name.removeprefix(MODEL): name for name in _of_model(foreign.specs)}
+    for alias, kept in foreign.state.get("aliases", {}).items():
         full_names.setdefault(alias, full_names[kept])
+    is_nested = TREE in foreign.state  # safetensors have the names of a model alone
+    if is_nested and (prefix := _prefix(tensors, aliases, full_names)):
+        log.info(f"the names in the files have {prefix!r} before those of the model")
+        starting = (name for name in full_names if name.startswith(prefix))
+        full_names = {name.removeprefix(prefix): full_names[name] for name in starting}
     stored: dict[str, str] = {}
     for name, kept in [*((name, name) for name in tensors), *aliases.items()]:
         if name in full_names:
@@ -156,6 +189,37 @@ def stored_names(
             "tie the two before (Transformers: model.tie_weights())"
         )
     return stored
+
+
+def _of_model(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(MODEL)]
+
+
+def _prefix(names: Iterable[str], aliases: Mapping[str, str], in_files: Mapping[str, str]) -> str:
+    """Returns what all names in files have before those of the model; empty if it is not one thing.
+
+    Args:
+        names: The names of the model's tensors.
+        aliases: The name among these of each other name.
+        in_files: The names in the files, as keys.
+    """
+    names_of: dict[str, list[str]] = {name: [name] for name in names}
+    for alias, kept in aliases.items():
+        names_of.get(kept, []).append(alias)
+    if not names_of or any(name in in_files for same in names_of.values() for name in same):
+        return ""
+    prefixes = {
+        full.removesuffix(name)
+        for name in next(iter(names_of.values()))
+        for full in in_files
+        if full.endswith("." + name)
+    }
+    fitting = [
+        prefix
+        for prefix in prefixes
+        if all(any(prefix + name in in_files for name in same) for same in names_of.values())
+    ]
+    return fitting[0] if len(fitting) == 1 else ""
 
 
 def _check(name: str, stored: TensorSpec, spec: TensorSpec) -> None:
@@ -196,7 +260,7 @@ def _equal(foreign: ForeignCheckpoint, one: str, other: str) -> bool:
 
 
 def _summary(specs: Mapping[str, TensorSpec], of_model: set[str], where: str) -> str:
-    names = [name.removeprefix(MODEL) for name in specs]
+    names = [name.removeprefix(MODEL) for name in _of_model(specs)]
     size = sum(specs[MODEL + name].nbytes for name in names if name in of_model)
     line = f"the model begins with {size_text(size)} of values from {where}"
     if unused := [repr(name) for name in names if name not in of_model]:
@@ -204,9 +268,11 @@ def _summary(specs: Mapping[str, TensorSpec], of_model: set[str], where: str) ->
     return line
 
 
-def _open(where: str) -> ForeignCheckpoint:
+def _open(where: str, options: ImportOptions) -> tuple[Plan, ForeignCheckpoint]:
+    """Returns what names the files' tensors, and what it has named."""
     try:
-        return open_hf(where)
+        plan = open_any(where, model_only=options.model_only)
+        return plan, plan(options).foreign
     except CheckpointDamaged as error:  # another try would find the same
         raise UserError(str(error)) from None
     except UserError as error:
@@ -221,6 +287,6 @@ def _path(where: str | os.PathLike[str]) -> str:
     if isinstance(path, str):
         return path
     raise UserError(
-        "session.prepare(…, load=…) takes the path of a directory with safetensors files, not a "
+        "session.prepare(…, load=…) takes the path of a file or of a directory with files, not a "
         f"{type(where).__name__}"
     )

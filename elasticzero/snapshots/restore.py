@@ -146,7 +146,7 @@ def restore_state(
         slots = list(slots)
         checkpoint.load([*slots, *targets])
     if rank == 0 and manifest.step > 0:
-        _warn_of_lacking_state(strategy, specs, json.get("optimizers", {}), where)
+        warn_of_lacking_state(strategy, specs, json.get("optimizers", {}), where)
     share = strategy.rank_state()
     check_shares(slots, share, where, converts=manifest.strategy != name)
     check_optimizers(json.get("optimizers", {}), share.optimizers, where)
@@ -168,7 +168,7 @@ def restore_state(
     return position
 
 
-def _warn_of_lacking_state(
+def warn_of_lacking_state(
     strategy: Strategy, stored: Mapping[str, Spec], small: Mapping[str, Any], where: str
 ) -> None:
     """Says in one line which parameters go on without the state that their optimizer keeps.

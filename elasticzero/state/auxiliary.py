@@ -278,7 +278,25 @@ class AuxiliaryState:
             json: The stored state, without its tensors.
             tensors: The tensors by name, on the CPU.
         """
-        groups = json.get("groups", [])
+        self.put_options(json.get("groups", []), tensors)
+        if self._guard is not None:
+            self._guard.load_state_dict(json.get("guard", {}))
+        if self._buckets is not None:
+            self._buckets.load_state_dict(json.get("buckets", {}))
+        extra = json.get("modules", {})
+        self._extra_states.put({n: decode_state(v, tensors) for n, v in extra.items()})
+        for name, thing in self.tracked.items():
+            thing.load_state_dict(decode_state(json["tracked"][name], tensors))
+
+    def put_options(
+        self, groups: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Gives the optimizers' groups stored options.
+
+        Args:
+            groups: The names of the parameters and the options of each stored group.
+            tensors: The tensors among the options by name, on the CPU.
+        """
         stored = {name: group["options"] for group in groups for name in group["names"]}
         for index, group in enumerate(self._groups):
             options: Any = next((stored[name] for name in group.names if name in stored), {})
@@ -290,14 +308,6 @@ class AuxiliaryState:
                     old.copy_(value)
                 else:
                     group.options[key] = value
-        if self._guard is not None:
-            self._guard.load_state_dict(json.get("guard", {}))
-        if self._buckets is not None:
-            self._buckets.load_state_dict(json.get("buckets", {}))
-        extra = json.get("modules", {})
-        self._extra_states.put({n: decode_state(v, tensors) for n, v in extra.items()})
-        for name, thing in self.tracked.items():
-            thing.load_state_dict(decode_state(json["tracked"][name], tensors))
 
 
 def _equal(told: Tensor, present: Tensor) -> bool:

@@ -59,6 +59,7 @@ from elasticzero.training.worlds.rows import Rows
 if TYPE_CHECKING:
     from elasticzero.rehearsal.probe import Probe
     from elasticzero.snapshots.pretrained import Pretrained
+    from elasticzero.snapshots.pretrained_optimizer import PretrainedOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Place:
     """True if zero3 keeps its part of the state in host memory."""
     load: str | PathLike[str] | None
     """Files with the model's first values; None: the model has them."""
+    load_optimizer: bool
+    """True if these files also have the optimizer's first state."""
     saving: bool
     """True if checkpoints are written."""
     change: WorldChange | None
@@ -132,6 +135,8 @@ def prepare_training(
     if meta.is_needed:
         described["model"] = "on the meta device"
     described["cpu_offload"] = str(place.cpu_offload)
+    if place.load_optimizer:
+        described["load_optimizer"] = "True"
     place.comparison.require_equal(Call.PREPARE, described)
     _check_strategy(place, model, strategy, compute)
     _print_note(model, place)
@@ -211,6 +216,7 @@ def prepare_training(
             requests=CheckpointRequests(place.link, groups, stager, same_release=same_release),
             mirrored=MirroredShards(assignment, strategy, place.device, laid.mirrored_states),
             source=source,
+            first=_open_first_state(place, stored, laid),
         ),
         place.tracker,
     )
@@ -362,7 +368,25 @@ def _open_pretrained(place: Place, model: nn.Module) -> Pretrained | None:
         return None
     from elasticzero.snapshots.pretrained import Pretrained  # few scripts need it
 
-    return Pretrained(model, place.load, place.link)
+    return Pretrained(model, place.load, place.link, with_optimizer=place.load_optimizer)
+
+
+def _open_first_state(
+    place: Place, stored: Pretrained | None, laid: Strategy
+) -> PretrainedOptimizer | None:
+    """Finds the optimizers' first state in the files; None: training begins without, or goes on.
+
+    Args:
+        place: What the model is laid over.
+        stored: The files; None: there are none.
+        laid: The strategy.
+    """
+    begins = place.link.assignment.resume.tier == "fresh"
+    if stored is None or not place.load_optimizer or not begins:
+        return None
+    from elasticzero.snapshots.pretrained_optimizer import PretrainedOptimizer
+
+    return PretrainedOptimizer(stored, laid.optimizers, place.link, place.groups)
 
 
 def _open_source(place: Place) -> Checkpoint | None:

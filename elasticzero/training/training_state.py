@@ -43,6 +43,7 @@ from elasticzero.training.worlds.rows import Rows
 if TYPE_CHECKING:
     from elasticzero.ipc.fault_hold import FaultHold
     from elasticzero.rehearsal.probe import Probe
+    from elasticzero.snapshots.pretrained_optimizer import PretrainedOptimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,8 @@ class Captures:
     mirrored: MirroredShards
     source: Checkpoint | None = None
     """The state that this generation starts from, if `session.prepare` has opened it."""
+    first: PretrainedOptimizer | None = None
+    """The first state of optimizers, where training begins with one; None: it begins without."""
 
 
 class TrainingState:
@@ -117,7 +120,7 @@ class TrainingState:
         self._fault_hold = model.fault_hold
         self.stager = captures.stager
         self.requests = captures.requests
-        self._source = captures.source
+        self._source, self._first = captures.source, captures.first
         self._mirrored = captures.mirrored
         self._mirrors = bool(link.assignment.mirrors) and model.strategy.shards > 1
         """True if this rank keeps live copies of others' parts of the state."""
@@ -164,6 +167,8 @@ class TrainingState:
             self.requests.resume(self.position.tagging, self.step)
         else:
             self.auxiliary.buffers.begin()
+            if self._first is not None:
+                self._first.load(self.strategy, self.auxiliary)
         copy = self._copy_now()
         self.stager.begin(copy)
         self._verifier.begin(self.step)

@@ -14,6 +14,7 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.next_world import NextWorld
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison
+from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
 from elasticzero.parallel.parameter_changes import refused_operation
@@ -93,7 +94,12 @@ class Generation:
         return f"{self._framework} trains" if self._framework else ""
 
     def place(
-        self, comparison: Comparison, *, cpu_offload: bool, load: str | PathLike[str] | None
+        self,
+        comparison: Comparison,
+        *,
+        cpu_offload: bool,
+        load: str | PathLike[str] | None,
+        load_optimizer: bool,
     ) -> Place:
         """Returns what the model is to be laid over.
 
@@ -101,7 +107,13 @@ class Generation:
             comparison: Compares the configuration of the ranks' scripts.
             cpu_offload: Whether zero3 keeps its part of the state in host memory.
             load: Files with the model's first values; None: the model has them.
+            load_optimizer: Whether these files also have the optimizer's first state.
+
+        Raises:
+            UserError: The optimizer's state is asked for, and no files are.
         """
+        if load_optimizer and load is None:
+            raise UserError("session.prepare got load_optimizer=True without load=: name the files")
         return Place(
             link=self.link,
             groups=self.groups,
@@ -110,6 +122,7 @@ class Generation:
             device=self.device,
             cpu_offload=cpu_offload,
             load=load,
+            load_optimizer=load_optimizer,
             saving=self.saving,
             change=self._world_change(),
             save=self.link.save if isinstance(self.link, LocalLink) else None,

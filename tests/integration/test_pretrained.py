@@ -81,6 +81,40 @@ def test_it_trains_from_the_values_of_the_files(
         assert weights[name] == pytest.approx(value, abs=1e-3), name
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("zero1", 3, marks=pytest.mark.slow),
+        ("zero2", 3),
+        ("zero3", 2),
+    ],
+)
+def test_the_optimizer_goes_on_from_the_files(
+    strategy: str, ranks: int, pool: Pool, tmp_path: Path
+) -> None:
+    """They number the parameters, and have another rate than the script."""
+    model, data = build(torch.float64), Inputs()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.004, fused=True)
+    for step in (3, 2, 1, 0):  # the last step is the job's first
+        if step == 0:
+            saved = {"net": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(saved, tmp_path / "epoch3.pt")
+        batch = torch.stack([data[4 * step + i] for i in range(4)]).double()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    told: dict[str, Any] = {"strategy": strategy, "dtype": "float64", "micro": 2, "steps": 1}
+    told |= {"load": str(tmp_path / "epoch3.pt"), "load_optimizer": True, "meta": True}
+    told |= {"out": str(tmp_path / "out")}
+    assert pool.start(SCRIPT, [json.dumps(told)], ranks).finish() == 1
+    weights = json.loads(Path(f"{tmp_path}/out-weights-0").read_text())
+    assert weights.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert weights[name] == pytest.approx(value.sum().item(), rel=1e-9), name
+
+
 def test_files_that_only_rank_0_finds_wrong_end_the_job_in_a_line(tmp_path: Path) -> None:
     written_model(tmp_path / "hf")
     told = {"strategy": "zero3", "dtype": "float32", "micro": 2, "meta": True}

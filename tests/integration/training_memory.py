@@ -1,9 +1,10 @@
 """Trains a model of 24 layers and writes the greatest number of bytes that its tensors took.
 
 Argument: JSON with strategy, dtype, micro and out (a file); at will steps, ram (the
-bytes of RAM that seem to be free), meta (the model is built on the meta device), and load (the
-files that have its first values). The count is that of the storages of all living tensors after
-each operation, from the second step on; the model is built while they are counted.
+bytes of RAM that seem to be free), meta (the model is built on the meta device), load (the
+files that have its first values), and load_optimizer. The count is that of the storages of all
+living tensors after each operation, from the second step on; the model is built while they are
+counted.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def train(session: ez.Session) -> None:
             lambda params: torch.optim.AdamW(params, lr=0.001, fused=True),
             strategy=told["strategy"],
             load=told.get("load"),
+            load_optimizer=told.get("load_optimizer", False),
         )
         del built
         Path(f"{told['out']}-built-{session.rank}").write_text(json.dumps(live.peak))
@@ -92,7 +94,9 @@ def train(session: ez.Session) -> None:
         for batch in batches:
             if session.step_count == 1:
                 live.peak = 0
-            session.backward(model(batch.to(dtype)).float().square().mean())
+            output = model(batch.to(dtype))
+            wide = output if dtype == torch.float64 else output.float()
+            session.backward(wide.square().mean())
             session.step(max_grad_norm=1.0)
     weights = {name: tensor.double().sum().item() for name, tensor in session.state_dict().items()}
     Path(f"{told['out']}-weights-{session.rank}").write_text(json.dumps(weights))

@@ -237,9 +237,12 @@ class _Naming:
         """Returns the name of each parameter that an optimizer has state for, by its key there."""
         parameters: dict[tuple[KeyPath, str], str] = {}
         left = None if self._options.names is None else list(self._options.names)
+        groups = None if self._options.groups is None else list(self._options.groups)
         for path, state in self._optimizers:
             keys = [key for group in state["param_groups"] for key in group["params"]]
             names = self._names_of(state, keys)
+            if groups is not None and (names is None or not self._are_known(names)):
+                names = self._names_by_groups(path, state, groups)
             if names is None and left is not None:
                 names, left = left[: len(keys)], left[len(keys) :]
             if names is None:
@@ -258,6 +261,35 @@ class _Naming:
         if left:
             raise UserError(f"--names has {len(left)} more names than optimizers have parameters")
         return parameters
+
+    def _are_known(self, names: Iterable[str]) -> bool:
+        """Returns whether the model has tensors of these names."""
+        bare = (name.removeprefix(self._prefix).removeprefix(self._wrapper) for name in names)
+        return all(MODEL_PREFIX + self.aliases.get(name, name) in self._specs for name in bare)
+
+    def _names_by_groups(
+        self, path: KeyPath, state: Mapping[str, Any], groups: list[tuple[str, ...]]
+    ) -> list[str]:
+        """Returns the names of the parameters of an optimizer, by the groups of a job's.
+
+        Args:
+            path: The optimizer's path.
+            state: Its state dict.
+            groups: The job's groups that are left; those of this optimizer are taken off.
+
+        Raises:
+            UserError: The job's groups have other numbers of parameters.
+        """
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        taken, job_sizes = groups[: len(sizes)], [len(group) for group in groups]
+        del groups[: len(sizes)]
+        if [len(group) for group in taken] != sizes:
+            raise UserError(
+                f"{self._where}: the optimizer at {joined(path)!r} has groups of {sizes} "
+                f"parameters, and the script's of {job_sizes}: its parameters have numbers, so "
+                "build the optimizer with the groups that it was saved with, in the same order"
+            )
+        return [name for group in taken for name in group]
 
     def _names_of(self, state: Mapping[str, Any], keys: list[Any]) -> list[str] | None:
         """Returns the names that a state dict of an optimizer has itself."""

@@ -100,7 +100,7 @@ class Walk:
 
     def _kept_leaf(self, value: Any, path: KeyPath) -> Any:
         if isinstance(value, Opaque):
-            if value.refused:
+            if value.refused and (self._options.refuse_unknown or self._is_needed(path)):
                 raise UserError(
                     f"{self._saved.where}: {joined(path) or 'what was saved'!r} is a "
                     f"{value.name!a}, which only its own program can make: leave it out with "
@@ -133,6 +133,12 @@ class Walk:
         if not self._options.model_only or model is None or not path:
             return not self._options.model_only or not path
         return path[: len(model)] == model or model[: len(path)] == path
+
+    def _is_needed(self, path: KeyPath) -> bool:
+        """Returns whether a value is of the model or of an optimizer."""
+        model = self._saved.model
+        tops = self._optimizers if model is None else {model, *self._optimizers}
+        return any(path[: len(top)] == top for top in tops)
 
     def _is_step(self, path: KeyPath) -> bool:
         return (

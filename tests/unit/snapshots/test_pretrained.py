@@ -171,7 +171,9 @@ def test_what_only_the_files_have_is_said(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_other_mistakes_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"takes the path of a directory .* not a Bare"):
+    with pytest.raises(
+        UserError, match=r"takes the path of a file or of a directory .* not a Bare"
+    ):
         Pretrained(Bare(), Bare(), LINK)  # type: ignore[arg-type]
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     with pytest.raises(UserError, match=r"model\.safetensors says its header has 8 bytes"):
