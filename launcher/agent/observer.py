@@ -21,6 +21,7 @@ from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointState
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.watch_cache import (
+    WORLD,
     FirstSeen,
     WatchCache,
     reports_of,
@@ -286,6 +287,7 @@ class ClusterObserver:
             began_s=self._began_s,
             last_join_s=self._last_join_s,
             world=world,
+            world_unread=observer.get(WORLD) is None,
             world_s=self._world.since(generation, world is not None, now_s),
             outside_s=self._outside.since(generation, outside, now_s),
             alarm=alarm,

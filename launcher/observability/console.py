@@ -358,7 +358,8 @@ class ClusterConsole:
             "fresh": fresh_start(self.generation, session=self._session),
         }
         lost = self.lineage.lost(self.generation)
-        again = f", {lost} steps are computed again" if lost else ""
+        are = "is" if lost == 1 else "are"
+        again = f", {count_text(lost, 'step')} {are} computed again" if lost else ""
         reason = event["reason"]
         if (damage := event.get("skipped")) is not None:
             reason = damage["cause"]

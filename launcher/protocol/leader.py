@@ -252,6 +252,8 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
             f"{policy.join_timeout_s:g} s (--join-timeout){count}"
         )
         return Decision((ExitAgent(ExitCode.UNAVAILABLE),), reason)
+    if view.world_unread:
+        return wait("waiting for etcd to say how far the job has come")
     if not is_leader(view) or view.members is None:
         return wait("waiting for the oldest node to write the first world")
     if view.control.stop:
@@ -266,7 +268,8 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
         return wait(f"{ready} of at least {policy.min_nodes} nodes are here{why}")
     settling_s = view.last_join_s + policy.settle_s - now_s
     if ready < policy.max_nodes and settling_s > 0:
-        return wait(f"{ready} nodes are here; waiting {policy.settle_s:g} s for more")
+        attendance = f"{count_text(ready, 'node')} {'is' if ready == 1 else 'are'} here"
+        return wait(f"{attendance}; waiting {policy.settle_s:g} s for more")
     if view.storage_pending is not None:
         return wait(view.storage_pending)
     members = order_members(None, candidates, (), policy.max_nodes)

@@ -213,6 +213,8 @@ class View:
     """Time at which this agent began to wait for the first world."""
     last_join_s: float = 0.0
     world: World | None = None
+    world_unread: bool = False
+    """True if the store has not answered yet whether the job has a world."""
     world_s: float | None = None
     """Time at which this agent first saw that world."""
     outside_s: float | None = None
