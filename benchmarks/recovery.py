@@ -13,13 +13,13 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from recovery_costs import at_rest, overhead
 from recovery_peer import torchrun
 from recovery_report import CASES, Report, Row
-from recovery_trial import Struck, round_of
+from recovery_trial import GIVE_UP_S, NotDone, Struck, round_of
 
 from elasticzero.launcher.store.etcd.server import EtcdServer
 
@@ -30,9 +30,13 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def struck(options: argparse.Namespace, endpoint: str, runs: Path) -> list[Row]:
-    """Every case, strategies by turns in each round, then the peer."""
+def struck(
+    options: argparse.Namespace, endpoint: str, runs: Path
+) -> tuple[list[Row], dict[str, int]]:
+    """Every case, strategies by turns in each round, then the peer; and in how many rounds of a
+    case the peer made no step."""
     blows: dict[tuple[str, str], list[Struck]] = defaultdict(list)
+    hung: Counter[str] = Counter()
     strategies = options.strategies.split(",")
     for number in range(options.rounds):
         for strategy in strategies:
@@ -41,15 +45,21 @@ def struck(options: argparse.Namespace, endpoint: str, runs: Path) -> list[Row]:
                 say(f"round {number + 1}: {strategy}, {case}: {one.seconds:.3f} s")
     for number in range(options.peer):
         for case in PEER_CASES:
-            seconds = torchrun(case, runs)
+            try:
+                seconds = torchrun(case, runs, options.peer_timeout)
+            except NotDone as error:  # its figures are missing; ours stay
+                hung[case] += 1
+                say(f"torchrun {number + 1}: {case}: {error}; going on without it")
+                continue
             blows[case, "torchrun"].append(Struck(seconds=seconds, recomputed=0))
             say(f"torchrun {number + 1}: {case}: {seconds:.3f} s")
-    return [
+    rows = [
         Row(case=case, launcher=launcher, found=tuple(blows[case, launcher]))
         for case in CASES
         for launcher in [*strategies, "torchrun"]
         if blows.get((case, launcher))
     ]
+    return rows, dict(hung)
 
 
 def main() -> None:
@@ -61,6 +71,13 @@ def main() -> None:
         help="by commas; NAME+keep is with --keep-workers, NAME+tls with a token and TLS",
     )
     parser.add_argument("--peer", type=int, default=1, metavar="ROUNDS", help="of torchrun")
+    parser.add_argument(
+        "--peer-timeout",
+        type=float,
+        default=GIVE_UP_S,
+        metavar="S",
+        help="for torchrun to train, and to go on after a blow; then its round is left out",
+    )
     parser.add_argument("--lease-ttl", type=int, default=5, metavar="S", help="of the nodes")
     parser.add_argument("--rest", type=float, default=30.0, metavar="S", help="of training at rest")
     parser.add_argument(
@@ -74,11 +91,13 @@ def main() -> None:
     say(f"logs in {runs}, which stay if this fails")
     with EtcdServer() as etcd:
         endpoint = etcd.endpoint
+        rows, hung = struck(options, endpoint, runs)
         report = Report(
             command=shlex.join(["python", "benchmarks/recovery.py", *sys.argv[1:]]),
             rounds=options.rounds,
             lease_ttl_s=options.lease_ttl,
-            rows=struck(options, endpoint, runs),
+            rows=rows,
+            peer_hung=hung,
             rest=at_rest(endpoint, runs, options.rest) if options.rest else [],
             overheads=[
                 overhead(strategy, endpoint, runs, options.pairs)

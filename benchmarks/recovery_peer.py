@@ -11,14 +11,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from recovery_trial import HERE, STEADY_STEPS, wait_for
+from recovery_trial import GIVE_UP_S, HERE, STEADY_STEPS, wait_for
 
 from elasticzero.launcher.local.cluster import cluster_environment
 from elasticzero.processes import children_of, descendants
 
 
-def torchrun(case: str, runs: Path) -> float:
-    """Seconds from SIGKILL of a worker, or of a whole node, to the next step, on rank 0's notes."""
+def torchrun(case: str, runs: Path, give_up_s: float = GIVE_UP_S) -> float:
+    """Seconds from SIGKILL of a worker, or of a whole node, to the next step, on rank 0's notes.
+
+    Raises `NotDone` if the ranks do not come to train together, or to another step, within
+    `give_up_s`.
+    """
     notes = runs / f"notes-{time.time_ns()}"
     notes.touch()
     with socket.socket() as probe:
@@ -45,14 +49,14 @@ def torchrun(case: str, runs: Path) -> float:
             quiet = subprocess.DEVNULL
             agents.append(subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet))
             time.sleep(1.0)
-        wait_for("torchrun's steady training", steady)
+        wait_for("torchrun's steady training", steady, give_up_s)
         before = {line[2] for line in lines()}
         victim = next(a for a in agents if int(list(before)[-1]) not in children_of(a.pid))
         worker = children_of(victim.pid)[-1]
         killed_s = time.time()
         for pid in [victim.pid, *descendants(victim.pid)] if case == "node" else [worker]:
             os.kill(pid, signal.SIGKILL)
-        return wait_for("torchrun's next step", recovered) - killed_s
+        return wait_for("torchrun's next step", recovered, give_up_s) - killed_s
     finally:
         for agent in agents:
             for pid in [agent.pid, *descendants(agent.pid)]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 
 from performance_page import about_in_words, gpu, machine, present_commit, publish, record
 from recovery_costs import REST_STEP_S, AtRest, Overhead
 from recovery_gaps import Smoothness
 from recovery_trial import Struck
+
+from elasticzero.text import count_text
 
 CASES = {
     "worker": "SIGKILL to a worker: next step after",
@@ -73,6 +75,8 @@ class Report:
     rows: list[Row]
     rest: list[AtRest]
     overheads: list[Overhead]
+    peer_hung: dict[str, int] = field(default_factory=dict)
+    """Maps a case to the number of rounds in which torchrun made no further step."""
 
     def most_s(self, case: str) -> float:
         """The target of a case."""
@@ -99,6 +103,14 @@ class Report:
                 f"| {redone} | {ratio} | {'' if theirs else verdict(met)} |"
             )
         return "\n".join(lines)
+
+    def hung_peers(self) -> str:
+        """The rounds in which torchrun made no step after a blow, or never trained steadily."""
+        return "\n".join(
+            f"{CASES[case]}: torchrun came to none in time in "
+            f"{count_text(rounds, 'round')} (--peer-timeout), which its figures leave out."
+            for case, rounds in self.peer_hung.items()
+        )
 
     def gaps_table(self) -> str:
         """The largest gap between two steps near each planned change, and the slow-down."""
@@ -179,7 +191,13 @@ class Report:
 
     def __str__(self) -> str:
         rows = self.times_table() if self.rows else ""
-        figures = (self.gaps_table(), self.noticed(), self.rest_table(), self.overhead_table())
+        figures = (
+            self.hung_peers(),
+            self.gaps_table(),
+            self.noticed(),
+            self.rest_table(),
+            self.overhead_table(),
+        )
         parts: Iterable[str] = (rows, *figures)
         return "\n\n".join(text for text in parts if text)
 

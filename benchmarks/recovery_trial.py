@@ -40,15 +40,19 @@ class Struck:
     """Gap and slow-down around a planned change; None: the blow was none."""
 
 
+class NotDone(SystemExit):
+    """Says what did not happen in time; ends the benchmark where nothing handles it."""
+
+
 def wait_for(what: str, poll: Callable[[], T | None], give_up_s: float = GIVE_UP_S) -> T:
-    """Returns what `poll` returns, once it is not None."""
+    """Returns what `poll` returns, once it is not None; raises `NotDone` if it stays None."""
     deadline_s = time.monotonic() + give_up_s
     while time.monotonic() < deadline_s:
         value = poll()
         if value is not None:
             return value
         time.sleep(0.01)
-    raise SystemExit(f"error: {what} did not happen within {give_up_s:g} s")
+    raise NotDone(f"error: {what} did not happen within {give_up_s:g} s")
 
 
 @dataclass

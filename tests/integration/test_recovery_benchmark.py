@@ -1,0 +1,29 @@
+"""The benchmark of recoveries keeps its own figures where its peer makes no step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
+    """Here it has no time to begin with: two real torchruns are started, and given up."""
+    arguments = ["--rounds", "0", "--rest", "0", "--pairs", "0", "--peer-timeout", "0.01"]
+    completed = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "recovery.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert completed.stderr.count("going on without it") == 2, completed.stderr
+    assert completed.stdout.splitlines() == [
+        f"SIGKILL to a {case}: next step after: torchrun came to none in time in 1 round "
+        "(--peer-timeout), which its figures leave out."
+        for case in ("worker", "node")
+    ]
