@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from elasticzero.errors import ExitCode
+from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.options.parser import Parser
 from elasticzero.memory_estimate import (
     FLAT_BUCKET_BYTES,
@@ -151,6 +151,33 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuses numbers of parameters that contradict one another."""
+    if not args.params:
+        raise UserError("--params 0: a model has at least 1 parameter; give 7e9 or 7B, for example")
+    for option in ("layer_params", "outer_params", "frozen_params"):
+        count = getattr(args, option) or 0
+        if count > args.params:
+            raise UserError(
+                f"--{option.replace('_', '-')} {count:g}: the whole model has {args.params:g} "
+                "parameters (--params)"
+            )
+
+
+def _check_room(args: argparse.Namespace, room: int) -> None:
+    """Refuses memory of which activations and CUDA leave nothing.
+
+    Args:
+        args: the parsed options of `plan`.
+        room: Bytes of a GPU that training state may take.
+    """
+    if room <= 0:
+        raise UserError(
+            f"--gpu-memory {size_text(args.gpu_memory)}: activations and CUDA leave nothing of it "
+            "for training state; write its unit, such as 80GiB, or fewer --activations"
+        )
+
+
 def _plan(args: argparse.Namespace) -> int:
     plan = compute_plan(args)
     print_result(json.dumps(plan, indent=2) if args.json else plan_text(plan), end="")
@@ -166,7 +193,11 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     Returns:
         The options that matter, a row of sizes in bytes for each strategy with each `--shard`, and
         by `--shard` the first strategy that fits.
+
+    Raises:
+        UserError: a number of parameters contradicts another, or a GPU has no room for state.
     """
+    _check_numbers(args)
     element_bytes = ELEMENT_BYTES[args.dtype]
     forward_bytes = ELEMENT_BYTES[args.precision]
     trained = max(args.params - args.frozen_params, 0)
@@ -182,6 +213,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     )
     kept = STATE_SIZES[args.optimizer]
     room = room_for_state(args.gpu_memory, args.activations, cuda=True)
+    _check_room(args, room)
     shards = _shards(args)
     rows = []
     for strategy, shard in _cases(kept.strategies, shards):

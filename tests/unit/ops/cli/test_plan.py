@@ -162,3 +162,24 @@ def test_bad_numbers_are_named(arguments: list[str], capsys: pytest.CaptureFixtu
         main(["plan", *arguments])
     assert ended.value.code == 64
     assert arguments[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--params", "0"], "--params 0: a model has at least 1 parameter"),
+        (["--params", "7B", "--frozen-params", "8B"], "--frozen-params 8e+09: the whole model has"),
+        (["--params", "7B", "--layer-params", "8B"], "--layer-params 8e+09: the whole model has"),
+        (["--params", "7B", "--outer-params", "8B"], "--outer-params 8e+09: the whole model has"),
+        (["--params", "7B", "--gpu-memory", "80"], "--gpu-memory 80 B: activations and CUDA leave"),
+        (["--params", "7B", "--activations", "90GiB"], "--gpu-memory 80.0 GiB: activations and CU"),
+    ],
+)
+def test_numbers_that_make_no_plan_are_refused(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """80 without a unit was 80 bytes, of which training state might take a negative number."""
+    assert main(["plan", *arguments]) == 64
+    output, error = capsys.readouterr()
+    assert not output
+    assert error.startswith(f"error: {text}")
