@@ -164,6 +164,19 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def directory_problem(error: OSError) -> str:
+    """Returns why a directory could not be made or written, without the error's number.
+
+    The system says "File exists" of a file that has the directory's name, which is no reason to the
+    user of an option that names a directory.
+    """
+    if isinstance(error, FileExistsError):
+        return f"{error.filename} is a file, and no directory"
+    if isinstance(error, NotADirectoryError):
+        return "a part of its path is a file"
+    return error.strerror or str(error) or type(error).__name__
+
+
 CALLERS_OF_SCRIPTS = (
     "elasticzero.entry_point",
     "elasticzero.launcher.workers.fork_server",

@@ -15,13 +15,12 @@ from elasticzero.checkpoint.storage.base import (
     Bytes,
     Views,
     as_storage_error,
-    explain,
     holds,
     partial_name,
 )
 from elasticzero.checkpoint.storage.linux import UNSUPPORTED, exchange, rename_new
 from elasticzero.checkpoint.storage.new_file import write_new
-from elasticzero.errors import StorageError
+from elasticzero.errors import StorageError, directory_problem
 
 _EXCHANGES, _PAUSE_S = 100, 0.001
 """Maximum number of times that two files exchange their names in one replacement, and the longest
@@ -275,8 +274,9 @@ class DiskDirectory:
             _make_directories(self.path)
             probe.write_bytes(b"")
         except OSError as error:
+            problem = directory_problem(error)
             raise StorageError(
-                f"the checkpoint directory {self.path} cannot be written: {explain(error)}"
+                f"the checkpoint directory {self.path} cannot be written: {problem}"
             ) from error
         finally:
             with suppress(OSError):

@@ -31,7 +31,11 @@ NEARNESS = 0.75
 """Least similarity, from 0 to 1, of the option that an error suggests for one that is unknown."""
 MAX_IN_USAGE = 6
 """Number of options that a line of usage names; of more it says only that there are some."""
+MAX_LISTED = 10
+"""Number of choices that an error lists; of more it names the nearest alone, where one is near."""
 HELP_ALL = "--help-all"
+MISSING = "the following arguments are required: "
+"""Beginning of argparse's message where a word or an option is missing."""
 EXAMPLES = "examples:\n"
 """Beginning of a text whose lines the help prints as they are."""
 
@@ -129,6 +133,12 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        missing = message.removeprefix(MISSING)
+        if missing != message:
+            is_command = self.commands and not missing.startswith("-")
+            commands = f": {', '.join(self.commands)}"
+            message = f"{'a command' if is_command else missing} must be given"
+            message += commands if is_command else ""
         print_foreign(f"error: {message}\nsee: {self.prog} --help")
         raise SystemExit(ExitCode.USAGE)
 
@@ -170,6 +180,8 @@ class Parser(argparse.ArgumentParser):
             self.error(_unknown_command(str(value), choices, self.prog))
         hint = nearest_text(str(value), choices)
         name = max(action.option_strings, key=len, default=str(action.metavar or action.dest))
+        if hint and len(choices) > MAX_LISTED:
+            self.error(f"unknown {name} {value}{hint}")
         self.error(f"{name} {value}: one of {', '.join(choices)} is expected{hint}")
 
     def parse_known_args(  # type: ignore[override]

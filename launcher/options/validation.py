@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
-from elasticzero.errors import UserError
+from elasticzero.errors import UserError, directory_problem
 from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.trackers import TrackerTarget
 from elasticzero.launcher.secrets import TOKEN, Secret, read_secret
@@ -172,8 +172,8 @@ def make_log_directory(log_dir: str | None, job: str) -> Path:
     except OSError as error:
         where = f": {error.filename}" if error.filename and not log_dir else ""
         raise UserError(
-            f"{what}: logs cannot be written there ({error.strerror}{where}); give another "
-            "--log-dir DIR"
+            f"{what}: logs cannot be written there ({directory_problem(error)}{where}); "
+            "give another --log-dir DIR"
         ) from None
     return directory
 

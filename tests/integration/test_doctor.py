@@ -152,6 +152,7 @@ def test_lines_for_people(memory: Path) -> None:
     assert all(line.split()[0] in ("ok", "note", "problem") for line in lines)
     assert len(lines) >= 9
     assert last.startswith("0 problems, ")
+    assert done.stderr.startswith("examining this machine; this takes some seconds\n")
 
 
 @pytest.mark.parametrize(

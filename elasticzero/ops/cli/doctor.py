@@ -17,7 +17,7 @@ from elasticzero.ops.doctor.finding import Finding
 from elasticzero.ops.doctor.rules import findings
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.values import port_number
-from elasticzero.text import bytes_of, count_text, print_result
+from elasticzero.text import bytes_of, count_text, print_foreign, print_result
 
 OF_RUN = (
     *("checkpoint_dir", "snapshot_dir", "http_port", "http_host", "preemption"),
@@ -81,6 +81,12 @@ def _doctor(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _subject(args: argparse.Namespace) -> str:
+    """Returns what is examined, as far as it may take long."""
+    asked = [*endpoints_of(args), *(args.peer or ()), *filter(None, [args.checkpoint_dir])]
+    return ", ".join(["this machine", *asked])
+
+
 def _examine(args: argparse.Namespace) -> MachineFacts:
     from elasticzero.ops.doctor import machine_probes as machine
     from elasticzero.ops.doctor import service_probes as service
@@ -92,6 +98,8 @@ def _examine(args: argparse.Namespace) -> MachineFacts:
     port = DEFAULT_HTTP_PORT if port_given is None else port_given
     peers = args.peer or ()
     network = private_network(FLAG, args.require_private_network)
+    if not args.json:
+        print_foreign(f"examining {_subject(args)}; this takes some seconds")
     return MachineFacts(
         etcd=service.etcd_facts(endpoints_of(args), access),
         port=service.port_facts(args.http_host, port, is_given=port_given is not None),

@@ -372,3 +372,34 @@ def test_a_missing_script_is_all_that_is_missing(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         parse(["run"])
     assert capsys.readouterr().err.startswith("error: a training script must be given, as in: ")
+
+
+def test_the_nearest_of_many_choices_is_named_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["show", "examples/quickstart"])
+    error, _ = capsys.readouterr().err.splitlines()
+    assert error == (
+        "error: unknown NAME examples/quickstart; did you mean examples/quickstart.py?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a command must be given: run, local, rehearse, "),
+        (["k8s"], "a command must be given: render, "),
+        (["checkpoint"], "a command must be given: list, inspect, "),
+        (["plan"], "--params must be given"),
+        (["drain"], "NODE must be given"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_missing_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command alone leads on to those below it, by their names."""
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    error, see = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert see == f"see: {' '.join(['elasticzero', *arguments])} --help"

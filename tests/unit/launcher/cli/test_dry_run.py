@@ -112,10 +112,24 @@ def test_no_secret_is_printed(
         (["--keep", "0", "train.py"], "error: --keep 0"),
         (["--nproc-per-node", "many", "train.py"], "--nproc-per-node many"),
         (["--checkpoint-every", "5", "train.py"], "needs --checkpoint-dir"),
-        (["--checkpoint-dir", "train.py", "train.py"], "train.py cannot be written"),
+        (
+            ["--checkpoint-dir", "train.py", "train.py"],
+            "train.py is a file, and no directory",
+        ),
+        (
+            ["--checkpoint-dir", "train.py/x", "train.py"],
+            "train.py is a file, and no directory",
+        ),
         (["--snapshot-dir", "nowhere", "train.py"], "--snapshot-dir nowhere does not exist"),
         (["--snapshot-dir", "train.py", "train.py"], "--snapshot-dir train.py is no directory"),
-        (["--log-dir", "train.py/logs", "train.py"], "logs cannot be written there"),
+        (
+            ["--log-dir", "train.py/logs", "train.py"],
+            "logs cannot be written there (a part of its path is a file)",
+        ),
+        (
+            ["--log-dir", "train.py", "--job", "j", "train.py"],
+            "logs cannot be written there (a part of its path is a file)",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
