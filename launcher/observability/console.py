@@ -290,8 +290,8 @@ class ClusterConsole:
                 self._restored = True
                 phases = f"connect {event['connect_s']:.2f} s, restore {event['restore_s']:.2f} s"
                 device = f" on {event['device']}" if event.get("device") else ""
-                text = f"training goes on from step {event['step']}{device} ({phases})"
-                self.print_line(f"  {text}", at_s)
+                begins = f"goes on from step {event['step']}" if event["step"] else "begins"
+                self.print_line(f"  training {begins}{device} ({phases})", at_s)
             case "data_changed":
                 self.print_line(f"  {event['message']}", at_s)
             case "tracker" if event["opened"] not in self._opened:

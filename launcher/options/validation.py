@@ -148,7 +148,8 @@ def check_script(script: str, *, is_module: bool, is_program: bool = False) -> s
         return script
     path = Path(script).absolute()
     if not path.is_file():
-        raise UserError(f"the training script {path} does not exist")
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise UserError(f"the training script {path} {problem}")
     return str(path)
 
 

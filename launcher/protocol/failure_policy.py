@@ -16,9 +16,10 @@ Pure. Rules:
      named when the job is given up. An error is remembered until the state is past its step.
  B3  Consecutive errors of one kind, of the same rank or after the same step, are reported as the
      script's or its data's: a lost machine leaves no error, and a bad one not always the same. If
-     they are on different nodes, that is certain. The same exception at the same step in two
-     generations, on two nodes or more, ends the job at once. Two errors are the same if their lines
-     are, apart from numbers. Errors of files and connections may be transient, and only count (B1).
+     they are on different nodes, that is certain; on one node alone it may be that machine's too.
+     The same exception at the same step in two generations, on two nodes or more, ends the job at
+     once. Two errors are the same if their lines are, apart from numbers. Errors of files and
+     connections may be transient, and only count (B1).
  B4  A node gets a strike if its workers fail and no other node's do. A failure of another node
      takes the strikes back of those that trained with it, and so does a generation that lasted for
      FORGIVEN_S. From QUARANTINE_STRIKES strikes on, the node is quarantined: it waits for
@@ -254,7 +255,7 @@ def repeated_failure_note(row: tuple[FailureRecord, ...]) -> str:
     if len(nodes) > 1:
         where, whose = "on different nodes", "not a machine"
     else:
-        where, whose = f"on {last.node}", "rather than a machine"
+        where, whose = f"on {last.node} alone", "or that machine"
     return f"{alike} generations in a row failed alike, {where}: the script or its data, {whose}"
 
 

@@ -109,6 +109,7 @@ def test_no_secret_is_printed(
     ("arguments", "text"),
     [
         (["nowhere.py"], "nowhere.py does not exist"),
+        (["."], "is a directory"),
         (["--keep", "0", "train.py"], "error: --keep 0"),
         (["--nproc-per-node", "many", "train.py"], "--nproc-per-node many"),
         (["--checkpoint-every", "5", "train.py"], "needs --checkpoint-dir"),

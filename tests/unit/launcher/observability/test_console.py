@@ -308,3 +308,22 @@ def test_a_lost_peer_is_no_error_of_a_rank(told: Told) -> None:
     for blame in ("peer", "checkpoint", "rollback"):
         told.record("failed", rank=1, **{**FAILED, "blame": blame})
     assert told.lines() == []
+
+
+def test_a_fresh_start_begins_and_every_other_goes_on(told: Told) -> None:
+    """A first run was said to go on from step 0."""
+    for generation, step in ((1, 0), (2, 6)):
+        told.world(generation)
+        told.record(
+            "restored",
+            generation=generation,
+            step=step,
+            device="the CPU",
+            connect_s=0.1,
+            restore_s=0.0,
+        )
+    lines = [line for line in told.lines() if "training" in line]
+    assert lines == [
+        "  training begins on the CPU (connect 0.10 s, restore 0.00 s)",
+        "  training goes on from step 6 on the CPU (connect 0.10 s, restore 0.00 s)",
+    ]

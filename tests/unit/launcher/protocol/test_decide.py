@@ -571,7 +571,7 @@ def test_a_failed_job_names_the_step_and_each_first_error() -> None:
     assert [s.generation for s in action.done.setbacks] == [1, 2, 3]
     assert action.done.reason == (
         "rank 0 on b failed: ValueError: no; 4 times in a row without progress past step 20; "
-        f"3 generations in a row failed alike, on b: the script or its data, rather than a machine{NO_PLACE}"
+        f"3 generations in a row failed alike, on b alone: the script or its data, or that machine{NO_PLACE}"
     )
 
 

@@ -209,7 +209,7 @@ def test_a_killed_worker_without_a_step_names_its_first_step() -> None:
     assert setbacks(world(), 20, ("a", killed))[0].step == 20
 
 
-ALIKE = "generations in a row failed alike, on a: the script or its data, rather than a machine"
+ALIKE = "generations in a row failed alike, on a alone: the script or its data, or that machine"
 SURE = (
     "2 generations in a row failed alike, on different nodes: the script or its data, not a machine"
 )
