@@ -104,6 +104,19 @@ def many_text(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
+def shortened(text: str, most: int) -> str:
+    """Returns the first `most` characters of a text that has more, and how many are left out."""
+    left_out = len(text) - most
+    return text if left_out <= 0 else f"{text[:most]}... ({left_out} characters more)"
+
+
+def with_short_lines(text: str, most: int) -> str:
+    """Returns a text in which each line has at most `most` characters, as `shortened`."""
+    if len(text) <= most:
+        return text
+    return "\n".join(shortened(line, most) for line in text.split("\n"))
+
+
 def list_text(items: Iterable[object], most: int) -> str:
     """Returns the first `most` items with commas between them, and `...` where there are more."""
     texts = list(map(str, items))

@@ -24,6 +24,7 @@ from elasticzero.errors import ElasticZeroError
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Logged, Message, Stepped
 from elasticzero.serialization import RecordError, decode, encode, parse_json
+from elasticzero.text import shortened, with_short_lines
 
 CHANNEL_FD_VARIABLE = "ELASTICZERO_CHANNEL_FD"
 """Environment variable with the descriptor of the worker's end."""
@@ -40,6 +41,8 @@ MAX_DRAIN_BYTES = 1 << 20
 process that writes without end does not keep the agent."""
 MAX_ERROR_CHARACTERS = 1 << 20
 """Number of characters of an error, and of its traceback, that are sent if the line is too long."""
+MAX_ERROR_LINE_CHARACTERS = 1000
+"""Number of characters of each line of that traceback, whose last line repeats the error."""
 READ_BYTES = 1 << 16
 """Maximum number of bytes of one read."""
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"')
@@ -250,8 +253,9 @@ def _line(message: Message) -> bytes:
     line = _encoded(message)
     if len(line) > MAX_LINE_BYTES and isinstance(message, Failed):
         text, trace = message.message, message.traceback
-        short = text[:MAX_ERROR_CHARACTERS], trace[-MAX_ERROR_CHARACTERS:]
-        line = _encoded(replace(message, message=short[0], traceback=short[1]))
+        trace = with_short_lines(trace, MAX_ERROR_LINE_CHARACTERS)[-MAX_ERROR_CHARACTERS:]
+        text = shortened(text, MAX_ERROR_CHARACTERS)
+        line = _encoded(replace(message, message=text, traceback=trace))
     if len(line) > MAX_LINE_BYTES:
         raise MessageTooLong(
             f"a message {type(message).__name__} between worker and agent has {len(line)} bytes; "

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from elasticzero.ipc.assignment import Assignment
+from elasticzero.ipc.channel import MAX_ERROR_LINE_CHARACTERS
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Abort,
@@ -51,8 +53,15 @@ from elasticzero.launcher.workers.process import (
 from elasticzero.launcher.workers.progress_monitor import ProgressMonitor, WorkerProgress
 from elasticzero.processes import is_exiting
 from elasticzero.serialization import field_values
+from elasticzero.text import shortened, with_short_lines
 
+T = TypeVar("T")
 MAX_TRACEBACK = 4000
+"""Maximum number of characters of the end of a traceback that documents hold."""
+MAX_TEXT = 4000
+"""Maximum number of characters of a text of a worker that goes on to documents, logs and terminals.
+The script decides how long it is, and etcd refuses a document of more than 1.5 MiB; the worker's
+own log has all of it."""
 LATE_AFTER_S = 5.0
 """Seconds after which workers without a loaded state count as slow; those that have not even called
 `elasticzero.run` are taken for a plain script."""
@@ -350,7 +359,7 @@ class WorkerGroup:
         return in_order(received)
 
     def _receive(self, worker: Worker, now_s: float) -> list[Received]:
-        messages = worker.receive()
+        messages = [_with_short_texts(message) for message in worker.receive()]
         for message in messages:
             self._handle(worker, message, now_s)
         return [(worker, message) for message in messages]
@@ -497,6 +506,7 @@ class WorkerGroup:
 
     def _fail(self, failure: Failure) -> None:
         """Records a failure if it explains the known one better; of equals the first stays."""
+        failure = _with_short_texts(failure)
         recorded = self.failure
         order = BLAME_ORDER.index
         if recorded is None or order(failure.blame) < order(recorded.blame):
@@ -507,3 +517,18 @@ class WorkerGroup:
         for worker in self.workers:
             if worker.at_work:
                 worker.send(message)
+
+
+def _with_short_texts(message: T) -> T:
+    """Returns a message of a worker, or a failure, with no text that is too long for a document."""
+    changes: dict[str, str] = {}
+    for name in ("message", "reason", "error"):
+        text = getattr(message, name, None)
+        if isinstance(text, str) and len(text) > MAX_TEXT:
+            changes[name] = shortened(text, MAX_TEXT)
+    trace = getattr(message, "traceback", "")
+    if (short := with_short_lines(trace, MAX_ERROR_LINE_CHARACTERS)) != trace:
+        changes["traceback"] = short
+    changed: Any = replace(cast(Any, message), **changes) if changes else message
+    result: T = changed
+    return result

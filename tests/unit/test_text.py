@@ -15,7 +15,9 @@ from elasticzero.text import (
     print_foreign,
     printable,
     share_text,
+    shortened,
     span_text,
+    with_short_lines,
 )
 from tests.conftest import ROOT
 
@@ -136,3 +138,13 @@ def test_one_function_prints_the_words_of_others() -> None:
     }
     assert printing <= set(PRINTERS), "print the words of others by print_foreign"
     assert printable("x\x1b") == "x\\x1b"
+
+
+def test_a_long_text_is_shortened_and_says_so() -> None:
+    assert shortened("four", 4) == "four"
+    assert shortened("abcdefg", 4) == "abcd... (3 characters more)"
+
+
+def test_long_lines_are_shortened_and_the_others_are_kept() -> None:
+    assert with_short_lines("a\nabcdefg\nb\n", 4) == "a\nabcd... (3 characters more)\nb\n"
+    assert with_short_lines("a\nb\nc\nd\n", 4) == "a\nb\nc\nd\n"

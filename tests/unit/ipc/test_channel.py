@@ -196,12 +196,13 @@ def test_descriptors_do_not_pile_up_in_an_agent(ends: Ends) -> None:
 def test_a_long_error_is_shortened_and_others_refused(ends: Ends) -> None:
     a, b = ends
     long = "x" * MAX_LINE_BYTES
-    failed = Failed(step=1, blame="user", message=f"begin{long}", traceback=f"{long}end")
+    failed = Failed(step=1, blame="user", message=f"begin{long}", traceback=f"at\n{long}\nend")
     thread = threading.Thread(target=a.send, args=(failed,))
     thread.start()
     received = b.receive(30.0)
     thread.join()
     assert isinstance(received, Failed)
-    assert received.message.startswith("begin") and received.traceback.endswith("end")
+    assert received.message.startswith("begin")
+    assert received.traceback.startswith("at\nxx") and received.traceback.endswith("\nend")
     with pytest.raises(MessageTooLong, match="a message Busy between worker and agent has"):
         a.send(Busy(doing=long))
