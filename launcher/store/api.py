@@ -10,15 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elasticzero.errors import RetryError
+from elasticzero.errors import ElasticZeroError, RetryError
 from elasticzero.launcher.store.data_loss import History
 
 MAX_OPERATIONS = 128
 """Maximum number of operations in a transaction; etcd refuses more."""
+MAX_COMPARED_BYTES = 1 << 19
+"""Maximum number of bytes of a value that a condition repeats: with it, and with what is put, a
+request must have at most the 1.5 MiB that etcd takes."""
 
 
 class LeaseLost(RetryError):
     """Says that the lease of a write no longer exists: take a new one, and register again."""
+
+
+class RequestTooLarge(ElasticZeroError):
+    """Says that the store refused a write for its size, as it will each time; nothing was
+    written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +74,16 @@ class Condition:
 def unchanged(key: str, entry: Entry | None) -> Condition:
     """Returns a condition that holds as long as a key is as it was read.
 
+    A value of more than MAX_COMPARED_BYTES is told by its revision alone.
+
     Args:
         key: The key.
         entry: What was read; None: the key did not exist.
     """
     if entry is None:
         return Condition(key=key, mod_revision=0)
-    return Condition(key=key, mod_revision=entry.mod_revision, value=entry.value)
+    value = entry.value if len(entry.value) <= MAX_COMPARED_BYTES else None
+    return Condition(key=key, mod_revision=entry.mod_revision, value=value)
 
 
 class Watch(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elasticzero.checkpoint.steps import catalog
 from elasticzero.checkpoint.storage.urls import open_directory
-from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.api import RequestTooLarge, job_prefix, unchanged
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.clusters import REGRESSION, Story, elasticzero, story
@@ -32,6 +32,25 @@ def store_of(etcd: EtcdServer, job: str) -> Iterator[EtcdStore]:
         yield store
     finally:
         store.close()
+
+
+def test_a_write_that_is_too_large_is_no_outage(etcd: EtcdServer, job: str) -> None:
+    """It was taken for one: the agent waited for etcd for ever, also after SIGTERM."""
+    with store_of(etcd, job) as store:
+        assert store.write({"world": b"here"}) is not None
+        for size in (1_600_000, 5_000_000):  # what etcd refuses, and what gRPC does
+            with pytest.raises(RequestTooLarge, match=f"'done' has {size} bytes"):
+                store.write({"done": b"x" * size})
+        assert store.reachable and set(store.read("").entries) == {"world"}
+
+
+def test_a_large_value_can_be_written_over(etcd: EtcdServer, job: str) -> None:
+    """A condition repeated it, so that no end of the job could be written."""
+    with store_of(etcd, job) as store:
+        assert store.write({"done": b"x" * 1_500_000}) is not None
+        large = store.read("done").entries["done"]
+        assert store.write({"done": b"1" * 100_000}, conditions=[unchanged("done", large)])
+        assert store.write({"done": b"2"}, conditions=[unchanged("done", large)]) is None
 
 
 def arguments(checkpoints: Path) -> list[str]:

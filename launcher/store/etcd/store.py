@@ -22,6 +22,7 @@ from elasticzero.launcher.store.api import (
     Lease,
     LeaseLost,
     PrefixState,
+    RequestTooLarge,
     check_write,
 )
 from elasticzero.launcher.store.data_loss import History
@@ -44,6 +45,9 @@ from elasticzero.text import list_text
 __all__ = ["EtcdStore", "Timeouts"]
 
 log = logging.getLogger(__name__)
+
+TOO_LARGE = ("request is too large", "received message larger than max")
+"""What etcd, and gRPC before it, say of a request that is larger than `--max-request-bytes`."""
 
 
 def _ignore(operation: str, seconds: float, error: str | None) -> None:
@@ -142,6 +146,13 @@ class EtcdStore:
                     self._leases[lease.id].check()
                 raise LeaseLost(
                     f"lease {lease.id:x} is gone, nothing was written: take a new one"
+                ) from None
+            if any(text in error.detail for text in TOO_LARGE):
+                sizes = {name: len(value) for name, value in puts.items()}
+                sizes |= {c.key: len(c.value) for c in conditions if c.value is not None}
+                raise RequestTooLarge(
+                    f"{error}: "
+                    + list_text((f"{key!r} has {size} bytes" for key, size in sizes.items()), 4)
                 ) from None
             if error.code not in TRANSIENT:
                 raise
