@@ -37,6 +37,9 @@ MAX_LABEL = 63
 """Number of characters of a part of a host's name, between dots."""
 MAX_REASON_CHARACTERS = 200
 """Number of characters of what is wrong with a document that a line repeats."""
+MAX_BYTES: Mapping[type[Any], int] = {Member: 1 << 14, Report: 1 << 18, Alarm: 1 << 18}
+"""Maximum number of bytes of documents from which worlds are made: many times what an agent writes.
+etcd would refuse a world that repeats the texts of a larger one."""
 HOSTS_KEPT = 4096
 """Number of addresses that are checked once, though each world names them again."""
 _ABSENT = "it counts as absent; delete the key unless an agent of another release wrote it"
@@ -56,6 +59,9 @@ MEANINGS: Mapping[type[Any], str] = {
 def document(kind: type[T], data: bytes) -> T:
     """Returns the document of this kind that the store holds as `data`; raises `RecordError` if it
     is none."""
+    if len(data) > (most := MAX_BYTES.get(kind, len(data))):
+        place = kind.__name__.lower()
+        raise RecordError(f"{place}: at most {most} bytes were expected, not {len(data)}")
     if kind is World:
         read: Any = world_from_bytes(data)
     else:
@@ -75,8 +81,11 @@ def member_at(entry: Entry) -> Member:
 
 
 def check_place(entry: Entry, read: Any) -> None:
-    """Raises `RecordError` for a registration at the key of another node."""
-    if isinstance(read, Member) and entry.key.rpartition("/")[2] != read.node:
+    """Raises `RecordError` for a registration at any other key than its node's.
+
+    A key in a folder of its own is another one too: one node would have two registrations.
+    """
+    if isinstance(read, Member) and entry.key.partition("/")[2] != read.node:
         raise RecordError(f"member.node: the key's name was expected, not {read.node!r:.60}")
 
 

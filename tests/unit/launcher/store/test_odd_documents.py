@@ -32,6 +32,7 @@ from elasticzero.launcher.protocol.documents import (
     Control,
     Done,
     Member,
+    Proposal,
     Report,
     Run,
     World,
@@ -52,6 +53,7 @@ from elasticzero.launcher.store.watch_cache import (
     CONTROL,
     DONE,
     MEMBERS,
+    NEXT,
     REPORTS,
     WORLD,
     WatchCache,
@@ -73,6 +75,7 @@ KINDS: Mapping[str, type[Any]] = {
     f"{reports_of(GENERATION)}node-0": Report,
     CONTROL: Control,
     DONE: Done,
+    NEXT: Proposal,
 }
 
 
@@ -85,7 +88,16 @@ def _job() -> dict[str, bytes]:
     for key, value in job["written"]:
         first.setdefault(key[start:], value.encode())
     present = {key[start:]: value.encode() for key, value in job["present"].items()}
-    return first | present
+    world = document(World, first[WORLD])
+    proposal = Proposal(
+        generation=GENERATION + 1,
+        token="next",
+        of=world.token,
+        members=tuple(world.members[1:]),
+        leavers=(world.nodes[0],),
+        reason=f"{world.nodes[0]} leaves",
+    )
+    return first | present | {NEXT: to_bytes(proposal)}
 
 
 JOB = _job()
@@ -147,7 +159,7 @@ class Node:
 
     def look(self) -> None:
         """Takes in what the store holds now."""
-        for prefix in (WORLD, CONTROL, DONE, ALARM, MEMBERS, reports_of(GENERATION)):
+        for prefix in (WORLD, CONTROL, DONE, ALARM, MEMBERS, NEXT, reports_of(GENERATION)):
             self.cache.put(prefix, self.store.read(prefix))
 
     def turn(self, *, leaving: bool = False, training: bool = True) -> None:
@@ -206,6 +218,10 @@ def examine(key: str, data: bytes) -> None:
 def use(read: Any) -> None:
     """Does with a document what agents and workers do only later."""
     match read:
+        case Proposal():
+            for member in read.members:
+                use(member)
+                assert read.find(member.node, member.incarnation) is not None
         case Member():
             read.host.encode("idna")
             struct.pack("!HH", read.http_port, read.store_port)
@@ -306,7 +322,7 @@ def test_noise_at_every_key(key: str, data: bytes) -> None:
     examine(key, data)
 
 
-@pytest.mark.parametrize("kind", [Member, Alarm, Report, Control, Done, World])
+@pytest.mark.parametrize("kind", [Member, Alarm, Report, Control, Done, World, Proposal])
 def test_a_field_of_a_later_release_is_ignored(kind: type[Any]) -> None:
     """So a rolling upgrade ends nothing."""
     key = next(key for key in KINDS if KINDS[key] is kind)
@@ -397,6 +413,36 @@ def test_a_member_at_the_key_of_another_is_absent(node: Node) -> None:
     members = node.cache.members()
     assert members is not None and set(members) == {"node-0", "node-1"}
     assert node.lines and node.lines[0].startswith("members/zz cannot be read (member.node:")
+
+
+def test_a_member_in_a_folder_of_its_own_is_absent(node: Node) -> None:
+    """It counted as a second registration of the node: each leader failed that made a world."""
+    forged = json.loads(JOB[f"{MEMBERS}node-1"]) | {"incarnation": "another"}
+    node.store.write({f"{MEMBERS}x/node-1": json.dumps(forged).encode()})
+    node.look()
+    members = node.cache.members()
+    assert members is not None and set(members) == {"node-0", "node-1"}
+    assert node.lines and node.lines[0].startswith("members/x/node-1 cannot be read (member.node:")
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        (f"{MEMBERS}node-0", "zone"),
+        (f"{reports_of(GENERATION)}node-0", "leave_reason"),
+        (f"{ALARM}{GENERATION}", "reason"),
+    ],
+)
+def test_a_document_too_large_for_a_world_is_none(key: str, field: str, node: Node) -> None:
+    """A world repeats these texts, and etcd takes no larger one: none was ever written."""
+    data = json.dumps(json.loads(JOB[key]) | {field: "x" * 1_400_000}).encode()
+    with pytest.raises(RecordError, match="bytes were expected, not 14"):
+        document(KINDS[key], data)
+    node.store.write({key: data})
+    node.turn()
+    world, _ = node.cache.world()
+    assert world is not None and len(to_bytes(world)) < 10_000
+    examine(key, data)
 
 
 def test_an_odd_alarm_is_an_alarm(node: Node) -> None:
