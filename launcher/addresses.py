@@ -61,6 +61,15 @@ def only_address(host: str) -> str:
     return EVERYWHERE if is_loopback(address) and host != "localhost" else address
 
 
+def is_resolved(host: str) -> bool:
+    """Returns whether a host is an address, or a name that this machine can resolve now."""
+    host = without_brackets(host)
+    try:
+        return _is_address(host) or bool(socket.getaddrinfo(host, None))
+    except (OSError, UnicodeError):
+        return False
+
+
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)

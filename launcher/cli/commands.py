@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
-from elasticzero.launcher.addresses import without_brackets
+from elasticzero.launcher.addresses import is_resolved, without_brackets
 from elasticzero.launcher.options.parser import Parser, add_options
 from elasticzero.launcher.options.table import (
     JOB_OPTIONS,
@@ -165,6 +165,11 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
     logging_setup.set_up(options.node, level, args.log_format)
     workers = count_text(options.nproc, "worker")
     log.info(f"starting {workers} of job {options.job}; torch takes a few seconds to load")
+    if args.host and not is_resolved(args.host):
+        log.warning(
+            f"--host {args.host} is no name that this machine can resolve, and all reach this node "
+            "by it: give an address of this machine, or mend DNS"
+        )
 
     from elasticzero.launcher.agent.main import Coordination, Launching, Network, run_agent
     from elasticzero.launcher.agent.node_claim import node_claim

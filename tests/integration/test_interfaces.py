@@ -33,6 +33,20 @@ def test_the_interface_of_an_address_is_found() -> None:
     assert interface_of("no.such.host.invalid") is None
 
 
+def test_a_host_without_an_address_is_named_at_the_start() -> None:
+    """The job trained on one node, and gave out an address of its status page that led nowhere."""
+    nowhere = ["--etcd", "127.0.0.1:9", "--job", "j", "--join-timeout", "1"]
+    done = subprocess.run(
+        elasticzero("run", "--host", "no-host.invalid", *nowhere, str(REGRESSION)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 69, done.stderr
+    assert "--host no-host.invalid is no name that this machine can resolve" in done.stderr
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.slow
 def test_ranks_meet_where_the_host_name_is_loopback(

@@ -93,3 +93,14 @@ def test_the_route_to_a_host_begins_at_an_own_address() -> None:
     assert addresses.source_address("no.such.host.invalid") is None
     assert addresses.is_loopback("127.0.0.9") and addresses.is_loopback("::1")
     assert not addresses.is_loopback("localhost") and not addresses.is_loopback("fd00::7")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "fd00::7", "localhost"])
+def test_an_address_needs_no_resolver(host: str) -> None:
+    assert addresses.is_resolved(host)
+
+
+@pytest.mark.parametrize("host", ["no-host.invalid", "a..b", "node a"])
+def test_a_name_without_an_address_is_not_resolved(host: str) -> None:
+    """RFC 6761: no name below `invalid` has an address."""
+    assert not addresses.is_resolved(host)
