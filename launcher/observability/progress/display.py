@@ -18,6 +18,7 @@ from elasticzero.launcher.observability.progress.states import (
     LastLine,
     Mode,
     Progress,
+    Trains,
     Waits,
     is_due,
     line_text,
@@ -56,8 +57,14 @@ class ProgressDisplay:
         return Ticker(EVERY_S[self._mode], self._line)
 
     def is_due(self) -> bool:
-        """Returns whether new progress would be shown: it is on, and was not changed just now."""
-        if self._mode == "off" or (now_s := self._clock()) < self._due_s:
+        """Returns whether new progress would be shown: it is on, and is no count of steps that was
+        changed just now.
+
+        What is waited for is always taken in: the agent may rest after its last change, and the
+        wait before it would be shown meanwhile.
+        """
+        now_s = self._clock()
+        if self._mode == "off" or (isinstance(self._progress, Trains) and now_s < self._due_s):
             return False
         self._due_s = now_s + EVERY_S[self._mode]
         return True

@@ -75,9 +75,25 @@ def test_what_is_off_costs_a_comparison() -> None:
     assert not display.is_due()
 
 
-def test_progress_is_made_no_more_often_than_it_is_shown() -> None:
+def test_a_wait_that_ended_at_once_is_not_shown() -> None:
+    """An agent that came to a running job read its world 0.02 s after its first look, and rested:
+    what it had waited for before was shown in the meantime."""
+    clock, lines = Clock(), list[str]()
+    display = ProgressDisplay("log", lines.append, clock)
+    for reason in ("waiting for etcd", "waiting for a place"):
+        if display.is_due():
+            display.show(reason)
+        clock.now_s += 0.02
+    for _ in range(4):
+        clock.now_s += 0.5
+        assert display.ticker.line() == ""
+    assert lines == ["waiting for a place"]
+
+
+def test_steps_are_counted_no_more_often_than_they_are_shown() -> None:
     clock = Clock()
     display = ProgressDisplay("line", pytest.fail, clock)
+    display.show(Trains(step=5, stepped_s=clock.now_s))
     due = []
     for _ in range(10):
         due.append(display.is_due())
