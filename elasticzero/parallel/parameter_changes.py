@@ -40,6 +40,9 @@ MARKS_OF_ROWS = (
     "sharding strategy registered",
     "torch.Tensor and DTensor",
     "sharded dimension",
+    "Sharding propagation failed",
+    "as_strided not supported with DTensor",
+    "in-place operations that require placement changes",
     "not have been used in the graph",
 )
 """Parts of torch's errors for operations that have no meaning for rows of a tensor, or for which a

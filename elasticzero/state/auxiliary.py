@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from elasticzero.data.position import DataPosition
 from elasticzero.errors import CheckpointMismatch, UserError
@@ -61,6 +62,12 @@ def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     flat: dict[str, Tensor] = {}
     json = flatten(value, path, flat)
     for name, tensor in flat.items():
+        if isinstance(tensor, DTensor):
+            raise UserError(
+                f"{name!r} is a DTensor of torch, of which this rank has its rows: zero3 divides "
+                "parameters so, and what is computed with them. Have the state hold what "
+                "`full_tensor()` gives on all ranks, or use ddp, zero1 or zero2"
+            )
         tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
     return json
 

@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.checkpoint.format.names import step_directory
@@ -125,6 +129,19 @@ def test_tensors_inside_are_copied_and_named() -> None:
 def test_what_cannot_be_encoded_is_named() -> None:
     with pytest.raises(UserError, match=r"'tracked/x/hooks/1' is a object"):
         encode_state({"hooks": [1, object()]}, "tracked/x", {})
+
+
+def test_rows_of_a_parameter_are_no_state_of_an_object() -> None:
+    """An average of parameters under zero3 is made of DTensors: they ended in torch's error where
+    they do not divide evenly, and where they do each rank wrote its own rows as the whole."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        rows = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(UserError, match=r"'tracked/ema/0' is a DTensor of torch"):
+            encode_state([rows], "tracked/ema", {})
+    finally:
+        dist.destroy_process_group()
 
 
 def test_generators_go_on_where_they_were() -> None:
