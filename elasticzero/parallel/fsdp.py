@@ -95,6 +95,8 @@ class FullyPartitioned(PiecedStrategy):
             self.optimizers, self._specs, self._mesh, setting.agreement
         )
         self._old = OldMemory(setting.named.parameters)
+        # Ranks of the release before multiply losses by what FSDP2 divides by.
+        self._divisor = 1 if setting.one_release else self._ranks
         undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
         *blocks, root = _partition(setting, undivided)
         self._root = cast(FSDPModule, root)
@@ -181,8 +183,7 @@ class FullyPartitioned(PiecedStrategy):
         names = None
         if self.optimizers.begin_turn(only, self._parameters) is not None:
             names = {name for name in self._parameters if self._takes_part(name)}
-        # FSDP2 divides by the number of ranks
-        self._uses.backward(loss * (fraction * self._ranks), counts=fraction != 0, only=names)
+        self._uses.backward(loss * (fraction * self._divisor), counts=fraction != 0, only=names)
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
 
@@ -220,7 +221,7 @@ class FullyPartitioned(PiecedStrategy):
         )
 
     def _reduce_scalars(self) -> None:
-        """Averages the gradients of the parameters that FSDP2 leaves alone."""
+        """Sums the gradients of the parameters that FSDP2 leaves alone."""
         scalars = [
             p
             for name, p in self._parameters.items()
@@ -236,7 +237,7 @@ class FullyPartitioned(PiecedStrategy):
         )
         dist.all_reduce(gradients, group=self._mesh.world_group.process_group)
         for parameter, gradient in zip(scalars, gradients.unbind(), strict=True):
-            parameter.grad = gradient / self._ranks
+            parameter.grad = gradient / self._divisor
 
     def _difference(self) -> str:
         return BLOCKS_DIFFER
@@ -420,9 +421,20 @@ def _partition(setting: Setting, undivided: set[nn.Parameter]) -> list[nn.Module
         for parameter in module.parameters():
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()  # FSDP2 takes no others
-        fully_shard(module, **options)
+        _sum_gradients(fully_shard(module, **options), setting)
         _release(whole, module)
     return modules
+
+
+def _sum_gradients(module: FSDPModule, setting: Setting) -> None:
+    """Has FSDP2 sum gradients, where it would average them over the ranks.
+
+    A loss must then not be multiplied by the number of ranks. Backwards of the script's own, as
+    hooks of modules and of activations, so see gradients as one process has them.
+    """
+    if setting.one_release:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(enable=True)
 
 
 def _release(whole: Iterable[nn.Parameter], module: nn.Module) -> None:

@@ -113,6 +113,26 @@ def test_a_change_after_a_forward_between_steps_counts(
     assert verdict.kind == "exact", verdict.text
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_hook_on_what_flows_through_a_module_sees_the_gradients_of_one_process(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """zero3 multiplied them by the number of ranks, by which FSDP2 divides later."""
+    clamped = Element(
+        name="a clamped gradient",
+        init="self.bent = nn.Linear(5, 5)",
+        hidden="""
+h = h + torch.tanh(self.bent(h))
+if h.requires_grad:
+    h.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
+""",
+    )
+    worlds = (KILLED, World(ranks=3))
+    drawn = replace(SMALL, strategy=strategy, elements=(clamped,), worlds=worlds)
+    verdict = play(pool, drawn, tmp_path)
+    assert verdict.kind == "exact", verdict.text
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "reason"),
     [

@@ -9,6 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import prune
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
@@ -18,7 +22,8 @@ from elasticzero.parallel.buckets import gather
 from elasticzero.parallel.buckets.gather import PendingParameter
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.parameter_changes import ParameterObjects
+from elasticzero.parallel.parameter_changes import ParameterObjects, refused_operation
+from elasticzero.rank_groups.group import RankGroup
 from elasticzero.spans import Span
 from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.model import MODEL, NamedModel
@@ -247,6 +252,34 @@ def test_other_memory_is_refused_where_a_rank_has_rows(group: None, change: Chan
         raise strategy.take_changes() or AssertionError("it was taken")
 
 
+@pytest.mark.parametrize("one_release", [True, False])
+def test_a_backward_of_zero3_has_the_gradients_of_one_process(
+    group: None, one_release: bool
+) -> None:
+    """FSDP2 averages, and losses were multiplied by the number of ranks: a hook that clamps what
+    flows through a module clamped other numbers in every world, in silence. Beside ranks of the
+    release before it stays so."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    ranks = RankGroup("all ranks", range(2), dist.group.WORLD)
+    setting = Setting(
+        model=(model := network(torch.float64)),
+        named=NamedModel(model),
+        factory=optimizer_of,
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=2,
+        mesh=Mesh.of_world(0, 2, ranks),
+        one_release=one_release,
+    )
+    strategy = create("zero3", setting)
+    gradients: list[Tensor] = []
+    output = strategy.model(torch.zeros(6, 4, dtype=torch.float64))
+    output.register_hook(gradients.append)
+    strategy.expect(PART)
+    strategy.backward(output.sum(), 0.25)
+    assert gradients[0].unique().tolist() == [0.25 if one_release else 0.5]
+
+
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("change", [set_data, set_plain])
 def test_a_forward_with_other_memory_is_refused_where_a_rank_has_rows(
@@ -262,6 +295,30 @@ def test_a_forward_with_other_memory_is_refused_where_a_rank_has_rows(
         torch.set_grad_enabled(gradients),
     ):
         loss_of(model, 1, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda p: prune.l1_unstructured(nn.Linear(3, 5), "weight", 0.5, importance_scores=p),
+        lambda p: p.reshape(-1),
+        lambda p: torch.as_strided(p, (2,), (1,)),
+        lambda p: p * torch.ones(5, 3),
+    ],
+)
+def test_torchs_errors_for_rows_of_a_parameter_become_sentences(
+    group: None, operation: Callable[[Tensor], Any]
+) -> None:
+    """Pruning under zero3 ended in torch's words on unevenly sharded tensors."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    rows = nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)], src_data_rank=None))
+    with pytest.raises(RuntimeError) as raised:
+        operation(rows)
+    assert isinstance(refused_operation(raised.value, [rows]), UserError), raised.value
+    with pytest.raises(RuntimeError) as raised:
+        torch.ones(2) + torch.ones(3)
+    assert refused_operation(raised.value, [rows]) is raised.value
 
 
 @pytest.mark.parametrize("at_prepare", [True, False])
