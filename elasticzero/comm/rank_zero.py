@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from elasticzero.errors import is_peer_error
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.joined import cut, join
+
+log = logging.getLogger(__name__)
 
 ALIGNED_BYTES = 16
 """Bytes of which the tensors of each dtype in a message begin at a multiple."""
@@ -156,11 +159,17 @@ class SharedState:
         self._groups, self._auxiliary, self._link = groups, auxiliary, link
         self._one_release = link.assignment.one_release
         self._from_rank_zero = None if groups is None else RankZeroTensors(groups)
+        self._compared = False
+        """True once the buffers of a step were compared with rank 0's."""
         self.lost: RuntimeError | None = None
         """The error of a peer that was lost while what modules keep was shared after a step."""
 
-    def share(self) -> None:
-        """Gives all ranks what the modules of rank 0 keep; all ranks call this together."""
+    def share(self, *, compares: bool = False) -> None:
+        """Gives all ranks what the modules of rank 0 keep; all ranks call this together.
+
+        Args:
+            compares: Whether it is said which buffers this rank has otherwise, if it was not yet.
+        """
         if self._groups is None or self._from_rank_zero is None:
             return
         if not self._one_release:
@@ -169,14 +178,43 @@ class SharedState:
             present = self._auxiliary.state_of_modules()
             shared = self._from_rank_zero.share(present)
             if shared is not present:
+                if compares and not self._compared:
+                    self._compared = True
+                    self._note_differences(shared, present)
                 self._auxiliary.put_state_of_modules(shared, present)
 
-    def share_after_step(self) -> None:
-        """Does the same where RZ3 has it after a step; records the error of a lost peer."""
+    def _note_differences(
+        self, shared: Mapping[str, Tensor], present: Mapping[str, Tensor]
+    ) -> None:
+        """Says, on one rank and where training begins, which buffer follows a rank's samples.
+
+        Args:
+            shared: What the modules of rank 0 keep.
+            present: What those of this rank keep.
+        """
+        assignment = self._link.assignment
+        if assignment.rank != 1 or assignment.resume.tier != "fresh":
+            return
+        names = self._auxiliary.differing_buffers(shared, present)
+        if names:
+            others = "" if len(names) == 1 else f" and {len(names) - 1} more"
+            log.warning(
+                f"note: after a step, buffer {names[0]!r}{others} is not the same on all ranks, as "
+                "where a forward fills it from the rank's own samples; all ranks go on with that "
+                "of rank 0, so that results depend on the world size: compute it from what "
+                "session.gather returns"
+            )
+
+    def share_after_step(self, *, compares: bool = False) -> None:
+        """Does the same where RZ3 has it after a step; records the error of a lost peer.
+
+        Args:
+            compares: The same as for `share`.
+        """
         if not self._one_release or self.lost is not None or self._link.aborted is not None:
             return
         try:
-            self.share()
+            self.share(compares=compares)
         except RuntimeError as error:
             if not is_peer_error(error) and self._link.aborted is None:
                 raise

@@ -58,6 +58,9 @@ def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         value: Dicts, lists and tuples, nested in any way.
         path: The path of `value` itself, with which the tensors' names begin.
         tensors: Takes the copies by name.
+
+    Raises:
+        UserError: A value cannot be stored, or a tensor has this rank's rows of a parameter alone.
     """
     flat: dict[str, Tensor] = {}
     json = flatten(value, path, flat)
@@ -187,6 +190,24 @@ class AuxiliaryState:
             text = dumps({n: flatten(v, EXTRA + n, tensors) for n, v in values.items()})
             tensors[EXTRA] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return tensors
+
+    def differing_buffers(
+        self, told: Mapping[str, Tensor], present: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Returns the names of buffers that another rank has otherwise, but for those of BatchNorm,
+        whose statistics are of a rank's micro-batch in any case.
+
+        Args:
+            told: What another rank has told.
+            present: What `state_of_modules` has returned here.
+        """
+        return [
+            name
+            for full in dict.fromkeys((*told, *present))
+            if full.startswith(MODEL)
+            and (name := full.removeprefix(MODEL)) not in self.buffers.of_batch_norms
+            and not (full in told and full in present and _equal(told[full], present[full]))
+        ]
 
     def put_state_of_modules(
         self, told: Mapping[str, Tensor], present: Mapping[str, Tensor]

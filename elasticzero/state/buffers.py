@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from elasticzero.errors import UserError
 from elasticzero.state.digests import change_marks
@@ -65,6 +66,10 @@ class ModelBuffers:
             name for name, (m, key) in self._slots.items() if key not in unsaved_buffers_of(m)
         )
         """The names of those that the model saves, None or not."""
+        self.of_batch_norms = frozenset(
+            name for name, (module, _) in self._slots.items() if isinstance(module, _BatchNorm)
+        )
+        """The names of those that a BatchNorm has."""
         self._unsaved: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         """A mark that changes, and the newest copy, of each buffer that the model does not save."""
         self._changed: set[str] = set()

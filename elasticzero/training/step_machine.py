@@ -242,6 +242,12 @@ class StepState:
         return self.loop_part is LoopPart.INSIDE
 
     @property
+    def is_share(self) -> bool:
+        """Returns whether the micro-batch is of this rank's own share of the global batch: neither
+        a slice of it nor without a weight."""
+        return self.part is not None and self.part.weight > 0 and not self.part.slices
+
+    @property
     def weighed(self) -> bool:
         """Returns whether a micro-batch of the global batch has a weight, of the script or by
         default."""

@@ -310,7 +310,7 @@ class TrainingState:
         self.gradient_norm, self.loss = value, loss
         self._record_unless_shutting_down(StepEvent.CHANGE)
         self.strategy.apply()
-        self._shared.share_after_step()
+        self._shared.share_after_step(compares=self.at.is_share)
         self._count_batch(StepEvent.APPLIED, self.position.skipped)
         return True
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from elasticzero.comm.rank_zero import RankZeroTensors, SharedState
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.ipc.assignment import Resume
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import NamedModel
 
@@ -159,3 +160,46 @@ def test_messages_are_those_that_the_other_ranks_expect(
     assert groups.taken() == at_boundary
     shared.share()
     assert groups.taken() == evaluating
+
+
+class Filled(nn.Module):
+    """Has what a forward fills from a rank's samples, and what it does not."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+        self.norm.running_mean = torch.full((1,), value)
+        self.register_buffer("bank", torch.full((2,), value))
+        self.register_buffer("count", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_said"),
+    [
+        ({}, True),
+        ({"rank": 2}, False),
+        ({"resume": Resume(tier="ram", step=3, generation=1)}, False),
+    ],
+)
+def test_a_buffer_of_own_samples_is_told_once(
+    caplog: pytest.LogCaptureFixture, changes: dict[str, Any], is_said: bool
+) -> None:
+    """A memory bank was rank 0's on all ranks, in silence; of BatchNorm `prepare` tells it."""
+    sent: list[Tensor] = []
+    for rank in (0, 1):
+        groups: Any = Ranks(rank, sent)
+        groups.begin()
+        model = Filled(float(rank))
+        auxiliary = AuxiliaryState(groups.device, named=NamedModel(model))
+        assignment = replace(STANDALONE, rank=rank, proofs=True)
+        if rank:
+            assignment = replace(assignment, **changes)
+        shared = SharedState(groups, auxiliary, AgentClient(None, assignment))
+        for _ in range(2):
+            shared.share_after_step(compares=True)
+            assert model.get_buffer("bank").eq(0).all()
+            model.bank = torch.full((2,), float(rank))
+    notes = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" is not")[0] for text in notes] == (
+        ["note: after a step, buffer 'bank'"] if is_said else []
+    )
