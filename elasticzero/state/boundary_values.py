@@ -12,15 +12,19 @@ Rules:
  BV2  From the boundary after such a change on, the parameter is copied at each boundary. Where the
       boundary's state is captured within a step, it has the copied value.
  BV3  A change of a parameter that is not copied leaves a rank without the boundary's state.
+ BV4  The script works with a boundary's state in `on_epoch_end`, before it is the next one's. What
+      is stored is read before it, and once more where the generation ends in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from elasticzero.state.digests import digests
+from elasticzero.state.model import RankState
 from elasticzero.torch_internals import counts_of_changes, without_torch_functions
 
 
@@ -41,6 +45,8 @@ class BoundaryValues:
         self._changing: set[str] = set()
         """The parameters that the script has changed between a boundary and a step before."""
         self._copies: dict[str, Tensor] = {}
+        self._watched: tuple[Callable[[], RankState], dict[str, int]] | None = None
+        """Returns what is stored, with its digests at the boundary; None: it is not compared."""
 
     def _marks_now(self) -> tuple[list[int], list[int]]:
         with without_torch_functions():  # a parameter that is gathered would wait
@@ -51,12 +57,25 @@ class BoundaryValues:
         """Takes the parameters as they are for those of a boundary, and copies none yet."""
         self._copies = {}
         self._marks = self._marks_now()
+        self._watched = None
+
+    def watch(self, stored: Callable[[], RankState]) -> None:
+        """Has `are_there` compare the values of what is stored, until the next boundary (BV4).
+
+        Args:
+            stored: Returns the parameters and optimizer state that this rank has.
+        """
+        self._watched = stored, _digests(stored())
 
     def copy(self) -> None:
         """Copies those that change before steps (BV2); waits for those that are being gathered, and
         raises torch's error if a peer is gone."""
         for name in self._changing:
             self._copies[name] = self._parameters[name].data.clone()
+
+    def copy_all(self) -> None:
+        """Copies all parameters, as the boundary has them, until the next one."""
+        self._copies = {name: p.data.clone() for name, p in self._parameters.items()}
 
     def changed(self) -> set[str]:
         """Returns the names of those that have changed since the boundary, as far as torch
@@ -85,7 +104,12 @@ class BoundaryValues:
         names: those that the strategy has found changed by their values.
         """
         changed = self.changed() | (set(names) & self._parameters.keys())
-        return changed <= self._copies.keys()
+        if not changed <= self._copies.keys():
+            return False
+        if self._watched is None:
+            return True
+        stored, before = self._watched
+        return _digests(stored()) == before
 
     def put_back(self) -> None:
         """Gives the parameters that are copied the boundary's values."""
@@ -102,3 +126,7 @@ class BoundaryValues:
         finally:
             for name, values in present.items():
                 self._parameters[name].data.copy_(values)
+
+
+def _digests(state: RankState) -> dict[str, int]:
+    return digests({name: held.tensor for name, held in state.held.items()})

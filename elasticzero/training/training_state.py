@@ -269,6 +269,8 @@ class TrainingState:
         """Runs the script's `on_epoch_end`; the new state and position are the boundary's."""
         if ends.run is not None:
             with self._link.busy("on_epoch_end"):
+                self.strategy.settle()
+                self.values.watch(self.strategy.rank_state)
                 ends.run()
             self.take_changes()
         at = self.position
@@ -550,10 +552,8 @@ class TrainingState:
             self._mirrored.release()
 
     def finish(self) -> None:
-        """Saves the state at the end of the training function, as far as it is not saved.
-
-        What the script has made of the model for another use, as in another dtype, is not of it.
-        """
+        """Saves the state at the end of the training function, if it is not saved; what the script
+        has then made of the model for another use, as in another dtype, is not of it."""
         self.strategy.take_changes()
         self.requests.finish(self.boundary_copy(), self._place(Call.FINISH))
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from elasticzero.parallel.buckets import gather
 from elasticzero.state.boundary_values import BoundaryValues
+from elasticzero.state.model import LocalTensor, RankState
 
 
 def model() -> nn.Linear:
@@ -83,6 +84,26 @@ def test_what_is_found_by_its_values_is_copied_too() -> None:
     layer.weight.data.mul_(2)
     values.put_back()
     assert values.are_there(["weight"]) and layer.weight.detach().eq(2).all()
+
+
+def test_what_is_watched_is_there_with_its_values_alone() -> None:
+    """An average of weights that `on_epoch_end` had put in through `.data` for its evaluation was
+    handed over as what is trained, where a peer was lost in the evaluation."""
+    layer = model()
+    values = kept(layer)
+    momentum = torch.zeros(2)
+    tensors = {"weight": layer.weight.detach(), "momentum": momentum}
+    values.watch(lambda: RankState(held={n: LocalTensor(t) for n, t in tensors.items()}))
+    assert values.are_there(())
+    before = layer.weight.detach().clone()
+    layer.weight.data.mul_(2)
+    assert not values.are_there(())
+    layer.weight.data.copy_(before)
+    assert values.are_there(())
+    momentum.add_(1)
+    assert not values.are_there(())
+    values.mark()
+    assert values.are_there(())
 
 
 def test_a_boundary_that_is_not_copied_yet_puts_nothing_back() -> None:
