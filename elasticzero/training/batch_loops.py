@@ -14,6 +14,11 @@ Rules:
      once; what it does outside (prints, files) is done again where a process was lost before the
      next capture.
  D4  One loop runs at a time: a loop that another has followed cannot be continued.
+ D5  Lines between loops that training has passed run again, as `schedule.step()` after an epoch's
+     loop, and the restored state has what they have changed. Parameters, buffers, options of
+     optimizers and tracked objects are put back as they were at the first of these loops when the
+     loop is called that goes on. A change of what optimizers keep for parameters is refused: it is
+     not copied.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from elasticzero.comm.barriers import Call
 from elasticzero.consistency.configuration import Comparison, of_loop
 from elasticzero.data.changes import change_text, needed_changes
@@ -36,6 +43,7 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import DataChanged, LoopExited
 from elasticzero.ipc.thread_location import place_of
+from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.batch_work import BatchWork, SliceStates
 from elasticzero.training.step_machine import StepState
 from elasticzero.training.training_state import TrainingState
@@ -85,6 +93,50 @@ def _reference(dataset: Any) -> Callable[[], Any]:
         return lambda: dataset
 
 
+class PassedLoops:
+    """Keeps what lines between loops that training has passed change from counting twice (D5)."""
+
+    def __init__(self) -> None:
+        self._copy: BoundaryCopy | None = None
+        """The small state at the first of these loops; None: there was none."""
+
+    def pass_one(self, training: TrainingState) -> None:
+        """Records that the script calls a loop that training has passed."""
+        if self._copy is None:
+            training.values.mark()
+            training.values.copy_all()
+            training.values.watch(training.strategy.rank_state)
+            self._copy = training.auxiliary.capture(training.step, training.position)
+
+    def end(self, training: TrainingState) -> None:
+        """Puts back what has changed, at the loop that goes on.
+
+        Raises:
+            UserError: What the optimizers keep has changed.
+        """
+        copy, self._copy = self._copy, None
+        if copy is None:
+            return
+        training.values.put_back()
+        if not training.values.are_there(()):
+            raise UserError(
+                "lines between two loops over session.batches have changed what the optimizer "
+                "keeps for parameters, and they run again in each generation that goes on after "
+                "them: change it in on_epoch_end=, or give the loops' phases jobs of their own"
+            )
+        training.values.mark()
+        training.auxiliary.buffers.put(copy.buffers)
+        present = training.auxiliary.capture(training.step, training.position)
+        if not _are_equal(present, copy):
+            training.auxiliary.apply(copy.json, copy.tensors)
+
+
+def _are_equal(present: BoundaryCopy, copy: BoundaryCopy) -> bool:
+    if present.json != copy.json or present.tensors.keys() != copy.tensors.keys():
+        return False
+    return all(torch.equal(tensor, copy.tensors[n]) for n, tensor in present.tensors.items())
+
+
 class Loops:
     """Runs the loops of one generation on one rank."""
 
@@ -101,6 +153,7 @@ class Loops:
         self._tracker = work.tracker
         self._link = link
         self._datasets = Datasets()
+        self._passed = PassedLoops()
         self._epoch: int | None = None
         self._noted = False
         """True once `AGAIN_NEW` is printed."""
@@ -155,7 +208,9 @@ class Loops:
             self._epoch = training.position.epoch
         if loop < training.position.loop:
             self._epoch = training.position.epoch
+            self._passed.pass_one(training)
             return
+        self._passed.end(training)
         training.auxiliary.set_generators()
         if renewed and order.shuffle and self._link.assignment.rank == 0:
             self._note_new_dataset()

@@ -49,6 +49,8 @@ class Element:
     """After each step; has `model`, `optimizer` and `session`."""
     epoch_end: str = ""
     """At the end of each epoch, in `on_epoch_end`; has `model`, `optimizer` and `session`."""
+    between: str = ""
+    """After each loop, where each epoch has one; has `model`, `optimizer` and `session`."""
     finish: str = ""
     """After the loop; has `model` and `optimizer`."""
     rest: str = ""

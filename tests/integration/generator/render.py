@@ -25,6 +25,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy
@@ -163,6 +164,8 @@ def plain():
         stepped(model, optimizer, n + 1, None)
         if (n + 1) % len(batches) == 0:
             epoch_end(model, optimizer, None)
+            if EACH_EPOCH:
+                between(model, optimizer, None)
     finish(model, optimizer)
     result = result_of(model, optimizer, model.state_dict())
     tensors = [value for value in result["state"].values() if isinstance(value, Tensor)]
@@ -172,7 +175,7 @@ def plain():
     torch.save(result, told["out"])
 
 
-def batches_of(session, at_epoch_end):
+def batches_of(session, at_epoch_end, after_loop):
     """One loop over all epochs, or one loop for each."""
     options = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH, "shuffle": False}
     if HAS_EPOCH_END:
@@ -180,6 +183,7 @@ def batches_of(session, at_epoch_end):
     if EACH_EPOCH:
         for _ in range(EPOCHS):
             yield from session.batches(DATA, epochs=1, **options)
+            after_loop()
     else:
         yield from session.batches(DATA, epochs=EPOCHS, steps=told.get("steps"), **options)
 
@@ -198,7 +202,8 @@ def train(session):
     if schedule is not None:
         session.track("schedule", schedule)
     session.restore()
-    for batch in batches_of(session, lambda: epoch_end(model, optimizer, session)):
+    ends = [partial(function, model, optimizer, session) for function in (epoch_end, between)]
+    for batch in batches_of(session, *ends):
         die("begin")
         begin(model, optimizer, session.step_count)
         losses = losses_of(model, batch)
@@ -301,6 +306,7 @@ def _functions(draw: Draw) -> list[str]:
         _function(draw, "graded", "model, n"),
         _function(draw, "stepped", "model, optimizer, n, session", "@torch.no_grad()\n"),
         _function(draw, "epoch_end", "model, optimizer, session", "@torch.no_grad()\n"),
+        _function(draw, "between", "model, optimizer, session", "@torch.no_grad()\n"),
         _function(draw, "finish", "model, optimizer"),
     ]
 

@@ -134,6 +134,43 @@ if h.requires_grad:
 
 
 @pytest.mark.parametrize(
+    ("strategy", "text", "kind"),
+    [
+        ("ddp", "KEPT['schedule'].step()", "exact"),
+        ("zero2", "model.enter.weight.mul_(0.75); model.level.mul_(0.5)", "exact"),
+        ("zero3", "for p in model.parameters(): p.mul_(0.75)", "exact"),
+        ("ddp", "for kept in optimizer.state.values(): kept['exp_avg'].mul_(0.5)", "refused"),
+    ],
+)
+def test_what_lines_between_loops_change_counts_once(
+    pool: Pool, tmp_path: Path, strategy: str, text: str, kind: str
+) -> None:
+    """They run again in each generation, and `scheduler.step()` after each epoch counted twice."""
+    changed = Element(
+        name="a change",
+        init='self.register_buffer("level", torch.ones(1, dtype=D))',
+        hidden="h = h * self.level",
+        prepared="""
+KEPT["schedule"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+if session is not None:
+    session.track("rates", KEPT["schedule"])
+""",
+        between=text,
+    )
+    drawn = replace(
+        SMALL,
+        strategy=strategy,
+        elements=(changed,),
+        optimizer=element("AdamW"),
+        worlds=(World(ranks=2, end="kill", step=7, rank=1, place="backward"), World(ranks=3)),
+        each_epoch=True,
+        since=7,
+    )
+    verdict = play(pool, drawn, tmp_path)
+    assert verdict.kind == kind, verdict.text
+
+
+@pytest.mark.parametrize(
     ("text", "kind", "reason"),
     [
         ("raise UserError('use another one')", "refused", "use another one"),
