@@ -68,6 +68,9 @@ class Uses:
         taken."""
         self._counts = True
         """The newest backward has a weight."""
+        self._runs = False
+        """True while a backward of the session runs, and not `torch.autograd.grad` of the script,
+        which gives parameters no gradient."""
         self._only: Collection[str] | None = None
         """The parameters that the newest backward is for; None: all."""
         self._whole = {n: p for n, p in parameters.items() if not isinstance(p, DTensor)}
@@ -131,10 +134,14 @@ class Uses:
         unused = [] if counts else [leaf for leaf in leaves if leaf.grad is None]
         for whole, _ in kept:  # what a micro-batch of weight 0 would add to may be NaN
             whole.grad = None
-        if only is None:
-            loss.backward()
-        elif leaves:
-            loss.backward(inputs=leaves)
+        self._runs = True
+        try:
+            if only is None:
+                loss.backward()
+            elif leaves:
+                loss.backward(inputs=leaves)
+        finally:
+            self._runs = False
         for leaf in unused:
             leaf.grad = None
         for whole, gradient in kept:
@@ -235,7 +242,7 @@ class Uses:
                     self.names.add(name)
                 elif leaf.grad is not None:
                     leaf.grad = torch.zeros_like(leaf)
-            elif group.reduce_grads and (self._only is None or name in self._only):
+            elif self._runs and group.reduce_grads and (self._only is None or name in self._only):
                 leaf.grad = torch.zeros_like(leaf)
         post_backward(*unused)
 
