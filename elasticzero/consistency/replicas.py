@@ -202,7 +202,15 @@ class ReplicaVerifier:
         tables, nodes = [r["table"] for r in reports], [r["node"] for r in reports]
         verdict = by_majority(tables)
         where = f"after step {state_digest.step}"
-        if verdict.names and all(name.startswith(TRACKED) for name in verdict.names):
+        tracked = [name for name in verdict.names if name.startswith(TRACKED)]
+        if verdict.names == (*tracked, OPTIONS) or verdict.names == (OPTIONS, *tracked):
+            raise UserError(
+                f"options of the optimizers' groups, as lr, are not the same on all ranks {where}: "
+                f"{split(tables, nodes, OPTIONS)}. What sets them must not follow from a rank's "
+                "own loss or samples: take session.loss, which is that of all ranks, what "
+                "session.evaluate returns, or session.step_count"
+            )
+        if verdict.names and len(tracked) == len(verdict.names):
             name = verdict.names[0]
             raise UserError(
                 f"a tracked object is not the same on all ranks {where}: of {name!r} "
@@ -216,7 +224,9 @@ class ReplicaVerifier:
             raise ReplicaMismatch(
                 f"the ranks differ {where}, and none of their states is that of a majority: of "
                 f"{name!r} {split(tables, nodes, name)}{unnamed}. They were equal at step "
-                f"{self.verified}. Where processors of different kinds round differently, "
+                f"{self.verified}. A script does so that sets parameters or options after "
+                "session.step() by what is a rank's own: its loss, its samples, random numbers. "
+                "Where processors of different kinds round differently, "
                 "--verify-replicas 0 turns this check off",
                 verified=self.verified,
                 odd=False,

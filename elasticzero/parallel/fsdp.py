@@ -12,6 +12,7 @@ group of its has one device.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -98,10 +99,13 @@ class FullyPartitioned(PiecedStrategy):
         # Ranks of the release before multiply losses by what FSDP2 divides by.
         self._divisor = 1 if setting.one_release else self._ranks
         undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
+        before = {name: weakref.ref(p) for name, p in setting.named.parameters.items()}
         *blocks, root = _partition(setting, undivided)
         self._root = cast(FSDPModule, root)
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
+        self._before = {n: p for n, p in before.items() if p() is not self._parameters[n]}
+        """The parameters that FSDP2 has replaced, of which the script may have some."""
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         for module in setting.model.modules():
             module.register_load_state_dict_pre_hook(self._load_rows)
@@ -184,8 +188,21 @@ class FullyPartitioned(PiecedStrategy):
         if self.optimizers.begin_turn(only, self._parameters) is not None:
             names = {name for name in self._parameters if self._takes_part(name)}
         self._uses.backward(loss * (fraction * self._divisor), counts=fraction != 0, only=names)
+        self._refuse_replaced()
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
+
+    def _refuse_replaced(self) -> None:
+        """Raises `UserError` where a loss has reached parameters from before `prepare`."""
+        for name, before in list(self._before.items()):
+            if (parameter := before()) is None:
+                del self._before[name]
+            elif parameter.grad is not None:
+                raise UserError(
+                    f"the loss reaches parameter {name!r} as it was before session.prepare, of "
+                    "which zero3 has given each rank its rows: take parameters from the model "
+                    "after session.prepare, or use ddp, zero1 or zero2"
+                )
 
     def finish(
         self, factor: float, max_norm: float | None, hook: GradientHook | None = None

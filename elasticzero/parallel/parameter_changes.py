@@ -44,9 +44,11 @@ MARKS_OF_ROWS = (
     "as_strided not supported with DTensor",
     "in-place operations that require placement changes",
     "not have been used in the graph",
+    "attribute '_local_tensor'",
+    "autograd.Function with functorch transforms",
 )
 """Parts of torch's errors for operations that have no meaning for rows of a tensor, or for which a
-forward must have used the tensor itself."""
+forward must have used the tensor itself. The last two come of transforms of torch.func."""
 
 
 class ParameterObjects:
@@ -201,7 +203,8 @@ class OldMemory:
 def refused_operation(error: BaseException, parameters: Iterable[nn.Parameter]) -> BaseException:
     """Returns the error that tells a user what torch cannot do with rows of a parameter; another
     error of the script is returned as it is."""
-    is_marked = isinstance(error, RuntimeError) and any(m in str(error) for m in MARKS_OF_ROWS)
+    is_of_torch = isinstance(error, RuntimeError | AttributeError)
+    is_marked = is_of_torch and any(mark in str(error) for mark in MARKS_OF_ROWS)
     if not is_marked or not any(isinstance(parameter, DTensor) for parameter in parameters):
         return error
     refused = UserError(

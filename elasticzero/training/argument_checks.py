@@ -108,6 +108,13 @@ def check_model(model: Any) -> None:
             "session.prepare was given what torch.compile has returned, whose parameters have "
             "other names: give it the model itself, and compile=True or a mode"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"has module {name!r}, which is" if name else "is"
+            raise UserError(
+                f"the model given to session.prepare {what} of torch.jit: give it the module that "
+                "was scripted or traced, and compile=True if it is to be compiled"
+            )
     if not any(True for _ in model.parameters()):
         raise UserError("session.prepare was given a model without parameters")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

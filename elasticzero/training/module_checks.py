@@ -4,6 +4,7 @@ depend on the world size."""
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticzero.errors import UserError
 from elasticzero.state.model import called_parts
@@ -147,6 +150,22 @@ def _check_values(name: str, module: nn.Module, inputs: Any) -> None:
             "micro-batch has one, so give session.batches drop_last=True, a global_batch= that "
             "leaves two at an epoch's end, or a larger micro_batch="
         )
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Has a DistributedDataParallel around this model raise `UserError` when the script makes it,
+    which would average gradients a second time."""
+    prepared = weakref.ref(model)
+
+    def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(parent, DistributedDataParallel) and child is prepared():
+            raise UserError(
+                "the model that session.prepare has returned is given to a "
+                "DistributedDataParallel, which would average gradients once more: leave it out, "
+                "for the session sums them"
+            )
+
+    weakref.finalize(model, register_module_module_registration_hook(check).remove)
 
 
 def batch_norm_note(model: nn.Module, device: torch.device) -> str | None:

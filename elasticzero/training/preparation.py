@@ -47,6 +47,7 @@ from elasticzero.training.module_checks import (
     batch_norm_note,
     batch_norms,
     check_modules,
+    refuse_wrappers,
     watch_batch_norms,
 )
 from elasticzero.training.precision import Compute
@@ -145,6 +146,7 @@ def prepare_training(
     for module in model.modules():
         order_hooks(module)
     watch_batch_norms(model)
+    refuse_wrappers(model)
     named = NamedModel(model, place.device)
     names = StateNames(model, named)
     rows = Rows.arrange(assignment, groups, strategy)

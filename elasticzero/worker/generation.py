@@ -199,6 +199,14 @@ class Generation:
         """Returns the error, or the one that tells the script's author what it means."""
         if self.training is None:
             return error
+        if isinstance(error, StopIteration) and not self.tracker.now.in_loop:
+            ended = UserError(
+                "the script's next(…) has come to the end of an iterator. A loop over "
+                "session.batches gives the batches that training has not passed, which are fewer "
+                "after a restore: go over it with `for`, and count by session.step_count"
+            )
+            ended.__cause__ = error
+            return ended.with_traceback(error.__traceback__)
         return refused_operation(error, self.training.strategy.model.parameters())
 
     def _abort(self, groups: ProcessGroups) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from elasticzero.consistency.replicas import (
     SHARE,
     ReplicaVerifier,
     SigningInterval,
+    StateDigest,
 )
 from elasticzero.data.position import DataPosition
+from elasticzero.errors import ReplicaMismatch, UserError
 from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.documents import Failure, Holding, Member, Report, World
@@ -194,3 +198,29 @@ def test_the_digest_is_that_of_a_rank_of_the_release_before() -> None:
         for position in (before, replace(before, global_batch=4), replace(before, offset=13))
     ]
     assert tables[0] == tables[1] != tables[2]
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "text"),
+    [
+        (["optimizer/options"], UserError, "options of the optimizers' groups, as lr, are not"),
+        (["tracked/plateau", "optimizer/options"], UserError, "take session.loss"),
+        (["tracked/plateau"], UserError, "a tracked object is not the same"),
+        (["model/weight", "optimizer/options"], ReplicaMismatch, "A script does so that sets"),
+    ],
+)
+def test_what_a_script_alone_sets_is_its_own_mistake(
+    names: list[str], kind: type[Exception], text: str
+) -> None:
+    """A schedule that follows a rank's own loss was taken for processors of different kinds."""
+    tables = [dict.fromkeys(names, rank) for rank in range(2)]
+    reports = [
+        {"node": "ab"[rank], "table": {n: f"digest {d:016x}" for n, d in table.items()}}
+        for rank, table in enumerate(tables)
+    ]
+    groups: Any = SimpleNamespace(exchange=lambda _: [json.dumps(r).encode() for r in reports])
+    assignment = replace(STANDALONE, world_size=2)
+    verifier = ReplicaVerifier(groups, assignment, dict, lambda: (Mesh.of_world(0, 1), {}))
+    verifier._compared = StateDigest(4, tables[0], 0)
+    with pytest.raises(kind, match=text):
+        verifier.raise_difference()

@@ -252,6 +252,24 @@ def test_other_memory_is_refused_where_a_rank_has_rows(group: None, change: Chan
         raise strategy.take_changes() or AssertionError("it was taken")
 
 
+def test_a_loss_of_parameters_from_before_is_refused_where_a_rank_has_rows(group: None) -> None:
+    """A decay over a list of parameters from before `prepare` had no effect, in silence."""
+    model = network(torch.float64)
+    parameters = list(model.parameters())
+    strategy = laid(model, "zero3")
+    strategy.expect(PART)
+    loss = loss_of(strategy.model, 0, torch.float64)
+    decay = torch.stack([p.square().sum() for p in parameters]).sum()
+    with pytest.raises(UserError, match=r"'0\.weight' as it was before session\.prepare"):
+        strategy.backward(loss + decay, 1.0)
+    for parameter in parameters:
+        parameter.grad = None
+    strategy.discard()
+    del parameters, parameter, decay
+    strategy.expect(PART)
+    strategy.backward(loss_of(strategy.model, 0, torch.float64), 1.0)
+
+
 @pytest.mark.parametrize("one_release", [True, False])
 def test_a_backward_of_zero3_has_the_gradients_of_one_process(
     group: None, one_release: bool

@@ -37,6 +37,11 @@ def test_what_compile_returns_is_no_model() -> None:
         check_model(torch.compile(nn.Linear(2, 1)))
 
 
+def test_a_module_of_torch_jit_is_refused_by_its_name() -> None:
+    with pytest.raises(UserError, match=r"has module '0', which is of torch\.jit: give it the"):
+        check_model(nn.Sequential(torch.jit.script(nn.Linear(2, 1))))
+
+
 def test_an_average_of_a_wrapped_model_is_of_the_model_inside() -> None:
     """Else its names in a checkpoint depend on the number of ranks."""
     original = nn.Linear(2, 1)

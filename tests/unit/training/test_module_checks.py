@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from elasticzero.spans import STRATEGIES
 from elasticzero.training.module_checks import (
     batch_norm_note,
     check_modules,
+    refuse_wrappers,
     watch_batch_norms,
 )
 
@@ -88,6 +91,25 @@ def test_an_embedding_with_max_norm_is_refused_but_in_one_process(kind: type[nn.
             check_modules(model, strategy, CPU, alone=False)
     with pytest.raises(UserError, match="'words' is an embedding with max_norm="):
         check_modules(model, "zero3", CPU, alone=True)
+
+
+def test_a_wrapper_that_averages_gradients_again_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A DistributedDataParallel around the prepared model trained otherwise, in silence."""
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    refuse_wrappers(model)
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "__init__", nn.Module.__init__)
+    wrapper = nn.parallel.DistributedDataParallel()  # type: ignore[call-arg]
+    with pytest.raises(UserError, match="average gradients once more"):
+        wrapper.module = model
+    wrapper.module = other
+    nn.ModuleList([model])
+    gc.collect()
+    before = len(torch.nn.modules.module._global_module_registration_hooks)
+    del model
+    gc.collect()
+    assert len(torch.nn.modules.module._global_module_registration_hooks) == before - 1
 
 
 def test_parameters_in_one_memory_are_refused_where_they_are_laid_anew() -> None:
