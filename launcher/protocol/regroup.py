@@ -406,8 +406,8 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
     """Returns this node's part in making the newest whole snapshot in memory a checkpoint; None: it
     has none.
 
-    That happens in a round that lasts because no node can go on. Of several nodes that hold a shard
-    the first in the world's order writes it; where that one is lost, the next one.
+    That happens in a round that lasts, mostly because no node can go on. Of several nodes that hold
+    a shard the first in the world's order writes it; where that one is lost, the next one.
 
     Args:
         view: What this agent sees.
@@ -433,7 +433,7 @@ def save_held(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
     for source in sorted(resume.sources, key=lambda source: order[source.node]):
         writers.setdefault(source.rank, source.node)
     ranks = tuple(rank for rank, node in writers.items() if node == view.me.node)
-    why = "an operator stops the job" if view.control.stop else "nobody can go on"
+    why = "an operator stops the job" if view.control.stop else "the next generation is late"
     reason = f"{why}: saving step {resume.step} from memory"
     told = view.saved_held == (resume.generation, resume.step)
     if not ranks or (told and set(ranks) <= set(view.saved_ranks)):

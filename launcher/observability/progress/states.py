@@ -47,7 +47,8 @@ class Trains:
     loss: float | None = None
     steps_per_s: float | None = None
     leads: bool = True
-    """True on the node of rank 0, whose log alone has lines about steps."""
+    """True on the node of rank 0. The log of another has a line about steps only where the line
+    before was about a wait, which has ended."""
 
 
 Progress = Waits | Trains
@@ -103,8 +104,10 @@ def is_due(progress: Progress | None, last: LastLine, now_s: float) -> bool:
         last: What the last line was about.
         now_s: Present time.
     """
-    if progress is None or (isinstance(progress, Trains) and not progress.leads):
+    if progress is None:
         return False
+    if isinstance(progress, Trains) and not progress.leads:
+        return last.topic not in ("", "steps")  # one line takes back that it waits
     if topic_of(progress) == last.topic:
         return now_s - last.at_s >= AGAIN_S
     return isinstance(progress, Trains) or now_s - progress.since_s >= FIRST_AFTER_S

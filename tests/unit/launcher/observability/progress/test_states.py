@@ -72,6 +72,8 @@ def test_a_bar_shows_which_part_is_done() -> None:
         (NEW, LastLine("steps", 99.0), 100.0, False),
         (NEW, LastLine("steps", 70.0), 100.0, True),
         (Trains(step=1, stepped_s=1.0, leads=False), LastLine(), 100.0, False),
+        (Trains(step=1, stepped_s=1.0, leads=False), LastLine("a wait", 99.9), 100.0, True),
+        (Trains(step=1, stepped_s=1.0, leads=False), LastLine("steps", 1.0), 100.0, False),
     ],
 )
 def test_a_log_has_a_line_at_once_and_then_every_30_s(
