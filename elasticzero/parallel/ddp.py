@@ -77,7 +77,9 @@ class Replicated:
         self._hooked: dict[str, nn.Parameter] = {}
         """The parameters on which the script has registered hooks, at the newest backward. They are
         called with the whole gradient, by `finish`."""
-        self._changes = ForwardChanges(self._parameters, setting.ranks_of_one_release)
+        self._changes = ForwardChanges(
+            self._parameters, setting.ranks_of_one_release, self.optimizers.options_number
+        )
         self._losses = LossCheck()
         self._fixed_order = setting.options.deterministic
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.parallel import same_number
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fsdp_uses import Uses
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
@@ -40,6 +41,7 @@ from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import (
+    OPTIONS_DIFFER,
     FixedMemory,
     OldMemory,
     buffer_overlap,
@@ -72,7 +74,7 @@ CHANGED_ROWS = (
 BLOCKS_DIFFER = (
     "ranks ran different blocks of the model in one step, or in another order; zero3 gathers each "
     "block's parameters on all ranks when it runs: run the same blocks on every rank, or use "
-    "strategy zero2"
+    f"strategy zero2. If they do: {OPTIONS_DIFFER}"
 )
 
 
@@ -97,6 +99,7 @@ class FullyPartitioned(PiecedStrategy):
         )
         self._old = OldMemory(setting.named.parameters)
         # Ranks of the release before multiply losses by what FSDP2 divides by.
+        self._one_release = setting.one_release
         self._divisor = 1 if setting.one_release else self._ranks
         undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
         before = {name: weakref.ref(p) for name, p in setting.named.parameters.items()}
@@ -223,12 +226,19 @@ class FullyPartitioned(PiecedStrategy):
             factor,
             max_norm,
             hook=hook,
-            number=self._uses.blocks,
+            number=self._number(),
             exchange=self._mirrors.exchange(self._messages),
         )
         self._mirrors.take(self._pieced, max_norm)
         self._pieced.prepare_step([list(self._pieced.pieces)])
         self._stepped = self._counts = None
+
+    def _number(self) -> int:
+        """Returns a number for what all ranks must do alike: the blocks that have run and, in steps
+        in which values are compared, the options by which they step."""
+        if not (self._uses.compares and self._one_release):
+            return self._uses.blocks
+        return (self._uses.blocks + self.optimizers.options_number()) % same_number.MODULUS
 
     def _takes_part(self, name: str) -> bool:
         """Tells whether the global batch gives this parameter a gradient."""

@@ -14,7 +14,7 @@ values are read only of what the script still refers to.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -34,6 +34,12 @@ from elasticzero.torch_internals import (
 BEFORE = (
     "change the model before session.prepare, which every generation calls anew, and later its "
     "values alone, in place"
+)
+
+OPTIONS_DIFFER = (
+    "ranks would step by different options of the optimizers' groups, as lr: what sets them must "
+    "not follow from a rank's own loss or samples; take session.loss, which is that of all ranks, "
+    "what session.evaluate returns, or session.step_count"
 )
 
 MARKS_OF_ROWS = (
@@ -285,14 +291,18 @@ class ForwardChanges:
     It reads the parameters in the first step, and in the one after each verification.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], ranks: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], ranks: int, options: Callable[[], int] = int
+    ) -> None:
         """Reads nothing yet.
 
         Args:
             parameters: All parameters by name, whole on this rank.
             ranks: Number of ranks.
+            options: Returns a number for the options by which the ranks step.
         """
         self._ranks = ranks
+        self._options = options
         self._due = ranks > 1
         """The step that begins next is looked at."""
         self._parameters = parameters
@@ -323,7 +333,8 @@ class ForwardChanges:
         table = digests(self._parameters)
         changed = {name: digest for name, digest in table.items() if digest != before[name]}
         self._names = list(changed)
-        return combined(changed) % same_number.MODULUS if changed else 0
+        number = combined(changed) if changed else 0
+        return (number + self._options()) % same_number.MODULUS
 
     @property
     def names(self) -> Collection[str]:
@@ -336,9 +347,11 @@ class ForwardChanges:
 
     def sentence(self) -> str:
         """Returns what to do where the ranks have changed different things."""
-        what = f"parameter {self._names[0]!r}" if self._names else "a parameter"
+        if not self._names:
+            return OPTIONS_DIFFER
+        what = f"parameter {self._names[0]!r}"
         return (
             f"a forward has changed {what}, and not in the same way on all ranks, as "
             "torch.nn.functional.embedding does with max_norm=: change it after session.step(), "
-            "where it has the same values on all ranks"
+            f"where it has the same values on all ranks. If it does not: {OPTIONS_DIFFER}"
         )

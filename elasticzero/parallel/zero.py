@@ -103,7 +103,9 @@ class FlatBuckets(PiecedStrategy):
             for rank, optimizers in copies.items()
         ]
         self._mirrors = Mirrors(setting, mirrors, self.optimizers)
-        self._changes = ForwardChanges(self._parameters, setting.ranks_of_one_release)
+        self._changes = ForwardChanges(
+            self._parameters, setting.ranks_of_one_release, self.optimizers.options_number
+        )
         self._hooks = GradientHooks(self._parameters)
         self._part: MicroBatch | None = None
         self._rest_memory = ParameterMemory(self._rest)

@@ -72,7 +72,8 @@ class WholeParameters(PiecedStrategy):
         self._pieced.place({p.name: p for m in self._owned for p in _pieces(m, self.optimizers)})
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        self._changes = ForwardChanges(self._parameters, mesh.world_size)
+        options = self.optimizers.options_number if setting.one_release else int
+        self._changes = ForwardChanges(self._parameters, mesh.world_size, options)
         self._hooks = GradientHooks(self._parameters)
         self._part: MicroBatch | None = None
         self._memory = ParameterMemory(trained, may_overlap=False)

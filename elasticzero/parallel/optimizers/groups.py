@@ -33,6 +33,7 @@ from elasticzero.parallel.optimizers.whole_trial import (
     has_unstored_attributes,
     watched_step,
 )
+from elasticzero.state.digests import of_value
 from elasticzero.state.model import NamedModel, Spec, spec_of
 from elasticzero.torch_internals import step_hooks
 
@@ -48,6 +49,10 @@ UNDEALT = "bitsandbytes"
 parameter: they are stored where nothing is dealt."""
 
 ELEMENTWISE = "an optimizer that treats each element by itself, as SGD, Adam, AdamW and RMSprop do"
+
+
+OF_GROUP = ("params", "param_names")
+"""Entries of a group that are no options."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +100,15 @@ class Optimizers:
         self.groups = groups
         self.only: tuple[str, ...] | None = None
         """The optimizers that the present global batch has gradients for; None: all."""
+
+    def options_number(self) -> int:
+        """Returns a number for the options of all groups, the same where these are."""
+        return of_value(
+            [
+                {key: _plain(value) for key, value in group.options.items() if key not in OF_GROUP}
+                for group in self.groups
+            ]
+        )
 
     def named(self, only: str | Collection[str] | None) -> tuple[str, ...] | None:
         """Returns the names that a script gives as `only=`, in one order; None: it gives none.
@@ -440,3 +454,12 @@ def _check(nature: GroupNature, kind: str, divided: Dealt) -> None:
             f"or zero2, which give it whole parameters, or {ELEMENTWISE}"
         )
     raise UserError(f"{kind} {nature.reason}; use strategy ddp, or {ELEMENTWISE}")
+
+
+def _plain(value: Any) -> Any:
+    """Returns an option as JSON can hold it; None for one that may be another on each rank."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float | str) else None

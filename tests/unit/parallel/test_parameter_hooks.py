@@ -12,7 +12,9 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from elasticzero.errors import UserError
 from elasticzero.parallel.gradients import check_hooks, check_hooks_of_several
+from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.parameter_changes import ForwardChanges
+from elasticzero.state.model import NamedModel
 from elasticzero.torch_internals import (
     GradientHooks,
     GradientReady,
@@ -106,6 +108,28 @@ def test_plain_dicts_of_hooks_become_ordered_ones(hooks: Any) -> None:
     kept = optimizer._optimizer_step_pre_hooks
     order_hooks(optimizer)
     assert optimizer._optimizer_step_pre_hooks is kept
+
+
+def test_the_options_by_which_ranks_step_have_a_number() -> None:
+    """A rate that followed from a rank's own loss was another on each rank, in silence."""
+    layer = nn.Linear(1, 1)
+    rate = torch.tensor(0.5)
+    made = torch.optim.Adam(layer.parameters(), lr=rate, betas=(0.5, 0.6))
+    optimizers = open_optimizers(made, NamedModel(layer), "nothing")
+    numbers = []
+    for change in (
+        lambda: None,
+        lambda: rate.fill_(0.25),
+        lambda: made.param_groups[0].update(betas=(0.5, 0.7)),
+        lambda: made.param_groups[0].update(of_the_script=object()),
+    ):
+        change()
+        changes = ForwardChanges({"a": torch.ones(1)}, 2, optimizers.options_number)
+        changes.begin()
+        numbers.append(changes.end())
+        assert changes.sentence().startswith("ranks would step by different options")
+    assert len(set(numbers)) == 4 and None not in numbers
+    assert optimizers.options_number() == optimizers.options_number()
 
 
 def test_only_what_a_forward_changes_has_a_number() -> None:

@@ -9,6 +9,7 @@ WORDS = ("right", "refused", "not kept", "as `ddp`", "as `zero1`")
 """How a cell begins that needs no other word."""
 OTHERS = {
     "any values",
+    "another in each world",
     "another world draws others",
     "as far as this table says",
     "made dense",
