@@ -7,6 +7,7 @@ one of them tries again. A command that was given before changes nothing.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,13 +38,31 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.job_run import stored_run
 from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
 from elasticzero.serialization import RecordError
-from elasticzero.text import count_text, list_text, print_error, print_result, shown
+from elasticzero.text import count_text, list_text, print_error, print_foreign, print_result, shown
 
 TRIES = 20
 """Number of times that the document is read and written when others write it at the same time."""
 POLL_S = 0.2
+SAY_AFTER_S = 0.8
+"""Seconds without an answer of etcd after which a command says that it waits for one."""
 NAMES_SHOWN = 16
 T = TypeVar("T")
+
+
+@contextmanager
+def _waiting_is_said(text: str) -> Iterator[None]:
+    """Prints a text on stderr if what is done within takes long.
+
+    Args:
+        text: What is waited for.
+    """
+    timer = threading.Timer(SAY_AFTER_S, print_foreign, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
@@ -57,6 +76,8 @@ def open_job_store(job: str, endpoints: Sequence[str], access: Access) -> Iterat
     """
     store = EtcdStore(endpoints, job_prefix(job), access=access)
     try:
+        with _waiting_is_said(f"waiting for etcd at {','.join(endpoints)}"):
+            store.read(CONTROL)
         yield store
     except AccessRefused:
         raise

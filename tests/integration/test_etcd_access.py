@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -375,3 +376,20 @@ def test_no_log_and_no_repr_shows_the_password(
         store.read("k")
         assert PASSWORD not in repr(access) + str(access) + repr(vars(store._connection))
     assert PASSWORD not in caplog.text
+
+
+def test_a_command_says_that_it_waits_for_etcd() -> None:
+    """It was silent for the six seconds until it gave up."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, answers nothing
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = subprocess.run(
+            elasticzero("status", "--job", "j", "--etcd", endpoint),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 69, done.stderr
+    waiting, error = done.stderr.splitlines()
+    assert waiting == f"waiting for etcd at {endpoint}"
+    assert error.startswith(f"error: etcd at {endpoint} does not answer; ")
