@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.integration.conftest import etcd, job
+from tests.integration.conftest import etcd, job, pool, pool_of_session
 
-__all__ = ["etcd", "job"]
+__all__ = ["etcd", "job", "pool", "pool_of_session"]

@@ -1,14 +1,42 @@
-"""Trains for a few steps with another program and saves its checkpoint: KIND DIRECTORY."""
+"""Trains for a few steps with another program and saves its checkpoint: KIND DIRECTORY.
+
+What was trained with several ranks also writes `whole.pt`, on rank 0: the model and the optimizer
+as the program gathers them, and the model after one step more.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+SAMPLES = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+TOKENS = torch.arange(8)
+
+
+def by_dimensions(parameters: Any) -> torch.optim.Optimizer:
+    """Returns an optimizer in whose first group weights decay, as the Trainer and others have."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 16}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(config).double()
 
 
 def small_model() -> torch.nn.Module:
@@ -17,7 +45,7 @@ def small_model() -> torch.nn.Module:
 
 
 def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.randn(16, 3)), batch_size=4)
+    return DataLoader(TensorDataset(SAMPLES.repeat(4, 1)), batch_size=4)
 
 
 def save_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer, out: Path) -> None:
@@ -34,7 +62,7 @@ def lightning(out: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.save_hyperparameters({"lr": 0.1})
-            self.net = small_model()
+            self.net = small_model().double()
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
             loss: torch.Tensor = self.net(batch[0]).square().mean()
@@ -53,45 +81,125 @@ def lightning(out: Path) -> None:
     module = Module()
     trainer.fit(module, loader())
     save_names(module, trainer.optimizers[0], out)
+    following = pl.Trainer(
+        max_steps=9, accelerator="cpu", logger=False, enable_progress_bar=False,
+        default_root_dir=out, enable_checkpointing=False,
+    )  # fmt: skip
+    module = Module()
+    following.fit(module, loader(), ckpt_path=str(out / "last.ckpt"), weights_only=False)
+    torch.save(module.net.state_dict(), out / "next.pt")
 
 
 def transformers(out: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     class Tokens(Dataset[Any]):
         def __len__(self) -> int:
             return 8
 
         def __getitem__(self, index: int) -> Any:
-            ids = torch.arange(8) + index
-            return {"input_ids": ids, "labels": ids}
+            return {"input_ids": TOKENS, "labels": TOKENS}
 
-    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=20, n_positions=16)
-    model = GPT2LMHeadModel(config)
+    model = gpt2()
     arguments = TrainingArguments(
-        output_dir=str(out), per_device_train_batch_size=2, max_steps=3, save_steps=3,
+        output_dir=str(out), per_device_train_batch_size=2, max_steps=4, save_steps=3,
         report_to=[], use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=Tokens())
     trainer.train()
     save_names(model, trainer.optimizer, out)
+    torch.save(model.state_dict(), out / "next.pt")
 
 
 def accelerate(out: Path) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = small_model()
+    model = small_model().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     save_names(model, optimizer, out)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer, schedule, data = accelerator.prepare(model, optimizer, schedule, loader())
-    for (samples,) in data:
+    for number, (samples,) in enumerate(data):
+        if number == 3:
+            accelerator.save_state(str(out / "state"))
         accelerator.backward(model(samples).square().mean())
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+    torch.save(accelerator.unwrap_model(model).state_dict(), out / "next.pt")
+
+
+def whole_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    gathered = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_state_dict(model, optimizer, options=gathered)
+
+
+def fsdp_of_accelerate(kind: str, out: Path) -> None:
+    """Accelerate divides on the CPU what it takes for another device."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import DistributedType, PartialState
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        state_dict_type=kind,
+        auto_wrap_policy="no_wrap",
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = small_model().double()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        accelerator.backward(model(SAMPLES).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
     accelerator.save_state(str(out / "state"))
+    save_whole(model, optimizer.optimizer, step, out)
+
+
+def sharded(out: Path) -> None:
+    """FSDP2 of torch itself, saved by torch.distributed.checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = small_model().double()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(SAMPLES).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=out / "state")
+    save_whole(model, optimizer, step, out)
+
+
+def save_whole(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: Any, out: Path
+) -> None:
+    weights, state = copy.deepcopy(whole_state(model, optimizer))
+    step()
+    following, _ = whole_state(model, optimizer)
+    if dist.get_rank() == 0:
+        saved = {"model": weights, "optimizer": state, "next": following}
+        torch.save(saved, out / "whole.pt")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def deepspeed(stage: int, out: Path) -> None:
@@ -132,5 +240,11 @@ if __name__ == "__main__":
             transformers(folder)
         case "accelerate":
             accelerate(folder)
+        case "accelerate-fsdp":
+            fsdp_of_accelerate("SHARDED_STATE_DICT", folder)
+        case "accelerate-fsdp-full":
+            fsdp_of_accelerate("FULL_STATE_DICT", folder)
+        case "torch":
+            sharded(folder)
         case _:
             deepspeed(int(kind[-1]), folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -16,31 +17,43 @@ from safetensors.torch import load_file
 from elasticzero.checkpoint.api import load, load_state
 from elasticzero.checkpoint.cli.main import main
 from elasticzero.launcher.store.etcd.server import free_ports
+from tests.integration.training_harness import Pool
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1000)]
 SCRIPT = Path(__file__).with_name("foreign_checkpoints.py")
+LOADED = Path(__file__).with_name("training_loaded.py")
+ROOT = Path(__file__).parents[2]
 
 
-def saved_by(kind: str, out: Path) -> Path:
-    """Runs the other program in one process."""
-    package = kind.rstrip("123")
+def saved_by(kind: str, out: Path, ranks: int = 1, python: Path = Path(sys.executable)) -> Path:
+    """Runs the other program, with a process for each rank."""
+    package = kind.partition("-")[0].rstrip("123")
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"`make integrations` has {package}")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     if package == "deepspeed":
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-        environment |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
         # A build that was killed leaves a lock, for which all later ones wait.
         environment |= {"TORCH_EXTENSIONS_DIR": str(out.parent.parent / "extensions")}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), kind, str(out)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    if package == "deepspeed" or ranks > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    processes = []
+    for rank in range(ranks):
+        place = {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = subprocess.Popen(
+            [str(python), str(SCRIPT), kind, str(out)],
+            env=environment | (place if "MASTER_PORT" in environment else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+    try:
+        for process in processes:
+            printed, _ = process.communicate(timeout=900)
+            assert process.returncode == 0, printed[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
     return out
 
 
@@ -58,7 +71,7 @@ def check_optimizer(loaded: Any, names: list[str], theirs: Any) -> None:
             assert torch.equal(loaded["state"][number][key], value)
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_lightning(pool: Pool, tmp_path: Path) -> None:
     out = saved_by("lightning", tmp_path / "out")
     names = (out / "names.txt").read_text().split()
     options = ("--names", str(out / "names.txt"), "--track", "schedule=lr_schedulers/0")
@@ -70,6 +83,8 @@ def test_lightning(tmp_path: Path) -> None:
     state = load_state(tmp_path / "run")
     assert state["groups"][0]["names"] == names
     assert state["tracked"]["schedule"]["last_epoch"] == 2
+    following = torch.load(out / "next.pt", weights_only=True)
+    check_step(pool, tmp_path, {"strategy": "zero1", "load": str(out / "last.ckpt")}, following)
 
 
 def test_transformers(tmp_path: Path) -> None:
@@ -88,7 +103,7 @@ def test_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(again[n], t) for n, t in theirs.items())
 
 
-def test_accelerate(tmp_path: Path) -> None:
+def test_accelerate(pool: Pool, tmp_path: Path) -> None:
     out = saved_by("accelerate", tmp_path / "out")
     names = (out / "names.txt").read_text().split()
     options = ("--names", str(out / "names.txt"), "--track", "schedule=scheduler")
@@ -97,6 +112,8 @@ def test_accelerate(tmp_path: Path) -> None:
     assert all(torch.equal(back["model"][n], t) for n, t in theirs.items())
     check_optimizer(back["optimizer"], names, torch.load(out / "state" / "optimizer.bin"))
     assert load_state(tmp_path / "run")["groups"][0]["names"] == names
+    following = torch.load(out / "next.pt", weights_only=True)
+    check_step(pool, tmp_path, {"strategy": "zero2", "load": str(out / "state")}, following)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -140,3 +157,46 @@ def test_deepspeed(tmp_path: Path, stage: int) -> None:
         for key, value in entries.items():
             assert torch.equal(again["optimizer"]["state"][name][key], value)
     assert load_state(tmp_path / "again")["groups"] == load_state(tmp_path / "run")["groups"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "strategy"),
+    [
+        ("accelerate-fsdp", None, "zero2"),
+        ("accelerate-fsdp-full", None, "ddp"),
+        ("torch", ".venv-oldest", "zero1"),
+    ],
+)
+def test_fsdp_of_two_ranks(
+    pool: Pool, tmp_path: Path, kind: str, environment: str | None, strategy: str
+) -> None:
+    """Model and optimizer are those that torch gathers, and the next step is theirs."""
+    python = Path(sys.executable)
+    if environment is not None and not (python := ROOT / environment / "bin/python").exists():
+        pytest.skip(f"`make versions` has {environment}")
+    out = saved_by(kind, tmp_path / "out", 2, python)
+    form = "dcp" if kind == "torch" else "accelerate"
+    back = imported(out / "state", form, tmp_path / "run")
+    whole = torch.load(out / "whole.pt", weights_only=True)
+    assert back["model"].keys() == whole["model"].keys()
+    assert all(torch.equal(back["model"][n], t) for n, t in whole["model"].items())
+    for name, entries in whole["optimizer"]["state"].items():
+        for key, value in entries.items():
+            assert torch.equal(back["optimizer"]["state"][name][key], value)
+    check_step(pool, tmp_path, {"strategy": strategy, "load": str(out / "state")}, whole["next"])
+    exported = str(tmp_path / "again.pt")
+    assert main(["export", "-q", str(tmp_path / "run"), exported, "--format", "torch"]) == 0
+    again = torch.load(exported, weights_only=True)
+    assert all(torch.equal(again[n], t) for n, t in whole["model"].items())
+
+
+def check_step(
+    pool: Pool, folder: Path, told: dict[str, Any], expected: dict[str, torch.Tensor]
+) -> None:
+    """Trains one step from the files, with three ranks, and compares the weights."""
+    told |= {"out": str(folder / "after.pt")}
+    assert pool.start(LOADED, [json.dumps(told)], 3).finish() == 1
+    after = torch.load(folder / "after.pt", weights_only=True)
+    assert after.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-9)
