@@ -221,6 +221,9 @@ class Uses:
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         """Runs the group's own `post_backward`, with zeros for what this rank has not used.
 
+        Where the script takes gradients by `torch.autograd.grad`, as of inputs, nothing is reduced.
+        The root stays gathered then as after its forward, since the script may have its parameters.
+
         Args:
             group: A group of FSDP2.
             post_backward: The group's own method.
@@ -244,7 +247,8 @@ class Uses:
                     leaf.grad = torch.zeros_like(leaf)
             elif self._runs and group.reduce_grads and (self._only is None or name in self._only):
                 leaf.grad = torch.zeros_like(leaf)
-        post_backward(*unused)
+        if self._runs or _has_gradients(group) or group.modules[0] is not self._root:
+            post_backward(*unused)
 
     def _enter(self, index: int, module: nn.Module, inputs: Any) -> None:
         """Counts a module that runs.
@@ -331,6 +335,12 @@ def _owners(group: Any) -> set[nn.Module]:
     infos = [of._module_info for of in group.fsdp_params]
     owners = {module for info in infos for module in (info.module, *info.shared_modules)}
     return owners.difference(group.modules)
+
+
+def _has_gradients(group: Any) -> bool:
+    """Returns whether autograd has added a gradient to a gathered parameter of the group."""
+    leaves = (_leaf(of) for of in group.fsdp_params)
+    return any(leaf is not None and leaf.grad is not None for leaf in leaves)
 
 
 def _leaf(of: Any) -> Tensor | None:
