@@ -110,6 +110,7 @@ class FullyPartitioned(PiecedStrategy):
         self._before = {n: p for n, p in before.items() if p() is not self._parameters[n]}
         """The parameters that FSDP2 has replaced, of which the script may have some."""
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
+        """Those that were frozen when they came."""
         for module in setting.model.modules():
             module.register_load_state_dict_pre_hook(self._load_rows)
         self._memory = FixedMemory(self._parameters)
@@ -367,10 +368,12 @@ class FullyPartitioned(PiecedStrategy):
         return {MODEL + name: p.detach() for name, p in whole.items()} | self._pieced.norm()
 
     def _optimized(self) -> list[str]:
+        """Returns the parameters that have optimizer state; one that the script freezes for a while
+        keeps its own."""
         return [
             name
             for name in self.optimizers.group_of
-            if self._parameters[name].requires_grad and self._specs[name].numel
+            if name not in self._frozen and self._specs[name].numel
         ]
 
     def _load_rows(
