@@ -238,8 +238,9 @@ def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
         if parameter.grad is not None:
             raise UserError(
                 f"parameter {name!r} has a gradient, but needed none when session.prepare was "
-                "called, so it is not summed over the ranks: freeze it after session.prepare, "
-                "which every generation calls anew"
+                "called, so it is not summed over the ranks: what is to be trained later needs one "
+                "at session.prepare, in every generation, and is frozen after it by "
+                "requires_grad_(False) until then"
             )
 
 

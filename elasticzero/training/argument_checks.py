@@ -21,6 +21,7 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
+from elasticzero.parallel.optimizers.whole_trial import closure_sentence
 from elasticzero.state.model import called_parts
 from elasticzero.torch_internals import order_hooks
 
@@ -87,11 +88,7 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     parameters = inspect.signature(type(optimizer).step).parameters
     closure = parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UserError(
-            f"{type(optimizer).__name__} computes the loss anew inside its step, by a closure that "
-            "session.step() cannot give it: use an optimizer that takes one gradient a step, such "
-            "as AdamW"
-        )
+        raise UserError(closure_sentence(type(optimizer).__name__))
 
 
 def check_model(model: Any) -> None:

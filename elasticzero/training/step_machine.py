@@ -138,7 +138,8 @@ def _once(call: str) -> str:
 _NO_BACKWARD = "session.backward(loss) was not called before session.step()"
 _NO_STEP = (
     "session.step() was not called for this micro-batch; call session.backward(loss) and "
-    "session.step() for each, also for those where step() returns False"
+    "session.step() for each, also for those where step() returns False. To accumulate gradients, "
+    "give session.batches the whole global_batch= and micro_batch=, and divide no loss"
 )
 
 Part = StepPhase | StepOutcome | StepCondition | LoopPart
@@ -160,8 +161,10 @@ TRANSITIONS: Mapping[tuple[Part, StepEvent], Part | str] = {
     (StepPhase.BACKWARD, StepEvent.STEP): _NO_BACKWARD,
     (StepPhase.BACKWARD, StepEvent.NEXT): _NO_STEP,
     (StepPhase.BACKWARD_DONE, StepEvent.BACKWARD): (
-        "session.backward was called twice for one micro-batch; with only=…, call "
-        "session.step(only=…) after each"
+        "session.backward was called twice for one micro-batch: call it once, with the sum of the "
+        "losses. A gradient that moves inputs or weights (FGM, SAM) is taken by "
+        "torch.autograd.grad, smaller batches by micro_batch= of session.batches; with only=…, "
+        "call session.step(only=…) after each"
     ),
     (StepPhase.BACKWARD_DONE, StepEvent.STEP): StepPhase.ENDED,
     (StepPhase.BACKWARD_DONE, StepEvent.NEXT): _NO_STEP,

@@ -373,6 +373,7 @@ def too_late(name: str) -> UserError:
     return UserError(
         f"parameter {name!r} got a gradient after the gradients were summed over the ranks, which "
         "would be this rank's alone. Call session.backward once for each micro-batch, with the sum "
-        "of its losses; a layer that some steps alone run twice under "
+        "of its losses, and take gradients that move inputs or weights (FGM, SAM) by "
+        "torch.autograd.grad; a layer that some steps alone run twice under "
         "torch.utils.checkpoint(…, use_reentrant=True) needs use_reentrant=False"
     )

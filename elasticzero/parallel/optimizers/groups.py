@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -26,12 +27,15 @@ from elasticzero.parallel.optimizers.state import (
     stored_state,
 )
 from elasticzero.parallel.optimizers.whole_trial import (
+    ELEMENTWISE,
+    PartsRefused,
     check_before_parts,
     check_parts,
     check_whole,
     checked_step,
     has_unstored_attributes,
     watched_step,
+    with_advice,
 )
 from elasticzero.state.digests import of_value
 from elasticzero.state.model import NamedModel, Spec, spec_of
@@ -47,8 +51,6 @@ optimizer needs these; rows of each parameter."""
 UNDEALT = "bitsandbytes"
 """Package whose optimizers keep codes of 8 bits in plain tensors, whose sizes depend on that of the
 parameter: they are stored where nothing is dealt."""
-
-ELEMENTWISE = "an optimizer that treats each element by itself, as SGD, Adam, AdamW and RMSprop do"
 
 
 OF_GROUP = ("params", "param_names")
@@ -365,8 +367,9 @@ def open_optimizers(
     for optimizer_name, optimizer in by_name.items():
         _check_package(optimizer, divided)
         if in_parts:
-            check_before_parts(optimizer)
-            _check_step_hooks(optimizer)
+            with _advising(optimizer):
+                check_before_parts(optimizer)
+                _check_step_hooks(optimizer)
         for options in optimizer.param_groups:
             names = [_name(parameter, name_of) for parameter in options["params"]]
             for name in names:
@@ -376,15 +379,24 @@ def open_optimizers(
                         f"{optimizer_name!r}: give each parameter to one of them"
                     )
             specs = {name: spec_of(named.parameters[name]) for name in names}
-            whole = divided == "nothing"
-            nature = probe(optimizer, options, natures, whole_model=whole, device=device)
-            if divided != "nothing":
-                _check(nature, type(optimizer).__name__, divided)
-                check_parts(optimizer, nature)
+            nature = probe(optimizer, options, natures, whole_model=not in_parts, device=device)
+            if in_parts:
+                with _advising(optimizer):
+                    check_parts(optimizer, nature)
+                    _check(nature, type(optimizer).__name__, divided)
             groups.append(OptimizerGroup(optimizer_name, optimizer, options, names, nature, specs))
-        if divided == "nothing" and not check_whole(optimizer):
+        if not in_parts and not check_whole(optimizer):
             untried.add(optimizer_name)
     return Optimizers(by_name, groups, untried, watched)
+
+
+@contextmanager
+def _advising(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Adds to a refusal of parts what the script can do instead."""
+    try:
+        yield
+    except PartsRefused as refused:
+        raise with_advice(refused, optimizer) from None
 
 
 def _check_step_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -392,10 +404,10 @@ def _check_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     optimizer has none of those that are frozen."""
     frozen = [p for g in optimizer.param_groups for p in g["params"] if not p.requires_grad]
     if frozen and step_hooks(optimizer):
-        raise UserError(
+        raise PartsRefused(
             f"{type(optimizer).__name__} has a hook on its step, and frozen parameters, which the "
-            "hook would not find where each rank has parts of the others: give the optimizer only "
-            "the parameters that it trains, or use strategy ddp"
+            "hook would not find where each rank has parts of the others",
+            "an optimizer that has only the parameters that it trains",
         )
 
 
@@ -453,7 +465,7 @@ def _check(nature: GroupNature, kind: str, divided: Dealt) -> None:
             f"{kind} works on whole parameters, and zero3 divides each of them by rows: use zero1 "
             f"or zero2, which give it whole parameters, or {ELEMENTWISE}"
         )
-    raise UserError(f"{kind} {nature.reason}; use strategy ddp, or {ELEMENTWISE}")
+    raise PartsRefused(f"{kind} {nature.reason}", ELEMENTWISE)
 
 
 def _plain(value: Any) -> Any:

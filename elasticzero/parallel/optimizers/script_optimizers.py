@@ -52,7 +52,8 @@ def take_over_optimizer(
     def refuse(_: Any) -> NoReturn:
         raise UserError(
             "the script calls optimizer.add_param_group() after session.prepare, which has dealt "
-            "the parameters to the ranks: make all groups in the function it is given"
+            "the parameters to the ranks: make all groups in the function it is given, and freeze "
+            "by requires_grad_(False) after session.prepare what is to be trained later"
         )
 
     def refuse_parts(*_: Any) -> NoReturn:

@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,8 +53,60 @@ STEPS_WITH_COPIES = 20
 """Steps of an optimizer that has copies of parameters: Lookahead's default is every 5 or 6."""
 DUMMIES = 8
 """Parameters of a group that have a dummy of their number of dimensions."""
+ELEMENTWISE = "an optimizer that treats each element by itself, as SGD, Adam, AdamW and RMSprop do"
 FOREIGN = ("torch", PACKING, "bitsandbytes")
 """Packages whose own optimizers keep in attributes only what they find anew."""
+
+
+class PartsRefused(UserError):
+    """An optimizer cannot work on parts of parameters. The message ends before any advice, since
+    strategy ddp, which gives it whole ones, may refuse it as well."""
+
+    def __init__(self, why: str, instead: str = "") -> None:
+        """Makes the error.
+
+        Args:
+            why: Why it cannot, in a sentence without its end.
+            instead: What the script may do other than take strategy ddp; empty: nothing is known.
+        """
+        super().__init__(why)
+        self.instead = instead
+        """What the script may do other than take strategy ddp."""
+
+
+def with_advice(refused: PartsRefused, optimizer: torch.optim.Optimizer) -> UserError:
+    """Returns the error with the advice that holds for this optimizer: strategy ddp only where that
+    takes it.
+
+    Args:
+        refused: Why the optimizer cannot work on parts.
+        optimizer: The optimizer.
+    """
+    try:
+        is_tried = check_whole(optimizer)
+    except UserError as error:
+        return UserError(f"{refused}, and strategy ddp does not take it either: {error}")
+    if is_tried:
+        instead = f", or {refused.instead}" if refused.instead else ""
+        return UserError(f"{refused}; use strategy ddp{instead}")
+    return UserError(
+        f"{refused}, and a step of whole parameters has failed in a trial too: use "
+        f"{refused.instead or ELEMENTWISE}; strategy ddp shows in its first step whether it "
+        "can"
+    )
+
+
+def closure_sentence(kind: str) -> str:
+    """Returns the sentence for an optimizer, of this class, that computes the loss in its step."""
+    return (
+        f"{kind} computes the loss anew inside its step, by a closure that session.step() cannot "
+        "give it: use an optimizer that takes one gradient a step, such as AdamW; a first gradient "
+        "that moves the weights, as SAM has it, is taken by torch.autograd.grad (docs/training.md)"
+    )
+
+
+def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+    return "closure" in inspect.signature(type(optimizer).step).parameters
 
 
 def check_whole(optimizer: torch.optim.Optimizer) -> bool:
@@ -69,6 +122,8 @@ def check_whole(optimizer: torch.optim.Optimizer) -> bool:
     kind = type(optimizer).__name__
     with unchanged_generator(), torch.compiler.set_stance("force_eager"):
         if (trial := _tried(optimizer)) is None:
+            if _takes_closure(optimizer) and _tried(optimizer, with_closure=True) is not None:
+                raise UserError(closure_sentence(kind))
             return False  # it may step the parameters all the same
         _check_storable(trial.stepped, kind)
         changed = changed_attributes(trial.fresh, trial.stepped)
@@ -93,14 +148,15 @@ def check_before_parts(optimizer: torch.optim.Optimizer) -> None:
         return
     kind = type(optimizer).__name__
     if has_modes(optimizer):
-        raise UserError(
+        raise PartsRefused(
             f"{kind} changes parameters in its train() and eval(), which would change only this "
-            "rank's part of them: use strategy ddp"
+            "rank's part of them"
         )
     if names := holders_of_parameters(optimizer):
-        raise UserError(
+        raise PartsRefused(
             f"{kind} keeps parameters, or copies of them, in {_listed(names)}, and each rank has "
-            "parts of parameters: use strategy ddp, or keep the copies in its state by parameter"
+            "parts of parameters",
+            "an optimizer that keeps such copies in its state by parameter",
         )
 
 
@@ -118,11 +174,11 @@ def check_parts(optimizer: torch.optim.Optimizer, nature: GroupNature) -> None:
         return
     kind = type(optimizer).__name__
     if nature.attributes:
-        raise UserError(_not_dealt(kind, nature.attributes))
+        raise PartsRefused(_not_dealt(kind, nature.attributes))
     if nature.entries:
-        raise UserError(
+        raise PartsRefused(
             f"{kind} keeps {nature.entries[0]!r} in its state, which is no parameter, and only "
-            "what it keeps by parameter can be dealt to ranks: use strategy ddp"
+            "what it keeps by parameter can be dealt to ranks"
         )
 
 
@@ -181,7 +237,12 @@ def watched_step(optimizer: torch.optim.Optimizer, *, in_parts: bool) -> None:
         both = before.keys() & after.keys()
         names = [n for n in {**before, **after} if n not in both or before[n] != after[n]]
         kind = type(optimizer).__name__
-        raise UserError(_not_dealt(kind, names) if in_parts else _lost(kind, names))
+        if not in_parts:
+            raise UserError(_lost(kind, names))
+        raise UserError(
+            f"{_not_dealt(kind, names)}: use strategy ddp, with a state_dict and a load_state_dict "
+            "that hold it too"
+        )
 
 
 def holders_of_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -205,12 +266,17 @@ def holders_of_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def _tried(optimizer: torch.optim.Optimizer) -> _WholeTrial | None:
-    """Returns copies of an optimizer of which one was stepped; None: it cannot step dummies."""
+def _tried(optimizer: torch.optim.Optimizer, *, with_closure: bool = False) -> _WholeTrial | None:
+    """Returns copies of an optimizer of which one was stepped; None: it cannot step dummies.
+
+    Args:
+        optimizer: The optimizer.
+        with_closure: Whether its step is given a closure.
+    """
     for real_shapes in (False, True):
         try:
             trial = _WholeTrial(optimizer, real_shapes=real_shapes)
-            trial.step()
+            trial.step(with_closure=with_closure)
         except FAILURES:
             continue
         return trial
@@ -253,17 +319,26 @@ class _WholeTrial:
         copies[id(optimizer.param_groups)] = groups
         return copy_for_trial(optimizer, copies)
 
-    def step(self) -> None:
-        """Steps the copy on random gradients."""
+    def step(self, *, with_closure: bool = False) -> None:
+        """Steps the copy on random gradients; with a closure, which draws such gradients anew, if
+        that is said."""
         generator = torch.Generator().manual_seed(0)
         begin_training(self.fresh)
         begin_training(self.stepped)
-        for _ in range(STEPS_WITH_COPIES if self._has_copies else STEPS):
+
+        def draw() -> float:
             for dummy in self._dummies:
                 if dummy.requires_grad:
                     drawn = torch.randn(dummy.shape, generator=generator)
                     dummy.grad = drawn.to(dummy.device, dummy.dtype)
-            self.stepped.step()
+            return 1.0
+
+        for _ in range(STEPS_WITH_COPIES if self._has_copies else STEPS):
+            draw()
+            if with_closure:
+                self.stepped.step(draw)
+            else:
+                self.stepped.step()
 
 
 def _dummy(parameter: Tensor, shape: torch.Size, *, on_meta: bool) -> nn.Parameter:
@@ -320,8 +395,7 @@ def _lost(kind: str, names: Sequence[str]) -> str:
 def _not_dealt(kind: str, names: Sequence[str]) -> str:
     return (
         f"{kind} changes {_listed(names)} when it steps, and only what it keeps by parameter can "
-        "be dealt to ranks: use strategy ddp, with a state_dict and a load_state_dict that hold it "
-        "too"
+        "be dealt to ranks"
     )
 
 

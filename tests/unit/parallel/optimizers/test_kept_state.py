@@ -155,12 +155,38 @@ def test_what_fails_on_dummies_is_looked_at_in_its_first_step() -> None:
         train(strategy)
 
 
-def test_an_optimizer_that_asks_for_a_closure_is_refused_in_its_first_step() -> None:
-    strategy, _ = build("ddp", kept_state.Sharp)
-    with pytest.raises(UserError, match=r"Sharp\.step\(\) has failed .*requires a closure"):
-        train(strategy)
-    with pytest.raises(UserError, match="Sharp cannot work on parts of a model"):
-        build("zero1", kept_state.Sharp)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_optimizer_that_asks_for_a_closure_is_refused(name: str) -> None:
+    """Under zero1 it was told to take ddp, which refused it in the first step."""
+    with pytest.raises(UserError, match="Sharp computes the loss anew inside its step") as refused:
+        build(name, kept_state.Sharp)
+    assert "use strategy ddp" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("kind", "is_advised"),
+    [
+        *((factory, name != "unseen") for name, factory in kept_state.WHOLE.items()),
+        *((kept_state.Forgetful, False), (kept_state.Slow, False), (kept_state.Halfway, False)),
+        *((kept_state.Flat, False), (kept_state.Sharp, False)),
+    ],
+)
+def test_another_strategy_is_advised_where_it_takes_the_optimizer(
+    name: str, kind: Any, is_advised: bool
+) -> None:
+    """Who follows a sentence does not meet the next one."""
+    try:
+        build(name, kind)
+    except UserError as refused:
+        text = str(refused)
+    else:
+        return
+    assert not is_advised or "use strategy ddp" in text or "use zero1 or zero2" in text, text
+    for advised in ("ddp",) * ("use strategy ddp" in text) + ("zero1",) * ("use zero1" in text):
+        build(advised, kind)
+        for _ in range(2):
+            train(build(advised, kind)[0])
 
 
 def test_what_no_checkpoint_holds_is_refused_before_a_step() -> None:
