@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from elasticzero.errors import same_error
@@ -15,6 +16,7 @@ from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.observability.console import (
     ABOVE,
     NO_ERRORS,
+    HeldErrors,
     PrintedErrors,
     differs_much,
     fresh_start,
@@ -64,6 +66,7 @@ class AgentConsole:
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
         self._errors = PrintedErrors()
+        self._held = HeldErrors()
         self._waiting_since_s: float | None = None
         self._logged_s: dict[str, float] = {}
         """Time at which trouble of a kind was printed last."""
@@ -97,6 +100,10 @@ class AgentConsole:
         """
         log.log(level, "%s", text, extra={"node": self._options.node, "rank": rank})
 
+    def tick(self) -> None:
+        """Prints errors that have waited for one that explains them."""
+        self._held.tick()
+
     def starting(self) -> None:
         """Notes that workers of a new generation start."""
         self._stalled_since_s = {}
@@ -120,11 +127,14 @@ class AgentConsole:
         if (damage := world.skipped) is not None:
             reason = damage.cause
             self.log_line(skipped_checkpoint_line(damage.step, damage.message, resume.step))
+        if self._held.has(reason):
+            self._held.release()
         names = list_text(world.nodes, NAMES_SHOWN)
         self.log_line(
             f"generation {world.generation}: {count_text(world.world_size, 'rank')} on {names}, "
             f"{origin[resume.tier]}: {self._errors.shortened(reason)}",
         )
+        self._held.release()
 
     def quarantined(self, world: World) -> None:
         """Prints that the world does without this node, and why."""
@@ -386,13 +396,17 @@ class AgentConsole:
                 that another try would meet again is printed without its traceback.
         """
         if failed.blame not in NO_ERRORS:
-            text = self._errors.text(
-                f"rank {rank}",
-                failed.message,
-                failed.traceback,
-                in_one_line=failed.blame == "memory" or (failed.final and not is_repeated),
-            )
-            self.log_line(text, rank=rank, level=logging.WARNING)
+            show = partial(self._worker_failed, rank, failed, is_repeated=is_repeated)
+            self._held.put(failed.message, show, explains=failed.final)
+
+    def _worker_failed(self, rank: int, failed: Failed, *, is_repeated: bool) -> None:
+        text = self._errors.text(
+            f"rank {rank}",
+            failed.message,
+            failed.traceback,
+            in_one_line=failed.blame == "memory" or (failed.final and not is_repeated),
+        )
+        self.log_line(text, rank=rank, level=logging.WARNING)
 
     def exits(self, reason: str, *, failed: bool) -> None:
         """Prints why this agent ends.
@@ -401,6 +415,7 @@ class AgentConsole:
             reason: The reason.
             failed: Whether it is an error of this node.
         """
+        self._held.release()
         text = self._errors.shortened(reason, ABOVE)
         self.log_line(text, level=logging.ERROR if failed else logging.INFO)
 
@@ -416,6 +431,8 @@ class AgentConsole:
             The lines after the reason, and the worker's traceback before them, empty if there is
             none that helps.
         """
+        if self._held.has(done.reason):
+            self._held.release()
         lines = []
         if len(done.setbacks) > 1:
             told = done.failure.message if done.failure is not None else ""
@@ -441,6 +458,7 @@ class AgentConsole:
         shown = details if is_printed or not traceback else f"{traceback}\n{details}"
         reason = self._errors.shortened(done.reason, ABOVE)
         log.error("error: %s\n%s", reason, shown, extra={"node": self._options.node, "bare": True})
+        self._held.release()
         return details, traceback
 
 

@@ -193,6 +193,7 @@ class AgentReporter:
     @recorded
     def progress(self, view: View, group: WorkerGroup | None) -> None:
         """Shows what the job does now, if that is due."""
+        self.console.tick()
         if self._progress is not None and self._progress.is_due():
             self._progress.show(progress_of(view, group, self._latest))
 

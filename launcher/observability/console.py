@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,11 @@ from elasticzero.text import count_text, print_foreign, printable
 PROGRESS_EVERY_S = 2.0
 NO_ERRORS = ("peer", "checkpoint", "rollback")
 """Causes of a failure that are no error of the worker: others report them, or all ranks agree."""
+ENDS = ("world", "exit", "error")
+"""Events before which all errors of a generation have come."""
 ABOVE = " by the error above"
+HELD_S = 3.0
+"""Seconds for which an error is held back in which another rank's may explain it."""
 
 MUTED = "; workers' output goes there alone (--tee repeats it here)"
 LARGE_CHANGE = 5
@@ -88,6 +92,53 @@ def tagged_text(step: int, tags: Sequence[str], error: str | None) -> str:
     """
     has, why = ("has the tag", "") if error is None else ("has no tag", f": {error}")
     return f"the checkpoint of step {step} {has} {', '.join(tags)}{why}"
+
+
+class HeldErrors:
+    """Holds back errors of workers until it is known whether another rank's explains them.
+
+    Bad input that one rank has met, as a call that is refused, is to be read before the errors that
+    follow from it on others, such as a file that the refused rank has not written.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Holds nothing yet.
+
+        Args:
+            clock: Returns the present time in seconds.
+        """
+        self._clock = clock
+        self._held: list[tuple[float, str, Callable[[], None]]] = []
+        """Errors with the time at which they came, and what prints them."""
+
+    def put(self, message: str, show: Callable[[], None], *, explains: bool) -> None:
+        """Prints an error, or holds it back.
+
+        Args:
+            message: The error in one line.
+            show: Prints it.
+            explains: Whether it is printed at once, and those that are held after it.
+        """
+        if not explains:
+            self._held.append((self._clock(), message, show))
+            return
+        show()
+        self.release()
+
+    def has(self, text: str) -> bool:
+        """Returns whether an error is held that is in this text."""
+        return any(message in text for _, message, _ in self._held)
+
+    def tick(self) -> None:
+        """Prints what is held once the first of it has waited for HELD_S."""
+        if self._held and self._clock() - self._held[0][0] >= HELD_S:
+            self.release()
+
+    def release(self) -> None:
+        """Prints what is held, in the order in which it came."""
+        held, self._held = self._held, []
+        for _, _, show in held:
+            show()
 
 
 class PrintedErrors:
@@ -203,6 +254,7 @@ class ClusterConsole:
         self._end_reason = ""
         """Reason for which the script ended training early."""
         self._printed = PrintedErrors()
+        self._held = HeldErrors()
         self._muted = muted
         self._errors: dict[str, dict[str, Any]] = {}
         """Event of the error with which the agent of a node has ended, by node."""
@@ -236,7 +288,8 @@ class ClusterConsole:
         return self._display.ticker
 
     def tick(self) -> None:
-        """Shows what the job does now, if that is due."""
+        """Shows what the job does now, if that is due, and errors that have waited."""
+        self._held.tick()
         if self._display.is_due():
             self._display.show(self._progress())
             if self._mode == "log":
@@ -269,7 +322,15 @@ class ClusterConsole:
         )
 
     def record(self, node: str, event: dict[str, Any]) -> None:
-        """Prints one event of one node's log."""
+        """Prints one event of one node's log, and what it lets be printed."""
+        is_end = event["event"] in ENDS
+        if is_end and not self._is_explained(event):
+            self._held.release()
+        self._print_event(node, event)
+        if is_end:
+            self._held.release()
+
+    def _print_event(self, node: str, event: dict[str, Any]) -> None:
         at_s = event["time"]
         match event["event"]:
             case "serving":
@@ -311,13 +372,8 @@ class ClusterConsole:
                     at_s,
                 )
             case "failed" if event["blame"] not in NO_ERRORS:
-                text = self._printed.text(
-                    f"rank {event['rank']} on {node}",
-                    event["message"],
-                    event["traceback"],
-                    in_one_line=event["blame"] == "memory" or self._muted,
-                )
-                self.print_line(text, at_s)
+                show = partial(self._failed, node, event)
+                self._held.put(event["message"], show, explains=event["final"])
             case "looked" if event["blame"] == "hung":
                 self.print_line(f"{node}: rank {event['rank']} hangs: {event['message']}", at_s)
             case "exit":
@@ -328,6 +384,20 @@ class ClusterConsole:
                     self.print_line(f"{node} has left", at_s)
             case "error":
                 self._errors[node] = event
+
+    def _is_explained(self, event: dict[str, Any]) -> bool:
+        """Returns whether an event tells of another error than those that are held."""
+        text = event.get("message") or event.get("reason", "")
+        return " failed" in text and not self._held.has(text)
+
+    def _failed(self, node: str, event: dict[str, Any]) -> None:
+        text = self._printed.text(
+            f"rank {event['rank']} on {node}",
+            event["message"],
+            event["traceback"],
+            in_one_line=event["blame"] == "memory" or self._muted,
+        )
+        self.print_line(text, event["time"])
 
     def _checkpoint(self, event: dict[str, Any], at_s: float) -> None:
         match event["event"]:

@@ -41,6 +41,9 @@ Pure. Rules:
  B7  A worker that exits without a message, and not with success, has failed by itself if its exit
      had begun when it was told to stop, however late its agent sees it. One that exits after that
      was stopped.
+ B8  Of the failures of one generation, one explains the others: a node's own fault before a lost
+     peer, and bad input, which another try would meet again, before another error of a script. An
+     error may follow from it, as of a rank that reads what the refused one was to write.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from collections.abc import Collection, Mapping
 from typing import get_args
 
 from elasticzero.errors import same_error
-from elasticzero.ipc.failure import Blame
+from elasticzero.ipc.failure import Blame, Failed
 from elasticzero.launcher.protocol.documents import (
     Failure,
     FailureRecord,
@@ -80,9 +83,14 @@ Cause = tuple[str, Failure]
 
 
 def root_cause(reports: Mapping[str, Report]) -> Cause | None:
-    """Returns the failure that caused the others; a node's own fault goes before a lost peer."""
+    """Returns the failure that caused the others; of several alike, that of the first rank."""
     failures = [(node, r.failure) for node, r in reports.items() if r.failure is not None]
-    return min(failures, key=lambda f: (BLAME_ORDER.index(f[1].blame), f[1].rank), default=None)
+    return min(failures, key=lambda f: (explains(f[1]), f[1].rank), default=None)
+
+
+def explains(failure: Failure | Failed) -> tuple[int, bool]:
+    """Returns a key by which failures that explain others come first (B8)."""
+    return BLAME_ORDER.index(failure.blame), not failure.final
 
 
 def failures_without_progress(

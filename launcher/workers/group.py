@@ -36,7 +36,7 @@ from elasticzero.ipc.messages import (
     Withdraw,
 )
 from elasticzero.launcher.protocol.documents import Failure, Proposal, World
-from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
+from elasticzero.launcher.protocol.failure_policy import explains, judge_exit
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.console_output import ConsoleOutput
@@ -507,9 +507,7 @@ class WorkerGroup:
     def _fail(self, failure: Failure) -> None:
         """Records a failure if it explains the known one better; of equals the first stays."""
         failure = _with_short_texts(failure)
-        recorded = self.failure
-        order = BLAME_ORDER.index
-        if recorded is None or order(failure.blame) < order(recorded.blame):
+        if self.failure is None or explains(failure) < explains(self.failure):
             self.failure = failure
 
     def broadcast(self, message: Message) -> None:

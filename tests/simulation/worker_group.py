@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE
 from elasticzero.launcher.protocol.documents import Failure, Proposal, World
-from elasticzero.launcher.protocol.failure_policy import BLAME_ORDER, judge_exit
+from elasticzero.launcher.protocol.failure_policy import explains, judge_exit
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.group import LATE_AFTER_S
@@ -383,8 +383,7 @@ class WorkerGroup:
 
     def blame(self, failure: Failure) -> None:
         """Keep the failure that explains the others; of equals the first."""
-        order, current = BLAME_ORDER.index, self.failure
-        if current is None or order(failure.blame) < order(current.blame):
+        if self.failure is None or explains(failure) < explains(self.failure):
             self.failure = failure
         self.wake()
 

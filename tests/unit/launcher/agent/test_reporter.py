@@ -32,7 +32,7 @@ from elasticzero.ipc.messages import (
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import AgentConsole
 from elasticzero.launcher.agent.reporter import AgentReporter
-from elasticzero.launcher.observability import logging_setup
+from elasticzero.launcher.observability import console, logging_setup
 from elasticzero.launcher.observability.event_log import EventLog
 from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.launcher.observability.metrics import Metrics
@@ -355,8 +355,10 @@ def test_an_error_is_printed_once(
     final: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its traceback was there for each rank, and its message again in every line about it."""
+    monkeypatch.setattr(console, "HELD_S", 0.0)
     options = options_in(tmp_path, log_dir=not repeated)
     reporter = AgentReporter(options, EventLog(tmp_path), Metrics())
     group, worker = group_of(tmp_path / "0.log")
@@ -364,6 +366,7 @@ def test_an_error_is_printed_once(
         step=4, blame="user", message="ValueError: bad sample", traceback=TRACE, final=final
     )
     reporter.received(group, [(worker, error), (worker, error)], 0.0)
+    reporter.console.tick()
     first, *lines = [
         line.partition("] ")[2] or line for line in capsys.readouterr().err.splitlines()
     ]
@@ -416,3 +419,32 @@ def test_the_device_of_the_workers_is_printed_once(
         "this node's worker computes on the CPU",
         "this node's 8 workers compute on NVIDIA H100",
     ]
+
+
+def test_bad_input_is_printed_before_the_errors_that_follow_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank read a file that another one was refused to write, and its error came first."""
+    reporter = AgentReporter(options_in(tmp_path, log_dir=True), EventLog(tmp_path), Metrics())
+    group, worker = group_of(tmp_path / "0.log")
+    missing = Failed(step=4, blame="user", message="FileNotFoundError: a.pt", traceback="")
+    refused = Failed(step=4, blame="user", message="use strategy ddp", traceback="", final=True)
+    reporter.received(group, [(worker, missing)], 0.0)
+    assert capsys.readouterr().err == ""
+    reporter.received(group, [(worker, refused)], 0.0)
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["rank 0 failed: use strategy ddp", "rank 0 failed: FileNotFoundError: a.pt"]
+
+
+def test_the_error_of_another_node_that_explains_this_ones_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter = AgentReporter(options_in(tmp_path, log_dir=True), EventLog(tmp_path), Metrics())
+    group, worker = group_of(tmp_path / "0.log")
+    missing = Failed(step=4, blame="user", message="FileNotFoundError: a.pt", traceback="")
+    reporter.received(group, [(worker, missing)], 0.0)
+    failure = Failure(rank=1, blame="user", message="use strategy ddp", final=True)
+    reason = "rank 1 on m failed: use strategy ddp"
+    reporter.console.failed(Done(outcome="failed", step=4, reason=reason, failure=failure), None)
+    text = capsys.readouterr().err
+    assert -1 < text.find("use strategy ddp") < text.find("FileNotFoundError"), text

@@ -274,11 +274,46 @@ def test_the_traceback_is_at_the_end_where_workers_output_is_not_shown(
 ) -> None:
     told = Told(tmp_path, capsys, muted=True)
     told.record("failed", rank=1, **FAILED)
+    told.record("exit", code=70, reason=REASON)
     (line,) = told.lines()
     assert line == "rank 1 on node-0 failed at train.py:12 in train: ValueError: bad sample"
     told.record("error", message=REASON, details="logs: /l", traceback=TRACE)
     told.console.quote(["node-0"])
     assert capsys.readouterr().err == f"error: {REASON}\n{TRACE}logs: /l\n"
+
+
+REFUSED = {**FAILED, "message": "use strategy ddp", "traceback": "", "final": True}
+
+
+@pytest.mark.parametrize("follows", ["the refusal", "the next world"])
+def test_a_refusal_is_read_before_the_errors_that_follow_from_it(
+    follows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank read a file that another one was refused to write, and its error came first."""
+    told = Told(tmp_path, capsys, muted=True)
+    told.record("failed", rank=1, node="node-1", **FAILED)
+    assert told.lines() == []
+    if follows == "the refusal":
+        told.record("failed", rank=0, **REFUSED)
+        assert told.lines() == [
+            "rank 0 on node-0 failed: use strategy ddp",
+            "rank 1 on node-1 failed at train.py:12 in train: ValueError: bad sample",
+        ]
+    else:
+        told.world(2, resume_step=4, reason="rank 0 on node-0 failed: use strategy ddp")
+        first, second = told.lines()
+        assert "use strategy ddp" in first and "bad sample" in second
+
+
+def test_an_error_is_held_back_for_a_moment_only(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told.record("failed", rank=1, **FAILED)
+    told.console.tick()
+    assert told.lines() == []
+    monkeypatch.setattr(console, "HELD_S", 0.0)
+    told.console.tick()
+    assert told.lines()[0] == "rank 1 on node-0 failed at train.py:12 in train:"
 
 
 def test_an_error_with_other_numbers_has_its_own_line() -> None:

@@ -100,6 +100,14 @@ def test_a_lack_of_memory_counts_for_nothing() -> None:
     assert outliers(world(trained=1), reports, "ab", 1) == {}
 
 
+def test_bad_input_explains_other_errors_of_a_script() -> None:
+    """Rank 0 read a file that rank 1 was refused to write."""
+    missing = Failure(rank=0, blame="user", message="FileNotFoundError: a.pt", step=20)
+    refused = Failure(rank=1, blame="user", message="use strategy ddp", step=20, final=True)
+    reports = {"a": report(missing), "b": report(refused), "c": report(PEER)}
+    assert root_cause(reports) == ("b", refused)
+
+
 def test_a_rollback_is_no_failure() -> None:
     batch = LeftOutBatch(step=31, dataset=0, epoch=0, start=240, stop=248)
     back = Failure(rank=0, blame="rollback", message="step 31", step=30, left_out=batch)
