@@ -49,6 +49,7 @@ from elasticzero.parallel.parameter_changes import (
     replaced_sentence,
 )
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
+from elasticzero.parallel.row_pickling import refuse_pickled_rows
 from elasticzero.rank_groups.group import ALONE
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
@@ -109,6 +110,7 @@ class FullyPartitioned(PiecedStrategy):
         self._parameters = _by_name(setting.model, self._specs)
         self._before = {n: p for n, p in before.items() if p() is not self._parameters[n]}
         """The parameters that FSDP2 has replaced, of which the script may have some."""
+        refuse_pickled_rows(self._parameters.values())
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         """Those that were frozen when they came."""
         for module in setting.model.modules():

@@ -31,6 +31,7 @@ TOLD = {
     "early epoch": "session.epoch is there once a loop over session.batches has begun",
     "average zero3": "under zero3 no rank has the whole model",
     "plain average zero3": "under zero3 no rank has the whole model",
+    "saved zero3": "call session.state_dict() on all ranks",
 }
 TOLD["norm in parts"] = TOLD["value in parts"] = "where they are not complete"
 for strategy in ("zero1", "zero2", "zero3"):
@@ -44,6 +45,7 @@ WORKS = {
         for what in ("average", "plain average")
         for which in ("ddp", "zero1", "zero2")
     ),
+    *(f"saved {which}" for which in ("ddp", "zero1", "zero2")),
     *(f"zero_grad {which}" for which in ("ddp", "zero1", "zero2", "zero3")),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from functools import partial
@@ -132,6 +133,16 @@ def misspelt(session: ez.Session) -> None:
     session.track(nmae="data", thing=DATA)  # type: ignore[call-arg]
 
 
+def saved(session: ez.Session, strategy: str) -> None:
+    """Rows of parameters were saved as if they were all, and loaded so on other ranks."""
+    model, _ = prepared(session, strategy)
+    session.restore()
+    for x in session.batches(DATA, global_batch=4, epochs=1):
+        session.backward(model(x).mean())
+        if session.step():
+            torch.save({n: 0.5 * t for n, t in model.state_dict().items()}, io.BytesIO())
+
+
 def zero_grad_works(session: ez.Session, strategy: str) -> None:
     """Between two micro-batches it dropped the first one's gradient."""
     model, optimizer = prepared(session, strategy)
@@ -186,6 +197,7 @@ def cases() -> dict[str, Callable[[ez.Session], None]]:
         mistakes[f"plain average {strategy}"] = partial(
             averaged, strategy=strategy, from_trained=False
         )
+        mistakes[f"saved {strategy}"] = partial(saved, strategy=strategy)
         mistakes[f"zero_grad {strategy}"] = partial(zero_grad_works, strategy=strategy)
     return mistakes
 
