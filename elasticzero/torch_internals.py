@@ -320,16 +320,29 @@ class StepCheck:
 
 class AnyStepCheck:
     """Calls a method with each optimizer of the process before its step, while the method's object
-    lives."""
+    lives, but for optimizers that have a `StepCheck` of their own."""
+
+    _ended: ClassVar[list[Any]] = []
+    """Handles of those whose object has ended, which may be in the middle of a step, while torch
+    goes over its hooks; the next one removes them."""
 
     def __init__(self, check: Callable[[torch.optim.Optimizer], None]) -> None:
         self._check = WeakMethod(check)
+        while self._ended:
+            self._ended.pop().remove()
         handle = register_optimizer_step_pre_hook(self)
-        finalize(getattr(check, "__self__"), handle.remove)  # noqa: B009
+        finalize(getattr(check, "__self__"), self._ended.append, handle)  # noqa: B009
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if (check := self._check()) is not None:
-            check(optimizer)
+        check = self._check()
+        if check is None or any(type(h) is StepCheck for h in _pre_hooks(optimizer)):
+            return
+        check(optimizer)
+
+
+def _pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns what an optimizer alone calls before its step."""
+    return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
 class NewOptimizers:

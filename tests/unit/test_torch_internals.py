@@ -175,3 +175,25 @@ def test_a_group_beside_others_becomes_the_default_group(group: dist.ProcessGrou
     of_script = dist.new_group([0], use_local_synchronization=True)
     dist.all_reduce(values, group=of_script)
     assert dist.get_backend() == "gloo" and dist.get_process_group_ranks(beside) == [0]
+
+
+def test_a_check_of_steps_may_end_within_a_step() -> None:
+    """torch goes over its hooks at that time, and raised "OrderedDict mutated during iteration"."""
+
+    class Owner:
+        def __init__(self, others: list[Owner]) -> None:
+            self.others, self.calls = others, 0
+            torch_internals.AnyStepCheck(self.check)
+
+        def check(self, optimizer: torch.optim.Optimizer) -> None:
+            self.calls += 1
+            self.others.clear()
+
+    ending: list[Owner] = []
+    first = Owner(ending)
+    ending.append(Owner([]))
+    last = Owner([])
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight], lr=0.1).step()
+    assert not ending and first.calls == last.calls == 1
