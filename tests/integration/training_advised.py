@@ -132,8 +132,13 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
         first.requires_grad_(session.step_count >= THAWED_AT)
     session.restore()
     micro = 2 if kind == "accumulated" and not wrong else None
-    options = {"global_batch": GLOBAL_BATCH, "micro_batch": micro, "shuffle": False}
-    for batch in session.batches(Samples(), steps=told["steps"], **options):
+    for batch in session.batches(
+        Samples(),
+        global_batch=GLOBAL_BATCH,
+        micro_batch=micro,
+        steps=told["steps"],
+        shuffle=False,
+    ):
         if kind == "thawed":
             first.requires_grad_(session.step_count >= THAWED_AT)
         if kind == "words" and wrong:

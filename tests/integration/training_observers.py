@@ -63,7 +63,8 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return (model(batch["x"].float()) - batch["y"].float()).square().mean()
+    squares: Tensor = (model(batch["x"].float()) - batch["y"].float()).square()
+    return squares.mean()
 
 
 def train(session: ez.Session, told: dict[str, Any]) -> None:
