@@ -33,7 +33,7 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel import same_number
 from elasticzero.parallel.base import NONE_STORED, Setting
-from elasticzero.parallel.fsdp_uses import Uses
+from elasticzero.parallel.fsdp_uses import Uses, refuse_pickled_rows
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
@@ -49,7 +49,6 @@ from elasticzero.parallel.parameter_changes import (
     replaced_sentence,
 )
 from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
-from elasticzero.parallel.row_pickling import refuse_pickled_rows
 from elasticzero.rank_groups.group import ALONE
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests

@@ -13,6 +13,10 @@ them, which is lost when they are freed: in the first step, and in the one after
 this rank's rows of them are compared with its shard. A backward whose gradients are differentiated
 again needs the gathered parameters after they are freed, and is refused.
 
+torch pickles the rows that a rank has of a parameter as if they were all, and whoever loads the
+file has wrong values for the rest: another rank, a later world, or a script that averages files. So
+that is refused.
+
 Check after an upgrade of torch: FSDP2's state of a module and its parameter groups, of which
 `_get_fsdp_state` is no public interface.
 """
@@ -20,9 +24,10 @@ Check after an upgrade of torch: FSDP2's state of a module and its parameter gro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +40,16 @@ from elasticzero.parallel.parameter_changes import FixedMemory
 from elasticzero.spans import fsdp_rows
 from elasticzero.state.digests import same_bits
 from elasticzero.torch_internals import without_torch_functions
+
+PICKLED_ROWS = (
+    "the script pickles a parameter, or what it has computed of one (torch.save), of which each "
+    "rank has rows alone under zero3: call session.state_dict() on all ranks, which gives rank 0 "
+    "the whole model, or use ddp, zero1 or zero2"
+)
+
+_meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The meshes over which parameters are divided, by their identity."""
+_reduce: Any = Tensor.__reduce_ex__
 
 
 class Uses:
@@ -358,3 +373,19 @@ def _is_changed(of: Any) -> bool:
     span = fsdp_rows(of.sharded_param.shape, mesh.shard_mesh_size, mesh.shard_mesh_rank)
     gathered = leaf.detach().reshape(-1)[span.start : span.stop]
     return not same_bits(gathered, local.reshape(-1).to(gathered))
+
+
+def refuse_pickled_rows(parameters: Iterable[Tensor]) -> None:
+    """Has what lies over the meshes of these parameters raise `UserError` where it is pickled;
+    DTensors over other meshes are pickled as before."""
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            _meshes[id(parameter.device_mesh)] = parameter.device_mesh
+    DTensor.__reduce_ex__ = _reduce_of  # type: ignore[method-assign]
+
+
+def _reduce_of(tensor: Any, protocol: Any) -> Any:
+    """Takes the place of a DTensor's `__reduce_ex__`."""
+    if _meshes.get(id(tensor.device_mesh)) is tensor.device_mesh:
+        raise UserError(PICKLED_ROWS)
+    return _reduce(tensor, protocol)
