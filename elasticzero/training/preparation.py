@@ -207,7 +207,12 @@ def prepare_training(
             guard=guard,
             gradients=hidden,
             objects=ParameterObjects(model),
-            others=OtherOptimizers(laid.model, lambda: place.tracker.now.applying),
+            others=OtherOptimizers(
+                laid.model,
+                lambda: place.tracker.now.applying,
+                batch=lambda: None if groups is None else place.tracker.now.batch,
+                tracked=auxiliary.tracked.values,
+            ),
             probe=_open_probe(place, model, laid, auxiliary, guard, compute),
             values=BoundaryValues(parameters),
             change=place.change,

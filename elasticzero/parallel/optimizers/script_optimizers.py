@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -141,29 +142,57 @@ class StateOfParts(defaultdict[Any, Any]):
 
 
 class OtherOptimizers:
-    """Refuses optimizers of the model's parameters besides those of `session.prepare`.
+    """Refuses optimizers besides those of `session.prepare`.
 
-    `session.step()` would not step one that the script makes later, and one that the script steps
-    itself would find no gradient. No state would hold what either keeps.
+    Of the model's parameters, `session.step()` would not step one that the script makes later, and
+    one that the script steps itself would find no gradient. One of other parameters that steps in
+    several global batches is state of one rank, which nobody keeps.
     """
 
-    def __init__(self, model: nn.Module, applying: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        applying: Callable[[], bool],
+        *,
+        batch: Callable[[], object | None] = lambda: None,
+        tracked: Callable[[], Iterable[object]] = tuple,
+    ) -> None:
         """Takes note of optimizers from here on.
 
         Args:
             model: The model as it is laid over the ranks.
             applying: Returns whether the session lets its optimizers take their step now.
+            batch: Returns the global batch that the ranks work on; None: there is none, or one
+                process alone.
+            tracked: Returns the objects that the script tracks.
         """
         self._model, self._applying = model, applying
+        self._batch, self._tracked = batch, tracked
+        self._stepped: WeakKeyDictionary[torch.optim.Optimizer, object] = WeakKeyDictionary()
+        """The first global batch in which each optimizer of other parameters has stepped."""
         self._new = NewOptimizers()
         AnyStepCheck(self._check)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._applying() and (name := self._shared_parameter(optimizer)) is not None:
+        if self._applying():
+            return
+        if (name := self._shared_parameter(optimizer)) is not None:
             raise UserError(
                 f"the script steps an optimizer ({type(optimizer).__name__}) of parameter "
                 f"{name!r} that session.prepare has not returned: leave it out, for session.step() "
                 "steps those that session.prepare has returned"
+            )
+        batch = self._batch()
+        if batch is None or self._stepped.setdefault(optimizer, batch) == batch:
+            return
+        if not any(holds(thing, optimizer) for thing in self._tracked()):
+            raise UserError(
+                f"the script steps an optimizer ({type(optimizer).__name__}) of parameters that "
+                "the model given to session.prepare does not have, in one global batch after the "
+                "other: their gradients are of this rank's samples alone, and no snapshot holds "
+                "them. Make them a part of the model before session.prepare, with an optimizer in "
+                "the dict that its function returns (session.backward and session.step with "
+                "only=…); or, where they are the same on all ranks, track both by session.track"
             )
 
     def difference(self) -> UserError | None:
@@ -218,6 +247,12 @@ class OutsideParameters:
                     "nn.Parameter(…)), and give it a group or an optimizer in the function "
                     "that session.prepare is given"
                 )
+
+
+def holds(thing: object, optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an object that is tracked is this optimizer, or has it as an attribute."""
+    attributes = getattr(thing, "__dict__", {}).values()
+    return thing is optimizer or any(value is optimizer for value in attributes)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -149,6 +149,29 @@ def test_an_optimizer_from_before_prepare_may_not_be_stepped() -> None:
     assert others.difference() is None
 
 
+def test_an_optimizer_of_other_parameters_may_not_step_in_several_global_batches() -> None:
+    """A value network beside the model is of one rank's samples, and lost at each recovery."""
+    batch: int | None = None
+    tracked: list[Any] = []
+    model, value = nn.Linear(2, 1), nn.Linear(2, 1)
+    others = OtherOptimizers(model, lambda: False, batch=lambda: batch, tracked=lambda: tracked)
+    of_value = torch.optim.SGD(value.parameters(), lr=0.1)
+    for _ in range(2):
+        of_value.step()  # before training
+    batch = 1
+    for _ in range(2):
+        of_value.step()  # an inner loop of one global batch
+    batch = 2
+    with pytest.raises(UserError, match=r"optimizer \(SGD\) of parameters that the model"):
+        of_value.step()
+    torch.optim.SGD(value.parameters(), lr=0.1).step()  # made anew for this global batch
+    tracked.append(SimpleNamespace(critic=value, optimizer=of_value))
+    of_value.step()
+    tracked[:] = [of_value]
+    of_value.step()
+    assert others.difference() is None
+
+
 Look = Callable[[defaultdict[Any, Any], Tensor], Any]
 
 
