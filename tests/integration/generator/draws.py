@@ -130,9 +130,9 @@ def draw(seed: int, strategy: str | None = None) -> Draw:
     changes = several(CHANGES, (6, 5, 2))
     calls = several(CALLS, (5, 3, 1))
     elements = tuple((network | changes | calls).values())
-    excluded = {name for element in elements for name in element.excludes}
-    elements = tuple(element for element in elements if element.name not in excluded)
     optimizer, schedule, loss = choose(OPTIMIZERS), choose(SCHEDULES), choose(LOSSES)
+    excluded = {name for element in (*elements, optimizer) for name in element.excludes}
+    elements = tuple(element for element in elements if element.name not in excluded)
     if any(element.twice for element in (*elements, loss)):  # torch refuses such a backward
         elements = tuple(e for e in elements if e not in CHANGED_IN_FORWARDS)
     may_divide = not any(e.whole for e in (*elements, optimizer, schedule, loss))

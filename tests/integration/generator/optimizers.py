@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from tests.integration.generator.elements import ALL, Element
+from tests.integration.generator.parameters import EMPTY
 
 PLAIN = Element(name="SGD", made="return torch.optim.SGD(parameters, lr=0.05)", odds=10)
 """What a failing draw is tried with first."""
@@ -44,7 +45,13 @@ OF_TORCH = [
     _torch("ASGD", "ASGD(parameters, lr=0.05, lambd=0.1, t0=2)"),
     _torch("RMSprop", "RMSprop(parameters, lr=0.01, centered=True, momentum=0.5)"),
     _torch("Rprop", "Rprop(parameters, lr=0.01)"),
-    _torch("Adafactor", "Adafactor(parameters, lr=0.02)"),
+    Element(
+        name="Adafactor",
+        made="return torch.optim.Adafactor(parameters, lr=0.02)",
+        odds=5,
+        narrow=False,
+        excludes=(EMPTY,),  # torch divides by their size
+    ),
     _torch("LBFGS", "LBFGS(parameters, lr=0.02)", odds=1),
     Element(
         name="two groups with options of their own",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.integration.generator.elements import ALL, Element
 
+EMPTY = "parameters of 0 dimensions and of 0 elements"
+
 KINDS = [
     Element(
         name="tied weights",
@@ -105,7 +107,7 @@ nn.utils.prune.l1_unstructured(self.pruned, "weight", amount=0.4)
         init="self.unused = nn.Linear(3, 2)",
     ),
     Element(
-        name="parameters of 0 dimensions and of 0 elements",
+        name=EMPTY,
         init="""
 self.scale = nn.Parameter(torch.ones((), dtype=D))
 self.empty = nn.Parameter(torch.zeros(0, 3, dtype=D))
