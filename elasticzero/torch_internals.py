@@ -349,7 +349,7 @@ class NewOptimizers:
     """Knows the optimizers that are made in this process while it lives."""
 
     _all: ClassVar[WeakSet[NewOptimizers]] = WeakSet()
-    """Those that live."""
+    """All objects of this class that live."""
 
     def __init__(self) -> None:
         self._made: list[ReferenceType[torch.optim.Optimizer]] = []

@@ -111,7 +111,7 @@ class FullyPartitioned(PiecedStrategy):
         """The parameters that FSDP2 has replaced, of which the script may have some."""
         refuse_pickled_rows(self._parameters.values())
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        """Those that were frozen when they came."""
+        """The parameters that were frozen at `prepare`."""
         for module in setting.model.modules():
             module.register_load_state_dict_pre_hook(self._load_rows)
         self._memory = FixedMemory(self._parameters)

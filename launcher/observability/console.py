@@ -147,7 +147,7 @@ class PrintedErrors:
     def __init__(self) -> None:
         self._messages: list[str] = []
         self._traced: list[str] = []
-        """Those whose traceback was printed."""
+        """The messages whose traceback was printed."""
 
     def text(self, rank: str, message: str, traceback: str, *, in_one_line: bool) -> str:
         """Returns what to print of an error: all of it, or that it came again.

@@ -20,7 +20,7 @@ WORLDS = {2: 3, 1: 7}
 
 
 def expected(kind: str) -> dict[str, Tensor]:
-    """What plain torch has whose observers see each rank's samples, from the same buffers."""
+    """Returns the state of plain torch whose observers see each rank's samples."""
     model, samples = observed.model_of(kind), Samples()
     optimizer = observed.optimizer_of(model.parameters())
     batches = [range(at, min(at + GLOBAL_BATCH, SAMPLES)) for at in range(0, SAMPLES, GLOBAL_BATCH)]

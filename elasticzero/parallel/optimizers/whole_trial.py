@@ -71,7 +71,7 @@ class PartsRefused(UserError):
         """
         super().__init__(why)
         self.instead = instead
-        """What the script may do other than take strategy ddp."""
+        """The advice to a script besides that to take strategy ddp."""
 
 
 def with_advice(refused: PartsRefused, optimizer: torch.optim.Optimizer) -> UserError:

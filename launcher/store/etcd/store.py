@@ -47,7 +47,7 @@ __all__ = ["EtcdStore", "Timeouts"]
 log = logging.getLogger(__name__)
 
 TOO_LARGE = ("request is too large", "received message larger than max")
-"""What etcd, and gRPC before it, say of a request that is larger than `--max-request-bytes`."""
+"""Words of etcd, and of gRPC before it, for a request larger than `--max-request-bytes`."""
 
 
 def _ignore(operation: str, seconds: float, error: str | None) -> None:
