@@ -18,6 +18,7 @@ from elasticzero.checkpoint.api import load, load_state
 from elasticzero.checkpoint.cli.main import main
 from elasticzero.launcher.store.etcd.server import free_ports
 from tests.integration.training_harness import Pool
+from tests.integrations.foreign_checkpoints import SAMPLES, by_dimensions, small_model
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1000)]
 SCRIPT = Path(__file__).with_name("foreign_checkpoints.py")
@@ -87,7 +88,7 @@ def test_lightning(pool: Pool, tmp_path: Path) -> None:
     check_step(pool, tmp_path, {"strategy": "zero1", "load": str(out / "last.ckpt")}, following)
 
 
-def test_transformers(tmp_path: Path) -> None:
+def test_transformers(pool: Pool, tmp_path: Path) -> None:
     """GPT-2 has tied weights. Exported again, they are what the Trainer saved."""
     out = saved_by("transformers", tmp_path / "out")
     names = (out / "names.txt").read_text().split()
@@ -101,6 +102,8 @@ def test_transformers(tmp_path: Path) -> None:
     again = load_file(tmp_path / "hf" / "model.safetensors")
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[n], t) for n, t in theirs.items())
+    told = {"strategy": "zero3", "gpt2": True, "clip": 1.0, "load": str(source)}
+    check_step(pool, tmp_path, told, torch.load(out / "next.pt", weights_only=True))
 
 
 def test_accelerate(pool: Pool, tmp_path: Path) -> None:
@@ -116,13 +119,10 @@ def test_accelerate(pool: Pool, tmp_path: Path) -> None:
     check_step(pool, tmp_path, {"strategy": "zero2", "load": str(out / "state")}, following)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed(tmp_path: Path, stage: int) -> None:
-    """What DeepSpeed's own converters make of the files is the same.
-
-    Of several ranks, tests/unit/checkpoint/convert/pickled has files in the same layout.
-    """
-    out = saved_by(f"deepspeed{stage}", tmp_path / "out")
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (3, 2)])
+def test_deepspeed(pool: Pool, tmp_path: Path, stage: int, ranks: int) -> None:
+    """What DeepSpeed's own converters make of the files is the same, and a job goes on from it."""
+    out = saved_by(f"deepspeed{stage}", tmp_path / "out", ranks)
     back = imported(out, "deepspeed", tmp_path / "run")
     convert = subprocess.run(
         [
@@ -157,6 +157,19 @@ def test_deepspeed(tmp_path: Path, stage: int) -> None:
         for key, value in entries.items():
             assert torch.equal(again["optimizer"]["state"][name][key], value)
     assert load_state(tmp_path / "again")["groups"] == load_state(tmp_path / "run")["groups"]
+    model = small_model().double()
+    model.load_state_dict({name: tensor.double() for name, tensor in back["model"].items()})
+    model[0].bias.requires_grad_(False)  # type: ignore[index]
+    optimizer = by_dimensions(list(model.parameters()))
+    state = back["optimizer"]["state"]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kept = {key: state[name][key].double() for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {**kept, "step": state[name]["step"].float()}
+    model(SAMPLES).square().mean().backward()
+    optimizer.step()
+    told = {"strategy": "zero1" if stage == 3 else "zero3", "frozen": True, "load": str(out)}
+    check_step(pool, tmp_path, told, model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -165,6 +178,7 @@ def test_deepspeed(tmp_path: Path, stage: int) -> None:
         ("accelerate-fsdp", None, "zero2"),
         ("accelerate-fsdp-full", None, "ddp"),
         ("torch", ".venv-oldest", "zero1"),
+        ("torch", ".venv-newest", "zero3"),
     ],
 )
 def test_fsdp_of_two_ranks(
