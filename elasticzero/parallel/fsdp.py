@@ -197,6 +197,10 @@ class FullyPartitioned(PiecedStrategy):
         if fraction != 0:
             self._pieced.losses.add(loss, fraction)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyPartitioned:
+        """Returns itself: a copy of a module has its hooks, and no second strategy."""
+        return self
+
     def _refuse_replaced(self) -> None:
         """Raises `UserError` where a loss has reached parameters from before `prepare`."""
         for name, before in list(self._before.items()):

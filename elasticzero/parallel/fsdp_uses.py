@@ -55,6 +55,10 @@ _reduce: Any = Tensor.__reduce_ex__
 class Uses:
     """Tracks what one rank has used in a global batch."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Uses:
+        """Returns itself: a copy of a module has its hooks, and is not used by the model."""
+        return self
+
     def __init__(
         self,
         model: nn.Module,
