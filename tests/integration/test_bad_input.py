@@ -97,8 +97,8 @@ def test_a_log_directory_that_cannot_be_made(arguments: list[str], tmp_path: Pat
     completed = run(*arguments, "--log-dir", str(where), str(REGRESSION))
     assert completed.returncode == 64
     assert completed.stderr == (
-        f"error: --log-dir {where}: logs cannot be written there (Not a directory); give another "
-        "--log-dir DIR\n"
+        f"error: --log-dir {where}: logs cannot be written there (a part of its path is a file); "
+        "give another --log-dir DIR\n"
     )
     assert completed.stdout == ""
 
