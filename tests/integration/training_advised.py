@@ -1,4 +1,4 @@
-"""What the sentences of refusals advise, beside what they refuse.
+"""Trains as the sentences of refusals advise, and as they refuse.
 
 Argument: JSON with kind (a key of `LOSSES`, "accumulated" or "thawed"), strategy and steps, and at
 will wrong (the script does what is refused).

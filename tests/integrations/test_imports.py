@@ -121,7 +121,7 @@ def test_accelerate(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (3, 2)])
 def test_deepspeed(pool: Pool, tmp_path: Path, stage: int, ranks: int) -> None:
-    """What DeepSpeed's own converters make of the files is the same, and a job goes on from it."""
+    """An import equals what DeepSpeed's own converters make of the files, and a job goes on."""
     out = saved_by(f"deepspeed{stage}", tmp_path / "out", ranks)
     back = imported(out, "deepspeed", tmp_path / "run")
     convert = subprocess.run(

@@ -175,7 +175,7 @@ def test_an_optimizer_that_asks_for_a_closure_is_refused(name: str) -> None:
 def test_another_strategy_is_advised_where_it_takes_the_optimizer(
     name: str, kind: Any, is_advised: bool
 ) -> None:
-    """Who follows a sentence does not meet the next one."""
+    """A user who follows a sentence does not meet the next one."""
     try:
         build(name, kind)
     except UserError as refused:

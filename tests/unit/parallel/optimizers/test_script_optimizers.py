@@ -1,4 +1,4 @@
-"""Who steps the optimizers of a script, and which others it may have beside them."""
+"""The session steps the optimizers of a script, and refuses others beside them."""
 
 from __future__ import annotations
 
