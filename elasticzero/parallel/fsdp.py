@@ -102,8 +102,7 @@ class FullyPartitioned(PiecedStrategy):
         self._one_release = setting.one_release
         self._divisor = 1 if setting.one_release else self._ranks
         undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
-        before = {name: weakref.ref(p) for name, p in setting.named.parameters.items()}
-        *blocks, root = _partition(setting, undivided)
+        (*blocks, root), before = _partition(setting, undivided)
         self._root = cast(FSDPModule, root)
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
@@ -429,10 +428,15 @@ class FullyPartitioned(PiecedStrategy):
         self._mirrors.restored()
 
 
-def _partition(setting: Setting, undivided: set[nn.Parameter]) -> list[nn.Module]:
+def _partition(
+    setting: Setting, undivided: set[nn.Parameter]
+) -> tuple[list[nn.Module], dict[str, weakref.ref[nn.Parameter]]]:
     """Applies `fully_shard` to the blocks of the model, to what the script calls and to the root,
-    but for parameters without dimensions or elements, which it does not take; returns these, the
-    root last."""
+    but for parameters without dimensions or elements, which it does not take.
+
+    Returns:
+        These modules, the root last, and each parameter as it was before FSDP2 had it.
+    """
     options: dict[str, Any] = {"mesh": _device_mesh(setting.place, setting.device.type)}
     if undivided:
         options["ignored_params"] = undivided
@@ -451,14 +455,18 @@ def _partition(setting: Setting, undivided: set[nn.Parameter]) -> list[nn.Module
     if setting.model not in modules:  # FSDP2 takes no ModuleDict, and adds to the model's class
         modules.append(nn.Module())
         modules[-1].add_module("model", setting.model)
+    names = {parameter: name for name, parameter in setting.named.parameters.items()}
+    before: dict[str, weakref.ref[nn.Parameter]] = {}  # torch swaps no tensor that has one
     for module in modules:
         whole = setting.materialize(module)
         for parameter in module.parameters():
+            if parameter in names:
+                before.setdefault(names[parameter], weakref.ref(parameter))
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()  # FSDP2 takes no others
         _sum_gradients(fully_shard(module, **options), setting)
         _release(whole, module)
-    return modules
+    return modules, before
 
 
 def _sum_gradients(module: FSDPModule, setting: Setting) -> None:
