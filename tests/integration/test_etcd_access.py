@@ -361,7 +361,8 @@ def test_grpc_itself_prints_nothing(users: Members, pems: Pems) -> None:
         elasticzero(*arguments), capture_output=True, text=True, timeout=60, check=False
     )
     assert completed.returncode == 69
-    (error,) = completed.stderr.splitlines()
+    *waiting, error = completed.stderr.splitlines()  # on a slow machine it says that it waits
+    assert waiting in ([], [f"waiting for etcd at {users.endpoints}"])
     assert error.startswith("error: etcd at 127.0.0.1:") and "not accepted" in error
 
 

@@ -233,7 +233,8 @@ def set_plain(model: nn.Module, number: int, kept: dict[str, Any]) -> None:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """Ends the group that zero3 makes for one process alone."""
+    """Ends the group that zero3 makes for one process alone, also that of an earlier test."""
+    end_groups()
     yield
     end_groups()
 

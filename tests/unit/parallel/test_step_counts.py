@@ -200,7 +200,11 @@ def test_gathers_begin_after_1_2_and_4_buckets(
         events.append("gather")
         return [Sent()]
 
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: SimpleNamespace(wait=int))
+    def all_reduce(tensor: Tensor, *_: Any, **__: Any) -> SimpleNamespace:
+        tensor.mul_(2)  # both ranks give the same
+        return SimpleNamespace(wait=int)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(reduce_scatter, "begin_reduce_scatter", receive_zeros)
     monkeypatch.setattr(gather, "begin_all_gather", begin_all_gather)
     strategy = laid(name, ranks=2, buckets=6)
