@@ -1,16 +1,20 @@
 """Makes the deadlines of tests longer on a slow or busy machine.
 
 A fixed piece of work is timed every few seconds. What a test waits for, and the time that it may
-take itself, are longer by as much as that work took the last few times.
+take itself, are longer by as much as that work took the last few times. A test that hangs where no
+Python runs, as in a call of torch's, does not see pytest's timeout: its process then ends, having
+said where all its threads are, and pytest-xdist starts another one.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import time
 from collections import deque
 from collections.abc import Iterator
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 QUIET_S = 0.008
 """Seconds that the work takes on a quiet core of the machine that the deadlines were made on."""
@@ -18,6 +22,8 @@ AGAIN_S = 2.0
 """Seconds after which the machine is measured again."""
 MOST = 6.0
 """The largest multiple of a deadline: a test that hangs must end some day."""
+GRACE_S = 60.0
+"""Seconds after its timeout at which the process of a test ends that has not seen it."""
 _slowness: deque[float] = deque(maxlen=5)
 _measured_s = 0.0
 
@@ -53,6 +59,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         seconds = float(item.config.getoption("timeout") or item.config.getini("timeout") or 0)
     else:
         seconds = float(marker.args[0] if marker.args else marker.kwargs["timeout"])
-    if seconds:
-        item.add_marker(pytest.mark.timeout(patience(seconds)), append=False)
-    return (yield)
+    if not seconds:
+        return (yield)
+    item.add_marker(pytest.mark.timeout(patience(seconds)), append=False)
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(patience(seconds) + GRACE_S, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
