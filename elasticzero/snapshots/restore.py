@@ -153,8 +153,10 @@ def restore_state(
     aliases, unset = json.get("aliases", {}), tuple(json.get("unset", ()))
     auxiliary.buffers.put(BufferCopy(values=buffers, aliases=aliases, unset=unset))
     changed = (name for name, full in names_of.items() if full.startswith(NOT_SAVED))
-    auxiliary.buffers.begin(frozenset(changed))
+    auxiliary.begin(frozenset(changed))
     auxiliary.apply(json, extra)
+    if rank == 0 and (change := auxiliary.frozen.change()):
+        log.warning(f"at {where} the script had {change}; training goes on so")
     position = decode(DataPosition, json.get("position", {}), f"{where}: position")
     asked = with_tags(position.tagging, manifest.step, manifest.tags)
     position = replace(position, tagging=asked)

@@ -1,5 +1,5 @@
 """Copies the small mutable state at each boundary: buffers, tracked objects, options of the
-optimizer, and random generators."""
+optimizer, random generators, and which parameters are frozen."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from elasticzero.data.position import DataPosition
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.nested import flatten, unflatten
 from elasticzero.state.buffers import BufferCopy
+from elasticzero.state.frozen_parameters import FrozenParameters
 from elasticzero.state.model import EXTRA, GROUPS, MODEL, NOT_SAVED, TRACKED, NamedModel
 from elasticzero.state.rng import Generator, RngState
 
@@ -108,6 +109,7 @@ class AuxiliaryState:
         device: torch.device,
         *,
         named: NamedModel | None = None,
+        parameters: Mapping[str, nn.Parameter] | None = None,
         groups: Sequence[NamedGroup] = (),
         guard: Stateful | None = None,
         buckets: SharedByRankZero | None = None,
@@ -117,6 +119,7 @@ class AuxiliaryState:
         Args:
             device: The device of the rank.
             named: The model; None: one without buffers and extra state.
+            parameters: Its parameters as they are laid over the ranks; None: it has none.
             groups: The groups of parameters of the optimizers.
             guard: What decides whether steps are applied; None: it keeps nothing.
             buckets: The job's choice of gradient buckets, which is stored; None: there is none.
@@ -127,9 +130,10 @@ class AuxiliaryState:
         self._rng_to_set: RngState | None = None
         """The restored generators, until training goes on from where they stood."""
         named = named or NamedModel(nn.Module())
-        # Not the model's parameters: zero3 replaces them, and what is whole would stay in memory.
+        # Not its parameters: zero3 replaces them, and what is whole would stay in memory.
         self.buffers, self._extra_states = named.buffers, named.extra_states
         self._aliases = named.aliases
+        self.frozen = FrozenParameters(parameters or {})
         self._groups = groups
         self._guard = guard
         self._buckets = buckets
@@ -157,6 +161,15 @@ class AuxiliaryState:
             self._generators[name] = thing
         else:
             self.tracked[name] = thing
+
+    def begin(self, changed: frozenset[str] = frozenset()) -> None:
+        """Begins with the modules as the script has made them, or as they were restored.
+
+        Args:
+            changed: Names of buffers that are no part of a `state_dict` and were restored.
+        """
+        self.buffers.begin(changed)
+        self.frozen.begin()
 
     def restore_rng(self, state: RngState) -> None:
         """Takes over the states of the random generators; they are set by `set_generators`."""
@@ -270,6 +283,8 @@ class AuxiliaryState:
             json["guard"] = self._guard.state_dict()
         if self._buckets is not None:
             json["buckets"] = self._buckets.state_dict()
+        if frozen := self.frozen.state_dict():
+            json["frozen"] = frozen
         return BoundaryCopy(
             step=step,
             position=position,
@@ -300,7 +315,7 @@ class AuxiliaryState:
             )
 
     def apply(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restores stored options of the optimizer and tracked objects.
+        """Restores stored options of the optimizer, tracked objects and what is frozen.
 
         Args:
             json: The stored state, without its tensors.
@@ -311,6 +326,7 @@ class AuxiliaryState:
             self._guard.load_state_dict(json.get("guard", {}))
         if self._buckets is not None:
             self._buckets.load_state_dict(json.get("buckets", {}))
+        self.frozen.load_state_dict(json.get("frozen", {}))
         extra = json.get("modules", {})
         self._extra_states.put({n: decode_state(v, tensors) for n, v in extra.items()})
         for name, thing in self.tracked.items():

@@ -188,14 +188,15 @@ def prepare_training(
     guard = StepGuard(
         assignment.on_nonfinite, assignment.on_spike, scales=compute.precision == "fp16"
     )
+    parameters = dict(laid.model.named_parameters())
     auxiliary = AuxiliaryState(
         place.device,
         named=named,
+        parameters=parameters,
         groups=laid.optimizers.groups,
         guard=guard if guard.keeps_state else None,
         buckets=buckets,
     )
-    parameters = dict(laid.model.named_parameters())
     hidden = HiddenGradients(parameters, partitioned=strategy != "ddp")
     training = TrainingState(
         place.link,

@@ -166,7 +166,7 @@ class TrainingState:
                 self.position = replace(self.position, stopped=None)
             self.requests.resume(self.position.tagging, self.step)
         else:
-            self.auxiliary.buffers.begin()
+            self.auxiliary.begin()
             if self._first is not None:
                 self._first.load(self.strategy, self.auxiliary)
         copy = self._copy_now()

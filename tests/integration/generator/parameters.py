@@ -97,6 +97,16 @@ nn.utils.prune.l1_unstructured(self.pruned, "weight", amount=0.4)
         whole=True,
     ),
     Element(
+        name="a layer that the script freezes at one step alone",
+        init="self.frozen_once = nn.Linear(5, 5)",
+        hidden="h = h + torch.tanh(self.frozen_once(h))",
+        begin="""
+if n == 2:
+    OWNER.frozen_once.requires_grad_(False)
+""",
+        whole=True,
+    ),
+    Element(
         name="a frozen layer that the script changes",
         init="self.moved = nn.Linear(5, 5).requires_grad_(False)",
         hidden="h = h + torch.tanh(self.moved(h))",

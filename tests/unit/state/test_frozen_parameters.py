@@ -1,0 +1,79 @@
+"""What a script freezes on the way stays frozen in a generation that goes on from there."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elasticzero.data.position import DataPosition
+from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.frozen_parameters import FrozenParameters
+
+CPU = torch.device("cpu")
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def begun(model: nn.Module) -> FrozenParameters:
+    frozen = FrozenParameters(dict(model.named_parameters()))
+    frozen.begin()
+    return frozen
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_nothing_is_kept_where_the_script_changes_nothing() -> None:
+    model = network()
+    model.requires_grad_(False)
+    frozen = begun(model)
+    assert frozen.state_dict() == {} and frozen.change() == ""
+    auxiliary = AuxiliaryState(CPU, parameters=dict(network().named_parameters()))
+    assert "frozen" not in auxiliary.capture(0, DataPosition()).json
+
+
+def test_a_part_that_was_frozen_on_the_way_is_frozen_again() -> None:
+    model, anew = network(), network()
+    frozen = begun(model)
+    model[0].requires_grad_(False)  # type: ignore[index]
+    assert frozen.change() == "frozen parameters '0.bias', '0.weight'"
+    following = begun(anew)
+    following.load_state_dict(frozen.state_dict())
+    assert trained(anew) == ["1.weight", "1.bias"]
+    again = begun(network())
+    again.load_state_dict(following.state_dict())  # captured before the script changed any
+    assert again.state_dict() == frozen.state_dict()
+
+
+def test_a_part_that_was_unfrozen_on_the_way_is_trained_again() -> None:
+    model, anew = network(), network()
+    for each in (model, anew):
+        each[0].requires_grad_(False)  # type: ignore[index]
+    frozen, following = begun(model), begun(anew)
+    model.get_parameter("0.bias").requires_grad_()
+    assert frozen.change() == "unfrozen parameter '0.bias'"
+    following.load_state_dict(frozen.state_dict())
+    assert trained(anew) == trained(model) == ["0.bias", "1.weight", "1.bias"]
+
+
+def test_a_script_that_begins_otherwise_goes_on_with_its_own() -> None:
+    model, edited = network(), network()
+    frozen = begun(model)
+    model[0].requires_grad_(False)  # type: ignore[index]
+    edited[1].requires_grad_(False)  # type: ignore[index]
+    following = begun(edited)
+    following.load_state_dict(frozen.state_dict())
+    assert trained(edited) == ["0.weight", "0.bias"] and following.change() == ""
+
+
+def test_lines_that_run_again_freeze_nothing_twice() -> None:
+    """Loops that training has passed put the state back, also where nothing was kept."""
+    model = network()
+    frozen = begun(model)
+    before = frozen.state_dict()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    frozen.load_state_dict(before)
+    assert len(trained(model)) == 4
