@@ -75,6 +75,7 @@ def codes(told: Story) -> dict[str, int | None]:
     return {name: node.process.poll() for name, node in told.cluster.nodes.items()}
 
 
+@pytest.mark.slow
 def test_a_node_whose_loop_fails_leaves_with_its_state(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_loop_that_always_fails_stops_and_saves(
     assert catalog.newest_good(open_directory(checkpoints)) == stopping[0]["step"] >= 5
 
 
+@pytest.mark.slow
 def test_a_loop_that_stands_still_loses_its_lease(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
@@ -165,6 +167,7 @@ def few_files(node: str) -> Placement:
     return Placement(command_prefix=("sh", "-c", limit, node))
 
 
+@pytest.mark.slow
 def test_idle_connections_do_not_end_an_agent(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     """EMFILE while a log was repeated ended the node."""
     arguments = ["--tee", str(REGRESSION), "--pause", "0.05"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from tests.integration.clusters import SCRIPTS, Story, story
 from tests.integration.reference import undisturbed
 from tests.integration.test_elastic_training import check_weights
 from tests.integration.training_harness import Pool
+from tests.support.cases import slow
 
 SCRIPT = SCRIPTS / "unlike.py"
-slow = partial(pytest.param, marks=pytest.mark.slow)
 NAMED = re.compile(r"rank 1 on (\S+) has (\S+) digest [0-9a-f]{16}")
 
 
@@ -42,7 +41,7 @@ def world(told: Story, generation: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategy", "change", "every", "name"),
     [
-        ("ddp", "add", "5", "model/2.weight"),
+        slow("ddp", "add", "5", "model/2.weight"),
         slow("ddp", "bit", "1", "model/2.weight"),
         ("zero2", "add", "1", "model/2.weight"),
         slow("zero2", "lr", "3", "optimizer/options"),

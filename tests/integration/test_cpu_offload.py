@@ -54,7 +54,8 @@ def test_state_in_host_memory_is_the_same_through_faults_and_worlds(
     assert_same_state(tmp_path / "none", tmp_path / "all")
 
 
-@pytest.mark.parametrize("first", ["none", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["none", "all"])
 def test_a_checkpoint_loads_with_and_without_it(pool: Pool, tmp_path: Path, first: str) -> None:
     """The second half is trained the other way, by another number of ranks; or all the same."""
     halves = {"mixed": [first, "all" if first == "none" else "none"], "same": ["none", "none"]}

@@ -17,6 +17,7 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.clouds import Aws
 from tests.integration.clusters import elasticzero
 from tests.mounts import fill, small_disk
+from tests.support.cases import slow
 
 NO_CLOUD = {
     f"ELASTICZERO_{name}_METADATA_URL": "http://127.0.0.1:1" for name in ("AWS", "GCP", "AZURE")
@@ -115,7 +116,7 @@ def test_a_small_shared_memory_is_a_containers(tmp_path: Path) -> None:
     assert "64.0 MiB free of 64.0 MiB" in worst(findings, "shared memory")["text"]
 
 
-@pytest.mark.parametrize("explicit", [True, False], ids=["given", "default"])
+@pytest.mark.parametrize("explicit", [True, slow(False)], ids=["given", "default"])
 def test_a_port_that_is_taken(explicit: bool, memory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

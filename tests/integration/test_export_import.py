@@ -15,6 +15,7 @@ import torch
 
 import elasticzero.checkpoint
 from elasticzero.checkpoint.cli.main import main
+from tests.support.cases import slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,7 +111,7 @@ def new_gpt() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
 
 
-@pytest.mark.parametrize("most", ["5GB", "20KB"])
+@pytest.mark.parametrize("most", [slow("5GB"), "20KB"])
 def test_transformers_loads_an_export_and_computes_the_same(
     gpt: tuple[Path, torch.Tensor], tmp_path: Path, most: str
 ) -> None:
@@ -237,7 +238,7 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> str:
     return source
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3"])
 def test_what_fsdp_wrote_comes_here(fsdp: str, tmp_path: Path, strategy: str) -> None:
     target = str(tmp_path / "ckpt")
     order = ["import", fsdp, target, "--format", "dcp", "--world-size", "3", "--step", "3"]

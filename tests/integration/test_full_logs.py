@@ -60,6 +60,7 @@ def test_a_full_log_directory_does_not_end_a_job(
     assert "bytes of output are missing here: No space left on device" in log
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_does_not_end_a_job(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_file_that_may_not_grow_does_not_end_a_job(
     assert "File too large" in printed
 
 
+@pytest.mark.slow
 def test_a_long_log_is_cut_off_while_its_worker_writes(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:

@@ -45,6 +45,7 @@ def log_of(told: Story, node: str) -> str:
     return (told.directory() / node / "0.log").read_text(errors="replace")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_stopped_and_looping_workers_are_replaced_busy_ones_not(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]

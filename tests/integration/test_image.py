@@ -169,6 +169,7 @@ def test_dependencies_are_pinned_and_extras_are_there(root: Path, stages: list[S
         assert re.search(rf"^{re.escape(name)}==", pins, re.MULTILINE), name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_installed_command_runs(image: Image) -> None:
     final = image.folders["final"]

@@ -42,6 +42,7 @@ def networks() -> Iterator[Ipv6Networks]:
     yield from ipv6_networks()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_nodes_train_and_lose_one_where_the_loopback_is_ipv6(
     networks: Ipv6Networks, tmp_path: Path, job: str

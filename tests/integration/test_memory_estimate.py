@@ -85,7 +85,7 @@ def test_the_estimate_knows_state_that_is_divided_within_nodes(
     check_estimate(pool, tmp_path, strategy, "float32", 4, line_up, row=2, shard="node")
 
 
-@pytest.mark.parametrize(("dtype", "element_bytes"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(("dtype", "element_bytes"), [slow("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("strategy", ["zero2", *RARELY])
 def test_the_estimate_knows_mirrors(
     pool: Pool, tmp_path: Path, strategy: str, dtype: str, element_bytes: int
@@ -102,6 +102,7 @@ def test_the_estimate_knows_mirrors(
     check_estimate(pool, tmp_path, strategy, dtype, element_bytes, line_up, odd=odd)
 
 
+@pytest.mark.slow
 def test_auto_takes_another_strategy_in_another_world(pool: Pool, tmp_path: Path) -> None:
     """Two ranks have room for zero3 only; one rank with more memory goes on from their state."""
     model = ModelSize(elements=24 * LAYER, element_bytes=4, largest=256 * 256, layer=LAYER)
@@ -132,9 +133,7 @@ def test_auto_takes_another_strategy_in_another_world(pool: Pool, tmp_path: Path
         resume = Resume(tier="storage", step=steps)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero2", "zero3", pytest.param("auto", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3", slow("auto")])
 def test_a_model_on_meta_trains_as_one_that_is_not(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import slow
+
 PACKED_AS = {
     "elasticzero": "elasticzero",
     "launcher": "elasticzero/launcher",
@@ -210,7 +212,7 @@ def test_the_installed_command_starts(
     assert output.startswith(" ".join(["usage: elasticzero", *arguments])), output
 
 
-@pytest.mark.parametrize("by", ["make", "pip"])
+@pytest.mark.parametrize("by", ["make", slow("pip")])
 def test_an_editable_installation_starts(
     by: str, root: Path, trees: dict[str, Path], tmp_path: Path
 ) -> None:

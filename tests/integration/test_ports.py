@@ -123,6 +123,7 @@ def figures(output: str, name: str) -> list[float]:
 GPT = ["--dtype", "float64", "--steps", "60"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_ported_gpt_has_the_weights_of_the_script_before(tmp_path: Path, job: str) -> None:
     before, after = (in_order(f"nanogpt_{when}", tmp_path) for when in ("before", "after"))

@@ -117,7 +117,7 @@ def test_a_part_of_a_model_without_forward_computes_in_16_bits(
     ("strategy", "told"),
     [
         pytest.param("ddp", {"backend": "eager"}, marks=pytest.mark.slow),
-        pytest.param("zero2", {"backend": "eager"}),
+        pytest.param("zero2", {"backend": "eager"}, marks=pytest.mark.slow),
         pytest.param("zero3", {"backend": "eager"}),
         pytest.param("zero2", {}, marks=pytest.mark.slow, id="zero2, with a compiler of C++"),
         pytest.param("zero3", {}, marks=pytest.mark.slow, id="zero3, with a compiler of C++"),

@@ -24,6 +24,7 @@ EMPTY = {
 """Panels for which this job produces nothing, and why."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_prometheus_answers_every_query_about_a_job_with_a_killed_worker(
     tmp_path: Path, root: Path, job: str, etcd: EtcdServer, program: Callable[[str], str]

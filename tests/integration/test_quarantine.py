@@ -13,6 +13,7 @@ import pytest
 
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import REGRESSION, SCRIPTS, Story, elasticzero, story
+from tests.support.cases import slow
 
 OTHERS = ["--nnodes", "1:3"]
 
@@ -50,8 +51,8 @@ NEWCOMERS = {
 @pytest.mark.parametrize(
     ("what", "strategy"),
     [
-        *(pytest.param(what, "ddp", marks=pytest.mark.slow) for what in NEWCOMERS),
-        ("an older model", "zero2"),
+        *(slow(what, "ddp") for what in NEWCOMERS),
+        slow("an older model", "zero2"),
     ],
 )
 def test_a_bad_newcomer_is_set_aside_and_the_others_train(

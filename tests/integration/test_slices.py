@@ -22,6 +22,7 @@ from elasticzero.ipc.failure import Failed
 from tests.integration.clusters import elasticzero, events_in
 from tests.integration.training_harness import Pool, Running
 from tests.integration.training_slices import OPTIMIZERS, SAMPLES, Model, Samples, loss_of
+from tests.support.cases import slow
 
 HERE = Path(__file__).parent
 BATCH, SLICE, SEED = 12, 3, 5
@@ -151,8 +152,8 @@ def in_one_process(
 @pytest.mark.parametrize(
     ("strategies", "optimizer", "stream"),
     [
-        (("ddp", "zero1", "ddp"), "fused", False),
-        (("zero2", "ddp", "zero1"), "adamw", False),
+        slow(("ddp", "zero1", "ddp"), "fused", False),
+        slow(("zero2", "ddp", "zero1"), "adamw", False),
         (("zero2", "ddp", "zero1"), "adamw", True),
     ],
 )

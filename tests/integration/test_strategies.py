@@ -159,7 +159,7 @@ def test_the_ranks_of_a_node_stay_at_one_step_when_another_dies(
     assert_close(tmp_path / "c", plain(STEPS[0], weighted=False))
 
 
-@pytest.mark.parametrize(("dtype", "worlds"), [("float64", [1, 2, 3]), ("bfloat16", [1, 3])])
+@pytest.mark.parametrize(("dtype", "worlds"), [("float64", [1, 2, 3]), slow("bfloat16", [1, 3])])
 def test_any_checkpoint_loads_into_any_strategy_at_any_world_size(
     pool: Pool, tmp_path: Path, dtype: str, worlds: list[int]
 ) -> None:

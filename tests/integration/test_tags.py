@@ -134,7 +134,7 @@ def step(directory: Path, number: int) -> Path:
     return directory / f"step-{number:012d}"
 
 
-@pytest.mark.parametrize("strategy", drawn("zero2"))
+@pytest.mark.parametrize("strategy", drawn())
 def test_one_rank_that_asks_gets_the_state_at_its_call(
     strategy: str, script: Path, tmp_path: Path
 ) -> None:
@@ -269,7 +269,7 @@ def test_the_tag_of_a_job_whose_processes_are_killed(
     check(tmp_path / "c", 12, undisturbed)
 
 
-@pytest.mark.parametrize(("strategy", "number"), [("ddp", 13), slow("zero2", 12)])
+@pytest.mark.parametrize(("strategy", "number"), [slow("ddp", 13), slow("zero2", 12)])
 def test_a_node_lost_in_the_save_itself(
     strategy: str, number: int, tmp_path: Path, undisturbed: Path, etcd: EtcdServer, job: str
 ) -> None:

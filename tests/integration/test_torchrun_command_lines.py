@@ -282,6 +282,7 @@ def test_the_error_that_record_wrote_is_the_jobs(tmp_path: Path) -> None:
     assert "octarine" in message["extraInfo"]["py_callstack"]
 
 
+@pytest.mark.slow
 def test_streams_go_where_redirects_and_tee_say(tmp_path: Path) -> None:
     script = tmp_path / "speaks.py"
     script.write_text(
@@ -306,6 +307,7 @@ def test_streams_go_where_redirects_and_tee_say(tmp_path: Path) -> None:
     assert sorted((logs / "2.log").read_text().splitlines()) == ["err of 2", "out of 2"]
 
 
+@pytest.mark.slow
 def test_a_node_leaves_at_the_signals_that_are_named(tmp_path: Path) -> None:
     """As SLURM announces the end of an allocation by SIGUSR1."""
     script = tmp_path / "waits.py"

@@ -53,6 +53,7 @@ def check_curve(told: Story, directory: Path) -> tuple[int, int]:
     return whole, len(curve)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_curve_has_every_step_once_through_lost_leaders_a_drain_and_a_join(
     tmp_path: Path, job: str, etcd: EtcdServer

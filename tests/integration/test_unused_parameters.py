@@ -86,6 +86,9 @@ def assert_close(folder: Path, expected: dict[str, Tensor]) -> None:
         )
 
 
+MOST = ("ddp", "zero1", "zero3")
+
+
 def in_each(name: str, told: dict[str, Any], rare: Collection[str] = ()) -> list[Any]:
     """A case for each strategy, of which `make slow` runs the rare ones."""
     return [
@@ -103,12 +106,10 @@ def in_each(name: str, told: dict[str, Any], rare: Collection[str] = ()) -> list
     ("strategy", "told"),
     [
         *in_each("one micro-batch", {}, rare=("zero1", "zero2", "zero3")),
-        *in_each("many and clipping", {"micro": 1, "clip": 0.3}),
+        *in_each("many and clipping", {"micro": 1, "clip": 0.3}, rare=("ddp", "zero1")),
         *in_each("checkpointed", {"reentrant": False}, rare=("ddp", "zero1", "zero2")),
-        *in_each("a bucket for each", {"bucket_bytes": 1, "micro": 1}, rare=("ddp", "zero1")),
-        *in_each(
-            "compiled", {"bucket_bytes": 500, "compile": True}, rare=("zero1", "zero2", "zero3")
-        ),
+        *in_each("a bucket for each", {"bucket_bytes": 1, "micro": 1}, rare=MOST),
+        *in_each("compiled", {"bucket_bytes": 500, "compile": True}, rare=STRATEGIES),
     ],
 )
 def test_unused_parameters_train_as_in_one_process(

@@ -7,9 +7,9 @@ from dataclasses import replace
 from tests.simulation.running import Failure, run_many, run_plan
 from tests.simulation.schedule import draw
 
-QUICK, SLOW, CHAOS = range(250), range(250, 10_000), range(10_000, 110_000)
+QUICK, SLOW, CHAOS = range(140), range(140, 10_000), range(10_000, 110_000)
 """Seeds of schedules of 3 to 7 nodes, for `make test`, `make slow` and `make chaos`."""
-QUICK_LARGE, SLOW_LARGE, CHAOS_LARGE = range(5), range(5, 50), range(50, 550)
+QUICK_LARGE, SLOW_LARGE, CHAOS_LARGE = range(2), range(2, 50), range(50, 550)
 """Seeds of schedules of LARGE_NODES, for the same three."""
 LARGE_NODES = (100, 100, 100, 100, 150)
 PART = 250

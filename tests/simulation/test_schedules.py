@@ -17,6 +17,7 @@ from tests.simulation.seeds import (
     check_large,
     parts,
 )
+from tests.support.cases import slow
 
 
 @pytest.mark.timeout(600)
@@ -31,10 +32,10 @@ def test_large_clusters_keep_every_rule() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", [0, 50])
+@pytest.mark.parametrize("first", [0, *map(slow, (25, 50, 75))])
 def test_agents_that_rest_until_a_timer_is_due_keep_every_rule(first: int) -> None:
     """They look only when something wakes them, or when their next timer is due."""
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 25):
         plan = replace(draw(seed), rests=True, poll_s=RESTS_S)
         Cluster(plan).run()
 

@@ -283,7 +283,7 @@ def number_of_calls(node: Node, harm: Harm, *, replacing: bool) -> int:
     return len(faults.calls)
 
 
-@each()
+@each((LONGER, "kill"), ("straight", "error"))
 def test_the_old_state_or_the_new_one(root: Path, way: Way, harm: Harm) -> None:
     before = Node(root / "before", way)
     assert before.save(draft(1, 4))
@@ -306,7 +306,7 @@ def test_the_old_state_or_the_new_one(root: Path, way: Way, harm: Harm) -> None:
     assert outcomes == {1, 2}
 
 
-@each((LONGER, "kill"))
+@each((LONGER, "kill"), ("straight", "error"), ("straight", "power cut"))
 def test_a_damaged_step_is_replaced_without_a_moment_with_less(
     root: Path, way: Way, harm: Harm
 ) -> None:

@@ -50,8 +50,8 @@ def test_a_part_that_was_frozen_on_the_way_is_frozen_again() -> None:
 
 def test_a_part_that_was_unfrozen_on_the_way_is_trained_again() -> None:
     model, anew = network(), network()
-    for each in (model, anew):
-        each[0].requires_grad_(False)  # type: ignore[index]
+    for layers in (model, anew):
+        layers[0].requires_grad_(False)  # type: ignore[index]
     frozen, following = begun(model), begun(anew)
     model.get_parameter("0.bias").requires_grad_()
     assert frozen.change() == "unfrozen parameter '0.bias'"

@@ -33,6 +33,7 @@ from elasticzero.checkpoint.steps.tag_files import read_tag, read_tags, write_ta
 from elasticzero.checkpoint.steps.tags import set_tags
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError, UserError
+from tests.support.cases import slow
 from tests.unit.checkpoint.cases import draft_of, elements, simple_layout, write_ranks, write_step
 from tests.unit.checkpoint.disk_faults import Faults, Harm, Killed
 
@@ -343,7 +344,7 @@ def save_harmed(place: Path, harm: Harm, at: int) -> Faults:
 
 
 @pytest.mark.usefixtures("in_one_thread")
-@pytest.mark.parametrize("harm", ["kill", "power cut", "error"])
+@pytest.mark.parametrize("harm", ["kill", slow("power cut"), slow("error")])
 def test_a_tagged_save_harmed_at_each_call(place: Path, harm: Harm) -> None:
     """The tag names the old step or the new one, which is whole; then the next save works."""
     calls = save_harmed(place / "counted", "kill", -1).calls

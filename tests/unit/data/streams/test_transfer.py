@@ -17,6 +17,7 @@ from elasticzero.data.streams.loader import COMMANDS, StreamReader
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.source import Stream, stream_order
 from elasticzero.data.streams.transfer import Arena, InArena, InMessage, Sent, forget_arenas
+from tests.support.cases import slow
 
 CPU = torch.device("cpu")
 SHARDS, SAMPLES = 6, 120
@@ -58,7 +59,7 @@ def batches(workers: int, global_batch: int) -> list[Any]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize(("workers", "global_batch"), [(1, 12), (2, 12), (3, 12), (2, 1)])
+@pytest.mark.parametrize(("workers", "global_batch"), [(1, 12), slow(2, 12), slow(3, 12), (2, 1)])
 def test_no_batch_changes_while_later_ones_are_read(workers: int, global_batch: int) -> None:
     expected = batches(0, global_batch)
     received = batches(workers, global_batch)
