@@ -25,7 +25,7 @@ PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results 
 JOBS ?= 3
 RUNNERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # pytest's own limit ends a run between two tests, with a summary; `timeout` ends one that hangs elsewhere.
-# A part of the slow tests, drawn by a text: make slow SHARE=0.1 SEED=text
+# A part of the slow tests, drawn by a text: make slow SHARE=0.05 SEED=text
 SHARE ?= 1
 SEED ?= $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
 # Version of Python on the machine with the GPU, for which wheels are fetched; tests that run there at a time.
@@ -56,7 +56,7 @@ demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (ab
 test: $(READY) tools ## unit tests, and a story of each kind of fault with real processes (about 10 minutes)
 	timeout --foreground --kill-after=10 2700 $(RUN) -m pytest -ra -q $(RUNNERS) --session-timeout 2400
 
-slow: $(READY) tools ## the other stories and cases, each python started anew (about 70 minutes; SHARE=0.1 for a tenth)
+slow: $(READY) tools ## the other stories and cases, each python started anew (about 90 minutes; SHARE=0.05 for a twentieth)
 	TESTS_COLD=1 timeout --foreground --kill-after=10 7500 $(RUN) -m pytest -ra -q $(RUNNERS) \
 	  --session-timeout 7200 -m "slow and not chaos" \
 	  --share $(SHARE) --seed $(SEED)
