@@ -386,8 +386,8 @@ def _remarks(before: FileTimes, log_dir: str | None) -> Iterator[str]:
     changed = changed_files(before, file_times(Path.cwd()))
     if paths := [path for path in changed if not logs or not path.startswith(logs)]:
         yield (
-            f"The script has written {list_text(paths, FILES_SHOWN)} in this directory: each run "
-            "has found what the one before it had left there."
+            f"Changed in this directory meanwhile: {list_text(paths, FILES_SHOWN)}. Where the "
+            "script has written them, each run has found what the one before it had left there."
         )
     if log_dir is not None:
         yield f"Logs and records of all runs are in {os.path.relpath(log_dir)}."
