@@ -155,7 +155,7 @@ def restore_state(
     changed = (name for name, full in names_of.items() if full.startswith(NOT_SAVED))
     auxiliary.begin(frozenset(changed))
     auxiliary.apply(json, extra)
-    if rank == 0 and (change := auxiliary.frozen.change()):
+    if rank == 0 and (change := auxiliary.flags.change()):
         log.warning(f"at {where} the script had {change}; training goes on so")
     position = decode(DataPosition, json.get("position", {}), f"{where}: position")
     asked = with_tags(position.tagging, manifest.step, manifest.tags)

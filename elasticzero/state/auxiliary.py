@@ -1,5 +1,5 @@
 """Copies the small mutable state at each boundary: buffers, tracked objects, options of the
-optimizer, random generators, and which parameters are frozen."""
+optimizer, random generators, and flags of the model that the script has changed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from elasticzero.data.position import DataPosition
 from elasticzero.errors import CheckpointMismatch, UserError
 from elasticzero.nested import flatten, unflatten
 from elasticzero.state.buffers import BufferCopy
-from elasticzero.state.frozen_parameters import FrozenParameters
 from elasticzero.state.model import EXTRA, GROUPS, MODEL, NOT_SAVED, TRACKED, NamedModel
 from elasticzero.state.rng import Generator, RngState
+from elasticzero.state.script_flags import ScriptFlags
 
 
 class Stateful(Protocol):
@@ -109,7 +109,7 @@ class AuxiliaryState:
         device: torch.device,
         *,
         named: NamedModel | None = None,
-        parameters: Mapping[str, nn.Parameter] | None = None,
+        flags: ScriptFlags | None = None,
         groups: Sequence[NamedGroup] = (),
         guard: Stateful | None = None,
         buckets: SharedByRankZero | None = None,
@@ -119,7 +119,7 @@ class AuxiliaryState:
         Args:
             device: The device of the rank.
             named: The model; None: one without buffers and extra state.
-            parameters: Its parameters as they are laid over the ranks; None: it has none.
+            flags: The flags of its parameters and modules; None: it has none.
             groups: The groups of parameters of the optimizers.
             guard: What decides whether steps are applied; None: it keeps nothing.
             buckets: The job's choice of gradient buckets, which is stored; None: there is none.
@@ -133,7 +133,7 @@ class AuxiliaryState:
         # Not its parameters: zero3 replaces them, and what is whole would stay in memory.
         self.buffers, self._extra_states = named.buffers, named.extra_states
         self._aliases = named.aliases
-        self.frozen = FrozenParameters(parameters or {})
+        self.flags = flags or ScriptFlags({}, {})
         self._groups = groups
         self._guard = guard
         self._buckets = buckets
@@ -169,7 +169,7 @@ class AuxiliaryState:
             changed: Names of buffers that are no part of a `state_dict` and were restored.
         """
         self.buffers.begin(changed)
-        self.frozen.begin()
+        self.flags.begin()
 
     def restore_rng(self, state: RngState) -> None:
         """Takes over the states of the random generators; they are set by `set_generators`."""
@@ -283,8 +283,8 @@ class AuxiliaryState:
             json["guard"] = self._guard.state_dict()
         if self._buckets is not None:
             json["buckets"] = self._buckets.state_dict()
-        if frozen := self.frozen.state_dict():
-            json["frozen"] = frozen
+        if flags := self.flags.state_dict():
+            json["flags"] = flags
         return BoundaryCopy(
             step=step,
             position=position,
@@ -315,7 +315,7 @@ class AuxiliaryState:
             )
 
     def apply(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restores stored options of the optimizer, tracked objects and what is frozen.
+        """Restores stored options of the optimizer, tracked objects and flags of the model.
 
         Args:
             json: The stored state, without its tensors.
@@ -326,7 +326,7 @@ class AuxiliaryState:
             self._guard.load_state_dict(json.get("guard", {}))
         if self._buckets is not None:
             self._buckets.load_state_dict(json.get("buckets", {}))
-        self.frozen.load_state_dict(json.get("frozen", {}))
+        self.flags.load_state_dict(json.get("flags", {}))
         extra = json.get("modules", {})
         self._extra_states.put({n: decode_state(v, tensors) for n, v in extra.items()})
         for name, thing in self.tracked.items():

@@ -40,6 +40,7 @@ from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.buffers import unfold_buffers
 from elasticzero.state.model import NamedModel
+from elasticzero.state.script_flags import ScriptFlags
 from elasticzero.torch_internals import order_hooks
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import StateNames, gather_state_dict
@@ -192,7 +193,7 @@ def prepare_training(
     auxiliary = AuxiliaryState(
         place.device,
         named=named,
-        parameters=parameters,
+        flags=ScriptFlags(parameters, dict(laid.model.named_modules())),
         groups=laid.optimizers.groups,
         guard=guard if guard.keeps_state else None,
         buckets=buckets,

@@ -107,6 +107,21 @@ if n == 2:
         whole=True,
     ),
     Element(
+        name="a module that the script evaluates from one step on",
+        top="""
+class Doubled(nn.Module):
+    def forward(self, h):
+        return 2 * h if self.training else h
+""",
+        init="self.doubled = Doubled()",
+        hidden="h = h + torch.tanh(self.doubled(h))",
+        begin="""
+if n == 2:
+    OWNER.doubled.eval()
+""",
+        whole=True,
+    ),
+    Element(
         name="a frozen layer that the script changes",
         init="self.moved = nn.Linear(5, 5).requires_grad_(False)",
         hidden="h = h + torch.tanh(self.moved(h))",

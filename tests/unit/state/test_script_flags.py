@@ -1,4 +1,4 @@
-"""What a script freezes on the way stays frozen in a generation that goes on from there."""
+"""What a script freezes or evaluates on the way stays so in a generation that begins after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from elasticzero.data.position import DataPosition
 from elasticzero.state.auxiliary import AuxiliaryState
-from elasticzero.state.frozen_parameters import FrozenParameters
+from elasticzero.state.script_flags import ScriptFlags
 
 CPU = torch.device("cpu")
 
@@ -16,10 +16,8 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-def begun(model: nn.Module) -> FrozenParameters:
-    frozen = FrozenParameters(dict(model.named_parameters()))
-    frozen.begin()
-    return frozen
+def begun(model: nn.Module) -> ScriptFlags:
+    return ScriptFlags(dict(model.named_parameters()), dict(model.named_modules()))
 
 
 def trained(model: nn.Module) -> list[str]:
@@ -28,11 +26,11 @@ def trained(model: nn.Module) -> list[str]:
 
 def test_nothing_is_kept_where_the_script_changes_nothing() -> None:
     model = network()
-    model.requires_grad_(False)
+    model.requires_grad_(False).eval()
     frozen = begun(model)
     assert frozen.state_dict() == {} and frozen.change() == ""
-    auxiliary = AuxiliaryState(CPU, parameters=dict(network().named_parameters()))
-    assert "frozen" not in auxiliary.capture(0, DataPosition()).json
+    auxiliary = AuxiliaryState(CPU, flags=begun(network()))
+    assert "flags" not in auxiliary.capture(0, DataPosition()).json
 
 
 def test_a_part_that_was_frozen_on_the_way_is_frozen_again() -> None:
@@ -57,6 +55,18 @@ def test_a_part_that_was_unfrozen_on_the_way_is_trained_again() -> None:
     assert frozen.change() == "unfrozen parameter '0.bias'"
     following.load_state_dict(frozen.state_dict())
     assert trained(anew) == trained(model) == ["0.bias", "1.weight", "1.bias"]
+
+
+def test_a_part_that_computes_as_in_an_evaluation_does_so_again() -> None:
+    """As a batch norm whose statistics a script holds fixed from one step on."""
+    model, anew, edited = network(), network(), network()
+    flags, following, other = begun(model), begun(anew), begun(edited.eval())
+    model[0].eval()  # type: ignore[index]
+    assert flags.change() == "called eval() of module '0'"
+    following.load_state_dict(flags.state_dict())
+    assert [module.training for module in anew.modules()] == [True, False, True]
+    other.load_state_dict(flags.state_dict())
+    assert not any(module.training for module in edited.modules())
 
 
 def test_a_script_that_begins_otherwise_goes_on_with_its_own() -> None:
