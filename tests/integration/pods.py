@@ -172,6 +172,10 @@ class PodStory(JobStory):
             exit_codes.setdefault(pod.index, []).append(pod.exit_code)
         return exit_codes
 
+    @property
+    def is_finished(self) -> bool:
+        return self.cluster.status(self.job).is_finished
+
     def wait_for_end(self, patience_s: float = PATIENCE_S) -> Outcome:
         """How the Job ends, after steps that nothing slows down."""
         self.pause(0.0)

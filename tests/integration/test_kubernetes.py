@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,13 @@ def check_result(told: PodStory, reference: dict[str, Tensor]) -> None:
     check_weights(told.checkpoints, reference)
 
 
-def check_complete(told: PodStory) -> None:
-    """The Job is complete, and each pod has ended by itself."""
+def check_complete(told: PodStory, *codes: None) -> None:
+    """The Job is complete, and each pod has ended by itself, or with one of these exit codes."""
     outcome = told.wait_for_end()
     assert (outcome.condition, outcome.reason) == ("Complete", "SuccessPolicy"), told.logs()
-    last = [codes[-1] for codes in told.codes.values()]
+    last = [of_pods[-1] for of_pods in told.codes.values()]
     assert ExitCode.DONE in last
-    assert set(last) <= {ExitCode.DONE, ExitCode.LEFT}, told.logs()
+    assert set(last) <= {ExitCode.DONE, ExitCode.LEFT, *codes}, told.logs()
 
 
 def operator(told: PodStory, etcd: EtcdServer, *arguments: str) -> str:
@@ -155,25 +156,37 @@ def strike(told: PodStory, draw: random.Random, most: int) -> list[Pod]:
     for _ in range(draw.randint(1, most)):
         left = [p for p in told.cluster.live() if node_of(p) in told.members and p not in struck]
         struck.append(told.cluster.disrupt_at_random(draw, left)[0])
-    told.wait("the next generation", lambda: told.generation > before)
+    told.wait("the next generation", lambda: told.generation > before or told.is_finished)
     return struck
 
 
 def disturb(
     place: Path, etcd: EtcdServer, job: str, seed: int, strategy: str, *, strikes: int, most: int
 ) -> PodStory:
-    """A job of which random pods, up to `most` at once, are disturbed at random steps."""
+    """A job of which random pods, up to `most` at once, are disturbed at random steps.
+
+    On a busy machine training may end before all strikes were made, and before all train again.
+    """
     draw = random.Random(seed)
     flags = ("--strategy", strategy, "--checkpoint-every", "25")
     with pods(place, etcd.endpoint, job, SLOWLY, flags=flags) as told:
-        for _ in range(strikes):
-            wait_for_all(told)
+
+        def wait(what: str, condition: Callable[[], bool]) -> None:
+            told.wait(f"{what}, or the end", lambda: condition() or told.is_finished)
+
+        for number in range(strikes):
+            wait("a world of 3", lambda: len(told.members) == 3)
             told.pause(0.1)
-            told.wait_for_step(told.step + draw.randint(1, 8))
+            step = told.step + draw.randint(1, 8)
+            wait(f"step {step}", partial(lambda step: told.step >= step, step))
+            if told.is_finished:
+                assert number > 0
+                break
             told.pause(WAITING_S)
             for pod in strike(told, draw, most):
                 told.wait_for_pods_end(pod)
-        check_complete(told)  # on a busy machine training may end before all train again
+        wait("a world of 3", lambda: len(told.members) == 3)
+        check_complete(told, None)  # a pod of a lost node has none, where nothing follows it
     return told
 
 
