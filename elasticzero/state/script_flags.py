@@ -34,11 +34,13 @@ class _Flag:
     def change(self) -> list[str]:
         """Returns in words which names have the flag since the beginning, and have it no more."""
         first, now = set(self.first), set(self.now())
-        return [
-            f"{verb} {named_text(self.noun, [repr(name) for name in sorted(names) if name], 3)}"
-            for verb, names in zip(self.verbs, (now - first, first - now), strict=True)
-            if names
-        ]
+        changes = zip(self.verbs, (now - first, first - now), strict=True)
+        return [f"{verb} {self._text(names)}" for verb, names in changes if names]
+
+    def _text(self, names: set[str]) -> str:
+        if "" in names:
+            return "the model"
+        return named_text(self.noun, [repr(name) for name in sorted(names)], 3)
 
 
 class ScriptFlags:

@@ -65,6 +65,8 @@ def test_a_part_that_computes_as_in_an_evaluation_does_so_again() -> None:
     assert flags.change() == "called eval() of module '0'"
     following.load_state_dict(flags.state_dict())
     assert [module.training for module in anew.modules()] == [True, False, True]
+    model.eval()
+    assert flags.change() == "called eval() of the model"
     other.load_state_dict(flags.state_dict())
     assert not any(module.training for module in edited.modules())
 
