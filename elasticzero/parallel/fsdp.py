@@ -99,7 +99,8 @@ class FullyPartitioned(PiecedStrategy):
         )
         self._old = OldMemory(setting.named.parameters)
         # Ranks of the release before multiply losses by what FSDP2 divides by.
-        self._one_release = setting.one_release
+        self._options_due = setting.one_release
+        """The next comparison of values has the options too: later verifications compare them."""
         self._divisor = 1 if setting.one_release else self._ranks
         undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
         (*blocks, root), before = _partition(setting, undivided)
@@ -239,10 +240,11 @@ class FullyPartitioned(PiecedStrategy):
         self._stepped = self._counts = None
 
     def _number(self) -> int:
-        """Returns a number for what all ranks must do alike: the blocks that have run and, in steps
-        in which values are compared, the options by which they step."""
-        if not (self._uses.compares and self._one_release):
+        """Returns a number for what all ranks must do alike: the blocks that have run and, in the
+        first step in which values are compared, the options by which they step."""
+        if not (self._uses.compares and self._options_due):
             return self._uses.blocks
+        self._options_due = False
         return (self._uses.blocks + self.optimizers.options_number()) % same_number.MODULUS
 
     def _takes_part(self, name: str) -> bool:

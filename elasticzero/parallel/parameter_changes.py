@@ -305,6 +305,8 @@ class ForwardChanges:
         self._options = options
         self._due = ranks > 1
         """The step that begins next is looked at."""
+        self._first = True
+        """No step was looked at so far; later verifications compare the options."""
         self._parameters = parameters
         self._before: dict[str, int] | None = None
         """Digests from the beginning of the step; None: it is not looked at."""
@@ -334,7 +336,9 @@ class ForwardChanges:
         changed = {name: digest for name, digest in table.items() if digest != before[name]}
         self._names = list(changed)
         number = combined(changed) if changed else 0
-        return (number + self._options()) % same_number.MODULUS
+        options = self._options() if self._first else 0
+        self._first = False
+        return (number + options) % same_number.MODULUS
 
     @property
     def names(self) -> Collection[str]:
