@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 
 class Stepping(torch.optim.Optimizer):
@@ -181,7 +181,7 @@ class Flat(Stepping):
     def __init__(self, parameters: Any) -> None:
         parameters = list(parameters)
         super().__init__(parameters, counter=0)
-        self.slow = parameters_to_vector(parameters).detach().clone()
+        self.slow = torch.cat([p.detach().reshape(-1) for p in parameters])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -189,7 +189,7 @@ class Flat(Stepping):
         group = self.param_groups[0]
         group["counter"] += 1
         if group["counter"] % 4 == 0:
-            self.slow.lerp_(parameters_to_vector(group["params"]), 0.5)
+            self.slow.lerp_(torch.cat([p.reshape(-1) for p in group["params"]]), 0.5)
             vector_to_parameters(self.slow, group["params"])
 
     def scale(self, p: Any, state: dict[Any, Any]) -> float:
