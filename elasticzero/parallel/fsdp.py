@@ -98,9 +98,9 @@ class FullyPartitioned(PiecedStrategy):
             self.optimizers, self._specs, self._mesh, setting.agreement
         )
         self._old = OldMemory(setting.named.parameters)
-        # Ranks of the release before multiply losses by what FSDP2 divides by.
         self._options_due = setting.one_release
         """The next comparison of values has the options too: later verifications compare them."""
+        # Ranks of the release before multiply losses by what FSDP2 divides by.
         self._divisor = 1 if setting.one_release else self._ranks
         undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
         (*blocks, root), before = _partition(setting, undivided)

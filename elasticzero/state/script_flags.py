@@ -23,7 +23,7 @@ class _Flag:
 
     noun: str
     verbs: tuple[str, str]
-    """What the script has done where a name has the flag since, and where it has it no more."""
+    """They say what the script has done where a name has got the flag, and where it has lost it."""
     now: Callable[[], list[str]]
     """Returns the names that have the flag."""
     put: Callable[[str, bool], object]

@@ -87,6 +87,7 @@ def assert_close(folder: Path, expected: dict[str, Tensor]) -> None:
 
 
 MOST = ("ddp", "zero1", "zero3")
+"""The strategies that take the way of zero2 through most cases."""
 
 
 def in_each(name: str, told: dict[str, Any], rare: Collection[str] = ()) -> list[Any]:

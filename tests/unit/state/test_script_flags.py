@@ -1,4 +1,4 @@
-"""What a script freezes or evaluates on the way stays so in a generation that begins after it."""
+"""A generation begins with the parts frozen, and in eval(), that the script had so before it."""
 
 from __future__ import annotations
 
