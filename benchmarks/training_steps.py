@@ -12,14 +12,20 @@ from torch.distributed.fsdp import fully_shard
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.parallel import Setting, create
-from elasticzero.parallel.base import OptimizerFactory
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.rank_groups.group import RankGroup
 from elasticzero.spans import Span
 from elasticzero.state.model import NamedModel
+from elasticzero.torch_internals import StepCheck
 
 Step = Callable[[Tensor, Tensor], None]
 """Trains on a batch and its targets with the mean squared error."""
+
+
+def beside_a_session(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer, which a session of this process does not refuse: it has a check."""
+    optimizer.register_step_pre_hook(StepCheck(lambda: None))
+    return optimizer
 
 
 def torch_step(
@@ -29,6 +35,7 @@ def torch_step(
 
     max_norm: limit of the norm of the gradient; None: no limit.
     """
+    beside_a_session(optimizer)
 
     def step(x: Tensor, y: Tensor) -> None:
         nn.functional.mse_loss(model(x), y).backward()
@@ -52,7 +59,7 @@ def fully_sharded(model: nn.Module, blocks: Iterable[nn.Module], device: torch.d
 def strategy_step(
     name: str,
     model: nn.Module,
-    factory: OptimizerFactory,
+    factory: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     device: torch.device,
     *,
     mirrors: bool = False,
@@ -65,7 +72,7 @@ def strategy_step(
     setting = Setting(
         model=model,
         named=NamedModel(model),
-        factory=factory,
+        factory=lambda parameters: beside_a_session(factory(parameters)),
         device=device,
         rank=rank,
         world_size=ranks,

@@ -27,3 +27,17 @@ def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
         "(--peer-timeout), which its figures leave out."
         for case in ("worker", "node")
     ]
+
+
+def test_steps_with_and_without_a_session_take_turns(root: Path) -> None:
+    """The same strategy, without a session, trains in the processes of one."""
+    arguments = ["--rounds=0", "--peer=0", "--rest=0", "--pairs=1", "--strategies=zero1"]
+    completed = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "recovery.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "its strategy alone" in completed.stdout
