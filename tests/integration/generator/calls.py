@@ -94,6 +94,7 @@ CALLS = [
 if session is not None and n % 2 == 0:
     session.evaluate(DATA, lambda batch: losses_of(model, batch).mean(), batch_size=7)
 """,
+        since=1,
     ),
     Element(
         name="other weights for an evaluation, and the same put back",
