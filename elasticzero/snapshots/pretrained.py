@@ -186,7 +186,9 @@ def stored_names(
             f"the files have no tensor {missing[0]!r}"
             f"{f', nor {len(missing) - 1} more of the model' if missing[1:] else ''}; they have "
             f"{next(iter(full_names))!r}, for example. If it is a second name of another tensor, "
-            "tie the two before (Transformers: model.tie_weights())"
+            "tie the two before (Transformers: model.tie_weights()). If their library has other "
+            "names in files than in memory, as Transformers 5 has for experts, leave load= out and "
+            "load them with it (from_pretrained)"
         )
     return stored
 
