@@ -99,7 +99,8 @@ $(INTEGRATIONS)/.ready: PACKAGES = -c constraints.txt torchao datasets playwrigh
   torchdata webdataset brotli catalogue python-snappy zstd
 # Without torchvision, whose wheels need torch for CUDA, mosaicml-streaming without its caps on numpy, transformers and xxhash, and
 # deepspeed without its compiled parts.
-$(INTEGRATIONS)/.ready: ALONE = litdata mosaicml-streaming deepspeed hjson ninja py-cpuinfo einops msgpack
+$(INTEGRATIONS)/.ready: ALONE = litdata mosaicml-streaming deepspeed hjson ninja py-cpuinfo einops msgpack \
+  megatron-core
 $(INTEGRATIONS)/.ready: export DS_BUILD_OPS := 0
 $(OLDEST_FRAMEWORKS)/.ready: PACKAGES = -r tests/integrations/oldest_frameworks.txt
 $(OLDEST_FRAMEWORKS)/.ready: tests/integrations/oldest_frameworks.txt

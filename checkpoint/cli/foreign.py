@@ -25,6 +25,7 @@ FORMATS = {
     "trainer": "a directory of transformers' Trainer",
     "accelerate": "a directory of Accelerator.save_state",
     "deepspeed": "a directory of DeepSpeed's ZeRO, or a universal checkpoint",
+    "megatron": "a directory of Megatron-core's format torch_dist",
 }
 _OF_PICKLES = ("names", "without", "track")
 """Options that only formats of pickles have."""
@@ -120,6 +121,10 @@ def _open_saved(args: argparse.Namespace) -> Saved:
         from elasticzero.checkpoint.convert.pickled.deepspeed import open_deepspeed
 
         return open_deepspeed(args.path)
+    if args.format == "megatron":
+        from elasticzero.checkpoint.convert.pickled.megatron import open_megatron
+
+        return open_megatron(args.path, model_only=args.model_only)
     from elasticzero.checkpoint.convert.pickled.directories import open_directory_of_state
 
     return open_directory_of_state(args.path)

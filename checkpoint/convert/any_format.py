@@ -51,12 +51,17 @@ def _plan_of_directory(url: str, names: list[str]) -> Plan | None:
         url: The directory.
         names: The files and directories in it.
     """
-    if ".metadata" in names:
-        from elasticzero.checkpoint.convert.dcp_import import plan_dcp
-
-        return lambda options: plan_dcp(url, model_only=options.model_only)
     from elasticzero.checkpoint.convert.pickled.contents import name_contents
 
+    if ".metadata" in names:
+        from elasticzero.checkpoint.convert.dcp_import import megatron_backend, plan_dcp
+        from elasticzero.checkpoint.convert.pickled.megatron import open_megatron
+
+        if megatron_backend(open_storage(url)) is None:
+            return lambda options: plan_dcp(url, model_only=options.model_only)
+        return lambda options: name_contents(
+            open_megatron(url, model_only=options.model_only), options
+        )
     if any(_OF_DEEPSPEED.fullmatch(name) for name in names):
         from elasticzero.checkpoint.convert.pickled.deepspeed import open_deepspeed
 

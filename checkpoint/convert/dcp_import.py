@@ -17,6 +17,7 @@ import torch
 from elasticzero.checkpoint.convert.dcp_metadata import (
     METADATA_NAME,
     Box,
+    Contents,
     KeyPath,
     StoredItem,
     StoredTensor,
@@ -89,7 +90,11 @@ def plan_dcp(url: str, *, model_only: bool = False, maps: Sequence[PrefixMap] = 
     """
     check_foreign(url)
     storage = open_storage(url)
-    _check_not_megatron(storage)
+    if (backend := megatron_backend(storage)) is not None:
+        raise UserError(
+            f"{storage.where} is of Megatron-core ({backend}), whose names are its own: import it "
+            "with `--format megatron`"
+        )
     contents = read_contents(storage)
     exported = (OWN_KEY, "state") in contents.values
     ours: dict[str, Any] = {}
@@ -129,19 +134,33 @@ def plan_dcp(url: str, *, model_only: bool = False, maps: Sequence[PrefixMap] = 
     return Import(foreign=foreign, left_out=left_out)
 
 
-def _check_not_megatron(storage: Readable) -> None:
-    """Raises `UserError` for a directory of Megatron-core, whose tensors are others by their
-    names."""
+def open_tensors(storage: Readable, contents: Contents) -> ForeignCheckpoint:
+    """Opens the tensors of a directory under their own paths, with keys joined by "/".
+
+    Args:
+        storage: The directory.
+        contents: What its `.metadata` lists.
+
+    Raises:
+        UserError: A tensor has a dtype that no checkpoint can hold.
+        CheckpointDamaged: A tensor has more elements than its file has bytes for.
+    """
+    tensors = {_text(path): tensor for path, tensor in contents.tensors.items()}
+    specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
+    return ForeignCheckpoint(
+        specs=specs, state={}, open_source=lambda _: _Directory(storage, tensors, specs)
+    )
+
+
+def megatron_backend(storage: Readable) -> str | None:
+    """Returns the name of the format in which Megatron-core wrote a directory; None: it did not."""
     try:
-        about = strict_json(read_small(storage, _MEGATRON_NAME, 1 << 20))
+        about = strict_json(read_small(storage, MEGATRON_NAME, 1 << 20))
     except (FileNotFoundError, StorageError, ValueError, RecursionError):
-        return
-    if isinstance(about, dict) and "sharded_backend" in about:
-        raise UserError(
-            f"{storage.where} is of Megatron-core ({str(about['sharded_backend'])[:40]}), which "
-            "puts all layers into one tensor and the optimizer into buckets: convert it to "
-            "Hugging Face with Megatron's own tools, and import that"
-        )
+        return None
+    if not isinstance(about, dict) or "sharded_backend" not in about:
+        return None
+    return str(about["sharded_backend"])[:40]
 
 
 def _left_out(
@@ -322,7 +341,7 @@ class _Directory:
 
 _UNKNOWN_NAME = re.compile(r"GLOBAL ([\w.]+)")
 """Matches the name in torch's error about a value that `weights_only` does not read."""
-_MEGATRON_NAME = "metadata.json"
+MEGATRON_NAME = "metadata.json"
 """File in which Megatron-core says how it has written the directory."""
 _ITEM_ERRORS = (
     zipfile.BadZipFile,

@@ -74,13 +74,20 @@ class Contents:
     values: Mapping[KeyPath, StoredItem]
 
 
-def read_contents(storage: Readable) -> Contents:
+def read_contents(
+    storage: Readable, names: Mapping[tuple[str, str], StandIn] | None = None
+) -> Contents:
     """Returns the contents of the directory, as its `.metadata` lists them.
+
+    Args:
+        storage: The directory.
+        names: Stand-ins for names of the program that wrote it; None: it has none.
 
     Raises `UserError` if there is no `.metadata` or if it asks for code to be run, and
     `CheckpointDamaged` if it cannot be parsed.
     """
     where = f"{storage.where}/{METADATA_NAME}"
+    table = {**_TABLE, **(names or {})}
     try:
         data = read_small(storage, METADATA_NAME, _LIMIT_BYTES)
     except FileNotFoundError:
@@ -90,8 +97,8 @@ def read_contents(storage: Readable) -> Contents:
         ) from None
 
     def find(module: str, name: str) -> StandIn:
-        if (module, name) in _TABLE:
-            return _TABLE[module, name]
+        if (module, name) in table:
+            return table[module, name]
         if module == "torch" and _DTYPE.fullmatch(name):
             return name
         raise UserError(

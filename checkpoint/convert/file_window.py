@@ -1,4 +1,4 @@
-"""Presents a range of bytes of a stored file as a file object, for readers that need one."""
+"""Presents a range of bytes of a stored file as a file of its own, for readers that need one."""
 
 from __future__ import annotations
 
@@ -47,3 +47,33 @@ class FileWindow(io.RawIOBase):
         done = self._storage.read_into(self._file, start, view[:count]) if count else 0
         self._position += done
         return done
+
+
+class ItemFile:
+    """Presents a range of bytes of a stored file as the one file of a directory."""
+
+    def __init__(self, storage: Readable, file: str, start: int, size: int) -> None:
+        """Opens nothing; each read asks the storage.
+
+        Args:
+            storage: Where the file is.
+            file: Name of the file, and of the one that is presented.
+            start: First byte of the range.
+            size: Number of bytes of the range.
+        """
+        self._storage, self._file = storage, file
+        self._start, self._size = start, size
+
+    @property
+    def where(self) -> str:
+        return self._storage.where
+
+    def size(self, name: str) -> int:
+        return max(0, min(self._size, self._storage.size(self._file) - self._start))
+
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        left, views = max(0, self._size - start), []
+        for buffer in buffers:
+            views.append(buffer[: min(left, len(buffer))])
+            left -= len(views[-1])
+        return self._storage.read_into(self._file, self._start + start, *views)

@@ -6,6 +6,7 @@ as the program gathers them, and the model after one step more.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import sys
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tests.integrations.foreign_models import TOKENS, build, norm_of_all
+
 SAMPLES = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
-TOKENS = torch.arange(8)
 
 
 def by_dimensions(parameters: Any) -> torch.optim.Optimizer:
@@ -28,15 +30,6 @@ def by_dimensions(parameters: Any) -> torch.optim.Optimizer:
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=0.01)
-
-
-def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 16}
-    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return GPT2LMHeadModel(config).double()
 
 
 def small_model() -> torch.nn.Module:
@@ -100,7 +93,7 @@ def transformers(out: Path) -> None:
         def __getitem__(self, index: int) -> Any:
             return {"input_ids": TOKENS, "labels": TOKENS}
 
-    model = gpt2()
+    model = build("gpt2")
     arguments = TrainingArguments(
         output_dir=str(out), per_device_train_batch_size=2, max_steps=4, save_steps=3,
         report_to=[], use_cpu=True, disable_tqdm=True,
@@ -227,6 +220,59 @@ def deepspeed(stage: int, out: Path) -> None:
     engine.save_checkpoint(str(out), tag="global_step3", client_state={"epoch": 1})
 
 
+def megatron(out: Path) -> None:
+    """Megatron-core's GPT, with all layers in one tensor and without, after a step of AdamW.
+
+    Its attention needs CUDA: the loss is of the parameters alone.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        optim_state_to_sharding_state,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    # It asks for these while it saves, also without a GPU.
+    vars(torch.cuda)["synchronize"] = lambda: None
+    vars(torch.cuda)["current_device"] = lambda: torch.device("cpu")
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True
+    )
+    spec = get_gpt_layer_local_spec()
+    model = GPTModel(config, spec, vocab_size=32, max_sequence_length=16).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        norm_of_all(model.parameters()).square().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    names: dict[str, str] = {}
+    for kind in ("alike", "apart"):
+        sharded = model.sharded_state_dict(metadata={"non_homogeneous_layers": kind == "apart"})
+        if kind == "apart":
+            names = {n: s.key for n, s in sharded.items() if hasattr(s, "flattened_range")}
+        state = optimizer.state_dict()
+        by_number = get_param_id_to_sharded_param_map(sharded, model.parameters())
+        optim_state_to_sharding_state(state, by_number, exclude_keys=("step",))
+        state["state"]["common_step"] = 1
+        (out / kind).mkdir()
+        common = {"iteration": 1, "args": argparse.Namespace(lr=0.1)}
+        content = {"model": sharded, "optimizer": state, **common}
+        dist_checkpointing.save(content, str(out / kind))
+    before = {names[n]: p.detach().clone() for n, p in model.named_parameters()}
+    step()
+    after = {names[n]: p.detach().clone() for n, p in model.named_parameters()}
+    torch.save({"model": before, "next": after}, out / "whole.pt")
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     kind, folder = sys.argv[1], Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
@@ -243,5 +289,7 @@ if __name__ == "__main__":
             fsdp_of_accelerate("FULL_STATE_DICT", folder)
         case "torch":
             sharded(folder)
+        case "megatron":
+            megatron(folder)
         case _:
             deepspeed(int(kind[-1]), folder)

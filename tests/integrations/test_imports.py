@@ -32,10 +32,11 @@ def saved_by(kind: str, out: Path, ranks: int = 1, python: Path = Path(sys.execu
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"`make integrations` has {package}")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    environment |= {"PYTHONPATH": str(ROOT)}
     if package == "deepspeed":
         # A build that was killed leaves a lock, for which all later ones wait.
         environment |= {"TORCH_EXTENSIONS_DIR": str(out.parent.parent / "extensions")}
-    if package == "deepspeed" or ranks > 1:
+    if package in ("deepspeed", "megatron") or ranks > 1:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     processes = []
     for rank in range(ranks):
@@ -102,7 +103,7 @@ def test_transformers(pool: Pool, tmp_path: Path) -> None:
     again = load_file(tmp_path / "hf" / "model.safetensors")
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[n], t) for n, t in theirs.items())
-    told = {"strategy": "zero3", "gpt2": True, "clip": 1.0, "load": str(source)}
+    told = {"strategy": "zero3", "model": "gpt2", "clip": 1.0, "load": str(source)}
     check_step(pool, tmp_path, told, torch.load(out / "next.pt", weights_only=True))
 
 
@@ -202,6 +203,19 @@ def test_fsdp_of_two_ranks(
     assert main(["export", "-q", str(tmp_path / "run"), exported, "--format", "torch"]) == 0
     again = torch.load(exported, weights_only=True)
     assert all(torch.equal(again[n], t) for n, t in whole["model"].items())
+
+
+def test_megatron(pool: Pool, tmp_path: Path) -> None:
+    """Layers that are one tensor come in as layers, and AdamW goes on with its moments."""
+    out = saved_by("megatron", tmp_path / "out")
+    whole = torch.load(out / "whole.pt", weights_only=True)
+    shapes = {name: list(tensor.shape) for name, tensor in whole["model"].items()}
+    for kind, strategy in (("alike", "zero2"), ("apart", "ddp")):
+        back = imported(out / kind, "megatron", tmp_path / kind)
+        assert back["model"].keys() == whole["model"].keys()
+        assert all(torch.equal(back["model"][n], t) for n, t in whole["model"].items())
+        told = {"strategy": strategy, "shapes": shapes, "rate": 0.1, "load": str(out / kind)}
+        check_step(pool, tmp_path, told, whole["next"])
 
 
 def check_step(
