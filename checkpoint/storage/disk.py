@@ -20,7 +20,7 @@ from elasticzero.checkpoint.storage.base import (
 )
 from elasticzero.checkpoint.storage.linux import UNSUPPORTED, exchange, rename_new
 from elasticzero.checkpoint.storage.new_file import write_new
-from elasticzero.errors import StorageError, directory_problem
+from elasticzero.errors import StorageError, UserError, directory_problem
 
 _EXCHANGES, _PAUSE_S = 100, 0.001
 """Maximum number of times that two files exchange their names in one replacement, and the longest
@@ -246,9 +246,17 @@ class DiskDirectory:
         return str(self.path)
 
     def names(self) -> list[str]:
-        with as_storage_error(f"cannot list {self.path}"), suppress(FileNotFoundError):
-            return sorted(os.listdir(self.path))
-        return []
+        with as_storage_error(f"cannot list {self.path}"):
+            try:
+                return sorted(os.listdir(self.path))
+            except FileNotFoundError:
+                return []
+            except NotADirectoryError:
+                raise UserError(
+                    f"{self.path} is a file, and checkpoints are directories: name the one that "
+                    "has the steps; `elasticzero checkpoint import FILE DIR --format …` brings "
+                    "another program's file in"
+                ) from None
 
     def files(self) -> dict[str, dict[str, float]]:
         times_of_step = {name: _times(self.path / name) for name in self.names()}

@@ -294,3 +294,9 @@ def test_a_disk_needs_no_fsspec() -> None:
         "sys.exit('fsspec' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_file_in_the_place_of_a_directory_of_steps(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(UserError, match=r"model\.pt is a file, and checkpoints are directories"):
+        DiskDirectory(tmp_path / "model.pt").names()
