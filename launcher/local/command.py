@@ -65,7 +65,7 @@ def check_cluster(args: argparse.Namespace) -> list[Fault]:
         raise UserError(f"--nodes {args.nodes}: at least 1 is expected")
     faults = [parse_fault(text) for text in args.fault or ()]
     most = most_nodes(args.nodes, faults)
-    check_nodes(faults, [f"node-{i}" for i in range(most + len(faults))])
+    check_nodes(faults, args.nodes)
     _check_enough_nodes(args, most)
     return faults
 

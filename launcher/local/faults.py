@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from elasticzero.errors import UserError
+from elasticzero.text import list_text
 
 FAULTS = ("kill-node", "kill-worker", "drain", "join")
 _TEXT = re.compile(r"([^:@]*)(?::([^@]*))?(?:@(.*))?")
@@ -74,16 +75,19 @@ def parse_fault(text: str) -> Fault:
     _refuse(text, f"{when!r} is no step and no time; {_EXAMPLES}", when, near)
 
 
-def check_nodes(faults: Iterable[Fault], names: Sequence[str]) -> None:
+def check_nodes(faults: Sequence[Fault], nodes: int) -> None:
     """Raises `UserError` for a fault of a node that this cluster will not have.
 
     Args:
         faults: The faults.
-        names: The names of all nodes that it may have.
+        nodes: Number of nodes at the beginning.
     """
+    joined = sum(fault.kind == "join" for fault in faults)
+    names = [f"node-{number}" for number in range(nodes + joined)]
     for fault in faults:
         if fault.node is not None and fault.node not in names:
-            _refuse(fault.text, "the nodes are node-0, node-1, …", fault.node, names)
+            problem = f"the nodes are {list_text(names, 4)}; only a join brings more"
+            _refuse(fault.text, problem, fault.node, names)
 
 
 def _refuse(text: str, problem: str, word: str = "", choices: Iterable[str] = ()) -> NoReturn:
