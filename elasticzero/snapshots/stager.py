@@ -88,6 +88,8 @@ class StateStager:
         self._memory_checked = link.standalone or link.assignment.local_rank > 0
         """True once the size of shared memory was checked, or if another rank checks it."""
         self._save_error = ""
+        self._late = 0
+        """Number of checkpoints that came late, or not at all."""
         self._tuner = IntervalTuner()
 
     @property
@@ -202,9 +204,14 @@ class StateStager:
         return self._state.due(copy.step)
 
     def _warn_late(self, text: str) -> None:
-        if self._assignment.rank == 0:
-            saved_step = self._state.saved_step
-            self._warn(f"{text}: the checkpoint of step {saved_step} was still being saved")
+        """Warns at the first time, the second, the fourth, the eighth and so on."""
+        self._late += 1
+        if self._assignment.rank == 0 and self._late.bit_count() == 1:
+            saved_step, times = self._state.saved_step, f" ({self._late} times so far)"
+            self._warn(
+                f"{text}: the checkpoint of step {saved_step} was still being saved"
+                f"{times if self._late > 1 else ''}"
+            )
 
     def is_idle(self) -> bool:
         """Returns whether the memory for captures is there, and no capture is in flight here."""

@@ -91,7 +91,7 @@ def test_a_node_that_is_not_there_is_named_with_the_nearest() -> None:
     check_nodes([parse_fault("kill-node:node-2@5"), parse_fault("join@5")], 2)
     with pytest.raises(UserError, match="are node-0, node-1; only a join brings more; did you"):
         check_nodes([parse_fault("kill-node:node-2@5")], 2)
-    with pytest.raises(UserError, match="are node-0, node-1; only a join brings more$"):
+    with pytest.raises(UserError, match=r"are node-0, node-1; only a join brings more$"):
         check_nodes([parse_fault("kill-node:x@5")], 2)
 
 
