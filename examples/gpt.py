@@ -181,6 +181,8 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
                 print(f"step {session.step_count} loss {loss.item():.4f}", flush=True)
 
     few = Subset(held_out, range(min(options.eval_samples, len(held_out))))
+    if session.rank == 0:
+        print(f"evaluating {len(few)} samples", flush=True)
     validation = session.evaluate(
         few, lambda batch: next_byte_loss(model, batch), batch_size=options.eval_batch
     )

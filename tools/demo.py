@@ -99,6 +99,7 @@ def reshard_and_evaluate(runs: Path, options: argparse.Namespace) -> None:
     source, target = runs / "checkpoints", runs / "resharded"
     arguments = ["checkpoint", "reshard", str(source), str(target), "--world-size", "1"]
     subprocess.run(elasticzero(*arguments), check=True)
+    say("evaluating the resharded checkpoint on 1 rank")
     arguments = ["run", "--checkpoint-dir", str(target), "--log-dir", str(runs / "logs"), "--tee"]
     arguments += ["--http-port", "0", "--job", f"{JOB}-evaluate", "--strategy", "zero2"]
     arguments += [str(GPT), "--steps", str(options.steps)]
