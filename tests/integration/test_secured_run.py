@@ -65,6 +65,7 @@ def test_a_run_behind_locks_survives_a_killed_node(
             tmp_path, etcd.endpoints, job, arguments, nodes=3, environments=[secrets] * 3
         ) as told:
             told.wait_for_step(15)
+            told.pause(1.0)  # so that training does not end meanwhile
             check_no_process_shows(told, agents_may=True)
             port = told.of("serving")[0]["port"]
             certificate = subprocess.run(
@@ -91,6 +92,7 @@ def test_a_run_behind_locks_survives_a_killed_node(
                 check=False,
             )
             assert shown.returncode == 0 and "steps/s" in shown.stdout, shown.stderr + shown.stdout
+            told.pause(0.06)
             told.cluster.kill_node(told.node(1))
             codes = told.wait_for_end()
     assert codes == {"node-0": 0, "node-1": -9, "node-2": 0}, told.logs()
