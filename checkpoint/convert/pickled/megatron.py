@@ -26,7 +26,7 @@ from elasticzero.checkpoint.convert.dcp_metadata import (
 from elasticzero.checkpoint.convert.file_window import ItemFile
 from elasticzero.checkpoint.convert.huggingface import check_foreign
 from elasticzero.checkpoint.convert.import_plan import LeftOut
-from elasticzero.checkpoint.convert.pickle_reader import Opaque, StandIn
+from elasticzero.checkpoint.convert.pickle_reader import InertRecord, Opaque, StandIn
 from elasticzero.checkpoint.convert.pickled.archive import Archive
 from elasticzero.checkpoint.convert.pickled.leaves import ForeignTensor, JoinedTensor, Leaf
 from elasticzero.checkpoint.convert.pickled.values import read_values
@@ -234,7 +234,7 @@ TABLE: Mapping[tuple[str, str], StandIn] = {
             "WriteItemType",
         )
     },
-    (f"{_FILES}.torch", "MCoreMetadata"): Opaque("MCoreMetadata"),
+    (f"{_FILES}.torch", "MCoreMetadata"): InertRecord,
     (f"{_FILES}.torch", "MCoreSavePlan"): Opaque("MCoreSavePlan"),
 }
 """The stand-ins for names of Megatron's plan, which its metadata repeat."""

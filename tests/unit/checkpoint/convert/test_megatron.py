@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from elasticzero.checkpoint.api import load
 from elasticzero.checkpoint.cli.main import main
@@ -21,6 +24,7 @@ from elasticzero.checkpoint.convert.pickled.contents import name_contents
 from elasticzero.checkpoint.convert.pickled.megatron import open_megatron
 from elasticzero.errors import CheckpointDamaged, UserError
 
+pickled: Any = torch.serialization.pickle  # what torch writes `.metadata` with
 MODEL = {
     "embedding.weight": torch.arange(6.0).view(3, 2).bfloat16(),
     "decoder.layers.mlp.weight": torch.arange(12.0).view(2, 3, 2).bfloat16(),
@@ -155,6 +159,22 @@ def test_directories_of_other_kinds(tmp_path: Path) -> None:
     (source / "metadata.json").unlink()
     with pytest.raises(UserError, match="does not say that Megatron-core wrote it"):
         open_megatron(str(source))
+
+
+def test_metadata_of_a_class_of_megatrons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Release 0.15 pickled one."""
+    source = by_megatron(tmp_path / "iter", dict(MODEL))
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    kind = type("MCoreMetadata", (Metadata,), {"__module__": name})
+    module: Any = ModuleType(name)
+    module.MCoreMetadata = kind
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    metadata = torch_dcp.FileSystemReader(source).read_metadata()
+    (source / ".metadata").write_bytes(pickled.dumps(kind(**vars(metadata))))
+    assert len(open_megatron(str(source)).tree["model"]) == 4
 
 
 def test_common_values_that_make_no_sense(tmp_path: Path) -> None:
