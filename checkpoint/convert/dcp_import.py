@@ -123,14 +123,8 @@ def plan_dcp(url: str, *, model_only: bool = False, maps: Sequence[PrefixMap] = 
         state = _state(names, read, usual, rooted=rooted)
         state |= {key: ours[key] for key in ("aliases",) if key in ours}
     tensors = {name: contents.tensors[path] for path, name in names.items()}
-    specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
     note = None if exported else unread_note(names, usual)
-    foreign = ForeignCheckpoint(
-        specs=specs,
-        state=state,
-        open_source=lambda _: _Directory(storage, tensors, specs),
-        notes=() if note is None else (note,),
-    )
+    foreign = _foreign(storage, tensors, state, () if note is None else (note,))
     return Import(foreign=foreign, left_out=left_out)
 
 
@@ -145,10 +139,29 @@ def open_tensors(storage: Readable, contents: Contents) -> ForeignCheckpoint:
         UserError: A tensor has a dtype that no checkpoint can hold.
         CheckpointDamaged: A tensor has more elements than its file has bytes for.
     """
-    tensors = {_text(path): tensor for path, tensor in contents.tensors.items()}
+    return _foreign(storage, {_text(path): item for path, item in contents.tensors.items()}, {})
+
+
+def _foreign(
+    storage: Readable,
+    tensors: Mapping[str, StoredTensor],
+    state: dict[str, Any],
+    notes: tuple[str, ...] = (),
+) -> ForeignCheckpoint:
+    """Returns the checkpoint of named tensors.
+
+    Args:
+        storage: The directory.
+        tensors: The tensors by name.
+        state: The values that are no tensors.
+        notes: Lines that the user should read.
+    """
     specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
     return ForeignCheckpoint(
-        specs=specs, state={}, open_source=lambda _: _Directory(storage, tensors, specs)
+        specs=specs,
+        state=state,
+        open_source=lambda _: _Directory(storage, tensors, specs),
+        notes=notes,
     )
 
 

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.slow
-def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
-    """Here it has no time to begin with: two real torchruns are started, and given up."""
-    arguments = ["--rounds", "0", "--rest", "0", "--pairs", "0", "--peer-timeout", "0.01"]
+def measured(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the benchmark, which must end well."""
     completed = subprocess.run(
         [sys.executable, str(root / "benchmarks" / "recovery.py"), *arguments],
         capture_output=True,
@@ -21,6 +19,15 @@ def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
         check=False,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed
+
+
+@pytest.mark.slow
+def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
+    """Here it has no time to begin with: two real torchruns are started, and given up."""
+    completed = measured(
+        root, "--rounds", "0", "--rest", "0", "--pairs", "0", "--peer-timeout", "0.01"
+    )
     assert completed.stderr.count("going on without it") == 2, completed.stderr
     assert completed.stdout.splitlines() == [
         f"SIGKILL to a {case}: next step after: torchrun came to none in time in 1 round "
@@ -30,14 +37,6 @@ def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
 
 
 def test_steps_with_and_without_a_session_take_turns(root: Path) -> None:
-    """The same strategy, without a session, trains in the processes of one."""
-    arguments = ["--rounds=0", "--peer=0", "--rest=0", "--pairs=1", "--strategies=zero1"]
-    completed = subprocess.run(
-        [sys.executable, str(root / "benchmarks" / "recovery.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert "its strategy alone" in completed.stdout
+    """The strategy alone steps an optimizer that the session beside it must not refuse."""
+    options = ["--rounds=0", "--peer=0", "--rest=0", "--pairs=1", "--strategies=zero1"]
+    assert "its strategy alone" in measured(root, *options).stdout

@@ -1,4 +1,4 @@
-"""What a worker says of its captures."""
+"""A worker warns of late checkpoints without filling its log."""
 
 from __future__ import annotations
 
