@@ -53,7 +53,8 @@ def run(framework: str, whose: str, steps: int) -> float:
     told = [line for line in lines if line.startswith('{"seconds"')]
     timings: list[list[float]] = [json.loads(line)["seconds"] for line in told]
     if done.returncode or not timings:
-        raise SystemExit(f"error: {arguments} ended with {done.returncode}\n{done.stderr[-2000:]}")
+        last = "\n".join(text[-2000:] for text in [done.stderr, *logged])
+        raise SystemExit(f"error: {arguments} ended with {done.returncode}\n{last}")
     return statistics.median(timings[0])
 
 
