@@ -27,6 +27,8 @@ Check after an upgrade of torch; `tests/unit/test_torch_internals.py` and those 
    runs where its state is taken;
  - a node of autograd that adds to a tensor's gradient has the tensor as `variable`;
  - `Tensor._version` grows with every change in place that autograd sees;
+ - the node of a loss function has its `reduction` as the number `_saved_reduction`, 2 for a sum,
+   and that of `sum` has the shape of what it adds up as `_saved_self_sym_sizes`;
  - a module's `_buffers` has its buffers, and `_non_persistent_buffers_set` names those that its
    `state_dict` leaves out; `_parameters` and `_modules` have its parameters and children;
  - `_storage_Use_Count` counts the tensors that share a storage, and one for the storage's object of
@@ -39,6 +41,7 @@ Check after an upgrade of torch; `tests/unit/test_torch_internals.py` and those 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -524,6 +527,22 @@ class GradientHooks:
         names = with_gradient_hooks(self._tensors)
         self._count = -1 if names else count
         return names
+
+
+SUM_REDUCTION = 2
+"""The number of `reduction="sum"` in a node of a loss function."""
+
+
+def is_sum_over(loss: torch.Tensor, samples: int) -> bool:
+    """Returns whether the last operation on a loss is a sum over the elements of so many samples,
+    by `sum` or by a loss function with `reduction="sum"`."""
+    node: Any = loss.grad_fn
+    if getattr(node, "_saved_reduction", None) == SUM_REDUCTION:
+        return True
+    shape: tuple[int, ...] | None = getattr(node, "_saved_self_sym_sizes", None)
+    if shape is None or not node.name().startswith("SumBackward"):
+        return False
+    return math.prod(shape) >= samples and math.prod(shape) % samples == 0
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Collection
@@ -23,9 +24,18 @@ from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.parallel.optimizers.script_optimizers import OutsideParameters
 from elasticzero.state.buffers import BufferCopy, ModelBuffers
 from elasticzero.step_clock import StepClock
+from elasticzero.torch_internals import is_sum_over
 from elasticzero.training.step_machine import StepEvent, StepPhase, StepState
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState
+
+log = logging.getLogger(__name__)
+
+SUM_OF_SAMPLES = (
+    "the loss is a sum over the samples of a rank's micro-batch, but session.backward takes it for "
+    "their mean, so that another number of ranks gives another gradient: give it the mean, times "
+    "global_batch if a sum is meant, or weight= for another divisor than the number of samples"
+)
 
 
 class SliceStates:
@@ -117,6 +127,8 @@ class BatchWork:
         self._outside: OutsideParameters | None = None
         """Knows what the first loss reaches besides the model; None: there was no loss, or there is
         one process."""
+        self._has_looked_for_sum = False
+        """True once it is known whether the first loss is a sum over samples."""
         self._unsent: Stepped | None = None
         """The newest step, which the agent has not been sent yet."""
 
@@ -229,6 +241,11 @@ class BatchWork:
         if loss.numel() != 1:
             raise UserError(f"the loss has shape {tuple(loss.shape)}; it must be one number")
         self._link.check()
+        is_of_world = weight is None and part.slice is None and part.weight > 1
+        if is_of_world and not self._has_looked_for_sum:
+            self._has_looked_for_sum = True
+            if is_sum_over(loss, part.weight):
+                log.warning(SUM_OF_SAMPLES)
         amount = float(part.weight if weight is None else weight)
         if part.weight == 0 or amount == 0:
             amount = 0.0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticzero.spans import STRATEGIES
+from elasticzero.training.batch_work import SUM_OF_SAMPLES
 from tests.integration.training_harness import Pool
 from tests.support.cases import slow
 
@@ -63,6 +64,34 @@ def test_the_loss_is_the_mean_over_the_global_batch(
     running = pool.start(script, [strategy, dtype, precision], world)
     running.until(running.ended)
     assert [worker.exit_code for worker in running.workers] == [0] * world, running.logs()
+
+
+SUM = """
+import sys
+import torch
+import elasticzero as ez
+
+def train(session):
+    model, _ = session.prepare(torch.nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=1e-3))
+    session.restore()
+    for x in session.batches(torch.ones(8, 3), global_batch=4, epochs=2):
+        losses = model(x).square()
+        total, mean = losses.sum(), losses.mean()
+        given = {"sum": (total,), "mean": (mean,), "weighed": (total, 1.0)}
+        session.backward(*given[sys.argv[1]])
+        session.step()
+
+ez.run(train)
+"""
+
+
+@pytest.mark.parametrize(("loss", "count"), [("sum", 1), ("mean", 0), ("weighed", 0)])
+def test_a_sum_over_samples_is_said_once(pool: Pool, tmp_path: Path, loss: str, count: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SUM)
+    running = pool.start(script, [loss], 1)
+    running.until(running.ended)
+    assert running.logs().count(SUM_OF_SAMPLES) == count, running.logs()
 
 
 TURNS = """

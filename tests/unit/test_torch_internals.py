@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -148,6 +149,26 @@ class Counted(Tensor):
     def __torch_function__(cls, *args: Any, **options: Any) -> Any:
         cls.calls += 1
         return super().__torch_function__(*args, **options)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sum"),
+    [
+        (lambda x: x.sum(), True),
+        (lambda x: x.mean(1).sum(0), True),
+        (lambda x: functional.mse_loss(x, torch.zeros(4, 3), reduction="sum"), True),
+        (lambda x: functional.l1_loss(x, torch.zeros(4, 3), reduction="sum"), True),
+        (lambda x: functional.cross_entropy(x, torch.zeros(4).long(), reduction="sum"), True),
+        (lambda x: functional.cross_entropy(x, torch.zeros(4).long()), False),
+        (lambda x: x.sum() / 4, False),
+        (lambda x: torch.stack([x.mean(), x.square().mean()]).sum(), False),  # of two losses
+        (lambda x: x.detach().sum(), False),
+    ],
+)
+def test_a_sum_over_samples_is_told_from_their_mean(
+    loss: Callable[[Tensor], Tensor], is_sum: bool
+) -> None:
+    assert torch_internals.is_sum_over(loss(torch.ones(4, 3, requires_grad=True)), 4) is is_sum
 
 
 def test_a_subclass_of_a_tensor_is_not_called_where_it_must_not() -> None:
