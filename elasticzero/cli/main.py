@@ -54,6 +54,7 @@ def build_parser(arguments: Sequence[str] | None = None) -> Parser:
         version=f"elasticzero {__version__}",
         help="The version is shown.",
     )
+    parser.every_command = build_parser
     commands = parser.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )

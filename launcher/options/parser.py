@@ -112,6 +112,8 @@ class Parser(argparse.ArgumentParser):
         """Function that spells out abbreviations in this command's words; raises `UserError`."""
         self.commands: Mapping[str, Parser] = {}
         """Parsers of the commands below this one, by name."""
+        self.every_command: Callable[[], Parser] = lambda: self
+        """Returns this parser with the commands below all of its commands, for an error alone."""
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         formatter = super()._get_formatter()
@@ -177,7 +179,9 @@ class Parser(argparse.ArgumentParser):
             return
         choices = list(map(str, action.choices))
         if isinstance(action.choices, dict):
-            self.error(_unknown_command(str(value), choices, self.prog))
+            commands = self.every_command().commands
+            deeper = [name for name in choices if value in commands[name].commands]
+            self.error(_unknown_command(str(value), choices, deeper, self.prog))
         hint = nearest_text(str(value), choices)
         name = max(action.option_strings, key=len, default=str(action.metavar or action.dest))
         if hint and len(choices) > MAX_LISTED:
@@ -196,16 +200,19 @@ class Parser(argparse.ArgumentParser):
         return values, unknown
 
 
-def _unknown_command(word: str, commands: Sequence[str], prog: str) -> str:
+def _unknown_command(word: str, commands: Sequence[str], deeper: Sequence[str], prog: str) -> str:
     """Returns the error about a word that is no command.
 
     Args:
         word: The word.
         commands: The commands that there are.
+        deeper: Those of them that have a command of this name below them.
         prog: The words before it.
     """
     if word.endswith(".py") and "run" in commands:
         return f"unknown command {word}; to run a script: {prog} run {word}"
+    if deeper:
+        return f"unknown command {word}; did you mean {prog} {deeper[0]} {word}?"
     hint = nearest_text(word, commands) or f"; the commands are {', '.join(commands)}"
     return f"unknown command {word}{hint}"
 

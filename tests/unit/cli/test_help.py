@@ -199,6 +199,8 @@ def test_an_unknown_option_is_told_with_the_nearest(
         ("rnu train.py", "unknown command rnu; did you mean run?"),
         ("lcoal --nodes 3 train.py", "unknown command lcoal; did you mean local?"),
         ("help stauts", "unknown command stauts; did you mean status?"),
+        ("import a b", "unknown command import; did you mean elasticzero checkpoint import?"),
+        ("render train.py", "unknown command render; did you mean elasticzero k8s render?"),
         ("checkpoint lst dir", "unknown command lst; did you mean list?"),
         ("k8s rendr train.py", "unknown command rendr; did you mean render?"),
         ("train.py", "unknown command train.py; to run a script: elasticzero run train.py"),
