@@ -37,8 +37,10 @@ _MAX_LINES = 20
 
 
 def _add_reshard(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", help=catalog.RESOLVABLE)
-    command.add_argument("target", help="The step is written into this checkpoint directory.")
+    command.add_argument("path", type=_path("path"), help=catalog.RESOLVABLE)
+    command.add_argument(
+        "target", type=_path("target"), help="The step is written into this checkpoint directory."
+    )
     command.add_argument(
         "--world-size",
         type=int,
@@ -71,8 +73,8 @@ def _add_reshard(command: argparse.ArgumentParser) -> None:
 
 
 def _add_diff(command: argparse.ArgumentParser) -> None:
-    command.add_argument("a", help=catalog.RESOLVABLE)
-    command.add_argument("b", help="It is compared with this checkpoint.")
+    command.add_argument("a", type=_path("a"), help=catalog.RESOLVABLE)
+    command.add_argument("b", type=_path("b"), help="It is compared with this checkpoint.")
     command.add_argument(
         "--model-only", action="store_true", help="Only the tensors of the model are compared."
     )
@@ -81,9 +83,10 @@ def _add_diff(command: argparse.ArgumentParser) -> None:
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", help=catalog.RESOLVABLE)
+    command.add_argument("path", type=_path("path"), help=catalog.RESOLVABLE)
     command.add_argument(
         "target",
+        type=_path("target"),
         help="The files are written into this new directory; with torch, this is the new file.",
     )
     command.add_argument(
@@ -101,7 +104,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--config",
-        type=path_argument("--config", os.environ),
+        type=_path("--config"),
         help="With hf, this config.json of the model is copied beside the weights.",
     )
     command.add_argument(
@@ -118,9 +121,12 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", help="This directory or file is imported.")
+    command.add_argument("path", type=_path("path"), help="This directory or file is imported.")
     command.add_argument(
-        "target", nargs="?", help="The step is written into this checkpoint directory."
+        "target",
+        nargs="?",
+        type=_path("target"),
+        help="The step is written into this checkpoint directory.",
     )
     foreign.add_options(command)
     command.add_argument(
@@ -190,6 +196,10 @@ def _add_copy_options(command: argparse.ArgumentParser, *, workers: bool = True)
             metavar="N",
             help="N threads copy. (default: two per core, at most 8)",
         )
+
+
+def _path(name: str) -> Callable[[str], str]:
+    return path_argument(name, os.environ)
 
 
 BULK_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {

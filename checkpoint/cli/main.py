@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from elasticzero.checkpoint.steps import catalog, verify
 from elasticzero.checkpoint.storage.base import Directory
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import ElasticZeroError, ExitCode, UserError
+from elasticzero.options.values import path_argument
 from elasticzero.text import print_error, print_result, shown
 
 CHECKPOINT_COMMANDS = {
@@ -59,17 +61,23 @@ def add_commands(
 def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     match name:
         case "list":
-            command.add_argument("directory", help="The checkpoint directory is a path or a URL.")
+            command.add_argument(
+                "directory",
+                type=path_argument("directory", os.environ),
+                help="The checkpoint directory is a path or a URL.",
+            )
             command.set_defaults(run_command=_list)
         case "inspect":
-            command.add_argument("path", help=catalog.RESOLVABLE)
+            command.add_argument(
+                "path", type=path_argument("path", os.environ), help=catalog.RESOLVABLE
+            )
             command.set_defaults(run_command=_inspect)
         case "verify":
             text = (
                 "The path or URL is that of a checkpoint directory (every step is verified), "
                 "of one step, or of a tag in it, as DIR/tags/best."
             )
-            command.add_argument("path", help=text)
+            command.add_argument("path", type=path_argument("path", os.environ), help=text)
             command.set_defaults(run_command=_verify)
         case _:
             from elasticzero.checkpoint.cli.bulk import BULK_COMMANDS

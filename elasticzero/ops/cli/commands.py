@@ -37,6 +37,7 @@ def _add_report(parser: Parser) -> None:
         "directory",
         nargs="?",
         metavar="LOG_DIR",
+        type=path_argument("LOG_DIR", os.environ),
         help="The logs are here: DIR/JOB with --log-dir DIR, or one node's directory in it, or "
         "DIR and --job. (default: the agents of the running job are asked)",
     )

@@ -134,12 +134,25 @@ def test_a_process_without_an_agent_expands_too() -> None:
         read_settings(environment)
 
 
-def test_commands_on_checkpoints_expand_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ("checkpoint export a b --config=$NONE", "--config"),
+        ("checkpoint export $NONE b", "path"),
+        ("checkpoint import --format hf a $NONE", "target"),
+        ("checkpoint reshard --world-size 2 a $NONE", "target"),
+        ("checkpoint diff a $NONE", "b"),
+        ("checkpoint list $NONE", "directory"),
+        ("checkpoint verify $NONE", "path"),
+        ("report $NONE", "LOG_DIR"),
+    ],
+)
+def test_paths_of_commands_are_expanded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, name: str
 ) -> None:
     monkeypatch.delenv("NONE", raising=False)
-    assert main(["checkpoint", "export", "a", "b", "--config=$NONE/c.json"]) == 64
-    assert "--config $NONE/c.json: the variable NONE is not set" in capsys.readouterr().err
+    assert main(arguments.split()) == 64
+    assert f"{name} $NONE: the variable NONE is not set" in capsys.readouterr().err
 
 
 def test_a_metrics_directory_that_is_none_is_a_sentence(tmp_path: Path) -> None:
