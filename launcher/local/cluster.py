@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticzero.errors import UserError
 from elasticzero.launcher.addresses import loopback
 from elasticzero.launcher.local.channel import VARIABLE, LocalChannel
 from elasticzero.launcher.observability.event_log import EventReader
-from elasticzero.launcher.snapshots.shared_memory import SHARED_MEMORY, snapshot_directory
+from elasticzero.launcher.snapshots.shared_memory import (
+    SHARED_MEMORY,
+    is_owned,
+    remove_orphan,
+    snapshot_directory,
+)
 from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
 
 POLL_S = 0.02
@@ -78,6 +83,18 @@ class Cluster:
     """True if each agent gets a channel to this process, and registers once it is told to."""
     nodes: dict[str, Node] = field(default_factory=dict)
     _started: int = 0
+
+    def check_alone(self, nodes: int) -> None:
+        """Raises `UserError` if another cluster of this machine runs the job.
+
+        Args:
+            nodes: Number of nodes that are to be started.
+        """
+        if any(is_owned(snapshot_directory(self.job, f"node-{i}")) for i in range(nodes)):
+            raise UserError(
+                f"job {self.job} runs on this machine already: give this one another --job, or end "
+                f"that one with elasticzero stop --job {self.job}"
+            )
 
     def start_node(self, name: str | None = None) -> Node:
         """Starts one more agent.
@@ -196,7 +213,7 @@ class Cluster:
             if node.channel is not None:
                 node.channel.close()
             for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-                shutil.rmtree(snapshot_directory(self.job, name, folder), ignore_errors=True)
+                remove_orphan(snapshot_directory(self.job, name, folder))
 
 
 def cluster_environment(nodes: int) -> dict[str, str]:

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         output = None if console.silent else sys.stdout.fileno()
         output = output if relay is None else relay.write_fd
         cluster = Cluster(arguments, job, log_dir, environment, output, connected=True)
+        cluster.check_alone(args.nodes)
         if mode == "line":
             stack.enter_context(terminal.in_background())
         stack.callback(cluster.stop)

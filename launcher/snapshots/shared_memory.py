@@ -91,16 +91,26 @@ class OwnedDirectory:
 
 def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
     """Removes the directories of agents that have died; returns those directories."""
-    removed = []
-    for root in folder.glob(f"{PREFIX}*"):
-        with suppress(OSError), _opened(root) as opened:
-            if os.fstat(opened).st_uid != os.geteuid():
-                continue
-            fd = _locked(opened)
-            if fd is not None:
-                removed += [root] if _remove(root, opened) else []
-                os.close(fd)
+    return [root for root in folder.glob(f"{PREFIX}*") if remove_orphan(root)]
+
+
+def remove_orphan(root: Path) -> bool:
+    """Removes a directory if its agent has died; returns whether it was removed."""
+    removed = False
+    with suppress(OSError), _opened(root) as opened:
+        if os.fstat(opened).st_uid == os.geteuid() and (fd := _locked(opened)) is not None:
+            removed = _remove(root, opened)
+            os.close(fd)
     return removed
+
+
+def is_owned(root: Path) -> bool:
+    """Returns whether an agent that runs has the directory."""
+    with suppress(OSError), _opened(root) as opened:
+        if (fd := _locked(opened)) is None:
+            return True
+        os.close(fd)
+    return False
 
 
 def _remove(root: Path, folder: int) -> bool:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from elasticzero.launcher.observability.lineage import Lineage
+from elasticzero.launcher.snapshots.shared_memory import is_owned, snapshot_directory
 from tests.integration.clusters import REGRESSION, elasticzero, events_in
 from tests.integration.test_elastic_training import check_samples
+from tests.integration.test_orphans import wait_until
 
 PLAIN = """
 import sys, time
@@ -51,6 +53,27 @@ def test_each_fault_comes_at_its_step(tmp_path: Path, job: str) -> None:
     for event in events_in(tmp_path / "logs" / job):
         lineage.take(event)
     check_samples(lineage, tmp_path / "logs" / job)
+
+
+@pytest.mark.timeout(200)
+def test_a_second_cluster_of_a_job_leaves_the_first_its_memory(tmp_path: Path, job: str) -> None:
+    """The second was refused, and removed on its way out the shared memory of the first."""
+    script, over = tmp_path / "plain.py", tmp_path / "over"
+    script.write_text(PLAIN)
+    command = elasticzero("local", "--job", job, "--nodes", "2", "--log-dir", str(tmp_path))
+    command += [str(script), str(over)]
+    memory = [snapshot_directory(job, f"node-{i}") for i in range(2)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as first:
+        try:
+            wait_until(lambda: len(list(tmp_path.glob("over-*"))) == 2, "both nodes run the script")
+            second = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert second.returncode == 64
+            assert f"job {job} runs on this machine already" in second.stderr
+            assert all(is_owned(root) for root in memory)
+        finally:
+            over.touch()
+        assert first.wait(60) == 0
+    assert not any(root.exists() for root in memory)
 
 
 @pytest.mark.slow

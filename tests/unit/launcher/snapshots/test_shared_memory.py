@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from elasticzero.errors import OperatorError, UserError
-from elasticzero.launcher.snapshots.shared_memory import PREFIX, OwnedDirectory, remove_orphans
+from elasticzero.launcher.snapshots.shared_memory import (
+    PREFIX,
+    OwnedDirectory,
+    is_owned,
+    remove_orphan,
+    remove_orphans,
+)
 
 OWNER = """
 import sys, time
@@ -50,6 +56,9 @@ def test_memory_of_killed_owners_is_swept_that_of_others_kept(
         assert sorted(os.listdir(tmp_path)) == [f"{PREFIX}alive", "other-program"]
         with pytest.raises(UserError, match="give this node another name"):
             OwnedDirectory(tmp_path / f"{PREFIX}alive")
+        assert is_owned(tmp_path / f"{PREFIX}alive")
+        assert not remove_orphan(tmp_path / f"{PREFIX}alive")
+        assert not is_owned(tmp_path / f"{PREFIX}dead")
     finally:
         owners[1].kill()
         for owner in owners:
