@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any
@@ -153,7 +154,22 @@ class PeerSetAside(RetryError):
 def is_final(error: BaseException) -> bool:
     """Returns whether the same script and input would fail in the same way, so that a retry is
     useless."""
+    if isinstance(error, SystemExit):
+        return error.code == _WRONG_ARGUMENTS and _raised_in(error) in _ARGUMENT_PARSERS
     return isinstance(error, (UserError, NotFinite, ImportError, SyntaxError))
+
+
+_WRONG_ARGUMENTS = 2
+"""Exit status of a program that is called with wrong arguments."""
+_ARGUMENT_PARSERS = ("argparse", "click", "typer")
+"""Packages that end a script so."""
+
+
+def _raised_in(error: BaseException) -> str:
+    """Returns the name of the top package whose code raised an error; empty: it is not known."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module: str = frames[-1].f_globals.get("__name__", "") if frames else ""
+    return module.partition(".")[0]
 
 
 def one_line(error: BaseException) -> str:

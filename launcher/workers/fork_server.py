@@ -324,7 +324,8 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
     except SystemExit as stop:
         code = _exit_code(stop)
         if code != 0:  # reported now: exit functions may be slow, and peers may fail meanwhile
-            _report_failure(fds[1], fds[2], _failure_of(stop, f"exited with status {code}"))
+            why = ": it does not take its arguments" if is_final(stop) else ""
+            _report_failure(fds[1], fds[2], _failure_of(stop, f"exited with status {code}{why}"))
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
         if sys.excepthook is not sys.__excepthook__:
             with suppress(BaseException):  # a hook that fails must not hide the script's error

@@ -171,6 +171,14 @@ def rings(wakeup_fd: int) -> bool:
         ("def f(:", 1, "user", "SyntaxError", True),
         ("raise RuntimeError('Connection closed by peer')", 1, "peer", "RuntimeError", False),
         ("import sys; sys.exit(3)", 3, "user", "exited with status 3", False),
+        ("import sys; sys.exit(2)", 2, "user", "exited with status 2", False),
+        (
+            "import argparse; p = argparse.ArgumentParser(); p.parse_args(['--no'])",
+            2,
+            "user",
+            "exited with status 2: it does not take its arguments",
+            True,
+        ),
         ("import os; os.kill(os.getpid(), 9)", -9, "killed", "killed by SIGKILL", False),
     ],
 )
