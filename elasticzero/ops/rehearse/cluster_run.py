@@ -46,7 +46,7 @@ LINE_CHARACTERS = 200
 """Most characters of a worker's line in a message."""
 NEVER_RUN = (
     "the script trains without calling elasticzero.run, so that none of its steps is seen, and it "
-    "resumes by itself, if at all: docs/quickstart.md has the lines that it needs"
+    "resumes by itself, if at all: docs/porting.md has the lines that it needs"
 )
 
 

@@ -34,10 +34,11 @@ from elasticzero.ops.kubernetes.options import (
     PodOptions,
     RenderOptions,
     check_job_name,
+    imported_names,
 )
 from elasticzero.ops.kubernetes.patches.apply import patched_manifests
 from elasticzero.ops.kubernetes.render import render_manifests
-from elasticzero.text import print_result
+from elasticzero.text import print_error, print_result
 
 K8S_COMMANDS = {
     "render": "Prints the manifests of a job.",
@@ -191,7 +192,14 @@ def _script(path: str) -> LocalScript | str:
     if file.is_absolute():
         return path
     try:
-        return LocalScript(file_name=file.name, text=file.read_text())
+        text = file.read_text()
+        names = [name for name in imported_names(text) if _is_module(file.parent, name)]
+        if names:
+            print_error(
+                f"note: {path} imports {', '.join(names)} from beside it, and the manifests have "
+                "the script alone: let the image have what it imports"
+            )
+        return LocalScript(file_name=file.name, text=text)
     except UnicodeDecodeError:
         raise UserError(f"{path}: not text; a Python script is expected") from None
     except OSError as error:
@@ -199,6 +207,10 @@ def _script(path: str) -> LocalScript | str:
             f"{path}: {error.strerror}; a script here, or an absolute path in the image, is "
             "expected"
         ) from None
+
+
+def _is_module(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
 
 def yaml_text(manifests: Iterable[Manifest]) -> str:

@@ -42,6 +42,25 @@ def test_a_script_keeps_every_character(
     assert held["data"]["train.py"] == text
 
 
+def test_modules_beside_the_script_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pods would have ended in a ModuleNotFoundError."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "common.py").touch()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    (tmp_path / "train.py").write_text(
+        "import os, torch.nn\nfrom common import x\ndef f():\n    import models.gpt\n"
+    )
+    main([*RENDER, "train.py"])
+    note = "note: train.py imports common, models from beside it, "
+    assert capsys.readouterr().err.startswith(note)
+    (tmp_path / "train.py").write_text("import os\n")
+    main([*RENDER, "train.py"])
+    assert not capsys.readouterr().err
+
+
 def test_without_pyyaml_json_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
