@@ -131,6 +131,12 @@ def _open_saved(args: argparse.Namespace) -> Saved:
 
 
 def _open_plain(args: argparse.Namespace) -> Import:
+    kinds = "" if args.format == "dcp" else " or a .safetensors file"
+    if Path(args.path).is_file() and not (kinds and args.path.endswith(".safetensors")):
+        raise UserError(
+            f"{args.path} is a file, and --format {args.format} reads a directory{kinds}: "
+            f"--format torch reads {FORMATS['torch']}"
+        )
     if args.format == "hf":
         return Import(foreign=huggingface.open_hf(args.path))
     from elasticzero.checkpoint.convert.dcp_import import plan_dcp

@@ -548,7 +548,9 @@ class ClusterConsole:
                 self.print_line(f"{how}: {generations}; {PLAIN_END}")
                 return
             why = f"; {self._end_reason}" if self._end_reason else ""
-            done = count_text(self.step, "step")
+            begun_at = max(self.lineage.resume_steps.values(), default=0)
+            done = count_text(max(self.step, begun_at), "step")
+            done += " (none were left)" if self.step < begun_at else ""
             self.print_line(f"{how}: {done}, {generations}, {again} recomputed{why}")
         else:
             self.print_line(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")

@@ -170,6 +170,8 @@ class Parser(argparse.ArgumentParser):
         """Ends with the error about an option that this command does not have."""
         import difflib  # only an error needs it
 
+        if not word.startswith("-"):
+            self.error(f"unknown argument {word}: {self.prog} takes no more of them")
         near = difflib.get_close_matches(word.partition("=")[0], self.flags, 1, NEARNESS)
         self.error(f"unknown option {word}{f'; did you mean {near[0]}?' if near else ''}")
 
@@ -238,7 +240,10 @@ def add_command(
         parser.shorten_help()
     script = parser.add_argument("script", help="This training script runs in every worker.")
     arguments = parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="The script gets these arguments."
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="The script gets these arguments: all words behind it, also those that are spelled as "
+        "options of this command.",
     )
     script.required = arguments.required = False  # the file of --config may give both
     parser.prepare = lambda command_line: spelled_out(command_line, options)
@@ -313,7 +318,10 @@ def _complete(parser: Parser, values: argparse.Namespace) -> None:
     ]
     if absent:
         missing_words = " and ".join(_required_word(option) for option in absent)
-        parser.error(f"{missing_words} must be given")
+        flags = {flag for option in absent for flag in option.flags}
+        behind = [word for word in getattr(values, "arguments", ()) if word.split("=")[0] in flags]
+        where = f" before the script, which gets {behind[0]} where it stands" if behind else ""
+        parser.error(f"{missing_words} must be given{where}")
 
 
 def _read_file(parser: Parser, values: argparse.Namespace) -> dict[str, FileValue]:
@@ -355,7 +363,7 @@ def _complete_script(
         values.sources[name] = ValueSource(Origin.FILE, held.where) if held is not None else DEFAULT
     alone = any(o.stands_alone and hasattr(values, o.name) for o in parser.options)
     if not values.script and not alone:
-        parser.error(f"a training script must be given, as in: {parser.prog} train.py")
+        parser.error(f"a training script must be given, as in: {parser.prog} [OPTIONS] train.py")
 
 
 def _typed(option: Option) -> Callable[[str], Any]:

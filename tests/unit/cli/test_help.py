@@ -204,6 +204,7 @@ def test_an_unknown_option_is_told_with_the_nearest(
         ("checkpoint lst dir", "unknown command lst; did you mean list?"),
         ("k8s rendr train.py", "unknown command rendr; did you mean render?"),
         ("train.py", "unknown command train.py; to run a script: elasticzero run train.py"),
+        ("checkpoint list a b", "unknown argument b: elasticzero checkpoint list takes no more"),
         ("xyzzy", "unknown command xyzzy; the commands are run, local, rehearse, "),
         ("plan --params 1 --dtype bf17", "--dtype bf17: one of bf16, fp16, fp32 is expected"),
     ],

@@ -336,6 +336,15 @@ def test_import(directory: Path, tmp_path: Path, capsys: Output) -> None:
     assert main(["diff", "--model-only", target, str(directory)]) == 0
 
 
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_a_file_for_a_directory_names_the_format(tmp_path: Path, capsys: Output, kind: str) -> None:
+    (tmp_path / "m.pt").touch()
+    order = ["import", str(tmp_path / "m.pt"), str(tmp_path / "new"), "--format", kind]
+    assert main(order) == 64
+    assert "m.pt is a file, and --format" in (error := capsys.readouterr().err)
+    assert "--format torch reads a file of torch.save" in error
+
+
 def test_torchs_own_format(directory: Path, tmp_path: Path, capsys: Output) -> None:
     dcp, target = str(tmp_path / "dcp"), str(tmp_path / "new")
     assert main(["export", str(directory), dcp, "--format", "dcp", "--what", "all"]) == 0

@@ -383,6 +383,15 @@ def test_the_nearest_of_many_choices_is_named_alone(capsys: pytest.CaptureFixtur
     )
 
 
+def test_an_option_behind_the_script_is_told_where_it_belongs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["local", "train.py", "--nodes", "3"])
+    text = "--nodes N must be given before the script, which gets --nodes where it stands\n"
+    assert text in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -135,6 +135,16 @@ def test_a_plain_script_has_no_steps_to_tell_of(told: Told) -> None:
     ]
 
 
+def test_steps_before_a_start_are_not_lost_at_its_end(told: Told) -> None:
+    """A start that had nothing left to do ended with "done: 0 steps"."""
+    told.world(1, resume_step=186)
+    told.record("attached", rank=0)
+    told.console.close(ExitCode.DONE)
+    assert told.lines()[-1] == (
+        "done: 186 steps (none were left), 1 generation, 0 steps recomputed"
+    )
+
+
 def test_a_script_that_imports_slowly_is_plain_no_more(told: Told) -> None:
     told.world(1)
     told.record("plain", generation=1)
