@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any
@@ -167,6 +166,8 @@ _ARGUMENT_PARSERS = ("argparse", "click", "typer")
 
 def _raised_in(error: BaseException) -> str:
     """Returns the name of the top package whose code raised an error; empty: it is not known."""
+    import traceback  # not needed where nothing fails
+
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module: str = frames[-1].f_globals.get("__name__", "") if frames else ""
     return module.partition(".")[0]
