@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
+# What a job needs, and what the tests and tools need too.
+BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 # A path to the checkout. Without it pip's hook costs 20 ms at each start of Python, and mypy finds no package.
 EDITABLE := --config-settings editable_mode=compat --editable
@@ -40,17 +42,21 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
 
-$(READY): pyproject.toml setup.py constraints.txt | links
+$(BASE): pyproject.toml setup.py constraints.txt | links
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "error: Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt $(EDITABLE) '.[local]'
+	@touch $@
+
+$(READY): $(BASE)
 	$(RUN) -m pip install --quiet -c constraints.txt $(EDITABLE) '.[local,dev]'
 	@touch $@
 
 links: # a tree unpacked from a zip has plain files in their place
 	@for name in launcher checkpoint; do [ -d elasticzero/$$name ] || ln -sfn ../$$name elasticzero/$$name; done
 
-demo: $(READY) ## train a GPT on three nodes, kill one, let one join, report (about 4 minutes)
+demo: $(BASE) ## train a GPT on three nodes, kill one, let one join, report (about 4 minutes)
 	$(RUN) -m tools.demo
 
 test: $(READY) tools ## unit tests, and a story of each kind of fault with real processes (about 10 minutes)
@@ -114,7 +120,7 @@ $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready: .venv-%/.ready: $(READY) con
 
 integrations: $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 25 minutes)
 	@.ci/browser
-	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q -m integrations tests/integrations
+	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q -n 2 --dist loadfile --no-loadscope-reorder -m integrations tests/integrations
 	timeout --foreground --kill-after=10 900 $(OLDEST_FRAMEWORKS)/bin/python -m pytest -ra -q tests/integration/adapters
 
 # Each Python is a try, since gigabytes are fetched.
