@@ -105,10 +105,14 @@ def remove_orphan(root: Path) -> bool:
 
 
 def is_owned(root: Path) -> bool:
-    """Returns whether an agent that runs has the directory."""
+    """Returns whether an agent that runs has the directory: not one that is about to end, or that
+    has its lock while it removes orphans."""
+    deadline_s = time.monotonic() + SWEEP_S
     with suppress(OSError), _opened(root) as opened:
-        if (fd := _locked(opened)) is None:
-            return True
+        while (fd := _locked(opened)) is None:
+            if time.monotonic() >= deadline_s:
+                return True
+            time.sleep(POLL_S)
         os.close(fd)
     return False
 
