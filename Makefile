@@ -120,7 +120,7 @@ $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready: .venv-%/.ready: $(READY) con
 
 integrations: $(INTEGRATIONS)/.ready $(OLDEST_FRAMEWORKS)/.ready versions ## what make versions does; scripts and optimizers of other projects (about 25 minutes)
 	@.ci/browser
-	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q -n 2 --dist loadfile --no-loadscope-reorder -m integrations tests/integrations
+	timeout --foreground --kill-after=10 1800 $(INTEGRATIONS)/bin/python -m pytest -ra -q $(RUNNERS) -n 2 -m integrations tests/integrations
 	timeout --foreground --kill-after=10 900 $(OLDEST_FRAMEWORKS)/bin/python -m pytest -ra -q tests/integration/adapters
 
 # Each Python is a try, since gigabytes are fetched.
