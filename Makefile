@@ -25,7 +25,8 @@ DOCS := .venv-docs
 PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results tests/gpu/README.md
 # Tests run at a time, on two cores: those of clusters wait for a third of their time. Whole files, the longest first.
 JOBS ?= 3
-RUNNERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A runner that dies ends the run, with a summary: another one would begin the same test again, and die of it.
+RUNNERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # pytest's own limit ends a run between two tests, with a summary; `timeout` ends one that hangs elsewhere.
 # A part of the slow tests, drawn by a text: make slow SHARE=0.05 SEED=text
 SHARE ?= 1

@@ -3,7 +3,7 @@
 A fixed piece of work is timed every few seconds. What a test waits for, and the time that it may
 take itself, are longer by as much as that work took the last few times. A test that hangs where no
 Python runs, as in a call of torch's, does not see pytest's timeout: its process then ends, having
-said where all its threads are, and pytest-xdist starts another one.
+said where all its threads are, and pytest-xdist ends the run, which names the test.
 """
 
 from __future__ import annotations

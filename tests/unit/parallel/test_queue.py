@@ -197,7 +197,9 @@ def loss_of(case: Case, parameters: list[nn.Parameter], at: tuple[int, int, int]
             def run(x: Tensor, number: int = number, scaled: Tensor = weights * share) -> Tensor:
                 return (scaled * parameters[number]).sum() * x
 
-            loss = loss + checkpoint(run, through, use_reentrant=True)
+            # torch reads its generator's state under a lock that it may give the interpreter away
+            # in, where a collection of garbage begins: two threads that do so wait for ever
+            loss = loss + checkpoint(run, through, use_reentrant=True, preserve_rng_state=False)
     return loss
 
 
