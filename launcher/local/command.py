@@ -106,7 +106,11 @@ def run(args: argparse.Namespace) -> ExitCode:
         for _ in range(args.nodes):
             cluster.start_node()
         injector = FaultInjector(cluster, faults, lines)
-        code = _watch(cluster, injector, lines, relay)
+        try:
+            code = _watch(cluster, injector, lines, relay)
+        except KeyboardInterrupt:
+            lines.interrupt()
+            raise
         for fault in injector.left:
             lines.report_missed_fault(fault.text, timed=fault.after_s is not None)
         lines.close(code)

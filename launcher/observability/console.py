@@ -260,6 +260,8 @@ class ClusterConsole:
         """Event of the error with which the agent of a node has ended, by node."""
         self._pages: dict[str, str] = {}
         """Address of the status page that each node serves."""
+        self._saved_step: int | None = None
+        """Step of the newest checkpoint."""
         self._how = f"elasticzero status --url --job {log_dir.name} --etcd {endpoint}"
         self._log_dir = log_dir
         self.print_line(
@@ -402,6 +404,7 @@ class ClusterConsole:
     def _checkpoint(self, event: dict[str, Any], at_s: float) -> None:
         match event["event"]:
             case "checkpoint":
+                self._saved_step = event["step"]
                 tags = f", with the tag {', '.join(event['tags'])}" if event.get("tags") else ""
                 text = f"checkpoint of step {event['step']} written in {event['seconds']:.2f} s"
                 self.print_line(f"  {text}{tags}", at_s)
@@ -538,6 +541,14 @@ class ClusterConsole:
         error = f"error: {message}".replace("\n", "\n  ")  # so that no line passes for our own
         text = "\n".join(filter(None, [error, trace, event["details"]]))
         terminal.log_line(f"{printable(text)}\n")
+
+    def interrupt(self) -> None:
+        """Prints what is left of a job that is interrupted, if its script has a session."""
+        if self._session:
+            left = "no checkpoint was written"
+            if self._saved_step is not None:
+                left = f"the newest checkpoint is that of step {self._saved_step}"
+            self.print_line(f"interrupted after step {self.step}; {left}")
 
     def close(self, code: ExitCode) -> None:
         generations = count_text(len(self.lineage.resume_steps), "generation")

@@ -140,9 +140,14 @@ class Parser(argparse.ArgumentParser):
             is_command = self.commands and not missing.startswith("-")
             commands = f": {', '.join(self.commands)}"
             message = f"{'a command' if is_command else missing} must be given"
-            message += commands if is_command else ""
+            message += commands if is_command else self._choices_text(missing)
         print_foreign(f"error: {message}\nsee: {self.prog} --help")
         raise SystemExit(ExitCode.USAGE)
+
+    def _choices_text(self, flag: str) -> str:
+        """Returns the values of an option of argparse's own, for an error; empty: any value."""
+        option = self._option_string_actions.get(flag)
+        return f": one of {', '.join(option.choices)}" if option and option.choices else ""
 
     def add_subparsers(self, **options: Any) -> Any:
         added = super().add_subparsers(**options)

@@ -43,7 +43,14 @@ from elasticzero.options.option import Option, grouped
 from elasticzero.options.values import Number, expanded_path
 from elasticzero.rehearsal.records import RunResult
 from elasticzero.spans import STRATEGIES
-from elasticzero.text import count_text, list_text, print_foreign, print_result, span_text
+from elasticzero.text import (
+    count_text,
+    list_text,
+    nearest_text,
+    print_foreign,
+    print_result,
+    span_text,
+)
 
 END_OF_OWN = "--"
 """Word behind which all words are the script's."""
@@ -212,7 +219,8 @@ def _named(flag: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
     listed = _listed(flag, text)
     for name in listed:
         if name not in names:
-            raise UserError(f"{flag} {name}: one of {', '.join(names)} is expected")
+            expected = f"one of {', '.join(names)} is expected{nearest_text(name, names)}"
+            raise UserError(f"{flag} {name}: {expected}")
     return listed
 
 

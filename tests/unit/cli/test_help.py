@@ -22,6 +22,7 @@ from elasticzero.launcher.options.table import (
     all_local_options,
 )
 from elasticzero.options.option import Option
+from tests.conftest import ROOT
 
 
 def every_parser(parser: Parser) -> Iterator[Parser]:
@@ -219,11 +220,23 @@ def test_an_unknown_word_is_told_with_the_nearest(
     assert text in capsys.readouterr().err
 
 
-def test_an_unknown_value_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--strategy", "zreo2", "train.py"]) == ExitCode.USAGE
-    text = (
-        "--strategy zreo2: one of ddp, zero1, zero2, zero3, auto is expected; did you mean zero2?"
-    )
+@pytest.mark.parametrize(
+    ("command", "flag", "value", "choices", "nearest"),
+    [
+        ("run", "--strategy", "zreo2", "ddp, zero1, zero2, zero3, auto", "zero2"),
+        ("rehearse", "--faults", "kill-nod", "kill-worker, kill-node, drain, join", "kill-node"),
+    ],
+)
+def test_an_unknown_value_is_told_with_the_nearest(
+    command: str,
+    flag: str,
+    value: str,
+    choices: str,
+    nearest: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([command, flag, value, str(ROOT / "examples" / "gpt.py")]) == ExitCode.USAGE
+    text = f"{flag} {value}: one of {choices} is expected; did you mean {nearest}?"
     assert capsys.readouterr().err == f"error: {text}\n"
 
 

@@ -412,3 +412,10 @@ def test_what_is_missing_is_named(
     error, see = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {message}")
     assert see == f"see: {' '.join(['elasticzero', *arguments])} --help"
+
+
+def test_a_missing_choice_is_named_with_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["checkpoint", "import", "a", "b"])
+    error = "error: --format must be given: one of hf, dcp, torch, "
+    assert capsys.readouterr().err.startswith(error)

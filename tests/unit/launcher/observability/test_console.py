@@ -145,6 +145,19 @@ def test_steps_before_a_start_are_not_lost_at_its_end(told: Told) -> None:
     )
 
 
+def test_an_interrupted_job_says_what_is_left_of_it(told: Told) -> None:
+    told.world(1)
+    told.console.interrupt()
+    assert "interrupted" not in told.lines()[-1]  # without a session nothing could be left
+    told.record("attached", rank=0)
+    told.step(1, 7, 6.0)
+    told.console.interrupt()
+    assert told.lines()[-1] == "interrupted after step 7; no checkpoint was written"
+    told.record("checkpoint", step=5, seconds=0.1)
+    told.console.interrupt()
+    assert told.lines()[-1] == "interrupted after step 7; the newest checkpoint is that of step 5"
+
+
 def test_a_script_that_imports_slowly_is_plain_no_more(told: Told) -> None:
     told.world(1)
     told.record("plain", generation=1)
