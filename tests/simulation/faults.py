@@ -34,7 +34,7 @@ REFUSES_S = 0.8
 """For so long storage takes no writes when the last checkpoint is to fail."""
 SWITCH_KINDS = (
     *("kill-worker", "kill-agent", "lose-node-silently", "hang-worker", "cut-from-etcd"),
-    *("stop-agent", "pause-etcd", "cut-off"),
+    *("stop-agent", "pause-etcd", "kill-etcd", "cut-off"),
 )
 SWITCH_S = 0.06
 """It fails so much later at most: within a message to the agent, and its write."""
@@ -63,7 +63,7 @@ class Faults:
             return
         lasts = f" for {seconds:.1f} s" if seconds else ""
         cluster.rules.promises.struck(kind)
-        if kind not in HARMLESS:
+        if kind not in HARMLESS and kind != "at-switch":  # what it brings about may be a cause
             cluster.rules.cause(kind)
         match kind:
             case "pause-etcd" | "kill-etcd":

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from tests.simulation.cluster import Cluster
-from tests.simulation.schedule import Plan, draw
+from tests.simulation.drawing import draw
+from tests.simulation.schedule import Plan
 
 BATCH = 25
 """Schedules that a process is given at once."""

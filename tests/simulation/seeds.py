@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.simulation.drawing import draw
 from tests.simulation.running import Failure, run_many, run_plan
-from tests.simulation.schedule import draw
 
 QUICK, SLOW, CHAOS = range(140), range(140, 10_000), range(10_000, 110_000)
 """Seeds of schedules of 3 to 7 nodes, for `make test`, `make slow` and `make chaos`."""

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.simulation.cluster import Cluster
+from tests.simulation.drawing import FAULTS, RESTS_S, draw
 from tests.simulation.running import run_one
-from tests.simulation.schedule import FAULTS, LOSSES, RESTS_S, draw
+from tests.simulation.schedule import LOSSES
 from tests.simulation.seeds import (
     QUICK,
     QUICK_LARGE,
