@@ -158,9 +158,11 @@ def _is_answer(world: World, node: str, report: Report | None) -> bool:
 def candidates_of(view: View) -> list[Member]:
     """Returns the nodes that are registered, not drained (L10), and not of a release that cannot
     take part in this run (L12)."""
-    members = (view.members or {}).values()
+    members = list((view.members or {}).values())
+    if view.control.drain:
+        members = [member for member in members if not view.control.drains(member)]
     takes_any = view.me.run <= FIRST_RUN
-    return [m for m in members if not view.control.drains(m) and (takes_any or m.run != UNSTATED)]
+    return members if takes_any else [m for m in members if m.run != UNSTATED]
 
 
 def all_state_runs(documents: Iterable[Member | Report]) -> bool:
@@ -227,9 +229,12 @@ def odd_one_text(registered: Iterable[Member], candidates: Sequence[Member]) -> 
         registered: All nodes, in the order in which they came.
         candidates: Those of them that it may have.
     """
+    registered = list(registered)
+    if len(candidates) in (0, len(registered)):
+        return ""
     nodes = {member.node for member in candidates}
     odd = next((member for member in registered if member.node not in nodes), None)
-    if odd is None or not candidates:
+    if odd is None:
         return ""
     others = (member for member in candidates if not fits(odd, build_of(member)))
     return unlike(odd, next(others, candidates[0]))

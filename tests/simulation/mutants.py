@@ -201,8 +201,8 @@ MUTANTS = (
     Mutant(
         name="who is drained is taken until it has heard of it",
         file="protocol/leader.py",
-        right="if not view.control.drains(m) and (takes_any",
-        wrong="if (takes_any",
+        right="    if view.control.drain:\n",
+        wrong="    if False:\n",
     ),
     Mutant(
         name="a lowered MAX shrinks nothing",
