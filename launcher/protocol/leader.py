@@ -222,14 +222,13 @@ def new_candidates(view: View, world: World | None, policy: JobPolicy) -> list[M
     return alike(of_build(registered, build), shard)
 
 
-def odd_one_text(registered: Iterable[Member], candidates: Sequence[Member]) -> str:
+def odd_one_text(registered: Sequence[Member], candidates: Sequence[Member]) -> str:
     """Returns why the first world has not all nodes; empty: it has.
 
     Args:
         registered: All nodes, in the order in which they came.
         candidates: Those of them that it may have.
     """
-    registered = list(registered)
     if len(candidates) in (0, len(registered)):
         return ""
     nodes = {member.node for member in candidates}

@@ -1,4 +1,4 @@
-"""What stories of jobs need, as in tests/integration, and torchao's optimizers."""
+"""Gives tests what stories of jobs need, as in tests/integration, and what torchao compiles."""
 
 from __future__ import annotations
 

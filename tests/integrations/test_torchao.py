@@ -27,6 +27,7 @@ from elasticzero.state.model import NamedModel
 from tests.integration.clusters import elasticzero
 from tests.integration.training_harness import Pool
 from tests.integrations.torchao_runs import (
+    MARKS,
     PACKED,
     PATIENCE_S,
     SCRIPT,
@@ -38,11 +39,7 @@ from tests.integrations.torchao_runs import (
     state_in,
 )
 
-pytestmark = [
-    pytest.mark.integrations,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("compiled"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from torch import Tensor
 from elasticzero.launcher.observability.lineage import Lineage
 from tests.integration.clusters import elasticzero, events_in
 from tests.integrations.torchao_runs import (
+    MARKS,
     SCRIPT,
     STEPS,
     assert_close,
@@ -22,11 +23,7 @@ from tests.integrations.torchao_runs import (
     state_in,
 )
 
-pytestmark = [
-    pytest.mark.integrations,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("compiled"),
-]
+pytestmark = MARKS
 
 
 def trained(folder: Path, told: dict[str, Any], *arguments: str) -> dict[str, Tensor]:

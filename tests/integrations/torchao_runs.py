@@ -1,4 +1,4 @@
-"""What the tests of torchao's optimizers share: a script of theirs beside a plain loop."""
+"""Runs a script with torchao's optimizers beside a plain loop, and compares what they keep."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
 
+MARKS = [
+    pytest.mark.integrations,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("compiled"),
+]
 SCRIPT = Path(__file__).parent / "training_torchao.py"
 PATIENCE_S = 250.0
 STEPS = 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -60,30 +61,11 @@ ERROR_SHARE = 0.07
 def with_directed_faults(seed: int, plan: Plan) -> Plan:
     """Adds faults that are directed at what seldom happens by itself, each drawn apart, so that
     the others of a seed stay."""
-    backed_up = Random(f"{seed} backed up")
-    if plan.runs == 1 and not plan.phased and backed_up.random() < WAITING_SHARE:
-        return _with_waiting_node(backed_up, plan)
-    planned = Random(f"{seed} planned")
-    if plan.runs == 1 and not plan.releases and planned.random() < PLANNED_SHARE:
-        return _with_planned_changes(planned, plan)
-    suspended = Random(f"{seed} suspended")
-    if plan.runs == 1 and not plan.phased and suspended.random() < SUSPENDED_SHARE:
-        return _with_suspended_agent(suspended, plan)
-    given_up = Random(f"{seed} given up")
-    if plan.runs == 1 and not plan.phased and given_up.random() < 2 * NEEDED_SHARE:
-        return _with_end(given_up, plan)
-    aside = Random(f"{seed} aside")
-    if plan.runs == 1 and not plan.phased and aside.random() < ASIDE_SHARE:
-        return _with_two_aside(aside, plan)
-    source = Random(f"{seed} source")
-    if plan.runs == 1 and not plan.phased and source.random() < SOURCE_SHARE:
-        return _with_lost_source(source, plan)
-    holder = Random(f"{seed} holder")
-    if plan.runs == 1 and not plan.phased and holder.random() < HOLDER_SHARE:
-        return _with_frozen_holder(holder, plan)
-    restarted = Random(f"{seed} restarted")
-    if plan.runs == 1 and restarted.random() < RESTARTED_SHARE:
-        return _with_restarted_agents(restarted, plan)
+    for name, share, barred_by, direct in DIRECTED:
+        random = Random(f"{seed} {name}")
+        fits = plan.runs == 1 and not (barred_by and getattr(plan, barred_by))
+        if fits and random.random() < share:
+            return direct(random, plan)
     added = (
         *_freezes(Random(f"{seed} freeze"), plan),
         *_errors(Random(f"{seed} errors"), plan),
@@ -308,3 +290,18 @@ def _freezes(random: Random, plan: Plan) -> list[Fault]:
         lasts_s = random.choice([0.3, 1.0, 3.5, 6.0, 12.0]) * random.uniform(0.8, 1.2)
         faults.append(Fault(at_s, "freeze-agent", random.random(), lasts_s))
     return faults
+
+
+DIRECTED: tuple[tuple[str, float, str, Callable[[Random, Plan], Plan]], ...] = (
+    ("backed up", WAITING_SHARE, "phased", _with_waiting_node),
+    ("planned", PLANNED_SHARE, "releases", _with_planned_changes),
+    ("suspended", SUSPENDED_SHARE, "phased", _with_suspended_agent),
+    ("given up", 2 * NEEDED_SHARE, "phased", _with_end),
+    ("aside", ASIDE_SHARE, "phased", _with_two_aside),
+    ("source", SOURCE_SHARE, "phased", _with_lost_source),
+    ("holder", HOLDER_SHARE, "phased", _with_frozen_holder),
+    ("restarted", RESTARTED_SHARE, "", _with_restarted_agents),
+)
+"""What schedules of one run may be about, and about nothing else, in the order in which it is
+drawn. Each row has the text that seeds the draw, the share of the schedules, the field of a plan
+that rules it out (empty: none does), and the function that directs the plan."""
