@@ -47,10 +47,12 @@ $(BASE): pyproject.toml setup.py constraints.txt | links
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "error: Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing ElasticZero and a CPU build of torch in $(VENV): this takes a minute or two"
 	$(RUN) -m pip install --quiet -c constraints.txt $(EDITABLE) '.[local]'
 	@touch $@
 
 $(READY): $(BASE)
+	@echo "installing what the tests and tools need in $(VENV)"
 	$(RUN) -m pip install --quiet -c constraints.txt $(EDITABLE) '.[local,dev]'
 	@touch $@
 

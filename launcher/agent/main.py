@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -266,8 +267,11 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             f"this node is registered for job {options.job}; its logs are in "
             f"{options.log_dir}{muted}"
         )
-        how = "" if options.open_status else " (elasticzero status --url prints it with the token)"
-        log_line(f"the status page of the job is at {page_address(me, scheme=scheme)}{how}")
+        page = f"the status page of the job is at {page_address(me, scheme=scheme)}"
+        if not options.open_status:
+            where = shlex.join(["--job", options.job, "--etcd", ",".join(map(str, endpoints))])
+            page += f" (elasticzero status --url {where} prints it with the token)"
+        log_line(page)
         return agent.run()
 
 
