@@ -121,7 +121,7 @@ def seconds_of_stream(reads: Callable[[int, int], Iterator[Sample]], workers: in
     data, schedule, at = opened(Stream(range(SHARDS), reads), workers, epochs=1)
     for batch, after in schedule.steps(at):
         data.look_ahead(batch, after)
-        for _ in schedule.parts(batch):
+        for _ in schedule.parts(batch, 1):
             next(data)
     data.close()
     return time.perf_counter() - began_s
@@ -144,7 +144,7 @@ def step_seconds(data: Any, schedule: RankSchedule, at: DataPosition, steps: int
         began_s = time.perf_counter()
         batch, after = next(batches)
         data.look_ahead(batch, after)
-        for _ in schedule.parts(batch):
+        for _ in schedule.parts(batch, 1):
             next(data)
         waits.append(time.perf_counter() - began_s)
         time.sleep(STEP_S)

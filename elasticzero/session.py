@@ -52,7 +52,7 @@ class Session:
             generation.tracker,
             on_gpu=generation.device.type == "cuda",
         )
-        self._loops = Loops(generation.link, self._comparison, self._work)
+        self._loops = Loops(generation.link, generation.groups, self._comparison, self._work)
         self.device = generation.device
         """The device of the batches and the model."""
 

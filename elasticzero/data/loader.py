@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from typing import Any, Literal, Protocol
 
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from elasticzero.data.position import DataPosition, GlobalBatch, LoopPlan, MicroBatch
 from elasticzero.data.sampling import BatchPlan, micro_batches
 from elasticzero.data.seeding import SeededRequest, SeededSamples
+from elasticzero.data.shares import ShareTable, counts, part_of
 from elasticzero.data.slices import slice_seed
 from elasticzero.errors import UserError
 from elasticzero.processes import die_with_parent
@@ -28,6 +29,9 @@ Request = list[int] | SeededRequest
 _AHEAD_SAMPLES, _AHEAD = 4096, 64
 """Number of samples whose indices are computed at once, and of micro-batches; one batch may exceed
 it."""
+_AHEAD_BALANCED = 4
+"""Number of micro-batches where ranks' shares follow their speed: other shares cannot hold for
+those whose indices are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +220,8 @@ class RankSchedule:
     """Number of ranks from which the global batch follows; 0: it is given."""
     left_out: frozenset[GlobalBatch] = frozenset()
     """Global batches that are passed over, of which nothing is read."""
+    shares: ShareTable | None = field(default=None, compare=False)
+    """Parts of the global batches that ranks have by their speed; None: all have equal ones."""
 
     def __post_init__(self) -> None:
         size, total = self.virtual_batch, self.plan.global_batch
@@ -245,13 +251,34 @@ class RankSchedule:
             yield step
             position = step[1]
 
-    def parts(self, batch: GlobalBatch) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of one global batch."""
+    def parts(self, batch: GlobalBatch, step: int) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of one global batch.
+
+        Args:
+            batch: The global batch.
+            step: Its number in the loop, from 1.
+        """
         if self.virtual_batch is not None:
             return list(self.plan.slices(batch, self.rank, self.world_size, self.virtual_batch))
-        share, largest = self.plan.share(batch, self.rank, self.world_size)
+        share, largest = self._share(batch, step)
         never_one = self.plan.never_one
         return list(micro_batches(batch, share, largest, self.most_samples, never_one=never_one))
+
+    def _share(self, batch: GlobalBatch, step: int) -> tuple[Span, int]:
+        """Returns this rank's positions of a global batch, and the largest number of them that a
+        rank has.
+
+        Args:
+            batch: The global batch.
+            step: Its number in the loop, from 1.
+        """
+        shares = self.shares.at(step) if self.shares is not None else None
+        if shares is not None:
+            least = 1 + self.plan.never_one
+            counts_R = counts(len(batch), shares, least, self.most_samples or 1)
+            if counts_R is not None:
+                return part_of(batch, counts_R, self.rank), max(counts_R)
+        return self.plan.share(batch, self.rank, self.world_size)
 
     @property
     def reader_groups(self) -> int | None:
@@ -290,10 +317,11 @@ class RankSchedule:
         assert isinstance(self.plan, BatchPlan)
         order = self.plan.order
         for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
-            kept = (batch for batch, _ in batches if batch not in self.left_out)
-            spans = (part.positions for batch in kept for part in self.parts(batch))
+            kept = ((batch, at.steps) for batch, at in batches if batch not in self.left_out)
+            spans = (part.positions for batch, at in kept for part in self.parts(batch, at))
+            most = _AHEAD if self.shares is None else _AHEAD_BALANCED
             for first in spans:
-                ahead = min(_AHEAD, _AHEAD_SAMPLES // max(1, len(first)))
+                ahead = min(most, _AHEAD_SAMPLES // max(1, len(first)))
                 some = [first, *islice(spans, max(0, ahead - 1))]
                 each_P = [np.arange(span.start, span.stop, dtype=np.uint64) for span in some]
                 indices_P = order.at(epoch, np.concatenate(each_P))

@@ -161,6 +161,17 @@ class DataChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharesChanged:
+    """Worker to agent, from rank 0: ranks have other parts of each global batch than before, which
+    follow their speeds."""
+
+    step: int
+    """Number of global batches until then."""
+    message: str
+    """Says which ranks have how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
     """Worker to agent: one global batch is applied."""
 
@@ -388,6 +399,7 @@ Message = (
     | NetworkTaken
     | Restored
     | DataChanged
+    | SharesChanged
     | Stepped
     | Logged
     | Busy

@@ -19,6 +19,10 @@ DataChange = Literal["batch", "dataset"]
 """Names what a loop may have otherwise than before, where training goes on in it: the size of
 global batches; the dataset or the order of its samples."""
 
+OnStraggler = Literal["report", "balance"]
+"""Says what happens where a rank is slower than the others: it is shown, or its part of the global
+batches becomes smaller too."""
+
 BucketBytes = int | Literal["auto"] | None
 """Size in bytes beyond which a bucket of gradients takes no further parameter; auto: one that rank
 0 finds by measuring; None: the strategy's own."""
@@ -61,6 +65,13 @@ class TrainingSettings:
     """Which losses are too high; None: none is."""
     allow_data_change: tuple[DataChange, ...] = ()
     """Says what may change in the loop in which training goes on."""
+
+    on_straggler: OnStraggler = "report"
+    """Says what happens where a rank is slower than the others."""
+    straggler_factor: float = 1.3
+    """Multiple of the median own time from which on a rank is slow, for `balance`."""
+    straggler_steps: int = 20
+    """Number of steps from one comparison of the ranks' speeds to the next, for `balance`."""
 
     @property
     def rolls_back(self) -> bool:

@@ -12,6 +12,7 @@ from elasticzero.memory_estimate import AUTO
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.settings import (
     OnNonFinite,
+    OnStraggler,
     TrainingSettings,
     data_changes,
     spike_limit,
@@ -121,6 +122,39 @@ _STRATEGY = grouped(
         parse=data_changes,
         field="training.allow_data_change",
         is_listed=True,
+    ),
+    Option(
+        ("--on-straggler",),
+        "Where a rank takes longer for its own part of a step than the others, report shows it, "
+        "and balance gives it a smaller part of each global batch too. The gradient stays the mean "
+        "over the whole batch.",
+        "report",
+        choices=get_args(OnStraggler),
+        field="training.on_straggler",
+        is_listed=True,
+    ),
+    Option(
+        ("--straggler-factor",),
+        "With --on-straggler balance, a rank is slow whose own time is F times the median or more.",
+        1.3,
+        float,
+        metavar="F",
+        parse=Number(
+            unit="times",
+            least=1,
+            convert=float,
+            expected="a number such as 1.3, 1 or more, is expected",
+        ),
+        field="training.straggler_factor",
+    ),
+    Option(
+        ("--straggler-steps",),
+        "With --on-straggler balance, the ranks compare their speeds every N steps.",
+        20,
+        int,
+        metavar="N",
+        parse=Number(unit="steps", least=1, expected="1 or more steps are expected"),
+        field="training.straggler_steps",
     ),
     Option(
         ("--flops-per-sample",),

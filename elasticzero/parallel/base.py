@@ -104,6 +104,8 @@ class Strategy(Protocol):
     optimizers: Optimizers
     shards: int
     """Number of ranks that hold the whole training state together: those of one row."""
+    tells_waits: bool
+    """True if the time for which a backward waits for other ranks is known (`step_clock.py`)."""
 
     @property
     def enter_world(self) -> Callable[[Mesh], None] | None:

@@ -61,6 +61,7 @@ class Replicated:
     """Implements `Strategy`; the model is left as it is."""
 
     shards = 1
+    tells_waits = True
 
     def __init__(self, setting: Setting) -> None:
         self._parameters = setting.named.parameters

@@ -81,6 +81,8 @@ BLOCKS_DIFFER = (
 class FullyPartitioned(PiecedStrategy):
     """Implements `Strategy`."""
 
+    tells_waits = False
+
     def __init__(self, setting: Setting) -> None:
         check_hooks(setting.named.parameters, "zero3")
         self._rank, self._ranks = setting.rank, setting.world_size

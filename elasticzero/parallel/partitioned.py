@@ -544,6 +544,8 @@ class PartitionedOptimizer:
 class PiecedStrategy:
     """Does what is the same in every `Strategy` whose optimizer works on pieces."""
 
+    tells_waits = True
+
     _pieced: PartitionedOptimizer
     _parameters: Mapping[str, nn.Parameter]
     _changes: ForwardChanges

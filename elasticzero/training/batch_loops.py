@@ -34,14 +34,18 @@ from typing import Any
 import torch
 
 from elasticzero.comm.barriers import Call
+from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, of_loop
+from elasticzero.data.balancing import Balancer
 from elasticzero.data.changes import change_text, needed_changes
 from elasticzero.data.loader import BatchReader, OpenBatches, RankSchedule
 from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch
+from elasticzero.data.sampling import BatchPlan
+from elasticzero.data.shares import ShareTable
 from elasticzero.data.streams.loader import StreamReader
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
-from elasticzero.ipc.messages import DataChanged, LoopExited
+from elasticzero.ipc.messages import DataChanged, LoopExited, SharesChanged
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.batch_work import BatchWork, SliceStates
@@ -140,11 +144,18 @@ def _are_equal(present: BoundaryCopy, copy: BoundaryCopy) -> bool:
 class Loops:
     """Runs the loops of one generation on one rank."""
 
-    def __init__(self, link: AgentClient, comparison: Comparison, work: BatchWork) -> None:
+    def __init__(
+        self,
+        link: AgentClient,
+        groups: ProcessGroups | None,
+        comparison: Comparison,
+        work: BatchWork,
+    ) -> None:
         """Begins before the first loop.
 
         Args:
             link: The client of the agent.
+            groups: The process groups; None for one process alone.
             comparison: Compares what the ranks' scripts give for a loop.
             work: Carries out the script's calls for each global batch.
         """
@@ -152,6 +163,7 @@ class Loops:
         self._work = work
         self._tracker = work.tracker
         self._link = link
+        self._groups = groups
         self._datasets = Datasets()
         self._passed = PassedLoops()
         self._epoch: int | None = None
@@ -199,7 +211,7 @@ class Loops:
             )
         self._tracker.now.check_new_loop()
         training.finish_pending_step()
-        schedule = self._in_this_world(schedule)
+        schedule = self._with_shares(training, self._in_this_world(schedule))
         loop = self._tracker.move(StepState.next_loop).loop
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
@@ -300,11 +312,9 @@ class Loops:
         tracker, work = self._tracker, self._work
         schedule = self._without_left_out(schedule, training.position.dataset)
         data: OpenBatches = reader.open(schedule, training.position)
-        plan, slices = schedule.plan, None
-        if schedule.virtual_batch is not None:
-            seed, dataset = plan.order.seed, training.position.dataset
-            slices = SliceStates(seed, dataset, training.auxiliary.buffers)
-        work.open_loop(plan, slices, whole=schedule.whole_parts)
+        plan = schedule.plan
+        work.open_loop(plan, _slice_states(training, schedule), whole=schedule.whole_parts)
+        balancer = self._balancer(schedule)
         try:
             # What a stream has left may be known only now, and be too little for a larger batch.
             self._end_epoch_if_over(training, schedule, on_epoch_end)
@@ -316,6 +326,8 @@ class Loops:
                 if placed is not schedule:
                     schedule = placed
                     data = data.in_world(schedule, self._start_again(training, schedule))
+                    balancer = self._balancer(schedule)
+                self._tell_shares(training, balancer.agree(after.steps))
                 self._epoch = batch.epoch
                 ends = (
                     EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
@@ -327,13 +339,15 @@ class Loops:
                 if batch in schedule.left_out:
                     training.pass_over()
                     continue
-                for part in schedule.parts(batch):
+                parts = schedule.parts(batch, after.steps)
+                for part in parts:
                     began_s = time.monotonic()
                     samples = next(data)
                     waited_s = time.monotonic() - began_s
                     work.give(training, part, halved=schedule.halved(part), waited_s=waited_s)
                     yield samples
                     tracker.move(lambda state: state.before_next(loop))
+                balancer.note(after.steps, sum(p.weight for p in parts), work.clock.seconds)
                 work.report(training)
             else:
                 training.at_boundary(last=True)
@@ -355,7 +369,32 @@ class Loops:
         a = self._link.assignment
         if (schedule.rank, schedule.world_size) == (a.rank, a.world_size):
             return schedule
-        return replace(schedule, rank=a.rank, world_size=a.world_size)
+        shares = None if schedule.shares is None else ShareTable()
+        return replace(schedule, rank=a.rank, world_size=a.world_size, shares=shares)
+
+    def _with_shares(self, training: TrainingState, schedule: RankSchedule) -> RankSchedule:
+        """Returns the schedule with a table of shares, where these are to follow ranks' speeds.
+
+        Those of a stream's readers do not, nor slices, whose number is the same on all ranks; and
+        with zero3 a rank does not know its own time.
+        """
+        balances = self._link.assignment.on_straggler == "balance" and self._groups is not None
+        is_known = training.strategy.tells_waits and schedule.virtual_batch is None
+        if not balances or not is_known or not isinstance(schedule.plan, BatchPlan):
+            return schedule
+        return replace(schedule, shares=ShareTable())
+
+    def _tell_shares(self, training: TrainingState, text: str | None) -> None:
+        """Sends a line on other shares of the ranks to the agent of rank 0; None: they are the
+        same."""
+        if text is not None and self._link.assignment.rank == 0:
+            self._link.send(SharesChanged(step=training.step, message=text))
+
+    def _balancer(self, schedule: RankSchedule) -> Balancer:
+        """Returns what has the ranks of this world agree on their shares, where they have a
+        table of them."""
+        exchange = self._groups.exchange if self._groups is not None else _alone
+        return Balancer(exchange, schedule.shares, self._link.assignment)
 
     def _start_again(self, training: TrainingState, schedule: RankSchedule) -> DataPosition:
         """Returns where the data go on in a world that was entered inside of the loop. A stream's
@@ -381,3 +420,16 @@ class Loops:
         if not self._noted:
             self._noted = True
             log.warning(AGAIN_NEW)
+
+
+def _alone(message: bytes) -> list[bytes]:
+    """Returns what one process alone has from all ranks."""
+    return [message]
+
+
+def _slice_states(training: TrainingState, schedule: RankSchedule) -> SliceStates | None:
+    """Returns the state of a loop's slices; None: its global batches are not cut."""
+    if schedule.virtual_batch is None:
+        return None
+    seed, dataset = schedule.plan.order.seed, training.position.dataset
+    return SliceStates(seed, dataset, training.auxiliary.buffers)

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from elasticzero.errors import same_error
 from elasticzero.ipc.failure import Failed
-from elasticzero.ipc.messages import DataChanged, MemoryShort, NetworkTaken, SnapshotInterval
+from elasticzero.ipc.messages import (
+    DataChanged,
+    MemoryShort,
+    NetworkTaken,
+    SharesChanged,
+    SnapshotInterval,
+)
 from elasticzero.ipc.thread_location import place_in_traceback
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.observability.console import (
@@ -277,10 +283,13 @@ class AgentConsole:
         all_of_them = "worker computes" if workers == 1 else f"{workers} workers compute"
         self.log_line(f"this node's {all_of_them} on {name}")
 
-    def decided(self, message: DataChanged | SnapshotInterval | MemoryShort | NetworkTaken) -> None:
+    def decided(
+        self,
+        message: DataChanged | SharesChanged | SnapshotInterval | MemoryShort | NetworkTaken,
+    ) -> None:
         """Prints what a worker has decided or found out for all."""
         match message:
-            case DataChanged(message=text):
+            case DataChanged(message=text) | SharesChanged(message=text):
                 self.log_line(text)
             case SnapshotInterval():
                 self.snapshot_interval(message)

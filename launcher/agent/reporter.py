@@ -23,6 +23,7 @@ from elasticzero.ipc.messages import (
     NetworkTaken,
     Restored,
     ScriptEnded,
+    SharesChanged,
     SnapshotHeld,
     SnapshotInterval,
     Stepped,
@@ -64,6 +65,7 @@ from elasticzero.serialization import encode, field_values
 
 DECISIONS: Mapping[type, EventName] = {
     DataChanged: "data_changed",
+    SharesChanged: "shares_changed",
     MemoryShort: "memory_short",
     NetworkTaken: "network",
     SnapshotInterval: "paced",
@@ -317,7 +319,13 @@ class AgentReporter:
                         kind = stall_of(message.checkpoint or message.direct)
                         self._time.stalled(kind, message.seconds)
                     self.note("captured", local_rank=local, **field_values(message))
-                case DataChanged() | SnapshotInterval() | MemoryShort() | NetworkTaken():
+                case (
+                    DataChanged()
+                    | SharesChanged()
+                    | SnapshotInterval()
+                    | MemoryShort()
+                    | NetworkTaken()
+                ):
                     self.note(DECISIONS[type(message)], **field_values(message))
                     self.console.decided(message)
                 case Stopping():

@@ -355,7 +355,7 @@ class ClusterConsole:
                 device = f" on {event['device']}" if event.get("device") else ""
                 begins = f"goes on from step {event['step']}" if event["step"] else "begins"
                 self.print_line(f"  training {begins}{device} ({phases})", at_s)
-            case "data_changed":
+            case "data_changed" | "shares_changed":
                 self.print_line(f"  {event['message']}", at_s)
             case "tracker" if event["opened"] not in self._opened:
                 self._opened.update({event["opened"]} - {None})

@@ -28,6 +28,7 @@ EventName = Literal[
     "restored",
     "recovery",
     "data_changed",
+    "shares_changed",
     "step",
     "log",
     "tracker",
@@ -227,6 +228,14 @@ EVENTS: Mapping[EventName, EventSpec] = {
             "step": "number of global batches until then",
             "allowed": "changes that needed `--allow-data-change`: `batch`, `dataset`",
             "message": "what has changed, and where the loop goes on",
+        },
+    ),
+    "shares_changed": EventSpec(
+        "Ranks have other parts of each global batch than before, by `--on-straggler balance`; the "
+        "agent of rank 0 writes it.",
+        {
+            "step": "number of global batches until then",
+            "message": "which ranks have how much",
         },
     ),
     "step": EventSpec(

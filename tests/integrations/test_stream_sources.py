@@ -72,7 +72,7 @@ def train(
         if len(batches) == steps:
             break
         data.look_ahead(batch, after)
-        [part] = schedule.parts(batch)
+        [part] = schedule.parts(batch, 1)
         samples = next(data)
         assert len(samples["text"]) == part.weight
         assert samples["text"] == [f"sample {n}" for n in samples["number"].tolist()]

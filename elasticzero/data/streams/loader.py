@@ -239,7 +239,7 @@ class StreamBatches:
         if batch in self._schedule.left_out:
             yield Give(batch.epoch, readers, use=False)
             return
-        for part in self._schedule.parts(batch):
+        for part in self._schedule.parts(batch, self._at.steps):
             size = part.weight
             seed = None
             if part.slices:

@@ -38,6 +38,7 @@ INCIDENTS: Mapping[str, tuple[str, str]] = {
     "error": ("an agent ended with an error", "message"),
     "tracker": ("a tracker failed", "error"),
     "data_changed": ("a loop went on with a change", "message"),
+    "shares_changed": ("ranks got other shares", "message"),
 }
 """Kinds of events that may tell of trouble, with its name and the field that describes it."""
 

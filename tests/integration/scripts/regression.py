@@ -224,6 +224,11 @@ def train(session: ez.Session, options: argparse.Namespace) -> None:
                 time.sleep(options.long)
             if options.fail_at == seen + 1 and session.rank == 0:
                 raise ValueError(f"told to fail at step {seen + 1}")
+        if options.sample_s:
+            share = {**place, "rank": session.rank, "samples": len(x)}
+            print(json.dumps({"share": share}) + "\n", end="", flush=True)
+            slow = options.slow_rank == str(session.rank)
+            time.sleep(options.sample_s * len(x) * (1 + slow))
         loss = loss_of(model(x), y)
         session.backward(loss)
         if session.step(max_grad_norm=1.0):
@@ -271,7 +276,8 @@ if __name__ == "__main__":
     parser.add_argument("--long-step", type=int)
     parser.add_argument("--long", type=float, default=8.0)
     parser.add_argument("--slow-start", type=float, default=0.0)
-    parser.add_argument("--slow-rank", help="the only one that starts slowly")
+    parser.add_argument("--slow-rank", help="starts slowly alone; samples take it twice as long")
+    parser.add_argument("--sample-s", type=float, default=0.0, help="seconds that each takes")
     parser.add_argument("--linger", type=float, default=0.0)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--holds")

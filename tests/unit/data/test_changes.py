@@ -54,7 +54,7 @@ def used_by(plan: BatchPlan, position: DataPosition, world_size: int) -> tuple[i
     for rank in range(world_size):
         schedule = RankSchedule(plan=one_step, rank=rank, world_size=world_size)
         for part, request in zip(
-            schedule.parts(next_batch[0]), schedule.requests(position), strict=True
+            schedule.parts(next_batch[0], 1), schedule.requests(position), strict=True
         ):
             assert isinstance(request, list)
             samples += request if part.weight else []

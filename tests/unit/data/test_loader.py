@@ -22,7 +22,7 @@ def schedule(**options: Any) -> RankSchedule:
 
 
 def sizes(rank: RankSchedule) -> list[int]:
-    return [len(part.positions) for part in rank.parts(BATCH)]
+    return [len(part.positions) for part in rank.parts(BATCH, 1)]
 
 
 def test_an_automatic_size_is_the_whole_part_until_memory_is_short() -> None:
@@ -32,10 +32,10 @@ def test_an_automatic_size_is_the_whole_part_until_memory_is_short() -> None:
 
 
 def test_only_an_automatic_size_can_be_halved() -> None:
-    [part] = schedule(micro_batch="auto").parts(BATCH)
+    [part] = schedule(micro_batch="auto").parts(BATCH, 1)
     assert schedule(micro_batch="auto").halved(part) == 5
     assert schedule(micro_batch=10).halved(part) is None
-    [one, *_] = schedule(micro_batch="auto", micro_batch_limit=1).parts(BATCH)
+    [one, *_] = schedule(micro_batch="auto", micro_batch_limit=1).parts(BATCH, 1)
     assert schedule(micro_batch="auto").halved(one) is None
 
 
@@ -68,7 +68,7 @@ def test_batches_go_on_in_another_world_as_if_they_began_there(seed: int, worker
                 return
             batch, position = step
             indices = plan.indices(batch)
-            for part in schedule.parts(batch):
+            for part in schedule.parts(batch, 1):
                 first, last = part.positions.start - batch.start, part.positions.stop - batch.start
                 assert next(data).tolist() == indices[first:last]
         if place is not None:

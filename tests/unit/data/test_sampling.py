@@ -125,7 +125,7 @@ def test_no_rank_has_one_sample_where_two_are_possible(
     ]
     used: list[int] = []
     for batch, _ in ranks[0].steps(DataPosition()):
-        parts = [schedule.parts(batch) for schedule in ranks]
+        parts = [schedule.parts(batch, 1) for schedule in ranks]
         assert len({len(of_rank) for of_rank in parts}) == 1
         for part in (part for of_rank in parts for part in of_rank):
             if part.weight:

@@ -120,7 +120,7 @@ def read(world_size: int, workers: int, first: int) -> dict[int, Any]:
     by_start: dict[int, Any] = {}
     for rank in range(world_size):
         schedule = RankSchedule(plan=plan, rank=rank, world_size=world_size, virtual_batch=2)
-        parts = [part for batch, _ in schedule.steps(position) for part in schedule.parts(batch)]
+        parts = [part for batch, _ in schedule.steps(position) for part in schedule.parts(batch, 1)]
         reader = BatchReader(
             dataset=Noisy(),  # it is no `Dataset`, as a script's may be
             device=torch.device("cpu"),

@@ -30,7 +30,7 @@ Only = tuple[str, ...] | None
 
 
 def parts(**options: Any) -> list[MicroBatch]:
-    return list(RankSchedule(plan=PLAN, rank=0, world_size=2, **options).parts(BATCH))
+    return list(RankSchedule(plan=PLAN, rank=0, world_size=2, **options).parts(BATCH, 1))
 
 
 def at_first(**options: Any) -> StepState:

@@ -146,7 +146,7 @@ def test_a_dataset_with_an_index_is_read_once(world_size: int) -> None:
         rest = RankSchedule(plan=plan, rank=rank, world_size=world_size)
         opened = reader.open(rest, position)
         for batch, _ in rest.steps(position):
-            for _ in rest.parts(batch):
+            for _ in rest.parts(batch, 1):
                 next(opened)
     assert not set(used) & set(data.reads)
     assert set(used) | set(data.reads) == set(range(331))

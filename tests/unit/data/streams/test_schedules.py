@@ -157,7 +157,7 @@ class Job:
                 break
             data.look_ahead(batch, after)
             batches[batch] = []
-            for part in schedule.parts(batch) if batch not in self.left_out else ():
+            for part in schedule.parts(batch, 1) if batch not in self.left_out else ():
                 samples = next(data)
                 assert len(samples) == (part.weight or schedule.filler_samples)
                 batches[batch] += samples if part.weight else []

@@ -52,7 +52,7 @@ def batches(workers: int, global_batch: int) -> list[Any]:
     taken = []
     for batch, after in schedule.steps(at):
         data.look_ahead(batch, after)
-        taken += [next(data) for _ in schedule.parts(batch)]
+        taken += [next(data) for _ in schedule.parts(batch, 1)]
     data.close()
     return taken
 

@@ -79,6 +79,11 @@ def test_another_batch_size_is_told(told: Told) -> None:
     assert told.lines() == ["  after step 9 …: epoch 0 begins"]
 
 
+def test_other_shares_of_ranks_are_told(told: Told) -> None:
+    told.record("shares_changed", step=40, message="shares follow speeds: rank 0 has 20 %")
+    assert told.lines() == ["  shares follow speeds: rank 0 has 20 %"]
+
+
 def test_where_curves_are_written_is_told_once(told: Told) -> None:
     """The agent that leads next says it again."""
     opened, error = (

@@ -148,6 +148,7 @@ def test_events_are_sentences_with_a_weight() -> None:
         event("control", 6.0, nnodes=[1, 3], stop=False),
         event("notice", 7.0, reason="SIGTERM (25 s of grace)"),
         event("data_changed", 7.5, step=9, allowed=["batch"], message="epoch 0 goes on"),
+        event("shares_changed", 7.8, step=9, message="rank 0 has 20 %"),
         event("exit", 8.0, outcome="finished", reason="all steps are done"),
     ):
         history.take(one)
@@ -160,6 +161,7 @@ def test_events_are_sentences_with_a_weight() -> None:
         [6.0, "info", "an operator asks for 1:3 nodes"],
         [7.0, "warning", "a leaves: SIGTERM (25 s of grace)"],
         [7.5, "info", "epoch 0 goes on"],
+        [7.8, "info", "rank 0 has 20 %"],
         [8.0, "info", "finished: all steps are done"],
     ]
 
