@@ -1,12 +1,12 @@
 """Divides global batches over ranks of unequal speed. Pure.
 
 Rules:
- SB1  Ranks have equal shares until one of them takes longer for its own part of a step than `factor`
-     times the median.
+ SB1  Ranks have equal shares until one of them takes longer for its own part of a step than
+     `factor` times the median.
  SB2  From then on a rank's share is in proportion to its speed, in samples a second. Shares change
      only where the step becomes shorter by GAIN at least, so that noise changes nothing.
- SB3  Shares that are all nearly equal become equal, and SB1 holds again: a machine that was slow for
-     a while gets its share back.
+ SB3  Shares that are all nearly equal become equal, and SB1 holds again: a machine that was slow
+     for a while gets its share back.
  SB4  Whatever its share, a rank has at least one sample of each global batch that has so many, or
      two where a BatchNorm needs them. Where ranks compute several micro-batches, whole ones move.
  SB5  Shares hold from a global batch on of which no rank has read a sample. Another world begins

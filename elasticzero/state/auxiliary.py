@@ -20,6 +20,13 @@ from elasticzero.state.model import EXTRA, GROUPS, MODEL, NOT_SAVED, TRACKED, Na
 from elasticzero.state.rng import Generator, RngState
 from elasticzero.state.script_flags import ScriptFlags
 
+LACKS_TRACKED = (
+    "to begin with the model alone, give session.prepare load= and take another checkpoint "
+    "directory; an import gives it the state by --track NAME=PATH"
+)
+HAS_TRACKED = "track it as the script did that wrote this state"
+"""What to do where tracked objects are others than the stored ones."""
+
 
 class Stateful(Protocol):
     """Describes the objects that `session.track` takes: schedulers, scalers, moving averages."""
@@ -298,14 +305,15 @@ class AuxiliaryState:
         """Raises `CheckpointMismatch` if the script tracks other objects than `json` has."""
         stored = {*json.get("tracked", {}), *json.get("generators", ())}
         tracked = {*self.tracked, *self._generators}
-        for names, has, tracks in (
-            (tracked - stored, "has no state for", "tracks"),
-            (stored - tracked, "has state for", "does not track"),
+        for names, has, tracks, advice in (
+            (tracked - stored, "has no state for", "tracks", LACKS_TRACKED),
+            (stored - tracked, "has state for", "does not track", HAS_TRACKED),
         ):
             if names:
                 listed = ", ".join(repr(name) for name in sorted(names)[:4])
                 raise CheckpointMismatch(
-                    f"{where} {has} {listed}, which the script {tracks} with session.track"
+                    f"{where} {has} {listed}, which the script {tracks} with session.track: "
+                    f"{advice}"
                 )
         if "modules" in json and (name := self._extra_states.odd(json["modules"])):
             has = "has" if name in json["modules"] else "has no"

@@ -49,6 +49,7 @@ from elasticzero.ipc.messages import DataChanged, LoopExited, SharesChanged
 from elasticzero.ipc.thread_location import place_of
 from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.batch_work import BatchWork, SliceStates
+from elasticzero.training.module_checks import batch_norm_note
 from elasticzero.training.step_machine import StepState
 from elasticzero.training.training_state import TrainingState
 
@@ -167,8 +168,8 @@ class Loops:
         self._datasets = Datasets()
         self._passed = PassedLoops()
         self._epoch: int | None = None
-        self._noted = False
-        """True once `AGAIN_NEW` is printed."""
+        self._noted = self._noted_norms = False
+        """True once `AGAIN_NEW` is printed; once it is known whether the model has a BatchNorm."""
 
     @property
     def epoch(self) -> int:
@@ -226,6 +227,7 @@ class Loops:
         training.auxiliary.set_generators()
         if renewed and order.shuffle and self._link.assignment.rank == 0:
             self._note_new_dataset()
+        self._note_batch_norms(training, schedule)
         if training.stopped is None:
             training.agree_to_stop(Call.LOOP)
         if training.stopped is not None:
@@ -415,6 +417,17 @@ class Loops:
             if batch.dataset == dataset
         ]
         return replace(schedule, left_out=frozenset(batches))
+
+    def _note_batch_norms(self, training: TrainingState, schedule: RankSchedule) -> None:
+        """Prints, once in a job, that statistics of batches depend on the world size, as they do
+        where these are not cut into slices."""
+        assignment = self._link.assignment
+        is_first = assignment.rank == 0 and assignment.resume.tier == "fresh"
+        if self._noted_norms or not is_first or self._groups is None or schedule.virtual_batch:
+            return
+        self._noted_norms = True
+        if (note := batch_norm_note(training.strategy.model, self._groups.device)) is not None:
+            log.info(note)
 
     def _note_new_dataset(self) -> None:
         if not self._noted:

@@ -169,18 +169,21 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 def batch_norm_note(model: nn.Module, device: torch.device) -> str | None:
-    """Returns a sentence on a model whose statistics depend on the world size; None: there are no
-    such modules."""
+    """Returns a sentence on a model whose statistics depend on the world size, unless its batches
+    are cut into slices; None: there are no such modules."""
     norms = [name for name, _ in batch_norms(model)]
     if not norms:
         return None
-    others = "" if len(norms) == 1 else f" and {len(norms) - 1} more"
+    which = f"{norms[0]!r} is a BatchNorm: its"
+    if len(norms) > 1:
+        which = f"{norms[0]!r} and {len(norms) - 1} more are BatchNorms: their"
     advice = (
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them those of all ranks"
         if device.type == "cuda"
         else "GroupNorm and LayerNorm do not depend on it"
     )
     return (
-        f"note: {norms[0]!r}{others} is a BatchNorm: its statistics are of one rank's "
-        f"micro-batch, so that results depend on the world size and micro_batch; {advice}"
+        f"note: {which} statistics are of one rank's micro-batch, so that results depend on the "
+        f"world size and micro_batch; with virtual_batch= in session.batches they do not, and "
+        f"{advice}"
     )

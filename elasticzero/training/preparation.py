@@ -45,7 +45,6 @@ from elasticzero.torch_internals import order_hooks
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import StateNames, gather_state_dict
 from elasticzero.training.module_checks import (
-    batch_norm_note,
     batch_norms,
     check_modules,
     refuse_wrappers,
@@ -141,7 +140,6 @@ def prepare_training(
         described["load_optimizer"] = "True"
     place.comparison.require_equal(Call.PREPARE, described)
     _check_strategy(place, model, strategy, compute)
-    _print_note(model, place)
     same_release = place.comparison.warn_of_versions()
     _give_values(place, model, strategy, meta, stored)
     for module in model.modules():
@@ -439,12 +437,3 @@ def _choose_buckets(
         if assignment.rank == 0:
             log.info(cost.sentence(best))
     return buckets
-
-
-def _print_note(model: nn.Module, place: Place) -> None:
-    """Prints, once in a job, that batch statistics depend on the world size."""
-    assignment = place.link.assignment
-    if place.groups is None or assignment.rank or assignment.resume.tier != "fresh":
-        return
-    if (note := batch_norm_note(model, place.device)) is not None:
-        log.info(note)

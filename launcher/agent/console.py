@@ -449,7 +449,7 @@ class AgentConsole:
                 same = same_error(setback.message, told)
                 lines.append(
                     f"  generation {setback.generation}: rank {setback.rank} on {setback.node}, "
-                    f"after step {setback.step}: {'the same error' if same else setback.message}"
+                    f"after step {setback.step}: {'the error above' if same else setback.message}"
                 )
         failure = done.failure
         traceback = ""

@@ -53,6 +53,7 @@ from elasticzero.launcher.snapshots.shared_memory import OwnedDirectory
 from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
 from elasticzero.launcher.store.decoding import counts_as_node, document
 from elasticzero.launcher.store.etcd.access import Access
+from elasticzero.launcher.store.etcd.diagnose import unknown_host
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.job_run import RunStore, begin_next_run, stored_run
@@ -472,7 +473,8 @@ def _wait_for_store(
     def report(failures: int, _: BaseException) -> None:
         if failures == 1:
             left_s = max(0.0, deadline_s - time.monotonic())
-            text = f"etcd at {names} does not answer; trying for {left_s:.0f} s more"
+            why = unknown_host(endpoints)
+            text = f"etcd at {names} does not answer{why}; trying for {left_s:.0f} s more"
             log_for_node(options.node, text)
 
     try:
@@ -481,7 +483,8 @@ def _wait_for_store(
         raise
     except StoreUnavailable:
         raise StoreUnavailable(
-            f"etcd at {names} did not answer within {timeout_s:g} s (--join-timeout); check the "
+            f"etcd at {names} did not answer within {timeout_s:g} s (--join-timeout)"
+            f"{unknown_host(endpoints)}; check the "
             "address, and that etcd runs"
         ) from None
     if done is None:

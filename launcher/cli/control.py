@@ -34,6 +34,7 @@ from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES
 from elasticzero.launcher.store.api import Condition, Entry, Store, job_prefix
 from elasticzero.launcher.store.decoding import document, unreadable_text
 from elasticzero.launcher.store.etcd.access import Access
+from elasticzero.launcher.store.etcd.diagnose import unknown_host
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.job_run import stored_run
 from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
@@ -84,7 +85,8 @@ def open_job_store(job: str, endpoints: Sequence[str], access: Access) -> Iterat
     except StoreUnavailable as error:
         names = ",".join(endpoints)
         raise StoreUnavailable(
-            f"etcd at {names} does not answer; check --etcd, and that etcd runs"
+            f"etcd at {names} does not answer{unknown_host(endpoints)}; check --etcd, and that "
+            "etcd runs"
         ) from error
     finally:
         store.close()

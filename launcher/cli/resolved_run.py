@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elasticzero.errors import StorageError
 from elasticzero.launcher.agent.config import AgentOptions, agent_options
 from elasticzero.launcher.options.rendezvous import Rendezvous, check_rendezvous
+from elasticzero.launcher.options.spelling import meant_variable
+from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.options.tls_settings import TlsSettings, check_tls
 from elasticzero.launcher.options.torchrun import check_signals, without_effect
 from elasticzero.launcher.options.validation import check_access, given_token, parse_nnodes
@@ -37,6 +40,12 @@ class ResolvedRun:
     """Lines that are printed for the user."""
 
 
+def _misspelt(environment: Iterable[str]) -> list[str]:
+    """Returns a line for each variable whose name is nearly that of an option's."""
+    hints = ((name, meant_variable(name, RUN_OPTIONS)) for name in environment)
+    return [f"{name} is set, and no option has this name{hint}" for name, hint in hints if hint]
+
+
 def resolve_run(args: argparse.Namespace) -> ResolvedRun:
     """Checks all options of `run`; raises the error with which the command ends.
 
@@ -59,5 +68,5 @@ def resolve_run(args: argparse.Namespace) -> ResolvedRun:
         tls=tls,
         signals=signals,
         storage_error=storage_error,
-        lines=(*rendezvous.lines, *without_effect(vars(args))),
+        lines=(*rendezvous.lines, *without_effect(vars(args)), *_misspelt(os.environ)),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -262,7 +264,7 @@ class ClusterConsole:
         """Address of the status page that each node serves."""
         self._saved_step: int | None = None
         """Step of the newest checkpoint."""
-        self._how = f"elasticzero status --url --job {log_dir.name} --etcd {endpoint}"
+        self._how = f"{_program()} status --url --job {log_dir.name} --etcd {endpoint}"
         self._log_dir = log_dir
         self.print_line(
             f"{count_text(nodes, 'node')} starting on this machine; etcd at {endpoint}; "
@@ -565,3 +567,10 @@ class ClusterConsole:
             self.print_line(f"{how}: {done}, {generations}, {again} recomputed{why}")
         else:
             self.print_line(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")
+
+
+def _program() -> str:
+    """Returns the word by which a shell finds this program."""
+    if shutil.which("elasticzero") is not None:
+        return "elasticzero"
+    return os.path.relpath(Path(sys.executable).with_name("elasticzero"))

@@ -11,9 +11,20 @@ from collections.abc import Iterable, Sequence
 
 from elasticzero.errors import UserError
 from elasticzero.options.option import Option
+from elasticzero.text import nearest_text
 
 STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 """The values that torchrun takes for --tee and --redirects: `3`, or by local rank `0:3,1:1`."""
+PREFIX = "ELASTICZERO_"
+"""Begins the name of each option's environment variable."""
+OTHERS = tuple(
+    PREFIX + name
+    for name in (
+        *("TOKEN", "ETCD_PASSWORD", "CHANNEL_FD", "BELL_FD", "LOCAL_FD", "FAULT_STEPS"),
+        "REHEARSAL",
+    )
+)
+"""Variables that are no option's: secrets, and what processes of a job tell each other."""
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 TEE, TEE_STREAMS = "--tee", "--tee-streams"
 _SHORT = {"-t": TEE}
@@ -47,6 +58,22 @@ def spelled_out(arguments: Sequence[str], options: Iterable[Option]) -> list[str
         else:
             taken.append(name if value is None else f"{name}={value}")
     return taken + rest
+
+
+def meant_variable(variable: str, options: Iterable[Option]) -> str:
+    """Returns a question about the variable of an option that was probably meant, for the end of an
+    error; empty: the variable is that of an option, or near to none.
+
+    Args:
+        variable: Name of an environment variable.
+        options: The options that have variables.
+    """
+    names = [name for option in options for name in option.variables if name.startswith(PREFIX)]
+    if not variable.startswith(PREFIX) or variable in names or variable in OTHERS:
+        return ""
+    shortened = [name.removeprefix(PREFIX) for name in names]
+    hint = nearest_text(variable.removeprefix(PREFIX), shortened)
+    return hint.replace("did you mean ", f"did you mean {PREFIX}")
 
 
 def _split_word(word: str, by_flag: dict[str, Option]) -> tuple[str, str | None]:

@@ -172,7 +172,7 @@ def test_a_crash_is_told_once_with_its_traceback(tmp_path: Path) -> None:
     assert completed.returncode == 70, completed.stderr
     assert completed.stderr.count("ValueError: told to fail at step 7\n") == 1
     for generation in (1, 2):
-        row = rf"  generation {generation}: rank 0 on node-\d, after step 6: the same error\n"
+        row = rf"  generation {generation}: rank 0 on node-\d, after step 6: the error above\n"
         assert re.search(row, completed.stderr), completed.stderr
     assert "; without progress past step 6" in completed.stderr
     assert "2 generations in a row failed alike, on node-" in completed.stderr

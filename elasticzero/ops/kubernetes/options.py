@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elasticzero.errors import UserError
+from elasticzero.launcher.options.spelling import meant_variable
+from elasticzero.launcher.options.table import RUN_OPTIONS
 from elasticzero.launcher.tls.credentials import TlsMode
 from elasticzero.ops.kubernetes.clouds import CLOUDS, GPU, CloudNodes, Grace, grace_of
 from elasticzero.ops.kubernetes.extras import AMD, NVIDIA, Volume, accelerators, check_resources
@@ -201,6 +203,8 @@ class RenderOptions:
                 raise UserError(f"--env {name}: KEY=VALUE is expected")
             if name in SET_BY:
                 raise UserError(f"--env {name}: the manifests give its value; {SET_BY[name]}")
+            if hint := meant_variable(name, RUN_OPTIONS):
+                raise UserError(f"--env {name}: no option of elasticzero run has this name{hint}")
 
     @property
     def job(self) -> str:

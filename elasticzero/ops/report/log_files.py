@@ -36,7 +36,8 @@ def find_logs(directory: Path, job: str | None) -> tuple[str, list[LogFile]]:
 
     Args:
         directory: the directory of a node's logs, of a job's, or of several jobs'.
-        job: the job to choose of several; None: there is only one.
+        job: the job to choose of several; None: there is only one. A job's own directory has its
+            name, whatever is chosen.
 
     Raises:
         UserError: there is no such log, or there are several jobs and none is chosen.
@@ -46,7 +47,7 @@ def find_logs(directory: Path, job: str | None) -> tuple[str, list[LogFile]]:
         what = "is no directory" if directory.exists() else "does not exist"
         raise UserError(f"{directory} {what}; give the directory of a job's logs, DIR/JOB")
     if (directory / EVENTS_FILE).is_file():
-        return job or directory.parent.name, [_log_file(directory / EVENTS_FILE)]
+        return directory.parent.name, [_log_file(directory / EVENTS_FILE)]
     try:
         node_logs = sorted(directory.glob(f"*/{EVENTS_FILE}"))
         below: dict[str, list[Path]] = {}
@@ -57,7 +58,7 @@ def find_logs(directory: Path, job: str | None) -> tuple[str, list[LogFile]]:
     if job is not None and job in below:
         return job, list(map(_log_file, below[job]))
     if node_logs:
-        return job or directory.name, list(map(_log_file, node_logs))
+        return directory.name, list(map(_log_file, node_logs))
     names = list_text(below, NAMES_SHOWN)
     if job is not None and below:
         raise UserError(f"{directory} has no logs of job {job!r}, only those of: {names}")

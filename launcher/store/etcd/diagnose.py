@@ -9,8 +9,15 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Iterable
 
-from elasticzero.launcher.store.etcd.access import Access, Endpoint, _reason, tls_context
+from elasticzero.launcher.store.etcd.access import (
+    Access,
+    Endpoint,
+    _reason,
+    parse_endpoint,
+    tls_context,
+)
 
 PROBE_TIMEOUT_S = 3.0
 """Maximum seconds for the connection that finds out why an endpoint does not answer."""
@@ -30,6 +37,22 @@ def diagnose_endpoint(endpoint: Endpoint, access: Access) -> str | None:
     except OSError:  # a port without TLS may also reset the connection, or keep it waiting
         return _why_plain(endpoint) if endpoint.tls and _speaks_plainly(endpoint) else None
     return None
+
+
+def unknown_host(endpoints: Iterable[str]) -> str:
+    """Returns a note on the first endpoint whose name no address belongs to, for the end of a
+    sentence; empty: all have one.
+
+    Args:
+        endpoints: Members of etcd, as the user wrote them.
+    """
+    for text in endpoints:
+        endpoint = parse_endpoint(text, Access())
+        try:
+            socket.getaddrinfo(endpoint.host, endpoint.port)
+        except OSError:
+            return f" (no address is known for {endpoint.host})"
+    return ""
 
 
 def _connect(endpoint: Endpoint) -> socket.socket:

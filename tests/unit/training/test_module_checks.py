@@ -72,8 +72,10 @@ def test_batch_norm_is_named_once() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     note = batch_norm_note(model, CPU)
     assert note is not None
-    assert "'0' and 1 more is a BatchNorm" in note
-    assert "GroupNorm" in note
+    assert "'0' and 1 more are BatchNorms: their" in note
+    assert "GroupNorm" in note and "virtual_batch=" in note
+    one = batch_norm_note(nn.Sequential(nn.BatchNorm1d(3)), CPU)
+    assert one is not None and "'0' is a BatchNorm: its" in one
     assert "convert_sync_batchnorm" in (batch_norm_note(model, torch.device("cuda")) or "")
 
 

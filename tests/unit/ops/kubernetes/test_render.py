@@ -229,6 +229,10 @@ def test_bytes_of_a_quantity() -> None:
         ({"pod": PodOptions(cpus="some")}, "--cpus some"),
         ({"pod": PodOptions(gpus=-1)}, "0 or more"),
         ({"pod": PodOptions(environment={"A B": "1"})}, "--env A B"),
+        (
+            {"pod": PodOptions(environment={"ELASTICZERO_CHECKPONT_EVERY": "5"})},
+            "did you mean ELASTICZERO_CHECKPOINT_EVERY",
+        ),
         ({"pod": PodOptions(environment={"ELASTICZERO_HTTP_PORT": "1"})}, "the same port"),
         ({"zones": "two"}, "--zones two: one of spread, one"),
         ({"pod": PodOptions(tmp_size="20GB")}, "--tmp-size 20GB"),

@@ -27,6 +27,7 @@ def test_the_directory_of_a_job_of_a_node_and_of_several_jobs(logs: Path) -> Non
     job, files = find_logs(logs / "one" / "b", None)
     assert (job, [file.node for file in files]) == ("one", ["b"])
     assert find_logs(logs, "two") == find_logs(logs / "two", None)
+    assert find_logs(logs / "one", "two")[0] == "one", "ELASTICZERO_JOB may be that of another"
 
 
 def test_the_only_job_of_a_directory_needs_no_name(tmp_path: Path) -> None:

@@ -73,3 +73,10 @@ def test_a_port_that_resets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnose, "PROBE_TIMEOUT_S", 0.5)
     with http_server(reset, plain=b"") as endpoint:
         assert diagnose.diagnose_endpoint(endpoint, Access()) is None
+
+
+def test_a_name_without_an_address_is_named() -> None:
+    assert diagnose.unknown_host(["127.0.0.1:2379", "http://nowhere.invalid:2379"]) == (
+        " (no address is known for nowhere.invalid)"
+    )
+    assert diagnose.unknown_host(["127.0.0.1:2379", "[::1]:2379"]) == ""
