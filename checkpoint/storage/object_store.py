@@ -379,6 +379,10 @@ class ObjectDirectory:
             self._remote.call("rm_file", probe)
 
 
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+"""Extra of this package with which each scheme of a URL can be used."""
+
+
 def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
     """Returns (fsspec's file system, the path in it) of a URL; raises `UserError` for an invalid
     one."""
@@ -388,7 +392,9 @@ def file_system(url: str, retry: Retrying = RETRY) -> tuple[Remote, str]:
 
         fs, root = fsspec.core.url_to_fs(url, **_options(scheme, fsspec.config.conf))
     except ImportError as error:
-        raise UserError(f"{url!r} cannot be used: {error}") from None
+        extra = EXTRAS.get(scheme)
+        how = f": run pip install 'elasticzero[{extra}]'" if extra else ""
+        raise UserError(f"{url!r} cannot be used: {error}{how}") from None
     except ValueError as error:
         raise UserError(
             f"{url!r} is no place that fsspec knows ({error}): give a path, file://, s3://, gs://, "

@@ -23,7 +23,7 @@ from elasticzero.launcher.observability.job_counts import JobCounts
 from elasticzero.launcher.observability.job_metrics import JobState, model_flops_utilization
 from elasticzero.launcher.observability.metrics import CONTENT_TYPE, Metrics
 from elasticzero.launcher.observability.progress.display import ProgressDisplay
-from elasticzero.launcher.observability.progress.states import Trains
+from elasticzero.launcher.observability.progress.states import PLAIN, Trains
 from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.documents import Control, World
 from elasticzero.launcher.protocol.failure_policy import quarantined
@@ -245,7 +245,7 @@ def progress_of(view: View, group: WorkerGroup | None, latest: Latest) -> Trains
     if view.world is None or group is None or view.round_s is not None:
         return latest.reason or None
     if latest.plain:
-        return "the script runs; it has not called elasticzero.run, so no steps are seen"
+        return PLAIN
     workers = [worker for worker in group.workers if worker.running]
     if starting := [worker.rank for worker in workers if not worker.state.attached]:
         return f"waiting for {named_text('rank', starting, NAMED)} to call elasticzero.run"

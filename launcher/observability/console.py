@@ -17,7 +17,7 @@ from elasticzero.launcher.addresses import host_and_port
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.observability.output import Ticker, terminal
 from elasticzero.launcher.observability.progress.display import ProgressDisplay, is_one_place
-from elasticzero.launcher.observability.progress.states import Mode, Trains, steps_text
+from elasticzero.launcher.observability.progress.states import PLAIN, Mode, Trains, steps_text
 from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.leader import PLAIN_END
 from elasticzero.text import count_text, print_foreign, printable
@@ -308,7 +308,7 @@ class ClusterConsole:
         if self._in_round:
             return "waiting for the next generation"
         if self.plain:
-            return "the script runs; it has not called elasticzero.run, so no steps are seen"
+            return PLAIN
         if not self._session:
             return "waiting for the script to call elasticzero.run"
         if not self._restored:

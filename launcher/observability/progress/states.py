@@ -23,6 +23,11 @@ AGAIN_S = 30.0
 """Seconds between two lines of a log about the same."""
 LATE_S, LATE_STEPS = 5.0, 10.0
 """A step is late after so many seconds, and after the time of so many steps."""
+PLAIN = (
+    "the script runs; it has not called elasticzero.run, so no steps are seen, and options of "
+    "training and checkpoints have no effect"
+)
+"""Says that a script is taken for a plain one."""
 _OFF = ("", "0", "false", "no")
 """Values of the variable CI that do not say that this is a build server."""
 
