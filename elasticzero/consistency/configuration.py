@@ -25,6 +25,7 @@ from elasticzero.data.loader import RankSchedule
 from elasticzero.errors import PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Assignment
+from elasticzero.options.settings import TrainingSettings
 from elasticzero.options.training import compared_options
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.state.digests import combined, of_value
@@ -78,7 +79,9 @@ def of_optimizers(optimizers: Optimizers) -> Description:
     return description
 
 
-def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) -> Description:
+def of_loop(
+    schedule: RankSchedule, loop: int, settings: TrainingSettings, allowed: Collection[str] = ()
+) -> Description:
     """Describes the arguments of a call of `session.batches` on which the ranks' batches depend.
 
     The size of micro-batches is one, because their number determines how often ranks communicate.
@@ -86,6 +89,8 @@ def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) ->
     Args:
         schedule: This rank's micro-batches of the loop.
         loop: The loop's number.
+        settings: The training settings, of which those of stragglers count where shares follow the
+            ranks' speeds.
         allowed: The changes of data that the loop makes use of; only then is that option compared,
             of which ranks of the release before have nothing.
 
@@ -107,6 +112,9 @@ def of_loop(schedule: RankSchedule, loop: int, allowed: Collection[str] = ()) ->
     }
     if plan.never_one:  # never where a rank may be of the release before
         values["samples of a BatchNorm"] = "two at least"
+    if schedule.shares is not None:
+        when = f"every {settings.straggler_steps} steps, from {settings.straggler_factor:g} times"
+        values["--on-straggler"] = f"balance, {when}"
     if allowed:
         values["--allow-data-change"] = ",".join(allowed)
     return {name: _plain(value) for name, value in values.items()}

@@ -268,7 +268,7 @@ class Loops:
         needed = needed_changes(plan, before) if goes_on else ()
         allowed = assignment.allow_data_change
         self._comparison.require_equal(
-            Call.LOOP, of_loop(schedule, loop, allowed if needed else ())
+            Call.LOOP, of_loop(schedule, loop, assignment, allowed if needed else ())
         )
         position = plan.start(before, loop, dataset, allowed)
         text = change_text(plan, before, training.step) if goes_on else ""

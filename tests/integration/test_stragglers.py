@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from elasticzero.errors import ExitCode
+from elasticzero.launcher.local.cluster import Placement
 from elasticzero.launcher.observability.lineage import Lineage
-from tests.integration.clusters import REGRESSION, events_in
+from elasticzero.launcher.store.etcd.server import EtcdServer
+from tests.integration.clusters import REGRESSION, events_in, story
 from tests.integration.clusters import elasticzero as command
 from tests.integration.reference import undisturbed
 from tests.integration.test_elastic_training import check_samples, check_weights
@@ -58,3 +61,19 @@ def test_a_slow_rank_computes_less_through_a_killed_node(
         assert len(shares[generation]) == ranks
         assert of_slow[0] == BATCH // ranks, "a generation begins with equal shares"
         assert min(of_slow) < BATCH // ranks - 3, of_slow
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_without_the_option_is_named(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
+    """One that tells its speed, and one that does not, would take each other's values."""
+
+    def place(node: str) -> Placement:
+        choice = "balance" if node == "node-1" else "report"
+        return Placement(environment={"ELASTICZERO_ON_STRAGGLER": choice})
+
+    arguments = ["--nnodes", "2", "--strategy", "ddp", str(REGRESSION)]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2, place=place) as told:
+        assert set(told.wait_for_end().values()) == {ExitCode.USAGE}
+        failures = [event for event in told.of("failed") if event["blame"] == "user"]
+    expected = "has --on-straggler balance, every 20 steps, from 1.3 times, rank "
+    assert any(expected in failure["message"] for failure in failures), failures
