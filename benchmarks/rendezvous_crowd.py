@@ -52,7 +52,6 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.membership import Membership, bound_socket, new_incarnation
 from elasticzero.launcher.store.watch_cache import DONE, WatchCache
 from elasticzero.serialization import decode
-from elasticzero.version import __version__, torch_version
 
 THREADS = 8
 """Each takes care of its share of the clients, one at a time."""
@@ -219,8 +218,6 @@ class Client:
             http_port=29400,
             store_port=sock.getsockname()[1],
             nproc=1,
-            release=__version__,
-            torch=torch_version(),
         )
         self.membership = Membership(self.store, me, options.ttl_s, sock)
         self.workers = PretendedWorkers(crowd.ask_for_boundary)

@@ -92,7 +92,7 @@ BACKOFF_S = 0.2
 """Seconds without actions after a write that failed."""
 MAX_ERRORS = 3
 """Number of turns that may fail by an unexpected error before the agent ends."""
-TURN_REST_A_NODE_S, TURN_REST_S = 0.00005, 0.1
+TURN_REST_A_NODE_S, TURN_REST_S = 0.00002, 0.1
 """Seconds for which the loop rests after a turn for each node that it follows, and the most."""
 MACHINE_TROUBLE_S = 60.0
 """Seconds without a whole turn, after which an error of the operating system is one that stays:

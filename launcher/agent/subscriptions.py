@@ -45,11 +45,7 @@ QUIET_S = 30.0
 before it: the first members may all be gone. It is less where steps take less: a TTL, or twice the
 longest step."""
 QUIET_STAGGER_S, QUIET_SPREAD_S = 0.5, 10.0
-"""Seconds by which one member begins after another, and within which all have begun, unless
-QUIET_STAGGER_LEAST_S makes it longer."""
-QUIET_STAGGER_LEAST_S = 0.02
-"""Minimum seconds by which one member begins after another, however many there are: what they read
-then would make a round of a thousand nodes that is slow slower still."""
+"""Seconds by which one member begins after another, and within which all have begun."""
 REPORT_AGAIN_S = 5.0
 LASTING = ("stopped", "finished")
 """Phases in which others wait for this agent's report; it is read every REPORT_AGAIN_S then, in
@@ -367,13 +363,8 @@ def _stagger_s(world: World, index: int) -> float:
     """Returns the seconds by which this member begins to watch the others later than the first
     member."""
     nodes = len(world.members)
-    stagger_s = max(WATCH_STAGGER_S, WATCH_STAGGER_A_NODE_S * nodes * (nodes > MANY))
-    return _delay_s(nodes) + stagger_s * index
-
-
-def _delay_s(nodes: int) -> float:
-    """Returns the seconds that a world of so many nodes leaves the store for a round."""
-    return WATCH_DELAY_A_NODE_S * max(0, nodes - MANY)
+    delay_s = WATCH_DELAY_A_NODE_S * max(0, nodes - MANY)
+    return delay_s + max(WATCH_STAGGER_S, WATCH_STAGGER_A_NODE_S * nodes * (nodes > MANY)) * index
 
 
 def _quiet_s(view: View, index: int, now_s: float, policy: JobPolicy) -> float:
@@ -394,6 +385,5 @@ def _quiet_s(view: View, index: int, now_s: float, policy: JobPolicy) -> float:
     known_s = view.world_s if view.world_s is not None else now_s
     first_s = min(QUIET_S, max(policy.lease_ttl_s, PROOF_STEPS * workers.longest_step_s))
     nodes = len(view.world.members) if view.world is not None else 1
-    stagger_s = min(QUIET_STAGGER_S, max(QUIET_STAGGER_LEAST_S, QUIET_SPREAD_S / nodes))
-    since_s = max(workers.stepped_s, known_s)
-    return since_s + first_s + _delay_s(nodes) + stagger_s * index
+    stagger_s = min(QUIET_STAGGER_S, QUIET_SPREAD_S / nodes) * index
+    return max(workers.stepped_s, known_s) + first_s + stagger_s

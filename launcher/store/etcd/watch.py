@@ -221,7 +221,7 @@ class WatchMultiplexer:
             self._stream = stream
             for watch in self._open:
                 self._create(stream, watch)
-        resync_s = self._connection.timeouts.resync_s * random.uniform(0.5, 1.0)
+        resync_s = self._connection.timeouts.resync_s * random.uniform(0.8, 1.0)
         try:
             with self._connection.stream(
                 "watch", "Watch", stream.requests, deadline_s=resync_s

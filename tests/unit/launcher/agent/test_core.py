@@ -250,7 +250,7 @@ def test_the_loop_rests_where_it_follows_many_nodes(node: NodeWithoutProcesses) 
     """What comes meanwhile is taken in together; a turn does work for each of the nodes."""
     me = node.membership.me
     report = Report(incarnation="i", phase="alive")
-    for count, rest_s in ((3, 0.0), (100, 0.0), (1000, 0.05), (100_000, TURN_REST_S)):
+    for count, rest_s in ((3, 0.0), (100, 0.0), (1000, 0.02), (100_000, TURN_REST_S)):
         names = [f"n{i}" for i in range(count)]
         for view in (
             View(me=me, members=dict.fromkeys(names, me)),
