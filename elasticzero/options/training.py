@@ -131,7 +131,6 @@ _STRATEGY = grouped(
         "report",
         choices=get_args(OnStraggler),
         field="training.on_straggler",
-        is_listed=True,
     ),
     Option(
         ("--straggler-factor",),

@@ -474,7 +474,7 @@ def _wait_for_store(
         if failures == 1:
             left_s = max(0.0, deadline_s - time.monotonic())
             why = unknown_host(endpoints)
-            text = f"etcd at {names} does not answer{why}; trying for {left_s:.0f} s more"
+            text = f"etcd at {names} does not answer; trying for {left_s:.0f} s more{why}"
             log_for_node(options.node, text)
 
     try:

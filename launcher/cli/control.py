@@ -85,8 +85,8 @@ def open_job_store(job: str, endpoints: Sequence[str], access: Access) -> Iterat
     except StoreUnavailable as error:
         names = ",".join(endpoints)
         raise StoreUnavailable(
-            f"etcd at {names} does not answer{unknown_host(endpoints)}; check --etcd, and that "
-            "etcd runs"
+            f"etcd at {names} does not answer; check --etcd, and that etcd runs"
+            f"{unknown_host(endpoints)}"
         ) from error
     finally:
         store.close()
