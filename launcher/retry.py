@@ -6,12 +6,14 @@ So does a state machine that puts its next write off after a failure, for it mus
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tenacity
 
@@ -59,6 +61,53 @@ def retry_call(
         on_failure: Called before each pause, with the number of failures so far and the last error.
     """
 
+    retrying = tenacity.Retrying(
+        sleep=time.sleep if closed is None else tenacity.sleep_using_event(closed),
+        **_rules(policy, retryable, closed, on_failure),
+    )
+    return retrying(call)
+
+
+async def retry_call_async(
+    call: Callable[[], Awaitable[T]],
+    policy: RetryPolicy,
+    *,
+    retryable: Callable[[BaseException], bool],
+    closed: asyncio.Event,
+) -> T:
+    """Does in an event loop what `retry_call` does in a thread.
+
+    Args:
+        call: What is tried.
+        policy: Says how long and how often.
+        retryable: Tells the errors after which a try can succeed; any other is raised at once.
+        closed: Ends the pauses and the tries when it is set.
+    """
+
+    async def attempt() -> T:
+        return await call()
+
+    async def sleep(seconds: float) -> None:
+        await pause_unless(closed, seconds)
+
+    retrying = tenacity.AsyncRetrying(sleep=sleep, **_rules(policy, retryable, closed, None))
+    return await retrying(attempt)
+
+
+async def pause_unless(closed: asyncio.Event, seconds: float) -> None:
+    """Waits so many seconds; less if the event is set meanwhile."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(closed.wait(), seconds)
+
+
+def _rules(
+    policy: RetryPolicy,
+    retryable: Callable[[BaseException], bool],
+    closed: threading.Event | asyncio.Event | None,
+    on_failure: Callable[[int, BaseException], None] | None,
+) -> dict[str, Any]:
+    """Returns the policy in tenacity's words; for the arguments see `retry_call`."""
+
     def pause(state: tenacity.RetryCallState) -> float:
         pause_s = policy.pause_s(state.attempt_number)
         left_s = policy.timeout_s - (state.seconds_since_start or 0.0)
@@ -75,12 +124,10 @@ def retry_call(
         if on_failure is not None and error is not None:
             on_failure(state.attempt_number, error)
 
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(retryable),
-        wait=pause,
-        stop=stop,
-        sleep=time.sleep if closed is None else tenacity.sleep_using_event(closed),
-        before_sleep=report,
-        reraise=True,
-    )
-    return retrying(call)
+    return {
+        "retry": tenacity.retry_if_exception(retryable),
+        "wait": pause,
+        "stop": stop,
+        "before_sleep": report,
+        "reraise": True,
+    }

@@ -177,11 +177,12 @@ class Store(Protocol):
         """Calls `changed` with the whole of `prefix` now and after every change, from one thread.
 
         The calls come in the order of histories and revisions; changes that come close together may
-        be combined in one. An outage of the store delays the calls and nothing else.
+        be combined in one. An outage of the store delays the calls and nothing else. A call may
+        begin and close watches, but not wait for the store, whose answers come in the same thread.
         """
 
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> Lease:
-        """Returns a new lease; `on_lost` is called once, from the lease's own thread, when it is
+        """Returns a new lease; `on_lost` is called once, from the store's thread, when it is
         lost."""
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
 from elasticzero.launcher.secrets import ETCD_PASSWORD, Secret
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.access import Access
+from elasticzero.launcher.store.etcd.event_loop import call_soon, wait_for
 from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
 from tests.integration.clusters import REGRESSION, elasticzero
 from tests.integration.etcd_members import Members, Tls
@@ -210,16 +211,18 @@ def test_a_token_that_has_run_out_is_replaced(users: Members, pems: Pems) -> Non
         told.until(has(k=b"1"))
         login = store._connection._login
         assert login is not None
-        first = login.token()
+        first = wait_for(login.token())
         time.sleep(TOKEN_TTL_S + 2.5)
         assert store.write({"k": b"2"}, lease=lease)
-        assert login.token() != first
+        assert wait_for(login.token()) != first
         told.until(has(k=b"2"))
         assert [e.value for e in store.read("k").entries.values()] == [b"2"]
         time.sleep(TOKEN_TTL_S + 2.5)
         stream = store._watches._stream
         assert stream is not None
-        stream.outgoing.put(None)  # ends it: one begins anew, with a token that etcd has forgotten
+        call_soon(
+            stream.outgoing.put_nowait, None
+        )  # ends it: one begins anew, with a token that etcd has forgotten
         assert other.write({"k": b"3"})
         told.until(has(k=b"3"))
         assert not lease.lost
@@ -234,10 +237,10 @@ def test_a_login_is_renewed_before_it_is_too_old(users: Members, pems: Pems) -> 
         login = store._connection._login
         assert login is not None
         store.read("k")
-        first = login.token()
+        first = wait_for(login.token())
         time.sleep(0.3)
         store.read("k")
-        assert login.token() != first
+        assert wait_for(login.token()) != first
 
 
 def test_etcd_starts_anew_and_knows_no_token(users: Members, pems: Pems) -> None:

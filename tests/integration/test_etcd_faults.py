@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ from elasticzero.errors import OperatorError, StoreUnavailable, UserError
 from elasticzero.launcher.store.api import Condition, LeaseLost, PrefixState, job_prefix
 from elasticzero.launcher.store.etcd import server as embedded
 from elasticzero.launcher.store.etcd.connection import rpc
+from elasticzero.launcher.store.etcd.event_loop import call_soon, wait_for
 from elasticzero.launcher.store.etcd.keys import Span
+from elasticzero.launcher.store.etcd.protobuf import grpc
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore, Timeouts
 from tests.integration.etcd_relay import Relay
@@ -140,7 +144,7 @@ def test_frozen_for_longer_than_the_ttl_a_lease_is_lost_and_taken_anew(
     etcd.resume()
 
     assert lost.wait(DEADLINE_S)
-    assert lease.lost and threads == [f"keepalive {lease.id:x}"]
+    assert lease.lost and threads == ["etcd"]
     assert store.reachable and store.last_outage_end_s > 0
     told.until(lambda s: not s.entries)
     with pytest.raises(LeaseLost):
@@ -176,7 +180,8 @@ def test_a_lease_revoked_by_another_is_noticed_by_a_write(
     store, other = connect(), connect()
     lost = threading.Event()
     lease = store.lease(600, on_lost=lost.set)
-    other._connection.call("revoke", "LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease.id))
+    request = rpc.LeaseRevokeRequest(ID=lease.id)
+    wait_for(other._connection.call("revoke", "LeaseRevoke", request))
     with pytest.raises(LeaseLost):
         store.write({"k": b""}, lease=lease)
     assert lost.wait(DEADLINE_S) and lease.lost
@@ -194,11 +199,12 @@ def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
     watches = store._watches
     real_read, held, go = watches._read, threading.Event(), threading.Event()
 
-    def read_then_hang(span: Span, deadline_s: float) -> PrefixState:
+    async def read_then_hang(span: Span, deadline_s: float) -> PrefixState:
         """The revision read is compacted away before it is told."""
-        snapshot = real_read(span, deadline_s)
+        snapshot = await real_read(span, deadline_s)
         held.set()
-        assert go.wait(DEADLINE_S)
+        while not go.is_set():
+            await asyncio.sleep(0.01)
         return snapshot
 
     watches._read = read_then_hang
@@ -210,8 +216,9 @@ def test_compacted_while_a_watch_begins_anew_it_misses_nothing(
     for i in range(20):
         other.write({"k/a": str(i).encode()})
     revision = other.read("").revision
-    compact = rpc.KVStub(other._connection._channels[0]).Compact
-    compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=5)
+    with grpc.insecure_channel(etcd.endpoint) as channel:
+        compact = rpc.KVStub(channel).Compact
+        compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=5)
     go.set()
     told.until(has(k__a=b"19"))
     other.write({"k/b": b"after"})
@@ -230,12 +237,12 @@ def test_a_read_that_is_slow_is_tried_again_and_costs_no_new_stream(
     real_read, stream = watches._read, watches._stream
     deadlines: list[float] = []
 
-    def read(span: Span, deadline_s: float) -> PrefixState:
+    async def read(span: Span, deadline_s: float) -> PrefixState:
         deadlines.append(deadline_s)
         if len(deadlines) == 1:
             etcd.pause()
             slow.set()
-        return real_read(span, deadline_s)
+        return await real_read(span, deadline_s)
 
     watches._read = read
     store.watch("l/", late)
@@ -264,9 +271,9 @@ def test_the_few_keys_that_all_agents_watch_are_read_together(connect: Connect) 
     watches, keys = store._watches, store._keys
     real_read, spans = watches._read, list[Span]()
 
-    def read(span: Span, deadline_s: float) -> PrefixState:
+    async def read(span: Span, deadline_s: float) -> PrefixState:
         spans.append(span)
-        return real_read(span, deadline_s)
+        return await real_read(span, deadline_s)
 
     watches._read = read
     told = {prefix: Told() for prefix in expected}
@@ -344,6 +351,7 @@ def test_a_watch_reads_again_now_and_then(connect: Connect) -> None:
 
 @pytest.mark.parametrize("state", ["well", "killed", "frozen", "never there"])
 def test_close_is_quick_whatever_etcd_does(etcd: EtcdServer, connect: Connect, state: str) -> None:
+    connect().read("k")  # the event loop's thread stays
     before = set(threading.enumerate())
     store = connect("127.0.0.1:1") if state == "never there" else connect()
     told = Told()
@@ -407,6 +415,24 @@ def test_a_lost_answer_is_looked_up_and_never_written_twice(
         assert result == world.mod_revision and world.value == b"2"
 
 
+def test_a_callback_that_calls_the_store_is_told_so(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would wait for the answer in the thread that brings it."""
+    store, told = connect(), Told()
+
+    def changed(snapshot: PrefixState) -> None:
+        if not snapshot.entries:
+            store.read("k")
+        told(snapshot)
+
+    store.watch("k", changed)
+    store.write({"k": b"1"})
+    told.until(has(k=b"1"))
+    refused = [str(r.exc_info[1]) for r in caplog.records if r.exc_info is not None]
+    assert all("hand the work over to another thread" in text for text in refused)
+
+
 def test_an_endpoint_silent_from_the_start_is_left_for_the_next(
     etcd: EtcdServer, connect: Connect
 ) -> None:
@@ -446,7 +472,7 @@ def test_a_silent_stream_at_an_endpoint_just_left_is_ended(
     eventually(lambda: lease._stream is not None)
     stream = lease._stream
     connection._current = 1
-    connection.record_timeout("keepalive", stream, end=False)
+    call_soon(partial(connection.record_timeout, "keepalive", stream, end=False))
     eventually(lambda: lease._stream is not stream)
 
 

@@ -5,9 +5,9 @@ This file stands apart from `connection.py` because it calls no gRPC: it is test
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from elasticzero.launcher.secrets import ETCD_PASSWORD
 from elasticzero.launcher.store.etcd.access import Access, Endpoint
@@ -61,8 +61,8 @@ class TokenCache:
     """Caches the token that etcd gives for user and password; gets a new one when it has expired or
     etcd no longer accepts it."""
 
-    def __init__(self, authenticate: Callable[[], str], life_s: float) -> None:
-        """Creates an empty cache.
+    def __init__(self, authenticate: Callable[[], Awaitable[str]], life_s: float) -> None:
+        """Creates an empty cache, for one event loop.
 
         Args:
             authenticate: Returns a new token; empty if none is needed.
@@ -72,19 +72,18 @@ class TokenCache:
         self._life_s = life_s
         self._token: str | None = None
         self._since_s = 0.0
-        self._lock = threading.Lock()
+        self._lock = asyncio.Lock()
 
-    def token(self) -> str:
+    async def token(self) -> str:
         """Returns the token to send now; raises what `authenticate` raises."""
-        with self._lock:
+        async with self._lock:
             now_s = time.monotonic()
             if self._token is None or now_s - self._since_s > self._life_s:
-                self._token = self._authenticate()
+                self._token = await self._authenticate()
                 self._since_s = now_s
             return self._token
 
     def invalidate(self, token: str) -> None:
         """Drops a token that etcd refuses; a newer one stays."""
-        with self._lock:
-            if self._token == token:
-                self._token = None
+        if self._token == token:
+            self._token = None

@@ -33,7 +33,11 @@ _OPTIONS = (
 
 
 def open_channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
-    """Opens a channel to each endpoint; raises `UserError` for invalid certificates."""
+    """Opens a channel to each endpoint, in the event loop that uses them.
+
+    Raises:
+        UserError: The certificates are invalid.
+    """
     credentials = None
     if any(endpoint.tls for endpoint in endpoints):
         pems = read_certificates(access)
@@ -47,8 +51,8 @@ def open_channels(endpoints: Sequence[Endpoint], access: Access) -> list[Any]:
             bare,
         )
     return [
-        grpc.secure_channel(endpoint.address, credentials, options=_OPTIONS)
+        grpc.aio.secure_channel(endpoint.address, credentials, options=_OPTIONS)
         if endpoint.tls
-        else grpc.insecure_channel(endpoint.address, options=_OPTIONS)
+        else grpc.aio.insecure_channel(endpoint.address, options=_OPTIONS)
         for endpoint in endpoints
     ]

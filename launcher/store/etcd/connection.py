@@ -1,21 +1,22 @@
 """Sends requests and streams to etcd with deadlines and failover, and tracks its health.
 
+All of it runs in the process's event loop for etcd, but for what says that any thread may call it.
 The messages are those of the etcd3 package (`protobuf.py`); its client, watcher and lease are
 not used (one endpoint only, no deadlines, watches that die at the first error).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from elasticzero.errors import AccessRefused, StoreUnavailable, UserError
-from elasticzero.launcher.retry import RetryPolicy
+from elasticzero.launcher.retry import RetryPolicy, pause_unless
 from elasticzero.launcher.store.data_loss import History, HistoryPosition
 from elasticzero.launcher.store.etcd.access import (
     Access,
@@ -32,6 +33,7 @@ from elasticzero.launcher.store.etcd.auth import (
 )
 from elasticzero.launcher.store.etcd.channels import open_channels
 from elasticzero.launcher.store.etcd.diagnose import diagnose_endpoint
+from elasticzero.launcher.store.etcd.event_loop import call_soon, wait_for
 from elasticzero.launcher.store.etcd.protobuf import grpc, load_messages
 
 log = logging.getLogger(__name__)
@@ -112,11 +114,11 @@ class Connection:
         access: Access | None = None,
         channels: OpenChannels | None = None,
     ) -> None:
-        """Opens a channel for each endpoint.
+        """Opens a channel for each endpoint; any thread but the loop's may do so.
 
         Args:
             endpoints: Members of etcd, as the user wrote them.
-            observe: Called after every request.
+            observe: Called in the loop after every request.
             timeouts: Time limits.
             access: TLS and user for etcd; None: neither.
             channels: Opens the channels in place of `open_channels`.
@@ -136,11 +138,18 @@ class Connection:
         self._has_answered = False
         self.history = History(self._begin_anew)
         self.observe = observe
-        self.closed = threading.Event()
+        self.closed = asyncio.Event()
         self.reachable = True
         self.last_outage_end_s = 0.0
         self._outage_began_s = 0.0
-        self._channels = (channels or open_channels)(self.endpoints, access)
+        self._channels: list[Any] = []
+        self._methods: list[dict[str, Any]] = []
+        self._current = 0
+        self._streams: dict[Any, int] = {}
+        wait_for(self._open(channels or open_channels))
+
+    async def _open(self, channels: OpenChannels) -> None:
+        self._channels = channels(self.endpoints, self._access)
         self._methods = [
             {
                 method: getattr(getattr(rpc, stub)(channel), method)
@@ -148,11 +157,10 @@ class Connection:
             }
             for channel in self._channels
         ]
-        self._current = 0
-        self._streams: dict[Any, int] = {}
-        self._lock = threading.Lock()
 
-    def call(self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0) -> Any:
+    async def call(
+        self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0
+    ) -> Any:
         """Returns the response to one request at the endpoint in use.
 
         Args:
@@ -165,9 +173,10 @@ class Connection:
             CallFailed: The request ended with a gRPC status.
             AccessRefused: etcd refuses the user.
         """
-        return self.call_in_history(operation, method, request, deadline_s=deadline_s)[0]
+        answer = await self.call_in_history(operation, method, request, deadline_s=deadline_s)
+        return answer[0]
 
-    def call_in_history(
+    async def call_in_history(
         self, operation: str, method: str, request: Any, *, deadline_s: float = 0.0
     ) -> tuple[Any, int]:
         """Returns the response to one request, with the number of the history that it is of.
@@ -183,9 +192,9 @@ class Connection:
             AccessRefused: etcd refuses the user.
         """
         for last_try in (self._login is None, True):
-            token = self._login.token() if self._login is not None else ""
+            token = await self._login.token() if self._login is not None else ""
             try:
-                return self._call(operation, method, request, token, deadline_s)
+                return await self._call(operation, method, request, token, deadline_s)
             except CallFailed as failure:
                 if self._login is not None and is_old_login(failure.detail):
                     self._login.invalidate(token)
@@ -197,7 +206,7 @@ class Connection:
                 raise
         raise AssertionError("unreachable")
 
-    def _call(
+    async def _call(
         self, operation: str, method: str, request: Any, token: str, deadline_s: float = 0.0
     ) -> tuple[Any, int]:
         index = self._current
@@ -205,10 +214,10 @@ class Connection:
         began_s = time.monotonic()
         timeout_s = deadline_s or self.timeouts.request_s
         try:
-            response = self._start(
-                index, method, request, timeout=timeout_s, metadata=_metadata(token)
-            )
-        except grpc.RpcError as error:
+            call = self._start(index, method, request, timeout=timeout_s, metadata=_metadata(token))
+            with _cancelled_as_failure(call, self.endpoints[index]):
+                response = await call
+        except grpc.aio.AioRpcError as error:
             failure = self._failure(operation, index, error)
             self.observe(operation, time.monotonic() - began_s, failure.code.name.lower())
             if failure.code in _SILENT:
@@ -251,26 +260,25 @@ class Connection:
         return sent.number + (verdict == "lost")
 
     def _begin_anew(self) -> None:
-        """Ends all streams; new ones begin with what the store holds now."""
+        """Ends all streams; new ones begin with what the store holds now. Any thread may call
+        it."""
         log.debug("etcd has lost its data: %s", self.history.reason)
         self.record_late_reply()
-        self._cancel_streams()
+        call_soon(self._cancel_streams)
 
     def _cancel_streams(self) -> None:
-        with self._lock:
-            calls = list(self._streams)
-        for call in calls:
+        for call in list(self._streams):
             call.cancel()
 
-    @contextmanager
-    def stream(
+    @asynccontextmanager
+    async def stream(
         self,
         operation: str,
         method: str,
-        requests: Callable[[threading.Event], Iterator[Any]],
+        requests: Callable[[asyncio.Event], AsyncIterator[Any]],
         *,
         deadline_s: float | None = None,
-    ) -> Iterator[Any]:
+    ) -> AsyncIterator[Any]:
         """Opens a stream of responses.
 
         Args:
@@ -282,18 +290,16 @@ class Connection:
         Raises:
             CallFailed: The stream breaks; it is raised in the block.
         """
-        token = self._login.token() if self._login is not None else ""
+        token = await self._login.token() if self._login is not None else ""
         index = self._current
-        over = threading.Event()
+        over = asyncio.Event()
         metadata = _NEEDS_LEADER + _metadata(token)
         call = self._start(index, method, requests(over), timeout=deadline_s, metadata=metadata)
+        self._streams[call] = index
         try:
-            with self._lock:
-                self._streams[call] = index
-            if self.closed.is_set():
-                call.cancel()
-            yield call
-        except grpc.RpcError as error:
+            with _cancelled_as_failure(call, self.endpoints[index]):
+                yield call
+        except grpc.aio.AioRpcError as error:
             failure = self._failure(operation, index, error)
             if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and deadline_s is not None:
                 return
@@ -307,24 +313,20 @@ class Connection:
         finally:
             over.set()
             call.cancel()
-            with self._lock:
-                self._streams.pop(call, None)
+            self._streams.pop(call, None)
 
     def record_success(self) -> None:
         """Notes that etcd gave an answer, whatever it says: an outage is over."""
         self._has_answered = True
         if self.reachable:
             return
-        with self._lock:
-            if self.reachable:
-                return
-            self.last_outage_end_s = time.monotonic()
-            self.reachable = True
+        self.last_outage_end_s = time.monotonic()
+        self.reachable = True
         log.warning("etcd is back after %.1f s", self.last_outage_end_s - self._outage_began_s)
 
     def raise_if_access_refused(self) -> None:
         """Raises `AccessRefused` if etcd has never answered and something on our side is the
-        reason."""
+        reason. It connects, and so no coroutine calls it."""
         if self._has_answered or self.closed.is_set():
             return
         diagnoses = [diagnose_endpoint(endpoint, self._access) for endpoint in self.endpoints]
@@ -332,13 +334,13 @@ class Connection:
         if reasons:
             raise AccessRefused("; ".join(reasons))
 
-    def _log_in(self) -> str:
+    async def _log_in(self) -> str:
         """Returns a token for user and password; an empty one where etcd needs none."""
         access = self._access
         assert access.user is not None and access.password is not None
         request = rpc.AuthenticateRequest(name=access.user, password=access.password.reveal)
         try:
-            token: str = self._call("login", "Authenticate", request, "")[0].token
+            token: str = (await self._call("login", "Authenticate", request, ""))[0].token
         except CallFailed as failure:
             if NOT_ENABLED in failure.detail:
                 if self._users_enabled:
@@ -355,10 +357,10 @@ class Connection:
         return self.endpoints[self._current]
 
     def record_late_reply(self) -> None:
-        """Notes an outage: etcd answered after a silence in which leases may have expired."""
-        with self._lock:
-            self.last_outage_end_s = time.monotonic()
-            self.reachable = True
+        """Notes an outage: etcd answered after a silence in which leases may have expired. Any
+        thread may call it."""
+        self.last_outage_end_s = time.monotonic()
+        self.reachable = True
 
     def record_timeout(self, operation: str, call: Any, *, end: bool) -> None:
         """Notes that a stream gave no answer in time, so its endpoint is silent.
@@ -372,38 +374,32 @@ class Connection:
             end: Whether to end the stream in any case.
         """
         self.observe(operation, 0.0, "no_answer")
-        with self._lock:
-            index = self._streams.get(call, self._current)
+        index = self._streams.get(call, self._current)
         self._fail_over(index, f"etcd at {self.endpoints[index]} does not answer `{operation}`")
         if end or index != self._current:
             call.cancel()
 
-    def pause(self, failures: int) -> None:
+    async def pause(self, failures: int) -> None:
         """Waits before the next try, longer after more failures in a row; `close` ends the wait."""
-        self.closed.wait(self.retry.pause_s(failures))
+        await pause_unless(self.closed, self.retry.pause_s(failures))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Fails all calls and streams, now and later."""
         self.closed.set()
         self._cancel_streams()
         for channel in self._channels:
-            channel.close()
+            await channel.close()
 
     def _start(self, index: int, method: str, request: Any, **options: Any) -> Any:
         try:
             return self._methods[index][method](request, **options)
-        except ValueError:  # what a closed channel raises
+        except grpc.aio.UsageError:  # what a closed channel raises
             if not self.closed.is_set():
                 raise
-            raise CallFailed(
-                f"this connection to etcd at {self.endpoints[index]} was closed",
-                grpc.StatusCode.CANCELLED,
-            ) from None
+            raise _ended_here(self.endpoints[index]) from None
 
-    def _failure(self, operation: str, index: int, error: grpc.RpcError) -> CallFailed:
-        code, detail = grpc.StatusCode.UNKNOWN, str(error)
-        if isinstance(error, grpc.Call):
-            code, detail = error.code(), error.details() or "no details"
+    def _failure(self, operation: str, index: int, error: grpc.aio.AioRpcError) -> CallFailed:
+        code, detail = error.code(), error.details() or "no details"
         what = "check that etcd runs and is in reach"
         if _NO_SPACE in detail:
             what = "make room with `etcdctl compact`, `etcdctl defrag` and `etcdctl alarm disarm`"
@@ -417,19 +413,34 @@ class Connection:
     def _fail_over(self, index: int, why: str) -> None:
         if self.closed.is_set():
             return
-        with self._lock:
-            began = self.reachable
-            if began:
-                self.reachable = False
-                self._outage_began_s = time.monotonic()
-            abandoned = []
-            if len(self._channels) > 1 and index == self._current:
-                self._current = (index + 1) % len(self._channels)
-                abandoned = [call for call, at in self._streams.items() if at == index]
-        for call in abandoned:
-            call.cancel()
+        began = self.reachable
+        if began:
+            self.reachable = False
+            self._outage_began_s = time.monotonic()
+        if len(self._channels) > 1 and index == self._current:
+            self._current = (index + 1) % len(self._channels)
+            for call in [call for call, at in self._streams.items() if at == index]:
+                call.cancel()
         if began and self._has_answered:  # before the first answer the one who asks says what to do
             log.warning("%s", why)
+
+
+@contextmanager
+def _cancelled_as_failure(call: Any, endpoint: Endpoint) -> Iterator[None]:
+    """Raises `CallFailed` where gRPC says that this process itself has cancelled the call: asyncio
+    takes that for the end of the whole coroutine."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not call.cancelled():
+            raise
+        raise _ended_here(endpoint) from None
+
+
+def _ended_here(endpoint: Endpoint) -> CallFailed:
+    return CallFailed(
+        f"this connection to etcd at {endpoint} was closed", grpc.StatusCode.CANCELLED
+    )
 
 
 def _plainly(detail: str) -> str:

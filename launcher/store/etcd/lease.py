@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
 from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
+from elasticzero.launcher.store.etcd.event_loop import call_soon, start, wait_for, wait_until_over
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ UNANSWERED = 3
 
 
 class EtcdLease:
-    """Keeps a lease alive from a thread of its own, at a third of its TTL, over one stream.
+    """Keeps a lease alive from the event loop, at a third of its TTL, over one stream.
 
     While etcd is silent it tries again; only etcd's own answer makes the lease lost. A slow answer
     does not end the stream: a thousand agents that open new ones would make etcd slower still.
@@ -42,12 +44,12 @@ class EtcdLease:
         requested_s: float,
         renews: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Takes over a granted lease.
+        """Takes over a granted lease, and begins to keep it alive.
 
         Args:
             connection: Sends the requests.
             ttl_s: TTL that was requested.
-            on_lost: Called when etcd no longer has the lease.
+            on_lost: Called in the event loop when etcd no longer has the lease.
             granted: etcd's response.
             requested_s: Time of the request, monotonic.
             renews: Returns whether the lease is to be renewed now.
@@ -64,55 +66,55 @@ class EtcdLease:
         self._last_took_s = 0.0
         """Seconds until the last answer."""
         self._failures = 0
-        self._closed = threading.Event()
+        self._closed = False
         self._stream: Any = None
-        name = f"keepalive {self.id:x}"
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.keepalives: Future[None] = start(self._run())
+        """Ends with the lease, or with the connection."""
 
     def close(self, *, revoke: bool) -> None:
-        self._closed.set()
-        self.check()
-        if threading.current_thread() is not self.thread:
-            self.thread.join(self._connection.timeouts.close_s)
+        self._closed = True
+        call_soon(self.check)
+        wait_until_over([self.keepalives], self._connection.timeouts.close_s)
         if revoke and not self.lost:
             request = rpc.LeaseRevokeRequest(ID=self.id)
             try:
-                self._connection.call("revoke", "LeaseRevoke", request)
+                wait_for(self._connection.call("revoke", "LeaseRevoke", request))
             except CallFailed as error:
                 log.debug("lease %x is left to run out: %s", self.id, error)
 
     def check(self) -> None:
-        """Asks etcd about the lease at once, on a new stream."""
+        """Asks etcd about the lease at once, on a new stream; called in the event loop."""
         stream = self._stream
         if stream is not None:
             stream.cancel()
 
     def _over(self) -> bool:
-        return self.lost or self._closed.is_set() or self._connection.closed.is_set()
+        return self.lost or self._closed or self._connection.closed.is_set()
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         while not self._over():
             try:
-                self._keep_alive()
+                await self._keep_alive()
             except StoreUnavailable:
                 self._failures += 1
             except Exception:
                 log.exception("the keepalive of lease %x begins again after an error", self.id)
                 self._failures += 1
             if not self._over():
-                self._connection.pause(max(1, self._failures))
-        if self.lost and self._on_lost is not None and not self._closed.is_set():
+                await self._connection.pause(max(1, self._failures))
+        if self.lost and self._on_lost is not None and not self._closed:
             self._on_lost()
 
-    def _keep_alive(self) -> None:
+    async def _keep_alive(self) -> None:
         sent_s: deque[float] = deque()  # of the pulses that have no answer yet
         position = self._connection.history.position()
         pulses = partial(self._pulses, sent_s)
-        with self._connection.stream("keepalive", "LeaseKeepAlive", pulses) as responses:
+        stream = self._connection.stream("keepalive", "LeaseKeepAlive", pulses)
+        async with stream as responses:
             self._stream = responses
             if self._over():
                 return
-            for response in responses:
+            async for response in responses:
                 requested_s = sent_s.popleft()
                 took_s = time.monotonic() - requested_s
                 self._connection.observe("keepalive", took_s, None)
@@ -129,26 +131,26 @@ class EtcdLease:
                 self.confirmed_s = requested_s
                 self._failures = 0
 
-    def _pulses(self, sent_s: deque[float], over: threading.Event) -> Iterator[Any]:
+    async def _pulses(self, sent_s: deque[float], over: asyncio.Event) -> AsyncIterator[Any]:
         """Yields the requests of one stream.
 
         The stream ends if too many requests have no response, or if there is another endpoint.
         """
         while not over.is_set() and not self._over():
             if not self._renews():
-                self._wait_for_holder(over)
+                await self._wait_for_holder(over)
                 continue
             sent_s.append(time.monotonic())
             yield rpc.LeaseKeepAliveRequest(ID=self.id)
-            over.wait(self._interval_s)
+            await asyncio.sleep(self._interval_s)
             if sent_s and not over.is_set():
                 last = len(sent_s) >= UNANSWERED
                 self._connection.record_timeout("keepalive", self._stream, end=last)
 
-    def _wait_for_holder(self, over: threading.Event) -> None:
+    async def _wait_for_holder(self, over: asyncio.Event) -> None:
         """Waits until the lease is to be renewed again; meanwhile it may run out."""
-        over.wait(PAUSED_S)  # a process that was suspended needs a moment
+        await asyncio.sleep(PAUSED_S)  # a process that was suspended needs a moment
         if not self._renews():
             log.warning("lease %x is not renewed: the agent's loop stands still", self.id)
         while not self._renews() and not over.is_set() and not self._over():
-            over.wait(PAUSED_S)
+            await asyncio.sleep(PAUSED_S)

@@ -1,4 +1,4 @@
-"""Loads gRPC and etcd's messages; the one module that reaches into etcd3's and grpc's internals.
+"""Loads gRPC and etcd's messages; the one module that reaches into etcd3's internals.
 
 Of the package etcd3 only the serialized descriptors of etcd's messages are used. Its own classes
 were generated in 2020: they load on protobuf's pure-Python runtime alone, and only in a process
@@ -11,8 +11,7 @@ An upgrade must check:
   `FileDescriptor(serialized_pb=...)` or `AddSerializedFile(...)`. The tests of the store fail if
   not.
 - protobuf: `DescriptorPool.AddSerializedFile` and `message_factory.GetMessageClass` exist.
-- grpc: it reads GRPC_VERBOSITY when it is imported, and `grpc._common.MAXIMUM_WAIT_TIMEOUT` is how
-  often a thread that waits for a message wakes up. If it is gone, idle agents use more CPU.
+- grpc: it reads GRPC_VERBOSITY when it is imported.
 """
 
 from __future__ import annotations
@@ -36,17 +35,10 @@ _before = os.environ.get(_VERBOSITY)
 os.environ.setdefault(_VERBOSITY, "NONE")
 
 import grpc  # noqa: E402
+import grpc.aio  # noqa: E402
 
 if _before is None:
     del os.environ[_VERBOSITY]  # processes that are started later must not inherit it
-
-WAKE_UP_S = 10.0
-"""A thread that waits for the next message of a stream wakes up so often by itself. With gRPC's own
-tenth of a second an idle agent does hardly anything else; Python 3 needs none of it to see
-signals."""
-_common: Any = getattr(grpc, "_common", None)
-if hasattr(_common, "MAXIMUM_WAIT_TIMEOUT"):
-    _common.MAXIMUM_WAIT_TIMEOUT = WAKE_UP_S
 
 __all__ = ["grpc", "load_messages"]
 

@@ -9,14 +9,14 @@ only reads: older releases of etcd panic when the client of such a one gives up 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.retry import RetryPolicy, retry_call
+from elasticzero.launcher.retry import RetryPolicy, retry_call_async
 from elasticzero.launcher.store.api import (
     Condition,
     Lease,
@@ -36,6 +36,7 @@ from elasticzero.launcher.store.etcd.connection import (
     Timeouts,
     rpc,
 )
+from elasticzero.launcher.store.etcd.event_loop import start, wait_for, wait_until_over
 from elasticzero.launcher.store.etcd.keys import Keyspace, Span, oldest_first
 from elasticzero.launcher.store.etcd.lease import EtcdLease
 from elasticzero.launcher.store.etcd.protobuf import grpc
@@ -45,6 +46,8 @@ from elasticzero.text import list_text
 __all__ = ["EtcdStore", "Timeouts"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TOO_LARGE = ("request is too large", "received message larger than max")
 """Words of etcd, and of gRPC before it, for a request larger than `--max-request-bytes`."""
@@ -95,7 +98,6 @@ class EtcdStore:
         self._watches = WatchMultiplexer(self._connection, self._keys, self._read)
         self._leases: dict[int, EtcdLease] = {}
         self._renews: Callable[[], bool] = lambda: True
-        self._lock = threading.Lock()
 
     @property
     def reachable(self) -> bool:
@@ -115,12 +117,12 @@ class EtcdStore:
         return f"{self.history.cluster:x}" if self.history.cluster else ""
 
     def read(self, prefix: str, *, limit: int = 0) -> PrefixState:
-        return self._read(self._keys.span(prefix), limit=limit)
+        return self._answer(self._read(self._keys.span(prefix), limit=limit))
 
     def count(self, prefix: str, revision: int) -> int:
         first, end = self._keys.span(prefix)
         request = rpc.RangeRequest(key=first, range_end=end, revision=revision, count_only=True)
-        count: int = self._retried("read", "Range", request)[0].count
+        count: int = self._answer(self._retried("read", "Range", request))[0].count
         return count
 
     def write(
@@ -138,8 +140,19 @@ class EtcdStore:
             success=[self._put(name, value, lease_id) for name, value in puts.items()]
             + [self._delete(name) for name in deletes],
         )
+        return wait_for(self._write(puts, deletes, conditions, lease, request))
+
+    async def _write(
+        self,
+        puts: Mapping[str, bytes],
+        deletes: Sequence[str],
+        conditions: Sequence[Condition],
+        lease: Lease | None,
+        request: Any,
+    ) -> int | None:
+        """Sends a transaction; for the arguments see `write`, whose request this is."""
         try:
-            response = self._connection.call("write", "Txn", request)
+            response = await self._connection.call("write", "Txn", request)
         except CallFailed as error:
             if error.code is grpc.StatusCode.NOT_FOUND and lease is not None:
                 if lease.id in self._leases:
@@ -156,7 +169,7 @@ class EtcdStore:
                 ) from None
             if error.code not in TRANSIENT:
                 raise
-            return self._verify_write(puts, deletes, error)
+            return await self._verify_write(puts, deletes, error)
         revision: int = response.header.revision
         return revision if response.succeeded else None
 
@@ -166,7 +179,8 @@ class EtcdStore:
     def lease(self, ttl_s: int, *, on_lost: Callable[[], None] | None = None) -> EtcdLease:
         requested_s = time.monotonic()
         # A grant that is repeated may leave a lease behind that nobody uses; it runs out.
-        granted, _ = self._retried("lease", "LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
+        request = rpc.LeaseGrantRequest(TTL=ttl_s)
+        granted, _ = self._answer(self._retried("lease", "LeaseGrant", request))
         lease = EtcdLease(
             self._connection,
             ttl_s,
@@ -175,25 +189,21 @@ class EtcdStore:
             requested_s=requested_s,
             renews=self._renews,
         )
-        with self._lock:
-            self._leases = {i: kept for i, kept in self._leases.items() if kept.thread.is_alive()}
-            self._leases[lease.id] = lease
-            lease.thread.start()
+        kept = {i: other for i, other in self._leases.items() if not other.keepalives.done()}
+        self._leases = {**kept, lease.id: lease}
         return lease
 
     def renew_leases_while(self, condition: Callable[[], bool]) -> None:
-        """Has the leases that are taken from now on renewed only while the condition holds; their
-        threads call it."""
+        """Has the leases that are taken from now on renewed only while the condition holds; the
+        event loop calls it."""
         self._renews = condition
 
     def close(self) -> None:
-        self._connection.close()
-        deadline_s = time.monotonic() + self._timeouts.close_s
-        with self._lock:
-            threads = [self._watches.thread, *(lease.thread for lease in self._leases.values())]
-        for thread in threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(max(0.0, deadline_s - time.monotonic()))
+        wait_until_over([start(self._connection.close())], self._timeouts.close_s)
+        following = self._watches.following
+        running: list[Future[None]] = [lease.keepalives for lease in self._leases.values()]
+        running += [following] if following is not None else []
+        wait_until_over(running, self._timeouts.close_s)
 
     def __enter__(self) -> EtcdStore:
         return self
@@ -201,7 +211,15 @@ class EtcdStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, span: Span, deadline_s: float = 0.0, *, limit: int = 0) -> PrefixState:
+    def _answer(self, request: Coroutine[Any, Any, T]) -> T:
+        """Returns the answer to a request; where none comes, says what is wrong on this side."""
+        try:
+            return wait_for(request)
+        except CallFailed:
+            self._connection.raise_if_access_refused()
+            raise
+
+    async def _read(self, span: Span, deadline_s: float = 0.0, *, limit: int = 0) -> PrefixState:
         """Reads the keys of a span.
 
         Args:
@@ -217,12 +235,12 @@ class EtcdStore:
             sort_order=rpc.RangeRequest.ASCEND,
             sort_target=rpc.RangeRequest.CREATE,
         )
-        response, history = self._retried("read", "Range", request, deadline_s)
+        response, history = await self._retried("read", "Range", request, deadline_s)
         entries = {entry.key: entry for entry in map(self._keys.entry, response.kvs)}
         revision = response.header.revision
         return PrefixState(revision=revision, entries=oldest_first(entries), history=history)
 
-    def _retried(
+    async def _retried(
         self, operation: str, method: str, request: Any, deadline_s: float = 0.0
     ) -> tuple[Any, int]:
         """Sends a request; retries while etcd is silent: at every endpoint, and for `request_s`.
@@ -237,24 +255,20 @@ class EtcdStore:
             The response, and the number of its history.
         """
         ask = partial(self._connection.call_in_history, operation, method, request)
-        try:
-            return retry_call(
-                partial(ask, deadline_s=deadline_s),
-                RetryPolicy(
-                    first_pause_s=self._timeouts.backoff_s,
-                    max_pause_s=self._timeouts.request_s / 4,
-                    spread=1.0,
-                    timeout_s=self._timeouts.request_s,
-                    min_tries=len(self._connection.endpoints),
-                ),
-                retryable=lambda e: isinstance(e, CallFailed) and e.code in TRANSIENT,
-                closed=self._connection.closed,
-            )
-        except CallFailed:
-            self._connection.raise_if_access_refused()
-            raise
+        return await retry_call_async(
+            partial(ask, deadline_s=deadline_s),
+            RetryPolicy(
+                first_pause_s=self._timeouts.backoff_s,
+                max_pause_s=self._timeouts.request_s / 4,
+                spread=1.0,
+                timeout_s=self._timeouts.request_s,
+                min_tries=len(self._connection.endpoints),
+            ),
+            retryable=lambda e: isinstance(e, CallFailed) and e.code in TRANSIENT,
+            closed=self._connection.closed,
+        )
 
-    def _verify_write(
+    async def _verify_write(
         self, puts: Mapping[str, bytes], deletes: Sequence[str], error: CallFailed
     ) -> int | None:
         """Finds out whether a write whose answer was lost was done, by reading what it wrote.
@@ -281,7 +295,8 @@ class EtcdStore:
             for name in [*puts, *deletes]:
                 left_s = max(0.001, until_s - time.monotonic())
                 request = self._range(name, revision)
-                response = self._connection.call("read", "Range", request, deadline_s=left_s)
+                answer = self._connection.call("read", "Range", request, deadline_s=left_s)
+                response = await answer
                 revision, pairs[name] = revision or response.header.revision, response.kvs
         except CallFailed:
             raise unknown from None

@@ -13,22 +13,24 @@ asking for everything again would make etcd slower still.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
-import queue
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from elasticzero.errors import StoreUnavailable
-from elasticzero.launcher.retry import retry_call
+from elasticzero.launcher.retry import retry_call_async
 from elasticzero.launcher.store.api import Entry, PrefixState
 from elasticzero.launcher.store.data_loss import HistoryPosition
 from elasticzero.launcher.store.etcd.connection import CallFailed, Connection, rpc
+from elasticzero.launcher.store.etcd.event_loop import call_soon, start
 from elasticzero.launcher.store.etcd.keys import Keyspace, Span, oldest_first
 from elasticzero.launcher.store.etcd.protobuf import grpc
 
@@ -39,12 +41,12 @@ SLOW_READS = 4
 """Number of reads of a prefix, each with twice the time of the one before, before its stream is
 given up."""
 
-Read = Callable[[Span, float], PrefixState]
+Read = Callable[[Span, float], Awaitable[PrefixState]]
 """Reads a span of keys within so many seconds, and returns what it holds."""
 
 
 class EtcdWatch:
-    """Watches one prefix. The store's one thread calls back; any thread may close it."""
+    """Watches one prefix. The event loop calls back; any thread may close it."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class EtcdWatch:
 
     def close(self) -> None:
         self.closed = True
-        self._watches.drop(self)
+        call_soon(self._watches.drop, self)
         if self._notify_lock.acquire(timeout=self._watches.close_s):
             self._notify_lock.release()
 
@@ -130,23 +132,25 @@ class _Stream:
             history: Position before the stream was opened.
         """
         self.history = history
-        self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self.unanswered: deque[EtcdWatch] = deque()
         self.watches: dict[int, EtcdWatch] = {}
         self.unread: list[EtcdWatch] = []
-        """Watches that etcd has begun, and that are not read yet; only the stream's thread uses
-        them."""
+        """Watches that etcd has begun, and that are not read yet."""
 
-    def requests(self, over: threading.Event) -> Iterator[Any]:
-        while (request := self.outgoing.get()) is not None and not over.is_set():
+    async def requests(self, over: asyncio.Event) -> AsyncIterator[Any]:
+        while (request := await self.outgoing.get()) is not None and not over.is_set():
             yield request
 
 
 class WatchMultiplexer:
-    """Opens and closes watches, and keeps them on a stream from a thread of its own."""
+    """Opens and closes watches, and keeps them on a stream.
+
+    Any thread may add a watch; all else is done in the event loop.
+    """
 
     def __init__(self, connection: Connection, keys: Keyspace, read: Read) -> None:
-        """Creates a multiplexer without watches; its thread starts with the first one.
+        """Creates a multiplexer without watches.
 
         Args:
             connection: Connection to etcd.
@@ -156,11 +160,11 @@ class WatchMultiplexer:
         self._connection = connection
         self._keys = keys
         self._read = read
-        self._lock = threading.Lock()
         self._open: list[EtcdWatch] = []
         self._stream: _Stream | None = None
         self._failures = 0
-        self.thread = threading.Thread(target=self._run, name="watches", daemon=True)
+        self.following: Future[None] | None = None
+        """Ends with the connection; None before the first watch."""
 
     @property
     def close_s(self) -> float:
@@ -172,77 +176,74 @@ class WatchMultiplexer:
 
     def add(self, prefix: str, changed: Callable[[PrefixState], None]) -> EtcdWatch:
         watch = EtcdWatch(self._keys, prefix, changed, self)
-        with self._lock:
-            self._open.append(watch)
-            if self._stream is not None:
-                self._create(self._stream, watch)
-            if self.thread.ident is None:
-                self.thread.start()
+        call_soon(self._add, watch)
         return watch
+
+    def _add(self, watch: EtcdWatch) -> None:
+        self._open.append(watch)
+        if self._stream is not None:
+            self._create(self._stream, watch)
+        if self.following is None:
+            self.following = start(self._run())
 
     def drop(self, watch: EtcdWatch) -> None:
         """Tells etcd to send no more of it."""
-        with self._lock:
-            if watch in self._open:
-                self._open.remove(watch)
-            stream = self._stream
-            if stream is None:
-                return
-            for number in [n for n, other in stream.watches.items() if other is watch]:
-                del stream.watches[number]
-                self._cancel(stream, number)
+        if watch in self._open:
+            self._open.remove(watch)
+        stream = self._stream
+        if stream is None:
+            return
+        for number in [n for n, other in stream.watches.items() if other is watch]:
+            del stream.watches[number]
+            self._cancel(stream, number)
 
     def _create(self, stream: _Stream, watch: EtcdWatch) -> None:
         key, end = self._keys.span(watch.prefix)
         create = rpc.WatchCreateRequest(key=key, range_end=end)
         stream.unanswered.append(watch)
-        stream.outgoing.put(rpc.WatchRequest(create_request=create))
+        stream.outgoing.put_nowait(rpc.WatchRequest(create_request=create))
 
     def _cancel(self, stream: _Stream, number: int) -> None:
         cancel = rpc.WatchCancelRequest(watch_id=number)
-        stream.outgoing.put(rpc.WatchRequest(cancel_request=cancel))
+        stream.outgoing.put_nowait(rpc.WatchRequest(cancel_request=cancel))
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         while not self.over:
             try:
-                self._follow()
+                await self._follow()
             except StoreUnavailable:
                 self._failures += 1
             except Exception:
                 log.exception("the watches begin again after an error")
                 self._failures += 1
             if self._failures and not self.over:
-                self._connection.pause(self._failures)
+                await self._connection.pause(self._failures)
 
-    def _follow(self) -> None:
+    async def _follow(self) -> None:
         """Passes on every prefix as it is, then each change, until the next re-read is due."""
-        stream = _Stream(self._connection.history.position())
-        with self._lock:
-            self._stream = stream
-            for watch in self._open:
-                self._create(stream, watch)
+        stream = self._stream = _Stream(self._connection.history.position())
+        for watch in self._open:
+            self._create(stream, watch)
         resync_s = self._connection.timeouts.resync_s * random.uniform(0.8, 1.0)
         try:
-            with self._connection.stream(
+            async with self._connection.stream(
                 "watch", "Watch", stream.requests, deadline_s=resync_s
             ) as responses:
-                for response in responses:
-                    if self.over or not self._handle(stream, response):
+                async for response in responses:
+                    if self.over or not await self._handle(stream, response):
                         return
         finally:
-            with self._lock:
-                self._stream = None
-            stream.outgoing.put(None)
+            self._stream = None
+            stream.outgoing.put_nowait(None)
 
-    def _handle(self, stream: _Stream, response: Any) -> bool:
+    async def _handle(self, stream: _Stream, response: Any) -> bool:
         """Takes in one response; returns False if it ends the stream."""
         if self._connection.check(stream.history, response.header) != stream.history.number:
             return False
         if response.created:
             watch = self._confirmed_watch(stream, response)
         else:
-            with self._lock:
-                watch = stream.watches.get(response.watch_id)
+            watch = stream.watches.get(response.watch_id)
         if response.canceled and watch is not None:
             # Refused, compacted past our revision, or ended by the server: a re-read mends all.
             why = response.cancel_reason or f"compacted at {response.compact_revision}"
@@ -254,34 +255,33 @@ class WatchMultiplexer:
             stream.unread.append(watch)
         elif watch is not None and watch not in stream.unread:
             watch.advance(response.events)
-        self._read_confirmed_watches(stream)
+        await self._read_confirmed_watches(stream)
         self._failures = 0
         return True
 
-    def _read_confirmed_watches(self, stream: _Stream) -> None:
+    async def _read_confirmed_watches(self, stream: _Stream) -> None:
         """Reads and passes on what has begun, once etcd has begun all that was requested.
 
         The changes that came until then are older than what is read.
         """
-        with self._lock:
-            if stream.unanswered:
-                return
+        if stream.unanswered:
+            return
         watches, stream.unread = stream.unread, []
         few = [watch for watch in watches if self._keys.is_among_few(watch.prefix)]
         if len(few) > 1:
-            state = self._read_with_backoff(self._keys.span_of_few())
+            state = await self._read_with_backoff(self._keys.span_of_few())
             for watch in few:
                 watch.begin(_under(watch.prefix, state))
             watches = [watch for watch in watches if watch not in few]
         for watch in watches:
             if not watch.closed:
-                watch.begin(self._read_with_backoff(self._keys.span(watch.prefix)))
+                watch.begin(await self._read_with_backoff(self._keys.span(watch.prefix)))
 
-    def _read_with_backoff(self, span: Span) -> PrefixState:
+    async def _read_with_backoff(self, span: Span) -> PrefixState:
         """Returns what the span holds; each try after a slow one may take twice as long."""
         first_s = self._connection.timeouts.request_s
         deadlines_s = (first_s * 2**tries for tries in itertools.count())
-        return retry_call(
+        return await retry_call_async(
             lambda: self._read(span, next(deadlines_s)),
             replace(self._connection.retry, timeout_s=0.0, min_tries=SLOW_READS),
             retryable=lambda error: (
@@ -293,15 +293,14 @@ class WatchMultiplexer:
     def _confirmed_watch(self, stream: _Stream, response: Any) -> EtcdWatch | None:
         """Returns the watch that etcd has begun, or refused, under the response's number; None: it
         was closed meanwhile."""
-        with self._lock:
-            watch = stream.unanswered.popleft()
-            if not watch.closed:
-                if not response.canceled:
-                    stream.watches[response.watch_id] = watch
-                return watch
+        watch = stream.unanswered.popleft()
+        if not watch.closed:
             if not response.canceled:
-                self._cancel(stream, response.watch_id)
-            return None
+                stream.watches[response.watch_id] = watch
+            return watch
+        if not response.canceled:
+            self._cancel(stream, response.watch_id)
+        return None
 
 
 def _under(prefix: str, state: PrefixState) -> PrefixState:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from elasticzero.launcher.retry import RetryPolicy, retry_call
+from elasticzero.launcher.retry import RetryPolicy, retry_call, retry_call_async
 
 AT_ONCE = RetryPolicy(first_pause_s=0.0, max_pause_s=0.0)
 
@@ -74,6 +75,37 @@ def test_an_event_ends_the_tries() -> None:
             closed=closed,
             on_failure=lambda failures, error: closed.set(),
         )
+
+
+def test_a_coroutine_is_repeated_until_it_succeeds() -> None:
+    call = failing(2)
+
+    async def play() -> int:
+        closed = asyncio.Event()
+
+        async def attempt() -> int:
+            return call()
+
+        return await retry_call_async(attempt, AT_ONCE, retryable=is_os_error, closed=closed)
+
+    assert asyncio.run(play()) == 3
+
+
+def test_an_event_ends_the_pauses_of_a_coroutine() -> None:
+    call = failing(9)
+    long = RetryPolicy(first_pause_s=3600.0, max_pause_s=3600.0)
+
+    async def play() -> None:
+        closed = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, closed.set)
+
+        async def attempt() -> int:
+            return call()
+
+        with pytest.raises(OSError, match="try 2"):
+            await retry_call_async(attempt, long, retryable=is_os_error, closed=closed)
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import asyncio
 
 import pytest
 
@@ -62,7 +61,8 @@ def test_the_own_address_is_found_whatever_the_scheme() -> None:
 def counted() -> tuple[list[str], TokenCache]:
     issued: list[str] = []
 
-    def ask() -> str:
+    async def ask() -> str:
+        await asyncio.sleep(0)
         issued.append(f"token-{len(issued)}")
         return issued[-1]
 
@@ -70,54 +70,64 @@ def counted() -> tuple[list[str], TokenCache]:
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_is_refused() -> None:
-    issued, login = counted()
-    assert [login.token(), login.token()] == ["token-0", "token-0"]
-    login.invalidate("token-0")
-    assert login.token() == "token-1"
-    login.invalidate("token-0")  # somebody who was slow to hear of it
-    assert login.token() == "token-1"
-    assert len(issued) == 2
+    async def play() -> None:
+        issued, login = counted()
+        assert [await login.token(), await login.token()] == ["token-0", "token-0"]
+        login.invalidate("token-0")
+        assert await login.token() == "token-1"
+        login.invalidate("token-0")  # somebody who was slow to hear of it
+        assert await login.token() == "token-1"
+        assert len(issued) == 2
+
+    asyncio.run(play())
 
 
 def test_many_who_are_refused_ask_once() -> None:
-    issued, login = counted()
-    first = login.token()
-    start = threading.Barrier(8)
+    async def play() -> None:
+        issued, login = counted()
+        first = await login.token()
 
-    def refused() -> None:
-        start.wait(20)
-        login.invalidate(first)
-        assert login.token() == "token-1"
+        async def refused() -> str:
+            login.invalidate(first)
+            return await login.token()
 
-    threads = [threading.Thread(target=refused) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert issued == ["token-0", "token-1"]
+        assert await asyncio.gather(*(refused() for _ in range(8))) == ["token-1"] * 8
+        assert issued == ["token-0", "token-1"]
+
+    asyncio.run(play())
 
 
 def test_an_old_token_is_replaced() -> None:
-    tokens = iter("ab")
-    login = TokenCache(lambda: next(tokens), life_s=0.01)
-    assert login.token() == "a"
-    time.sleep(0.02)
-    assert login.token() == "b"
+    async def play() -> None:
+        tokens = iter("ab")
+
+        async def ask() -> str:
+            return next(tokens)
+
+        login = TokenCache(ask, life_s=0.01)
+        assert await login.token() == "a"
+        await asyncio.sleep(0.02)
+        assert await login.token() == "b"
+
+    asyncio.run(play())
 
 
 def test_one_that_could_not_be_had_is_asked_for_again() -> None:
     answers: list[Exception | str] = ["there", UserError("no")]
 
-    def ask() -> str:
+    async def ask() -> str:
         answer = answers.pop()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    login = TokenCache(ask, life_s=60.0)
-    with pytest.raises(UserError):
-        login.token()
-    assert login.token() == "there"
+    async def play() -> None:
+        login = TokenCache(ask, life_s=60.0)
+        with pytest.raises(UserError):
+            await login.token()
+        assert await login.token() == "there"
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize(
