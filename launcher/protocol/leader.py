@@ -186,7 +186,7 @@ def present_build(view: View, world: World) -> Build | None:
     """Returns the build of a world; None: no member states one."""
     if (build := build_of(world)) is not None:
         return build
-    members = as_registered(world.members, view.members)
+    members = (as_registered(member, view.members) for member in world.members)
     return next((build for m in members if (build := build_of(m)) is not None), None)
 
 
@@ -204,7 +204,7 @@ def gives_way(view: View, world: World, staying: Iterable[Member], policy: JobPo
     present = present_build(view, world) if waiting else None
     if all(fits(member, present) for member in waiting):
         return False
-    members = [*as_registered(staying, view.members), *waiting]
+    members = [*(as_registered(member, view.members) for member in staying), *waiting]
     return present != choose_build(members, present, policy.min_nodes, policy.max_nodes)
 
 

@@ -164,22 +164,20 @@ def stated_versions(members: Iterable[Member]) -> tuple[str, str]:
     return next(stated, ("", ""))
 
 
-def as_registered(
-    members: Iterable[Member], registrations: Mapping[str, Member] | None
-) -> list[Member]:
-    """Returns members of a world with the zones, runs and versions that they registered with, which
+def as_registered(member: Member, registrations: Mapping[str, Member] | None) -> Member:
+    """Returns a member of a world with the zone, run and versions that it registered with, which
     the world lacks if one of its members had none.
 
     Args:
-        members: Members, as the world names them.
+        member: A member, as the world names it.
         registrations: Registrations by node; None: they are not known.
     """
-    registered = {(m.node, m.incarnation): m for m in (registrations or {}).values()}
-    pairs = ((m, registered.get((m.node, m.incarnation), m)) for m in members)
-    return [
-        replace(m, zone=last.zone, run=last.run, release=last.release, torch=last.torch)
-        for m, last in pairs
-    ]
+    last = (registrations or {}).get(member.node)
+    if last is None or last.incarnation != member.incarnation:
+        return member
+    if last == member:  # as of most
+        return last
+    return replace(member, zone=last.zone, run=last.run, release=last.release, torch=last.torch)
 
 
 def unlike(odd: Member, member: Member) -> str:

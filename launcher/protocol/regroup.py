@@ -108,7 +108,7 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     storage_s = max(opened_s, view.storage_asked_s or opened_s)
     do_without = resume.tier == "ram" and now_s - storage_s >= STORAGE_PATIENCE_S
     staying = tuple(
-        replace(m, store_port=reports[m.node].store_port)
+        _at_port(m, reports[m.node].store_port)
         for m in answered
         if m.node in reports and not reports[m.node].leaving
     )
@@ -143,6 +143,11 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     return _next_world(
         view, following, outcome, policy, describe_incomplete_snapshot(world, reports, resume)
     )
+
+
+def _at_port(member: Member, port: int) -> Member:
+    """Returns a member whose store is at a port; itself where that is known, as of most."""
+    return member if member.store_port == port else replace(member, store_port=port)
 
 
 def _too_few(count: int, policy: JobPolicy) -> str:
@@ -353,7 +358,7 @@ def _places(
     stay = {m.node for m in outcome.staying}
     registered = [] if view.remnants else waiting_of(view, world)
     joiners = [m for m in registered if m.node not in stay]
-    old = as_registered(outcome.staying, view.members)
+    old = [as_registered(member, view.members) for member in outcome.staying]
     able = [m for m in (*old, *joiners) if m.node not in outcome.aside]
     least, most = policy.min_nodes, policy.max_nodes
     build = choose_build(able, present_build(view, world), least, most)
@@ -565,7 +570,8 @@ def _odd_builds(view: View, following: World, outcome: _Round) -> dict[str, str]
     """
     after = {member.node for member in following.members}
     odd = {}
-    for member in as_registered(outcome.staying, view.members):
+    for stays in outcome.staying:
+        member = as_registered(stays, view.members)
         others = (other for other in following.members if not fits(member, build_of(other)))
         if member.node not in after and (other := next(others, None)) is not None:
             odd[member.node] = unlike(member, other)

@@ -109,7 +109,7 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
         generation=world.generation + 1,
         token=view.token,
         of=world.token,
-        members=tuple(as_registered(staying, view.members)),
+        members=tuple(as_registered(member, view.members) for member in staying),
         leavers=tuple(node for node, _ in leavers),
         reason=reason,
     )
