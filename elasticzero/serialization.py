@@ -214,7 +214,7 @@ def decode_rows(
         rows: The arrays, as JSON.
         where: What the place that an error names begins with.
         rest: Values of the last fields, which the arrays lack: a column for each field, as long as
-            `rows`.
+            `rows`, of values that were checked before.
 
     Raises:
         RecordError: The JSON describes no such records; the error names the place.
@@ -225,9 +225,9 @@ def decode_rows(
         raise RecordError(f"{where}: an array was expected, not {_name(rows)}")
     length = len(names) - len(rest)
     if set(map(type, rows)) == {list} and set(map(len, rows)) == {length}:
-        columns = (*zip(*rows, strict=True), *rest)
-        if _are_plain(columns, plain):
-            return Rows(kind, columns)
+        columns = tuple(zip(*rows, strict=True))
+        if _are_plain(columns, plain[:length]):
+            return Rows(kind, (*columns, *rest))
     records = []
     for index, row in enumerate(rows):
         if type(row) is not list or len(row) != length:
