@@ -51,6 +51,7 @@ from elasticzero.launcher.store.etcd.channels import open_channels
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.membership import Membership, bound_socket, new_incarnation
 from elasticzero.launcher.store.watch_cache import DONE, WatchCache
+from elasticzero.processes import collect_garbage_less_often
 from elasticzero.serialization import decode
 
 THREADS = 8
@@ -458,6 +459,7 @@ def main() -> None:
     options = decode(CrowdOptions, json.loads(sys.argv[1]))
     crowd = Crowd(options)
     crowd.connect()
+    collect_garbage_less_often()
     crowd.tell("ready")
     for order in sys.stdin:
         word, _, number = order.strip().partition(" ")

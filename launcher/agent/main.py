@@ -68,6 +68,7 @@ from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from elasticzero.launcher.tls.credentials import NodeName
 from elasticzero.launcher.tls.setup import node_contexts
 from elasticzero.launcher.workers.gloo_interface import confined, with_gloo_host
+from elasticzero.processes import collect_garbage_less_often
 from elasticzero.serialization import RecordError
 from elasticzero.text import list_text, shown
 from elasticzero.version import __version__, torch_version
@@ -254,6 +255,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             display.show("waiting for this node's registration in etcd")
             if coordination.node_rank:
                 wait_for_lower_ranks(store, coordination.node_rank, options.policy.join_timeout_s)
+            collect_garbage_less_often()
             leaving = _join(membership, agent)
         except BaseException:
             agent.close()

@@ -39,7 +39,8 @@ MANY, WATCH_DELAY_A_NODE_S, WATCH_STAGGER_A_NODE_S = 100, 0.005, 0.0002
 """In a world of more nodes than MANY, searches begin later for each node beyond, and each leaves
 the store so much time for each node. A search makes the store send something of all nodes, and
 everything that they report then. If a round of a thousand nodes was slow, searches by all of them
-would make it endless."""
+would make it endless. Nor do the first members but the leader follow the reports of so many, before
+they lead."""
 QUIET_S = 30.0
 """Maximum seconds without a step after which the first of the other members watches the member
 before it: the first members may all be gone. It is less where steps take less: a TTL, or twice the
@@ -207,7 +208,8 @@ class Subscriptions:
             if stands_by or late or alone:
                 prefixes.add(MEMBERS)
             leaver = (view.leaving or view.surplus) and (index is None or in_round_s >= 0)
-            if leads(view) or index == 0 or leaver or late or (stands_by and in_round_s >= 0):
+            ready = stands_by and in_round_s >= 0 and len(world.members) <= MANY
+            if leads(view) or index == 0 or leaver or late or ready:
                 prefixes.add(reports_of(world.generation))
         self._observer.follow(prefixes)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticzero.launcher.agent.subscriptions import QUIET_S, QUIET_SPREAD_S, STANDBY
+from elasticzero.launcher.agent.subscriptions import MANY, QUIET_S, QUIET_SPREAD_S, STANDBY
 from elasticzero.launcher.protocol.policy import JobPolicy
-from elasticzero.launcher.store.watch_cache import MEMBERS
+from elasticzero.launcher.store.watch_cache import MEMBERS, reports_of
 from tests.simulation.cluster import Cluster
 from tests.simulation.schedule import Plan
 
@@ -22,10 +22,14 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
     """A world of many nodes, whose first step does not end for long; some names begin with the
     first one's, where that is given by the first number."""
     names_from, poll_s = request.param
+    return _world_of(NODES, names_from, poll_s)
+
+
+def _world_of(nodes: int, names_from: int = 1, poll_s: float = 1e6) -> Cluster:
     plan = Plan(
         seed=2,
-        nodes=NODES,
-        policy=JobPolicy(min_nodes=1, max_nodes=NODES, settle_s=3.0, lease_ttl_s=TTL_S),
+        nodes=nodes,
+        policy=JobPolicy(min_nodes=1, max_nodes=nodes, settle_s=3.0, lease_ttl_s=TTL_S),
         ttl_s=TTL_S,
         total_steps=10**6,
         step_s=STEP_S,
@@ -39,10 +43,10 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
         names_from=names_from,
     )
     cluster = Cluster(plan)
-    for _ in range(NODES):
+    for _ in range(nodes):
         cluster.add_node()
     started = cluster.rules.started
-    assert cluster.timeline.run(20.0, lambda: started.get(1, 0) == NODES)
+    assert cluster.timeline.run(20.0, lambda: started.get(1, 0) == nodes)
     return cluster
 
 
@@ -87,3 +91,29 @@ def test_the_first_member_left_watches_all(cluster: Cluster, lost: tuple[int, ..
     ]
     spent = sum(agent.store.requests for agent in cluster.running()) - requests
     assert spent < 12 * NODES
+
+
+@pytest.mark.parametrize(("nodes", "readers"), [(MANY, STANDBY), (MANY + 1, 1)])
+def test_of_many_nodes_only_the_leader_follows_the_reports(nodes: int, readers: int) -> None:
+    """In a small world two others do too, to lead at once if the leader is lost."""
+    cluster = _world_of(nodes)
+    assert cluster.world is not None
+    last = cluster.world.members[-1].node
+    cluster.strike("lose-node", cluster.hosts[last].agent)
+    reports, most = cluster.etcd.bucket(reports_of(1)), 0
+    until_s = cluster.timeline.now_s + 4 * TTL_S
+    while cluster.timeline.now_s < until_s and not cluster.rules.started.get(2, 0):
+        cluster.timeline.run(cluster.timeline.now_s + 0.02, lambda: False)
+        most = max(most, len(reports.watches))
+    assert cluster.rules.started.get(2, 0)
+    assert most == readers
+
+
+def test_of_many_nodes_another_leads_without_the_first() -> None:
+    cluster = _world_of(MANY + 1)
+    assert cluster.world is not None
+    first, last = cluster.world.members[0].node, cluster.world.members[-1].node
+    for node in (last, first):
+        cluster.strike("lose-node", cluster.hosts[node].agent)
+    until_s = cluster.timeline.now_s + 4 * TTL_S
+    assert cluster.timeline.run(until_s, lambda: cluster.rules.started.get(2, 0) == MANY - 1)
