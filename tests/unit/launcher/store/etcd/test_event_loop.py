@@ -70,11 +70,11 @@ def test_a_wait_for_what_never_ends_has_a_limit() -> None:
 
 
 def test_a_forked_process_begins_a_loop_of_its_own() -> None:
-    mine = event_loop()
+    parents = event_loop()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        fresh = event_loop() is not mine and wait_for(_thread_name()) == "etcd"
+        fresh = event_loop() is not parents and wait_for(_thread_name()) == "etcd"
         os.write(writing, b"fresh" if fresh else b"stale")
         os._exit(0)
     os.close(writing)
