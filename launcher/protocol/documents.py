@@ -197,6 +197,10 @@ class World:
             return None
         return index
 
+    def names_each_once(self) -> bool:
+        """Returns whether no two members have the same name."""
+        return len(self._places) == len(self.members)
+
     def registrations(self) -> Iterator[tuple[str, str]]:
         """Returns the name and the incarnation of each member, in order."""
         return zip(self.nodes, self._incarnations, strict=True)

@@ -167,8 +167,7 @@ def _check(read: Any) -> None:
 
 
 def _check_world(world: World) -> None:
-    names = world.nodes
-    if not names or len(set(names)) < len(names):
+    if not world.members or not world.names_each_once():
         raise RecordError("world.members: at least one was expected, each with a name of its own")
     _check_members(world.members, "world.members")
     resume = world.resume
