@@ -181,8 +181,7 @@ class PretendedWorkers:
 class SharedChannels:
     """One connection to etcd for many stores, none of which may end it.
 
-    Each connection has a thread of gRPC's own that wakes five times a second: with hundreds of them
-    a process does nothing else.
+    Agents have a connection each, and a process of their own for it.
     """
 
     def __init__(self) -> None:
@@ -476,7 +475,7 @@ def main() -> None:
                 crowd.tell("cpu", cpu_s=cpu_s, rss_bytes=used.ru_maxrss << 10)
             case _:
                 break
-    os._exit(0)  # a thousand threads and more need not be taken down one by one
+    os._exit(0)  # hundreds of streams need not be taken down one by one
 
 
 if __name__ == "__main__":

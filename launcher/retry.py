@@ -75,14 +75,7 @@ async def retry_call_async(
     retryable: Callable[[BaseException], bool],
     closed: asyncio.Event,
 ) -> T:
-    """Does in an event loop what `retry_call` does in a thread.
-
-    Args:
-        call: What is tried.
-        policy: Says how long and how often.
-        retryable: Tells the errors after which a try can succeed; any other is raised at once.
-        closed: Ends the pauses and the tries when it is set.
-    """
+    """Does in an event loop what `retry_call` does in a thread; for the arguments see there."""
 
     async def attempt() -> T:
         return await call()
