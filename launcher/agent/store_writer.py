@@ -168,12 +168,13 @@ class StoreWriter:
 
     def write(self, action: RaiseAlarm | PutReport | WriteProposal, view: View) -> None:
         """Writes an alarm, a report or a proposal that was decided from `view`."""
-        generation = view.world.generation if view.world is not None else 0
+        world = view.world
+        generation, token = (world.generation, world.token) if world is not None else (0, "")
         match action:
             case RaiseAlarm(alarm):
                 self._raise_alarm(generation, alarm, stands=view.workers.prepared is not None)
             case PutReport(report):
-                self._put_report(generation, view.me.node, report)
+                self._put_report(generation, token, view.me.node, report)
             case WriteProposal(proposal):
                 self._write_proposal(generation, proposal)
 
@@ -217,11 +218,9 @@ class StoreWriter:
         if self._observer.alarm(generation) is None:  # mostly the watch has told it by now
             self._observer.put(ALARM, self._store.read(ALARM))
 
-    def _put_report(self, generation: int, node: str, report: Report) -> None:
-        world, _ = self._observer.world()
-        token = world.token if world is not None else ""
-        told = replace(report, world=token, run=self._run)
-        revision = self._store.write({f"{reports_of(generation)}{node}": to_bytes(told)})
+    def _put_report(self, generation: int, token: str, node: str, report: Report) -> None:
+        about = replace(report, world=token, run=self._run)
+        revision = self._store.write({f"{reports_of(generation)}{node}": to_bytes(about)})
         self._cluster.reported(generation, report, revision or 0)
 
     def reread(self, view: View, *, ends: bool) -> PrefixState | None:

@@ -107,8 +107,8 @@ class Promises:
         when they go on without a pause, in time that etcd served."""
         self._struck: dict[tuple[str, int], float] = {}
         """By node and how many strikes it has: since when, in true time."""
-        self._crashed: set[tuple[int, str]] = set()
-        """By generation and node: a worker has died of itself."""
+        self._crashed: set[tuple[str, str]] = set()
+        """By token of a world and node: a worker has died of itself."""
         self._only_machines = not cluster.plan.trouble and not cluster.plan.crash_at
         """Nothing has happened but what machines suffer."""
 
@@ -174,14 +174,15 @@ class Promises:
         self._reports[generation, node] = (self._now_s, report)
         if report.phase in ("alive", "stopped"):
             self._answered.setdefault((generation, node), self._cluster.timeline.now_s)
-        if report.phase == "stopped" and (generation, node) in self._crashed:
+        if report.phase == "stopped" and (report.world, node) in self._crashed:
             named = report.failure is not None and report.failure.blame != "peer"
             text = f"{node} does not say that a worker of {generation} died: {report.failure}"
             self._require(named, "R18", text)
 
-    def crashed(self, generation: int, node: str) -> None:
-        """A worker dies of itself, and was not asked to stop before."""
-        self._crashed.add((generation, node))
+    def crashed(self, token: str, node: str) -> None:
+        """A worker dies of itself, and was not asked to stop before. token: of its world, for where
+        etcd has lost its data another one may have the same number."""
+        self._crashed.add((token, node))
 
     def alarmed(self, generation: int, alarm: Alarm) -> None:
         """R10: a lapsed lease ends no generation whose steps go on; R16: it ends one soon where

@@ -85,7 +85,7 @@ class Rules:
         """By node and incarnation: when its registration went, or it last reported, in time that
         etcd served."""
         self._held: dict[tuple[str, str], dict[SnapshotName, set[int]]] = {}
-        """By generation and node: what the node said that it held when it had stopped."""
+        """By token of a world and node: what the node said that it held when it had stopped."""
         self._unregistered: dict[str, float] = {}
         """By node: since when a living one was found without its registration."""
         self._ends = 0
@@ -176,7 +176,7 @@ class Rules:
             and agent.membership.me.incarnation == report.incarnation
         )
         holdings = {(h.generation, h.step, h.world_size): set(h.ranks) for h in report.holdings}
-        self._held.setdefault((generation, node), holdings)
+        self._held.setdefault((report.world, node), holdings)
         for held in report.holdings:
             ranks = shards.get((held.generation, held.step, held.world_size), set())
             late = not speaks or world is None or world.generation > int(generation)
@@ -360,7 +360,7 @@ class Rules:
         if before is None:
             return 0
         held = [
-            self._held.get((str(before.generation), member.node), {})
+            self._held.get((before.token, member.node), {})
             for member in after.members
             if before.names(member) and self._same_agent(before, member.node)
         ]

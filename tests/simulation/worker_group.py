@@ -276,7 +276,7 @@ class WorkerGroup:
             return
         has_reported = worker.failed or worker.stopping
         if not has_reported and self.aborted_s is None and not self.agent.dead:
-            self.cluster.rules.promises.crashed(self.generation, self.host.name)
+            self.cluster.rules.promises.crashed(self.group.world.token, self.host.name)
         self._end(worker)
         worker.unheard = True
         self.group.lose(worker)

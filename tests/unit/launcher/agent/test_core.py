@@ -32,15 +32,16 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import VERIFY_AGAIN_S, StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
-from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot, Start
+from elasticzero.launcher.protocol.actions import Decision, PutReport, SaveHeldSnapshot, Start
 from elasticzero.launcher.protocol.documents import Member, Proposal, Report, Run, World, to_bytes
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
 from elasticzero.launcher.store.api import Condition, Lease
+from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.job_run import RUN, RunStore, stored_run
 from elasticzero.launcher.store.membership import Membership, bound_socket
-from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache
+from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache, reports_of
 from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
@@ -93,7 +94,7 @@ class NodeWithoutProcesses:
             look,
             HostProbe(print, lambda member: True),
         )
-        side = StoreSide(
+        self.side = StoreSide(
             cache=cache,
             membership=self.membership,
             subscriptions=subscriptions,
@@ -102,7 +103,7 @@ class NodeWithoutProcesses:
             run=store,
         )
         policy = JobPolicy(min_nodes=1, max_nodes=1)
-        self.core = AgentCore(policy, self, self, side, self, lambda: self.now_s)
+        self.core = AgentCore(policy, self, self, self.side, self, lambda: self.now_s)
         assert self.membership.register()
         self.core.begin()
 
@@ -258,6 +259,21 @@ def test_the_loop_rests_where_it_follows_many_nodes(node: NodeWithoutProcesses) 
         ):
             assert node.core.rest_s(view) == pytest.approx(rest_s)
     assert node.core.rest_s(View(me=me)) == 0.0, "another one turns at once"
+
+
+def test_a_report_is_about_the_world_it_was_decided_from(node: NodeWithoutProcesses) -> None:
+    """The store may lose its data, and tell of another world of the same number, meanwhile."""
+    node.cycles_until("start")
+    policy = JobPolicy(min_nodes=1, max_nodes=1)
+    view = node.side.observer.view(WorkerGroupState(), False, node.now_s, policy)
+    assert view.world is not None
+    another = replace(view.world, token="another")
+    assert node.store.write({WORLD: to_bytes(another)}) is not None
+    node.side.cache.put(WORLD, node.store.read(WORLD))
+    node.side.writer.write(PutReport(Report(incarnation="a-1", phase="alive")), view)
+    key = f"{reports_of(1)}a"
+    report = document(Report, node.store.read(key).entries[key].value)
+    assert report.world == view.world.token
 
 
 def test_a_failed_write_is_backed_off_from(node: NodeWithoutProcesses) -> None:
