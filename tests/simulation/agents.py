@@ -187,7 +187,7 @@ class Agent:
         self.plan = cluster.plan
         host.memory.keep_only(())
         host.agent = self
-        self.store = SimulatedStore(cluster.etcd, host.clock, cluster.plan.trouble)
+        self.store = SimulatedStore(cluster.etcd, host.clock, cluster.plan.trouble, self._renews)
         self.store.cut = host.cut
         entry = cluster.etcd.read(RUN).entries.get(RUN)
         self.run = number_in(entry)
@@ -310,6 +310,11 @@ class Agent:
     def stands_still(self) -> bool:
         """Whether the loop does not run."""
         return self.deaf_until_s > self.cluster.timeline.now_s
+
+    def _renews(self) -> bool:
+        """Whether the lease is to be renewed: not where the loop has stood still for a TTL."""
+        still_s = self.cluster.timeline.now_s - self.stalled_s
+        return not self.stands_still or still_s <= self.plan.ttl_s
 
     def stall(self, seconds: float, *, whole: bool) -> None:
         """The loop does not run for so long; whole: nor does anything else of the process."""

@@ -20,7 +20,9 @@ from tests.simulation.etcd import Etcd, bucket_name
 REQUEST_S = 2.0
 """Deadline of a request, as in `etcd_rpc.Timeouts`."""
 SLOWER = 2.0
-"""It has the value of `launcher/store/etcd/lease.py`."""
+HELD_BACK_S = 0.1
+"""A lease that is not renewed looks so often whether it is to be. Both have the values of
+`launcher/store/etcd/lease.py`."""
 APART_SHARE = 0.1
 """So often one watch of an agent is told of a change at another time than the others."""
 
@@ -28,8 +30,15 @@ APART_SHARE = 0.1
 class Link:
     """How one agent reaches etcd."""
 
-    def __init__(self, etcd: Etcd, clock: Callable[[], float], trouble: float) -> None:
-        """clock: the agent's own. trouble: the share of requests and watches that go wrong."""
+    def __init__(
+        self,
+        etcd: Etcd,
+        clock: Callable[[], float],
+        trouble: float,
+        renews: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """clock: the agent's own. trouble: the share of requests and watches that go wrong. renews:
+        whether leases are to be renewed now."""
         self.etcd = etcd
         self.timeline = etcd.timeline
         self.random = etcd.random
@@ -39,6 +48,7 @@ class Link:
         self.dead = False
         self.stopped_until_s = 0.0
         """The agent's whole process does not run until then."""
+        self.renews = renews
         self.reachable = True
         self.away_since_s = 0.0
         """When it was found that etcd is not reachable, in true time."""
@@ -299,6 +309,9 @@ class SimulatedLease:
         now_s = link.timeline.now_s
         if link.stopped_until_s > now_s:
             link.timeline.after(link.stopped_until_s - now_s, self._pulse)
+            return
+        if not link.renews():
+            link.timeline.after(HELD_BACK_S, self._pulse)
             return
         etcd = link.etcd
         link.pulses += 1

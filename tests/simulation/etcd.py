@@ -150,7 +150,7 @@ class Etcd:
             first = list(bucket.entries.values())[:limit] if limit > 1 else _first(bucket)
             return self._snapshot({entry.key: entry for entry in first})
         if prefix == bucket_name(prefix):
-            if bucket.snapshot is None:
+            if bucket.snapshot is None or self.losses:  # then the revision tells old from new
                 bucket.snapshot = self._snapshot(dict(bucket.entries))
             return bucket.snapshot
         entries, index = {}, bisect_left(bucket.names, prefix)

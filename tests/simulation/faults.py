@@ -255,8 +255,7 @@ class Faults:
     def _drain(self, agent: Agent, seconds: float) -> None:
         agent.host.lost = True  # once it has left
         me = agent.membership.me
-        asked = self._cluster.asked
-        self._operate(drain=(*asked.drain, Drain(node=me.node, incarnation=me.incarnation)))
+        self._operate(drain=Drain(node=me.node, incarnation=me.incarnation))
 
     def _lose_registration(self, agent: Agent | None, seconds: float) -> None:
         """etcd is backed up when a node that comes has its lease, and is not registered yet; the
@@ -303,14 +302,16 @@ class Faults:
         cluster.rules.came_back()
         return True
 
-    def _operate(self, **asked: Any) -> None:
+    def _operate(self, drain: Drain | None = None, **asked: Any) -> None:
         """An operator asks for something more, and tries until etcd answers."""
         cluster = self._cluster
         if cluster.etcd.state != "up":
-            self._timeline.after(ASK_AGAIN_S, lambda: self._operate(**asked))
+            self._timeline.after(ASK_AGAIN_S, lambda: self._operate(drain, **asked))
         elif cluster.done is None:
-            scaled = cluster.asked.scaled + ("nnodes" in asked)
-            cluster.asked = replace(cluster.asked, **asked, scaled=scaled)
+            before = cluster.asked
+            drains = (*before.drain, *([drain] if drain is not None else []))
+            scaled = before.scaled + ("nnodes" in asked)
+            cluster.asked = replace(before, **asked, drain=drains, scaled=scaled)
             cluster.etcd.writer = None
             cluster.etcd.write({CONTROL: to_bytes(cluster.asked)}, (), (), 0)
             cluster.rules.asked(cluster.asked)

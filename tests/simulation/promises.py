@@ -189,10 +189,10 @@ class Promises:
         they do not."""
         true_s, now_s = self._cluster.timeline.now_s, self._now_s
         self._alarms.setdefault(generation, true_s)
-        if alarm.kind != "lapse":
-            return
         world = self._cluster.world
         assert world is not None
+        if alarm.kind != "lapse" or generation != world.generation:
+            return
         trained, stepped_s, since_s = self._steps
         is_current = trained == generation
         pause_s = STEP_SHARE * self._cluster.plan.step_s
@@ -206,7 +206,9 @@ class Promises:
             return
         plan, reached = self._cluster.plan, self._cluster.rules.reached.get(generation, 0)
         if not (plan.phased and reached >= plan.total_steps):  # its last save may take long
-            self._check_noticed(generation, node, stepped_s if is_current else 0.0)
+            stands = (at for (name, _), at in self._since.items() if name == alarm.node)
+            since_s = max(*stands, stepped_s if is_current else 0.0, 0.0)
+            self._check_noticed(generation, node, since_s)
 
     def _check_silent(self, world: World, node: str, text: str) -> None:
         """R25: an agent is given up no sooner, and none that answers."""
@@ -234,17 +236,21 @@ class Promises:
         stalled_s, since_s = still[0].stalled_s, self._now_s - self._last_event_s
         if any(not agent.hears_for(ttl_s) for agent in others) or group.ledger.held is None:
             return
-        unheld_s = max(0.0, stalled_s + ttl_s - group.held_s)
-        most_s = ttl_s + LAPSE_KNOWN_S + max(ttl_s, unheld_s) + self._heard_s
+        whole = still[0].store.stopped_until_s > true_s  # else its lease is renewed for a TTL
+        known_s = (1 if whole else 2) * ttl_s + LAPSE_KNOWN_S
+        unheld_s = stalled_s + known_s - group.held_s
+        most_s = known_s + max(ttl_s, unheld_s) + self._heard_s
+        most_s *= 2 if self._cluster.plan.trouble else 1  # a request that fails begins it all anew
         lasts_s = min(true_s - stalled_s, since_s)
         text = f"{group.generation} trains on for {lasts_s:.1f} s without {still[0].host.name}"
         self._require(lasts_s < most_s, "R25", text)
 
-    def _check_noticed(self, generation: int, node: str, stepped_s: float) -> None:
-        """R16."""
+    def _check_noticed(self, generation: int, node: str, since_s: float) -> None:
+        """R16. since_s: when the last step ended, or when the leader was registered, if that was
+        later: others' leases are conclusive to it a TTL after that."""
         gone = [at for (name, _), (at, _) in self._ended.items() if name == node]
         etcd = self._cluster.etcd
-        begun_s = max(stepped_s, self._last_event_s, self._written_s)
+        begun_s = max(since_s, self._last_event_s, self._written_s)
         lasted_s = min(self._now_s - begun_s, self._cluster.timeline.now_s - max(gone, default=0.0))
         lasted_s = min(lasted_s, self._cluster.timeline.now_s - etcd.back_s)
         most_s = self._cluster.plan.ttl_s + LAPSE_KNOWN_S + self._heard_s
@@ -272,11 +278,11 @@ class Promises:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Fewest and most nodes that whoever writes a world now may go by."""
-        ends = [since_s for since_s, _ in self._sizes[1:]]
+        ends, lost = [since_s for since_s, _ in self._sizes[1:]], self._wish_is_lost()
         old = [
             size
             for (_, size), end_s in zip(self._sizes[:-1], ends, strict=True)
-            if not self._long_ago(end_s, self._heard_s)
+            if lost or not self._long_ago(end_s, self._heard_s)
         ]
         return [*old, self._sizes[-1][1]]
 
@@ -397,7 +403,9 @@ class Promises:
         self._require(not odd, "BD1", f"{after.generation} has {odd}, and {after.release}")
 
     def _check_drains(self, after: World) -> None:
-        """R12."""
+        """R12; a world that workers have entered already is only recorded."""
+        if after.resume.tier == "live" or self._wish_is_lost():
+            return
         for member in after.members:
             asked_s = self._drained.get((member.node, member.incarnation))
             late = asked_s is not None and self._long_ago(asked_s, self._heard_s)
@@ -489,7 +497,8 @@ class Promises:
         bad = [m.node for m in world.members if self._cluster.hosts[m.node].bad_input]
         if done.failure is None or not done.failure.message.endswith("not as on the others"):
             return False
-        put = [(m.node, self._reports.get((world.generation, m.node))) for m in world.members]
+        stand = [m.node for m in world.members if (m.node, m.incarnation) in self._since]
+        put = [(node, self._reports.get((world.generation, node))) for node in stand]
         final_reports = [
             (node, p[1]) for node, p in put if p is not None and p[1].phase == "stopped"
         ]

@@ -158,6 +158,7 @@ class Rules:
         for node, incarnation in list(self.registrations):
             if node == member.node and incarnation != member.incarnation:
                 self.registrations.discard((node, incarnation))
+                self._last_sign[node, incarnation] = self._cluster.etcd.served_s
                 self.promises.unregistered(replace(member, incarnation=incarnation))
 
     def _reported(self, key: str, report: Report) -> None:
@@ -283,8 +284,9 @@ class Rules:
             before_s=self._cluster.timeline.now_s - STORAGE_SEEN_WITHIN_S
         )
         is_bad = seen in after.bad_steps
+        is_past = resume.tier == "live"  # its own workers have saved since
         self.require(
-            resume.step >= (seen or 0) or is_bad,
+            resume.step >= (seen or 0) or is_bad or is_past,
             "R5",
             f"{after.generation} starts from step {resume.step}, though storage has {seen}",
         )
