@@ -248,6 +248,8 @@ class Faults:
         agent.host.lost = True
 
     def _lose_node_silently(self, agent: Agent, seconds: float) -> None:
+        if agent.dead:
+            return  # its machine may be that of a later run's agent by now
         agent.host.silent = True
         agent.host.dark = True
         self._lose_node(agent, seconds)

@@ -235,7 +235,7 @@ class Rules:
         self._check_state(before, after)
         self.worlds[generation] = after
         if entered is None or entered.token != after.token:
-            self.reached[generation] = after.resume.step
+            self.reached[generation] = max(self.reached.get(generation, 0), after.resume.step)
         if before is not None:
             joined = {m.node for m in after.members} - {m.node for m in before.members}
             explained = bool(self._causes or joined) or before.generation not in self._trained
