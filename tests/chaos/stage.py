@@ -2,7 +2,7 @@
 
 Ranks stay where a strike shall meet them, because the script waits while a file tells it to
 (`Holds` in `scripts/regression.py`). A node joins at the very moment that is wanted, because its
-agent was stopped just before it registered.
+agent registers once it is told to, like those of `elasticzero local`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.watch_cache import WORLD
-from elasticzero.processes import children_of, descendants
+from elasticzero.processes import descendants
 from tests.chaos.matrix import (
     COMES_BACK,
     COSTS_NOTHING,
@@ -84,6 +82,8 @@ class Stage:
         self._struck: list[str] = []
         """Whose worker was killed or frozen, in order: a node whose workers fail in a row is set
         aside."""
+        self._ready: set[str] = set()
+        """Nodes that have said that they wait to be told to register."""
         self._codes: dict[str, int] = {}
         """Of nodes that do not stay to the end."""
 
@@ -130,7 +130,8 @@ class Stage:
         victim = joiner or nodes[self._dice.choice(choices)]
         others = [name for name in members if name != victim.name]
         other = nodes[min(others, key=self._last_struck)]
-        spares = self._stopped(self._nproc[victim.name]) if cell.fault in LOSES_A_NODE else []
+        lost = [self._nproc[victim.name]] if cell.fault in LOSES_A_NODE else []
+        spares = self._outside(*lost)
         fruitless = self._fruitless()
         self._reach(cell, before, victim, other)
         struck, began_s = self._seen.generation, time.monotonic()
@@ -157,7 +158,7 @@ class Stage:
         assert rest == 0, f"{self.done}: {steps} steps\n{self._told.logs()}"
         return epochs
 
-    # Nodes, and those that wait just before they register.
+    # Nodes, and those that wait until they are told to register.
 
     def _start(self, nproc: int) -> Node:
         self._told.cluster.environment = {**self._environment, NPROC: str(nproc)}
@@ -165,23 +166,27 @@ class Stage:
         self._nproc[node.name] = nproc
         return node
 
-    def _stopped(self, *nproc: int) -> list[Node]:
+    def _outside(self, *nproc: int) -> list[Node]:
         """Nodes that do not register before they are released."""
+        self._told.cluster.connected = True
         nodes = [self._start(workers) for workers in nproc]
-        for node in nodes:
-            self._wait("a spare node", partial(self._seen.all_reported, "serving", [node]))
-            node.process.send_signal(signal.SIGSTOP)
+        self._told.cluster.connected = False
         return nodes
 
     def _spares(self, *nproc: int) -> list[Node]:
         """The same; those released register at once."""
-        nodes = self._stopped(*nproc)
-        self._wait("fork servers", lambda: all(map(_ready, nodes)))
+        nodes = self._outside(*nproc)
+        self._wait("spare nodes", lambda: all(map(self._is_ready, nodes)))
         return nodes
 
+    def _is_ready(self, node: Node) -> bool:
+        """Whether a node that waits outside has imported what its workers need."""
+        messages = self._told.cluster.messages()
+        self._ready |= {sender.name for sender, message in messages if "ready" in message}
+        return node.name in self._ready
+
     def _release(self, *nodes: Node) -> None:
-        for node in nodes:
-            node.process.send_signal(signal.SIGCONT)
+        self._told.cluster.send(nodes, begin=True)
 
     def _joiner(self) -> Node:
         """A node that is to join, and room for it."""
@@ -404,23 +409,6 @@ class Stage:
         if cell.fault in LOSES_A_NODE and len(self._told.cluster.running()) < len(self._shape):
             self._start(self._nproc[victim.name])
         self._whole(self._seen.generation)
-
-
-def _ready(node: Node) -> bool:
-    """Whether a node's fork server has imported everything: only then it catches SIGCHLD.
-
-    It is a child of its keeper, which is one of the agent's: another may be a process that is kept
-    ready for the next program that the agent starts.
-    """
-    return any(map(_catches_sigchld, chain(*map(children_of, children_of(node.process.pid)))))
-
-
-def _catches_sigchld(pid: int) -> bool:
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signal.SIGCHLD - 1) & 1)
-    return False
 
 
 def _signal_all(node: Node, number: signal.Signals) -> None:
