@@ -306,7 +306,7 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
         dump = DumpStacks(step_limit_s(workers, policy), suspended_s)
         return Decision((dump,), f"{why}: the workers are examined")
     if workers.switched != "no":
-        return after_switch(view, world, now_s)
+        return after_switch(view, world, now_s, policy)
     nobody_waits = world.resume.tier != "ram"
     phase = view.my_report.phase if view.my_report is not None else None
     if late is not None and workers.stalled is not None:

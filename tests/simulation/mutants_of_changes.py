@@ -55,6 +55,12 @@ MUTANTS_OF_CHANGES = (
         wrong="workers.at_boundary",
     ),
     Mutant(
+        name="a node that was left behind waits for a world that nobody is left to write",
+        file="protocol/planned/switch.py",
+        right="        if all(node in missing and",
+        wrong="        if False and all(node in missing and",
+    ),
+    Mutant(
         name="workers are killed before the others have come to the boundary",
         file="protocol/decide.py",
         right="workers.running and leaves(view, world) and not",

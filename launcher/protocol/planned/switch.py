@@ -12,9 +12,12 @@ it is written. Rules:
      Snapshots of the generation that was entered count in it. The next world has another token, and
      a number above that generation's.
  PS4  An agent whose workers were prepared for the world that it reads enters it, and starts none.
- PS5  The node that leaves waits until it reads that world, which does not name it, and exits. If
-      its deadline comes first, it exits then: no other node needs what it holds. Its workers are
-      not killed before they have come to the boundary: others may come to it through them.
+ PS5  A node that the others go on without waits until it reads that world, which does not name it.
+      Then it exits if it leaves, and else waits for a place. If its deadline comes first, it exits
+      then: no other node needs what it holds. Its workers are not killed before they have come to
+      the boundary: others may come to it through them.
+ PS6  Where all nodes that went on are lost before that, nobody is left to write the world. A node
+      that they went on without ends the world before by an alarm: it may hold the only state.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.protocol.actions import (
     Decision,
     ExitAgent,
+    RaiseAlarm,
     WriteWorld,
     wait,
 )
-from elasticzero.launcher.protocol.documents import Ancestor, Proposal, World
+from elasticzero.launcher.protocol.documents import Alarm, Ancestor, Proposal, World
 from elasticzero.launcher.protocol.drain import exit_deadline_s, leave_reason
 from elasticzero.launcher.protocol.failure_policy import (
     failures_without_progress,
@@ -35,6 +39,8 @@ from elasticzero.launcher.protocol.failure_policy import (
     setbacks,
     strikes,
 )
+from elasticzero.launcher.protocol.leader import loss_of
+from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.regroup import GONE_AT_ONCE, left_out_after
 from elasticzero.launcher.protocol.view import View
 
@@ -109,14 +115,15 @@ def leaves(view: View, world: World) -> bool:
     return prepared is not None and prepared.token == world.token and not enters(view, world)
 
 
-def after_switch(view: View, world: World, now_s: float) -> Decision:
+def after_switch(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
     """Decides for an agent whose workers have gone over to a generation that `world` does not name
-    yet, or have left it to the others (PS1, PS5).
+    yet, or have left it to the others (PS1, PS5, PS6).
 
     Args:
         view: What this agent sees.
         world: World of the view; no round is open.
         now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, of which the TTL of a lease counts.
     """
     workers = view.workers
     proposal = workers.prepared
@@ -125,7 +132,13 @@ def after_switch(view: View, world: World, now_s: float) -> Decision:
     if workers.switched == "left" or index is None:
         if view.notice is not None and now_s >= exit_deadline_s(view.notice):
             return Decision((ExitAgent(ExitCode.LEFT),), "left: the others go on without it")
-        return wait(f"{leave_reason(view)}: the others have gone on without it")
+        missing, staying = view.missing_since_s, [member.node for member in proposal.members]
+        if all(node in missing and loss_of(view, node, now_s, policy) for node in staying):
+            reason = f"all nodes that went on without {view.me.node} are lost"
+            alarm = Alarm(node=view.me.node, kind="lapse", reason=reason)
+            return Decision((RaiseAlarm(alarm),), reason)
+        why = leave_reason(view) if view.leaving else f"{view.me.node} gives up its place"
+        return wait(f"{why}: the others have gone on without it")
     waited_s = now_s - workers.switched_s
     if not view.store.reachable or waited_s < WRITE_AFTER_S * index:
         return wait(f"generation {proposal.generation} trains, and is about to be recorded")
