@@ -52,6 +52,7 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.documents import Done, Failure, World
 from elasticzero.launcher.protocol.leader import is_leader
+from elasticzero.launcher.protocol.planned.proposal import without
 from elasticzero.launcher.protocol.policy import with_operator_overrides
 from elasticzero.launcher.protocol.regroup import waiting_class
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
@@ -181,8 +182,8 @@ class AgentReporter:
             match action:
                 case WriteWorld(world):
                     self.note("writes", generation=world.generation)
-                case PrepareWorkers(proposal):
-                    leavers = list(proposal.leavers)
+                case PrepareWorkers(proposal) if view.world is not None:
+                    leavers = without(view.world, proposal)
                     self.note("prepares", generation=proposal.generation, leavers=leavers)
                 case WithdrawPreparation(reason):
                     self.note("withdrawn", reason=reason)

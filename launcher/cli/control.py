@@ -278,7 +278,7 @@ def _effect_of_scaling(job: Job, least: int, most: int) -> str:
         return f"{count_text(len(waiting), 'node')} here, the first generation is still to come"
     if count > most:
         leaving = ", ".join(member.node for member in job.placed[most:])
-        return f"at the next step {leaving} hands its state over and waits as a spare"
+        return f"at the next step {leaving} gives up its place and waits as a spare"
     if count < most and waiting:
         return f"{', '.join(waiting[: most - count])} joins at the next step"
     if count < least:

@@ -349,7 +349,10 @@ EVENTS: Mapping[EventName, EventSpec] = {
     ),
     "prepares": EventSpec(
         "The agent has its workers prepare for a generation that they may enter without a stop.",
-        {"generation": "number of that generation", "leavers": "names of the nodes that leave"},
+        {
+            "generation": "number of that generation",
+            "leavers": "names of the nodes without which the others go on",
+        },
     ),
     "withdrawn": EventSpec(
         "The workers are to forget that generation; the change stops their loops.",

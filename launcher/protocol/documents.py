@@ -307,7 +307,7 @@ class Report:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """Proposes the generation that the running one becomes inside of its loops, without some of
-    its members.
+    its members: those that leave, and those that are too many.
 
     There is one for each world at most. It is never taken back: `withdrawn` ends it.
     """
@@ -321,7 +321,8 @@ class Proposal:
     members: tuple[Member, ...]
     """Members that stay, in their order. The first one has a fresh port for rank 0's store."""
     leavers: tuple[str, ...]
-    """Nodes that leave."""
+    """Nodes that leave. A member that is in neither list gives up its place, and waits for
+    another."""
     reason: str
     """Becomes the reason of the world."""
     withdrawn: str = ""

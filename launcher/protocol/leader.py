@@ -422,6 +422,11 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
     return None
 
 
+def parked_text(nodes: Sequence[str], count: int) -> str:
+    """Returns that members of a world have no place in the next one, which has so many nodes."""
+    return f"{', '.join(nodes)} wait{'s' * (len(nodes) == 1)}: {count_text(count, 'node')} at most"
+
+
 def leases_are_conclusive(store: StoreHealth, now_s: float, ttl_s: float) -> bool:
     """Returns whether a missing registration can mean a missing node (V1).
 

@@ -35,6 +35,7 @@ from elasticzero.launcher.protocol.leader import (
     answers_of,
     joiners_of,
     new_candidates,
+    parked_text,
     present_build,
     waiting_of,
 )
@@ -62,7 +63,7 @@ from elasticzero.launcher.protocol.termination import (
     stop_job,
 )
 from elasticzero.launcher.protocol.view import View
-from elasticzero.text import count_text, list_text
+from elasticzero.text import list_text
 
 MOST_PAUSE_S = 10.0
 STORAGE_PATIENCE_S = 10.0
@@ -540,8 +541,7 @@ def _why(
     ]
     parked = [node for node in spare if node not in outcome.aside]
     if parked:
-        most = count_text(len(after), "node")
-        parts.append(f"{', '.join(parked)} wait{'s' * (len(parked) == 1)}: {most} at most")
+        parts.append(parked_text(parked, len(after)))
     if after - before:
         parts.append(f"{', '.join(sorted(after - before))} joined")
     if cause is not None and cause[1].blame != "peer":

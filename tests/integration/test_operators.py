@@ -97,7 +97,7 @@ def test_two_operators_drain_scale_and_stop_a_job(
         operator.asks("scale", "1:3", "--wait")
         told.wait("a world of three", lambda: set(members(told)) == {first, second, third})
         last = members(told)[-1]
-        assert f"{last} hands its state over" in operator.asks("scale", "1:2", "--wait")
+        assert f"{last} gives up its place" in operator.asks("scale", "1:2", "--wait")
         told.wait("a world of two", lambda: len(members(told)) == 2)
         assert reason(told) == f"{last} waits: 2 nodes at most"
         assert operator.sees_states()[last] == "waiting"

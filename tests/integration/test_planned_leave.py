@@ -85,6 +85,30 @@ def test_two_nodes_leave_inside_the_loops_of_the_others(
 
 
 @pytest.mark.timeout(120)
+def test_a_node_gives_up_its_place_inside_the_loops_of_the_others_and_comes_back(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    arguments = job_arguments(checkpoints, "--strategy", "ddp")
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
+        told.wait_for_step(5)
+        last = members(told)[-1]
+        Operator(job, etcd).asks("scale", "1:2")
+        told.wait_for_first_step(2)
+        check_inside(told, 2)
+        assert last not in members(told)
+        assert told.cluster.nodes[last].running, "it waits for a place"
+        Operator(job, etcd).asks("scale", "1:3")
+        told.wait_for_first_step(3)
+        assert set(told.wait_for_end().values()) == {0}
+    assert tiers(told) == {1: "fresh", 2: "live", 3: "ram"}, told.logs()
+    assert len(members(told)) == 3
+    assert told.lineage.recomputed == 0
+    check_samples(told.lineage, told.directory())
+    check_weights(checkpoints, reference)
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_a_node_that_has_it_switched_off_leaves_by_a_stop(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]

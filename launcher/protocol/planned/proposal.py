@@ -1,14 +1,15 @@
 """Decides what happens until all ranks go over to a proposed generation at one boundary.
 
-Pure. A node leaves without a stop of the others where the world allows it (`possible`). Nothing of
-this is needed for it to leave: whatever goes wrong here, it leaves by a stop at a boundary, as
-`drain` decides. Rules:
+Pure. A node leaves, or gives up its place because operators have lowered MAX, without a stop of the
+others where the world allows it (`possible`). Nothing of this is needed for that: whatever goes
+wrong here, it happens by a stop at a boundary, as `drain` and `leader` decide. Rules:
  PL1  A node that is to leave says so in its report of the running generation, and waits for a
      proposal for PLAN_S, or for a quarter of the time that its deadline leaves.
  PL2  The acting leader writes the proposal, once all members train and their reports have come: the
-     members that stay keep their order. It writes none where a stop is needed anyway: where fewer
-     than MIN would be left, where a node waits for the place, where nodes of another build are to
-     go on (BD3 in `placement`), or where the job is to end.
+     members that stay keep their order, and where operators have lowered MAX the last ones give
+     up their places (L6 in `leader`). It writes none where a stop is needed anyway: where fewer
+     than MIN would be left, where a node waits for a place that is free then, where nodes of
+     another build are to go on (BD3 in `placement`), or where the job is to end.
  PL3  A world has one proposal at most. It is written on condition that the world stands, without an
      alarm; and it is withdrawn by a word in it, not taken back, so that no other can follow.
  PL4  Each agent tells its workers to prepare for a proposal, and withdraws that once it is dead.
@@ -38,6 +39,7 @@ from elasticzero.launcher.protocol.leader import (
     all_state_runs,
     gives_way,
     joiners_of,
+    parked_text,
 )
 from elasticzero.launcher.protocol.placement import as_registered
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -70,8 +72,8 @@ def is_open(view: View) -> bool:
 
 
 def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision | None:
-    """Decides for the leader: returns a proposal without the nodes that leave, if there is to be
-    one (PL2).
+    """Decides for the leader: returns a proposal without the nodes that leave or are too many, if
+    there is to be one (PL2).
 
     Args:
         view: What this agent sees.
@@ -82,29 +84,34 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
     new = view.proposal is None and view.workers.prepared is None
     if not new or not possible(world, policy) or not _is_steady(view):
         return None
-    reports = _reports(view, world)
-    if reports is None or not any(report.leaving for report in reports):
+    if (reports := _reports(view, world)) is None:
         return None
-    staying = [
+    pairs = list(zip(world.members, reports, strict=True))
+    ready = [
         replace(member, store_port=_fresh_port(view, member, report))
-        for member, report in zip(world.members, reports, strict=True)
+        for member, report in pairs
         if not report.leaving
     ]
+    staying = ready[: policy.max_nodes] if view.control.nnodes is not None else ready
+    if len(staying) == len(world.members):
+        return None
     enough = policy.min_nodes <= len(staying) <= policy.max_nodes
     if not enough or sum(member.nproc for member in staying) < FEWEST_RANKS:
         return None
     if not all_state_runs((view.members or {}).values()):
         return None
-    if any(view.control.drains(m) for m in staying) or _is_replaced(view, world, now_s):
+    has_room = len(staying) < policy.max_nodes
+    if has_room and _is_replaced(view, world, now_s):
+        return None
+    if any(view.control.drains(member) for member in staying):
         return None
     if gives_way(view, world, staying, policy):
         return None
-    leavers = [
-        (member.node, report.leave_reason)
-        for member, report in zip(world.members, reports, strict=True)
-        if report.leaving
-    ]
-    reason = "; ".join(f"{node} leaves: {why}" if why else f"{node} left" for node, why in leavers)
+    leavers = [(member.node, report.leave_reason) for member, report in pairs if report.leaving]
+    reasons = [f"{node} leaves: {why}" if why else f"{node} left" for node, why in leavers]
+    if parked := [member.node for member in ready[len(staying) :]]:
+        reasons.append(parked_text(parked, len(staying)))
+    reason = "; ".join(reasons)
     proposal = Proposal(
         generation=world.generation + 1,
         token=view.token,
@@ -178,11 +185,14 @@ def follow(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisio
         text = f"the change inside the loop is withdrawn: {why}"
         return Decision((WriteProposal(replace(proposal, withdrawn=why)),), text)
     if prepared is None and workers.restored:
-        others = ", ".join(proposal.leavers)
-        return Decision(
-            (PrepareWorkers(proposal),), f"the workers prepare to go on without {others}"
-        )
+        gone = ", ".join(without(world, proposal))
+        return Decision((PrepareWorkers(proposal),), f"the workers prepare to go on without {gone}")
     return None
+
+
+def without(world: World, proposal: Proposal) -> list[str]:
+    """Returns the members that a proposal leaves out, by their nodes and in their order."""
+    return [m.node for m in world.members if proposal.find(m.node, m.incarnation) is None]
 
 
 def _death(prepared: Proposal, proposal: Proposal | None) -> str:
@@ -280,7 +290,8 @@ def await_change(view: View, world: World, now_s: float, policy: JobPolicy) -> D
             return None
         until_s = min(view.asked_s + PLAN_S, _share_s(view, PLAN_SHARE, policy))
         return wait(f"{reason}: waiting for a proposal") if now_s < until_s else None
-    if view.proposal.withdrawn or view.me.node not in view.proposal.leavers:
+    me = view.me
+    if view.proposal.withdrawn or view.proposal.find(me.node, me.incarnation) is not None:
         return None
     return wait(f"{reason}: waiting until the others are prepared to go on without it")
 

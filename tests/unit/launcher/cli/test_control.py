@@ -141,7 +141,7 @@ def test_invalid_limits_are_refused_before_etcd_is_read(
 @pytest.mark.parametrize(
     ("least", "most", "text"),
     [
-        (1, 1, "at the next step b hands its state over and waits as a spare"),
+        (1, 1, "at the next step b gives up its place and waits as a spare"),
         (1, 3, "c joins at the next step"),
         (1, 2, "nothing changes now"),
         (4, 4, "c joins at the next step"),

@@ -142,6 +142,83 @@ def test_the_leader_proposes_a_world_without_the_leaver() -> None:
     assert action == WriteProposal(PROPOSAL)
 
 
+def fewer(most: int) -> Control:
+    """Returns what an operator asks who lowers MAX."""
+    return Control(nnodes=(1, most), scaled=1)
+
+
+STAY = {node: replace(r, leaving=False, leave_reason="") for node, r in REPORTS.items()}
+FEWER = Proposal(
+    generation=4,
+    token="new",
+    of="t",
+    members=PROPOSAL.members,
+    leavers=(),
+    reason="c waits: 2 nodes at most",
+)
+
+
+def test_the_leader_proposes_a_world_of_fewer_nodes_where_max_is_lowered() -> None:
+    """The last members give up their places, and their registrations stay."""
+    view = replace(VIEW, reports=STAY, control=fewer(2))
+    assert actions_of(view) == [WriteProposal(FEWER)]
+    assert actions_of(replace(view, control=fewer(3))) == []
+    assert actions_of(replace(view, control=Control()), policy=replace(POLICY, max_nodes=2)) == []
+    waits = {m.node: m for m in (A, B, C, D)}
+    assert actions_of(replace(view, members=waits)) == [WriteProposal(FEWER)]
+    following = replace(view, proposal=FEWER, workers=replace(PREPARED, prepared=FEWER))
+    entered = replace(ENTERED, prepared=FEWER)
+    (action,) = actions_of(replace(following, workers=entered))
+    assert isinstance(action, WriteWorld)
+    assert (action.world.members, action.gone) == (FEWER.members, ())
+
+
+def test_a_leave_and_a_lower_max_are_one_proposal() -> None:
+    world = replace(WORLD, members=(A, B, D, C))
+    reports = {**REPORTS, "d": replace(says("restored", D), store_port=30000 + D.store_port)}
+    members = {m.node: m for m in (A, B, C, D)}
+    view = replace(VIEW, world=world, reports=reports, members=members, control=fewer(2))
+    (action,) = actions_of(view)
+    assert isinstance(action, WriteProposal)
+    assert (action.proposal.members, action.proposal.leavers) == (PROPOSAL.members, ("c",))
+    assert action.proposal.reason == "c leaves: SIGTERM; d waits: 2 nodes at most"
+
+
+def test_a_lower_max_stops_the_workers_where_none_can_be_proposed() -> None:
+    view = replace(VIEW, reports=STAY, control=fewer(2))
+    for changes in (
+        {"proposal": replace(FEWER, withdrawn="no")},
+        {"world": replace(WORLD, strategy="zero1")},
+    ):
+        assert actions_of(replace(view, **changes)) == [RequestBoundaryStop(FLAG_LEAVE)]
+    assert actions_of(replace(view, control=fewer(1))) == [RequestBoundaryStop(FLAG_LEAVE)]
+
+
+def test_who_gives_up_its_place_prepares_and_waits_for_another() -> None:
+    report = replace(STAY["c"], store_port=C.store_port)
+    view = replace(LEAVER, leaving=False, notice=None, my_report=report, asked_s=None)
+    view = replace(view, control=fewer(2), proposal=FEWER, proposal_s=99.9)
+    assert actions_of(view) == [PrepareWorkers(FEWER)]
+    assert "without c" in decide(view, NOW, POLICY).reason
+    prepared = replace(view, workers=replace(TRAINS, prepared=FEWER))
+    assert actions_of(prepared) == []
+    left = replace(view, workers=replace(LEFT, prepared=FEWER))
+    assert (actions_of(left), decide(left, NOW, POLICY).reason) == (
+        [],
+        "c gives up its place: the others have gone on without it",
+    )
+    after = replace(left, world=world_after(WORLD, FEWER, 20), outside_s=99.9, my_report=None)
+    assert (actions_of(after), decide(after, NOW, POLICY).reason) == (
+        [],
+        "waiting for a place in the generation after 4",
+    )
+
+
+def test_who_is_to_leave_while_it_gives_up_its_place_waits_for_that() -> None:
+    view = replace(LEAVER, control=fewer(2), proposal=FEWER, proposal_s=99.9)
+    assert actions_of(replace(view, workers=replace(TRAINS, prepared=FEWER))) == []
+
+
 def test_a_leader_that_leaves_proposes_too() -> None:
     """The first member that stays has said which port it has bound."""
     view = replace(LEAVER, me=A, members=VIEW.members, my_report=None)
@@ -338,6 +415,19 @@ def test_a_leaver_waits_for_that_world_and_exits() -> None:
         assert actions_of(ending) == [], "others may come to the boundary through its workers"
         (action,) = actions_of(ending, NOW + POLICY.stop_s)
         assert isinstance(action, KillWorkers)
+
+
+def test_who_is_left_alone_ends_the_world_before() -> None:
+    """Both nodes that went on were lost before either wrote the world: nobody else would."""
+    workers = replace(LEFT, stepped_s=90.0, silent_s=10.0)
+    left = replace(LEAVER, proposal=PROPOSAL, proposal_s=90.0, workers=workers, members={"c": C})
+    alone = replace(left, missing_since_s={"a": 97.0, "b": 97.5}, asked_s=None)
+    (action,) = actions_of(alone)
+    assert isinstance(action, RaiseAlarm)
+    assert (action.alarm.kind, action.alarm.node) == ("lapse", "c")
+    assert actions_of(replace(alone, missing_since_s={"a": 97.0})) == []
+    away = StoreHealth(confirmed_s=99.9, outage_end_s=99.0)
+    assert actions_of(replace(alone, store=away)) == [], "leases prove nothing yet"
 
 
 def test_a_leaver_exits_in_time_though_nobody_records_the_world() -> None:
