@@ -311,6 +311,13 @@ class Agent:
         """Whether the loop does not run."""
         return self.deaf_until_s > self.cluster.timeline.now_s
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether its workers stay in the world that they are prepared for."""
+        prepared = self.worker_group.prepared if self.worker_group is not None else None
+        me = self.membership.me
+        return prepared is not None and prepared.find(me.node, me.incarnation) is not None
+
     def _renews(self) -> bool:
         """Whether the lease is to be renewed: not where the loop has stood still for a TTL."""
         still_s = self.cluster.timeline.now_s - self.stalled_s

@@ -54,6 +54,8 @@ PLANNED_KINDS = (
 )
 AT_SWITCH_SHARE = 0.5
 """So many of these leaves are struck when the others go over."""
+FEWER_SHARE = 0.3
+"""So many of these leaves are of nodes that are too many, since operators lower MAX."""
 ERROR_SHARE = 0.07
 """So many schedules have an agent whose loop meets errors that nobody expects."""
 
@@ -91,13 +93,17 @@ def _with_waiting_node(random: Random, plan: Plan) -> Plan:
 
 
 def _with_planned_changes(random: Random, plan: Plan) -> Plan:
-    """Nodes leave one after another, each without a stop if nothing else happens; something does,
-    shortly before the others go over to a world without it, or shortly after."""
+    """Nodes leave one after another, or give up their places, each without a stop if nothing else
+    happens; something does, shortly before the others go over to a world without it, or shortly
+    after."""
     nodes = random.randint(3, 6)
     at_s = random.uniform(1.5, 3.0)
-    faults = []
+    faults, fewer = [], Random(f"{plan.seed} fewer")
     for _ in range(random.choice([1, 2, 2])):
-        faults.append(Fault(at_s, random.choice(["drain", "sigterm"]), random.random(), 0.0))
+        kind, pick = random.choice(["drain", "sigterm"]), random.random()
+        if fewer.random() < FEWER_SHARE:
+            kind, pick = f"scale:1:{fewer.randint(2, nodes - 1)}", 0.0
+        faults.append(Fault(at_s, kind, pick, 0.0))
         if random.random() < AT_SWITCH_SHARE:
             lasts_s = random.choice([0.5, 2.0, 5.0]) * random.uniform(0.8, 1.2)
             faults.append(Fault(at_s, "at-switch", 0.0, lasts_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from elasticzero.launcher.protocol.documents import Drain, Run, World, to_bytes
@@ -38,6 +39,8 @@ SWITCH_KINDS = (
 )
 SWITCH_S = 0.06
 """It fails so much later at most: within a message to the agent, and its write."""
+ALL_LOST_SHARE, ALL_LOST_S = 0.1, 0.02
+"""So often all agents fail that go on, and so soon: most before any has written the world."""
 
 
 class Faults:
@@ -396,12 +399,17 @@ class Faults:
 
     def _strike_switch(self, seconds: float) -> None:
         """Workers go over to another world inside their loops; something fails in that moment."""
-        self._cluster.at_switch = None
+        cluster, self._cluster.at_switch = self._cluster, None
         kind = self._random.choice(SWITCH_KINDS)
-        agents = self._cluster.running()
+        agents = cluster.running()
+        if Random(f"{cluster.plan.seed} goes on").random() < ALL_LOST_SHARE:
+            for one in agents:
+                if one.goes_on:
+                    cluster.later(0.0, ALL_LOST_S, self.strike, "kill-agent", one)
+            return
         agent = self._random.choice(agents) if agents else None
         lasts_s = 0.0 if kind.startswith(("kill-worker", "kill-agent", "lose")) else seconds
-        self._cluster.later(0.0, SWITCH_S, self.strike, kind, agent, lasts_s)
+        cluster.later(0.0, SWITCH_S, self.strike, kind, agent, lasts_s)
 
     def _freeze_writer(self, seconds: float) -> None:
         """The agent that is to write the next world, whichever it is, is frozen before that."""
