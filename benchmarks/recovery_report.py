@@ -20,8 +20,15 @@ CASES = {
     "silent": "a node falls silent: next step after",
     "drain": "drain: training pauses",
     "join": "a node joins: training pauses",
+    "fewer": "MAX is lowered: training pauses",
+    "more": "MAX is raised, and a spare takes a place: training pauses",
 }
-PLANNED = {"drain": "drain", "join": "a node joins"}
+PLANNED = {
+    "drain": "drain",
+    "join": "a node joins",
+    "fewer": "MAX is lowered",
+    "more": "a spare takes a place",
+}
 MOST_ABOVE_S, MOST_ABOVE_ZERO3_S, MOST_ABOVE_GPU_S = 0.06, 0.15, 0.1
 """Most seconds by which the largest gap near a planned change is longer than a usual step."""
 MOST_SLOWED_S = 0.15
@@ -96,7 +103,7 @@ class Report:
             most_s = self.most_s(row.case)
             ratio = f"{peers[row.case] / row.median_s:.1f}" if row.case in peers else "-"
             redone = "-" if theirs else str(max(struck.recomputed for struck in row.found))
-            met = row.median_s <= most_s and (row.case != "drain" or redone == "0")
+            met = row.median_s <= most_s and (row.case not in PLANNED or redone == "0")
             lines.append(
                 f"| {CASES[row.case]} | {row.launcher} | {'-' if theirs else f'≤ {most_s:g}'} "
                 f"| {row.median_s:.2f} | {min(row.seconds):.2f} | {max(row.seconds):.2f} "

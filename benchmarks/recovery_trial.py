@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,6 +175,20 @@ class Trial:
                 os.kill(pid, signal.SIGSTOP)
 
 
+def scale(cluster: Cluster, endpoint: str, most: int, access: Sequence[str]) -> None:
+    """Has the job have so many nodes at most, as an operator does.
+
+    Args:
+        cluster: its nodes.
+        endpoint: etcd's.
+        most: number of nodes.
+        access: options that show the command the job's token, if it has one.
+    """
+    command = [sys.executable, "-m", "elasticzero.cli", "scale", f"1:{most}"]
+    command += ["--job", cluster.job, "--etcd", endpoint, *access]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 @contextmanager
 def trial(
     endpoint: str, runs: Path, options: list[str], script: list[str], *, nodes: int = 2
@@ -201,17 +217,19 @@ def round_of(
         endpoint: etcd's.
         runs: directory of logs and checkpoints.
         lease_ttl_s: seconds of the nodes' leases.
-        brief: whether to leave out a node that falls silent, which takes longer than a lease, and
-            the quiet training around planned changes.
+        brief: whether to leave out a node that falls silent, which takes longer than a lease, an
+            operator's other sizes, and the quiet training around planned changes.
     """
     name, *additions = strategy.split("+")
     options = ["--strategy", name, "--lease-ttl", str(lease_ttl_s)]
     options += ["--keep-workers"] if "keep" in additions else []
+    access: list[str] = []
     if "tls" in additions:
         token = runs / "token"
         token.write_text("the-secret-of-this-benchmark-alone")
         token.chmod(0o600)
-        options += ["--token-file", str(token)]
+        access = ["--token-file", str(token)]
+    options += access
     options += ["--checkpoint-dir", str(runs / f"saved-{time.time_ns()}")]
     quiet_s = 0.0 if brief else QUIET_S
     with trial(endpoint, runs, options, ["recovery_ours.py"]) as t:
@@ -219,6 +237,9 @@ def round_of(
         t.steady()
         yield "worker", t.strike(lambda: cluster.kill_worker(t.last_node))
         yield "join", t.change(cluster.start_node, quiet_s)
+        if not brief:
+            yield "fewer", t.change(lambda: scale(cluster, endpoint, 2, access), quiet_s)
+            yield "more", t.change(lambda: scale(cluster, endpoint, 3, access), quiet_s)
         yield "drain", t.change(lambda: cluster.drain(t.last_node), quiet_s)
         if not brief:
             victim = t.last_node
