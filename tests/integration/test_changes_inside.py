@@ -84,14 +84,18 @@ def result(folder: Path) -> dict[str, Any]:
 
 def run(pool: Pool, case: Case, folder: Path) -> tuple[dict[str, Any], list[int]]:
     """What the script wrote, and the steps at which nodes left."""
-    running = begin(pool, case.told, folder, case.world)
-    steps = []
+    folder.mkdir(exist_ok=True)
+    slow, steps = folder / "slow", list[int]()
+    if case.departures:
+        slow.touch()
+    running = begin(pool, {**case.told, "slow": str(slow)}, folder, case.world)
     for after, leavers in case.departures:
         running.until(running.reached(after))
         time.sleep(random.Random(str(case)).random() * 0.01)
         change = Change.without(running, leavers)
         change.send()
         steps.append(change.complete())
+    slow.unlink(missing_ok=True)
     running.until(running.ended)
     assert {worker.exit_code for worker in running.workers} == {0}, running.logs()
     return result(folder), steps

@@ -1,8 +1,9 @@
 """Trains a small model whose result no world changes, and writes what it is.
 
 Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a directory), and at
-will micro, virtual (samples of a slice, with which there are dropout and a BatchNorm), clip,
-weighted, gather, stream, workers, ask (a rank) and die ([rank, where]), both of the first world.
+will slow (a file: while it exists steps last longer), micro, virtual (samples of a slice, with
+which there are dropout and a BatchNorm), clip, weighted, gather, stream, workers, ask (a rank) and
+die ([rank, where]), both of the first world.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.training.worlds.change import WorldChange
 
 SAMPLES = 46
+SLOW_S = 0.25
+"""A step then lasts so long: a busy machine may offer a change late, and connect its world late."""
 
 
 def model_of(told: dict[str, Any]) -> nn.Module:
@@ -77,6 +80,11 @@ def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     x = batch["x"].to(next(model.parameters()).dtype)
     out: Tensor = model(x)
     return ((out - x[:, :2].sin()) ** 2).mean(1)
+
+
+def pause_s(told: dict[str, Any]) -> float:
+    slow = "slow" in told and Path(told["slow"]).exists()
+    return SLOW_S if slow else float(told["pause"])
 
 
 def die(told: dict[str, Any], rank: int, where: str) -> None:
@@ -168,7 +176,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
                 world = [session.generation, session.rank, session.world_size]
                 file.write(json.dumps([session.step_count, world, indices]) + "\n")
             indices = []
-            time.sleep(told["pause"])
+            time.sleep(pause_s(told))
     state = session.state_dict()
     if session.rank == 0:
         bits = {name: tensor.contiguous().numpy().tobytes().hex() for name, tensor in state.items()}
