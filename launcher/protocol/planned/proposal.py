@@ -59,9 +59,8 @@ def possible(world: World, policy: JobPolicy) -> bool:
 
     All nodes must be of this release: `proofs` says so.
     """
-    many = len(world.members) > 1
     alike = (world.strategy, world.shard, world.redundancy) == ("ddp", "world", "snapshot")
-    return policy.changes_inside and world.proofs and alike and many
+    return policy.changes_inside and world.proofs and alike and len(world.members) > 1
 
 
 def is_open(view: View) -> bool:
@@ -82,7 +81,9 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
     new = view.proposal is None and view.workers.prepared is None
     if not new or not possible(world, policy) or not _is_steady(view):
         return None
-    if (reports := _reports(view, world)) is None:
+    reports = _reports(view, world)
+    lowered = view.control.nnodes is not None and len(world.members) > policy.max_nodes
+    if reports is None or not (lowered or any(report.leaving for report in reports)):
         return None
     pairs = list(zip(world.members, reports, strict=True))
     ready = [
@@ -90,9 +91,7 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
         for member, report in pairs
         if not report.leaving
     ]
-    staying = ready[: policy.max_nodes] if view.control.nnodes is not None else ready
-    if len(staying) == len(world.members):
-        return None
+    staying = ready[: policy.max_nodes] if lowered else ready
     enough = policy.min_nodes <= len(staying) <= policy.max_nodes
     if not enough or not staying:
         return None
