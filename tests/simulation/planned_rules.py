@@ -41,6 +41,12 @@ class ChangeRules:
                 return after
         return None
 
+    def parks(self, world: World) -> bool:
+        """Whether the proposal of this world has members give up their places."""
+        proposal = self.proposals.get(world.token)
+        stay = 0 if proposal is None else len(proposal.members) + len(proposal.leavers)
+        return proposal is not None and stay < len(world.members)
+
     def numbered(self, generation: int) -> World | None:
         """Of those worlds that of a number."""
         return next((world for world in self.entered if world.generation == generation), None)

@@ -288,9 +288,12 @@ class Promises:
 
     def world_written(self, before: World | None, after: World) -> None:
         sizes, count = self.sizes(), len(after.members)
-        fits = any(least <= count <= most for least, most in sizes)
+        entered = after.resume.tier == "live"  # its size was decided before, and is only recorded
+        fits = entered or any(least <= count <= most for least, most in sizes)
         self._require(fits, "R3", f"{count} members, where {sizes} are allowed")
         full = any(count >= most for _, most in sizes)
+        if entered and before is not None:
+            full |= self._cluster.rules.changes.parks(before)
         self._check_places(before, after, full=full)
         self._check_builds(after)
         self._check_drains(after)
