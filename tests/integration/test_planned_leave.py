@@ -109,29 +109,6 @@ def test_a_node_gives_up_its_place_inside_the_loops_of_the_others_and_comes_back
 
 
 @pytest.mark.timeout(120)
-def test_the_last_but_one_leaves_inside_and_the_worker_left_alone_is_killed(
-    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
-) -> None:
-    """What the only rank holds is in its node's memory, as before."""
-    checkpoints = tmp_path / "checkpoints"
-    arguments = job_arguments(checkpoints, "--strategy", "ddp", nodes=2)
-    with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
-        told.wait_for_step(5)
-        leaver = told.cluster.nodes[members(told)[0]]
-        told.cluster.drain(leaver)
-        told.wait_for_first_step(2)
-        check_inside(told, 2)
-        (alone,) = members(told)
-        kill_worker(told, told.cluster.nodes[alone])
-        told.wait_for_first_step(3)
-        codes_of(told, [leaver])
-    assert tiers(told) == {1: "fresh", 2: "live", 3: "ram"}, told.logs()
-    assert told.lineage.recomputed <= 1
-    check_samples(told.lineage, told.directory())
-    check_weights(checkpoints, reference)
-
-
-@pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_a_node_that_has_it_switched_off_leaves_by_a_stop(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]

@@ -52,15 +52,18 @@ PREPARE_S = 10.0
 PLAN_SHARE, PREPARE_SHARE = 0.25, 0.5
 """Shares of the time from a notice to the last boundary that is waited for: a leaver waits no
 longer for a proposal, and for the workers to be prepared."""
+FEWEST_RANKS = 2
+"""A world of one rank has no process group, and is made by a stop."""
 
 
 def possible(world: World, policy: JobPolicy) -> bool:
     """Returns whether a planned change of this world may happen inside the workers' loops.
 
-    All nodes must be of this release: `proofs` says so.
+    All nodes must be of this release: `proofs` says so. Enough ranks must be left.
     """
+    many = len(world.members) > 1 and world.world_size > FEWEST_RANKS
     alike = (world.strategy, world.shard, world.redundancy) == ("ddp", "world", "snapshot")
-    return policy.changes_inside and world.proofs and alike and len(world.members) > 1
+    return policy.changes_inside and world.proofs and alike and many
 
 
 def is_open(view: View) -> bool:
@@ -93,7 +96,7 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
     ]
     staying = ready[: policy.max_nodes] if lowered else ready
     enough = policy.min_nodes <= len(staying) <= policy.max_nodes
-    if not enough or not staying:
+    if not enough or sum(member.nproc for member in staying) < FEWEST_RANKS:
         return None
     if not all_state_runs((view.members or {}).values()):
         return None
@@ -277,6 +280,8 @@ def await_change(view: View, world: World, now_s: float, policy: JobPolicy) -> D
     others = len(world.members) - 1
     if not possible(world, policy) or others < policy.min_nodes or view.control.stop:
         return None
+    if world.world_size - world.members[_index(view, world)].nproc < FEWEST_RANKS:
+        return None
     if not workers.restored or workers.requested or workers.refused or not view.store.reachable:
         return None
     reason = leave_reason(view)
@@ -289,3 +294,9 @@ def await_change(view: View, world: World, now_s: float, policy: JobPolicy) -> D
     if view.proposal.withdrawn or view.proposal.find(me.node, me.incarnation) is not None:
         return None
     return wait(f"{reason}: waiting until the others are prepared to go on without it")
+
+
+def _index(view: View, world: World) -> int:
+    index = world.find(view.me.node, view.me.incarnation)
+    assert index is not None, "only a member of the world has workers in it"
+    return index

@@ -40,7 +40,7 @@ from elasticzero.launcher.protocol.documents import (
     to_bytes,
 )
 from elasticzero.launcher.protocol.invariants import check_invariants
-from elasticzero.launcher.protocol.planned.proposal import PLAN_S, PREPARE_S, possible
+from elasticzero.launcher.protocol.planned.proposal import PLAN_S, PREPARE_S
 from elasticzero.launcher.protocol.planned.switch import WRITE_AFTER_S, world_after
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume
@@ -191,6 +191,7 @@ def test_a_lower_max_stops_the_workers_where_none_can_be_proposed() -> None:
         {"world": replace(WORLD, strategy="zero1")},
     ):
         assert actions_of(replace(view, **changes)) == [RequestBoundaryStop(FLAG_LEAVE)]
+    assert actions_of(replace(view, control=fewer(1))) == [RequestBoundaryStop(FLAG_LEAVE)]
 
 
 def test_who_gives_up_its_place_prepares_and_waits_for_another() -> None:
@@ -216,18 +217,6 @@ def test_who_gives_up_its_place_prepares_and_waits_for_another() -> None:
 def test_who_is_to_leave_while_it_gives_up_its_place_waits_for_that() -> None:
     view = replace(LEAVER, control=fewer(2), proposal=FEWER, proposal_s=99.9)
     assert actions_of(replace(view, workers=replace(TRAINS, prepared=FEWER))) == []
-
-
-def test_a_world_of_one_rank_is_proposed_and_is_the_last_one() -> None:
-    world = replace(WORLD, members=(B, C))
-    view = replace(VIEW, me=B, world=world, members={"b": B, "c": C})
-    reports = {**REPORTS, "b": replace(REPORTS["b"], store_port=B.store_port)}
-    view = replace(view, my_report=reports["b"], reports=reports)
-    (action,) = actions_of(view)
-    assert isinstance(action, WriteProposal)
-    assert action.proposal.members == (B,)
-    alone = world_after(world, action.proposal, 20)
-    assert not possible(alone, POLICY)
 
 
 def test_a_leader_that_leaves_proposes_too() -> None:
@@ -345,6 +334,7 @@ def test_a_leaver_without_a_proposal_asks_for_a_stop() -> None:
     "changes",
     [
         {"world": replace(WORLD, proofs=False)},
+        {"world": replace(WORLD, members=(B, C))},
         {"workers": replace(TRAINS, refused="no")},
         {"proposal": DEAD, "proposal_s": 99.0},
     ],
