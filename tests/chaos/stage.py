@@ -180,7 +180,7 @@ class Stage:
         return nodes
 
     def _is_ready(self, node: Node) -> bool:
-        """Whether a node that waits outside has imported what its workers need."""
+        """Returns whether a node that waits outside has imported what its workers need."""
         messages = self._told.cluster.messages()
         self._ready |= {sender.name for sender, message in messages if "ready" in message}
         return node.name in self._ready

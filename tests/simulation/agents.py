@@ -313,13 +313,13 @@ class Agent:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its workers stay in the world that they are prepared for."""
+        """Returns whether its workers stay in the world that they are prepared for."""
         prepared = self.worker_group.prepared if self.worker_group is not None else None
         me = self.membership.me
         return prepared is not None and prepared.find(me.node, me.incarnation) is not None
 
     def _renews(self) -> bool:
-        """Whether the lease is to be renewed: not where the loop has stood still for a TTL."""
+        """Returns whether the lease is renewed: not once the loop has stood still for a TTL."""
         still_s = self.cluster.timeline.now_s - self.stalled_s
         return not self.stands_still or still_s <= self.plan.ttl_s
 

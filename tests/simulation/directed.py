@@ -55,7 +55,7 @@ PLANNED_KINDS = (
 AT_SWITCH_SHARE = 0.5
 """So many of these leaves are struck when the others go over."""
 FEWER_SHARE = 0.3
-"""So many of these leaves are of nodes that are too many, since operators lower MAX."""
+"""Share of these changes in which operators lower MAX, so that nodes give up their places."""
 ERROR_SHARE = 0.07
 """So many schedules have an agent whose loop meets errors that nobody expects."""
 

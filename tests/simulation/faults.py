@@ -40,7 +40,8 @@ SWITCH_KINDS = (
 SWITCH_S = 0.06
 """It fails so much later at most: within a message to the agent, and its write."""
 ALL_LOST_SHARE, ALL_LOST_S = 0.1, 0.02
-"""So often all agents fail that go on, and so soon: most before any has written the world."""
+"""Share of the switches at which all agents that go on fail, and the seconds within which they do:
+mostly before any has written the world."""
 
 
 class Faults:

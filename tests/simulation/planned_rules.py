@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from elasticzero.launcher.protocol.documents import Alarm, Proposal, World
+from elasticzero.launcher.protocol.planned.proposal import without
 from elasticzero.launcher.store.watch_cache import ALARM
 from tests.simulation.schedule import CLEAN, HARMLESS
 
@@ -42,10 +43,9 @@ class ChangeRules:
         return None
 
     def parks(self, world: World) -> bool:
-        """Whether the proposal of this world has members give up their places."""
+        """Returns whether the proposal of this world has members give up their places."""
         proposal = self.proposals.get(world.token)
-        stay = 0 if proposal is None else len(proposal.members) + len(proposal.leavers)
-        return proposal is not None and stay < len(world.members)
+        return proposal is not None and set(without(world, proposal)) > set(proposal.leavers)
 
     def numbered(self, generation: int) -> World | None:
         """Of those worlds that of a number."""
