@@ -4,6 +4,9 @@ A lapsed lease (etcd was away for longer than its TTL) is replaced at once. The 
 incarnation, and so its place, if `world` still names it; otherwise it registers as a new one. What
 stands at the node's key and cannot be read is written over, unless it has a lease: then it is the
 registration of another release's agent.
+
+What stands at the node's key at a lower revision than this node has put there shows that the store
+has lost its data (`data_loss`, rule 3).
 """
 
 from __future__ import annotations
@@ -98,6 +101,8 @@ class Membership:
         """True if the last one that was seen is another agent's."""
         self.revision = 0
         """Revision at which the registration was put."""
+        self._put_in_history = 0
+        """History of the store in which it was."""
         self.lapses = 0
         """Number of times the lease was lost."""
         self._lapsed: Callable[[], None] | None = None
@@ -281,12 +286,13 @@ class Membership:
                 self.lapses += 1
             self._is_registered = False
             self._lease = self._store.lease(self._ttl_s, on_lost=self._note_lapse)
+        history = self._store.history.number
         condition = Condition(key=self.key, mod_revision=before)
         put = {self.key: to_bytes(self.me)}
         revision = self._store.write(put, conditions=[condition], lease=self._lease)
         if revision is None:
             return False
-        self.revision = revision
+        self.revision, self._put_in_history = revision, history
         self._registered = self.me
         self._own_incarnations.add(self.me.incarnation)
         self._is_registered = True
@@ -301,7 +307,15 @@ class Membership:
             self._is_registered = False
 
     def _read(self) -> Entry | None:
-        return self._store.read(self.key).entries.get(self.key)
+        """Returns what stands at this node's key; raises `StoreUnavailable` also if that shows that
+        the store has lost its data."""
+        entry = self._store.read(self.key).entries.get(self.key)
+        if entry is not None and entry.mod_revision < self.revision:
+            put, is_of = self.revision, entry.mod_revision
+            reason = f"{self.key} was put at revision {put} and is of {is_of}"
+            if self._store.history.begin(reason, self._put_in_history):
+                raise StoreUnavailable(f"etcd lost its data ({reason})")
+        return entry
 
     def _is_in_place(self) -> bool:
         """Returns whether the present registration exists, or that of another agent of this name.

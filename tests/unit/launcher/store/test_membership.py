@@ -215,8 +215,8 @@ def test_an_earlier_registration_from_a_backup_is_replaced(
 ) -> None:
     """The backup is of the time before the node was left out; its lease is still renewed.
 
-    Revisions do not tell of the loss: they are past the node's own ones. The next world took the
-    earlier registration for a member, and waited for it in vain.
+    The store's revision does not tell of the loss: it is past the node's own ones. The next world
+    took the earlier registration for a member, and waited for it in vain.
     """
     server = store._server
     assert node_1.register()
@@ -228,12 +228,17 @@ def test_an_earlier_registration_from_a_backup_is_replaced(
     for number in range(8):
         server.write({f"other/{number}": b"1"}, (), (), 0)
     node_1.check(2 * NOW_S, named=False, world_revision=8)
-    assert store.history.number == 0
+    assert store.history.number == 1, "the earlier registration tells of the loss"
+    node_1.lost_data(2 * NOW_S)
+    node_1.check(3 * NOW_S, named=False, world_revision=8)
     assert node_1.still_registered().value == to_bytes(node_1.me)
     server.restore(backup)
     for number in range(20):
         server.write({f"other/{number}": b"1"}, (), (), 0)
-    node_1.verify()
-    node_1.check(3 * NOW_S, named=True, world_revision=9)
+    with pytest.raises(StoreUnavailable, match="is of"):
+        node_1.verify()
+    assert store.history.number == 2
+    node_1.lost_data(4 * NOW_S)
+    node_1.check(5 * NOW_S, named=True, world_revision=9)
     assert node_1.still_registered().value == to_bytes(node_1.me)
-    assert store.history.number == 0
+    assert store.history.number == 2

@@ -18,6 +18,7 @@ from elasticzero.launcher.protocol.documents import (
     outranks,
     to_bytes,
 )
+from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.job_token import KEY, agree_on_token
 from elasticzero.launcher.store.watch_cache import ALARM, CONTROL, DONE, MEMBERS, WORLD
 from tests.support.memory_store import MemoryServer
@@ -148,6 +149,32 @@ def test_a_loss_that_no_revision_tells_of_is_found(
     a.turns()
     assert a.store.history.number == 1
     assert stands(server)[WORLD]["generation"] == 2
+
+
+def test_the_oldest_node_of_a_backup_finds_that_it_is_the_oldest_again(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    """It had lapsed after the backup, and the others had passed the revisions that it knew of: it
+    waited for the one that had become the oldest, and that one for it."""
+    a, b = node("a"), node("b")
+    backup = server.backup()
+    server.revoke(1)
+    a.lose_lease()
+    a.turns()
+    assert oldest(b.store) == "members/b"
+
+    server.restore(backup)
+    for i in range(20):
+        server.write({f"other/{i}": b"1"}, (), (), 0)
+    a.lose_lease()
+    a.turns()
+    assert a.store.history.number == 1, a.messages
+    assert "members/a was put at revision" in a.messages[0]
+    assert oldest(b.store) == "members/a"
+
+
+def oldest(store: Store) -> str:
+    return next(iter(store.read(MEMBERS, limit=1).entries))
 
 
 def test_a_job_begun_again_is_no_loss(server: MemoryServer, node: Callable[..., Node]) -> None:
