@@ -54,6 +54,8 @@ class Agreed:
     record: Record
     revision: int
     """Revision at which the record was written."""
+    history: int = 0
+    """Number of the store's history in which the token was agreed on."""
 
     @property
     def digest(self) -> str:
@@ -88,6 +90,7 @@ def agree_on_token(store: Store, node_token: Secret | None, tls: TlsMode | None 
     Raises:
         UserError: The job has another token, or does otherwise.
     """
+    history = store.history.number
     candidate = node_token or Secret(secrets.token_urlsafe(32))
     is_given = node_token is not None
     record = Record(
@@ -99,7 +102,7 @@ def agree_on_token(store: Store, node_token: Secret | None, tls: TlsMode | None 
     while (entry := _entry(store)) is None:
         revision = store.write({KEY: to_bytes(record)}, conditions=[absent])
         if revision is not None:
-            return Agreed(candidate, record, revision)
+            return Agreed(candidate, record, revision, history)
     stored = record_in(entry)
     if tls not in (None, stored.tls):
         raise UserError(
@@ -108,9 +111,9 @@ def agree_on_token(store: Store, node_token: Secret | None, tls: TlsMode | None 
             f"the key `{KEY}` of the job in etcd"
         )
     if node_token is None and stored.token is not None:
-        return Agreed(Secret(stored.token), stored, entry.mod_revision)
+        return Agreed(Secret(stored.token), stored, entry.mod_revision, history)
     if node_token is not None and hmac.compare_digest(stored.digest, _digest(node_token)):
-        return Agreed(node_token, stored, entry.mod_revision)
+        return Agreed(node_token, stored, entry.mod_revision, history)
     wrong = "no token" if node_token is None else "another token than its other nodes"
     raise UserError(
         f"{wrong} was given to this node of the job; give all of them the same, by {HOW}. To "

@@ -65,7 +65,8 @@ class StoreRecovery:
         agreed: Agreed | None,
         log_line: Callable[[str], None],
     ) -> None:
-        """Begins in the store's present history.
+        """Begins in the history of the store in which the token was agreed on, or else in the
+        present one.
 
         Args:
             store: The store that may lose its data.
@@ -81,7 +82,7 @@ class StoreRecovery:
         self._listener = listener
         self._agreed = agreed
         self._log_line = log_line
-        self._history = store.history.number
+        self._history = store.history.number if agreed is None else agreed.history
         self._lapses = membership.lapses
         self._due_s: float | None = None
         """Time at which this agent writes what it has; None: nothing is to be written."""

@@ -484,11 +484,14 @@ class Rules:
 
     def turned(self, agent: Agent, *, unreadable: bool) -> None:
         """R21: a node leaves whose agent has met an unexpected error; R24: so does one whose agent
-        has met a number of the run that it cannot read, as `unreadable` tells."""
+        has met a number of the run that it cannot read, as `unreadable` tells. R29."""
         text = f"{agent.host.name} stays, though its loop has failed"
         self.require(agent.leaving or not agent.failures, "R21", text)
         text = f"{agent.host.name} stays, though it cannot read the number of the run"
         self.require(agent.leaving or not unreadable, "R24", text)
+        history, losses = agent.store.history, self._cluster.etcd.losses
+        text = f"{agent.host.name} has found {history.number} of {losses} losses of etcd's data"
+        self.require(history.number <= losses, "R29", f"{text}; {history.reason}")
 
     def _check_failed(self, agent: Agent) -> None:
         """R21: of an agent that ends by errors of its loop."""

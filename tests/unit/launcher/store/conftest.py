@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,8 @@ def server() -> MemoryServer:
 def node(server: MemoryServer) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
-    def make(name: str, secret: Secret | None = None) -> Node:
-        nodes.append(Node(server, name, secret))
+    def make(name: str, secret: Secret | None = None, **options: Any) -> Node:
+        nodes.append(Node(server, name, secret, **options))
         return nodes[-1]
 
     yield make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from elasticzero.ipc.assignment import Resume
@@ -29,6 +30,7 @@ class Node:
         secret: Secret | None = None,
         *,
         fenced: bool = True,
+        before_joining: Callable[[], None] = lambda: None,
     ) -> None:
         """Registers a node in the run that the store has.
 
@@ -37,12 +39,14 @@ class Node:
             name: Name of the node.
             secret: Token of the job, if the node was given one.
             fenced: False: nothing binds its writes to its run.
+            before_joining: Called once the token is agreed on.
         """
         self.name = name
         connection = MemoryStore(server)
         run = stored_run(connection)
         self.store: Store = RunStore(connection, run) if fenced else connection
         self.agreed = agree_on_token(self.store, secret)
+        before_joining()
         me = Member(name, name, "localhost", 1, 2, 1, run=run.number)
         self.membership = Membership(self.store, me, 5, _Port())  # type: ignore[arg-type]
         self.membership.join(lambda text: None)

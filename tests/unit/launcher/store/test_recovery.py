@@ -177,6 +177,21 @@ def oldest(store: Store) -> str:
     return next(iter(store.read(MEMBERS, limit=1).entries))
 
 
+def test_a_loss_before_a_node_is_registered_is_found_once(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    """It has agreed on the token in the former history: the record that another node then wrote
+    looked like a second loss, and until then nothing told of the first."""
+    a = node("a", before_joining=lambda: server.restore(None, cluster=2))
+    a.turns()
+    assert a.store.history.number == 1
+    assert "cluster 2 answers" in a.messages[0]
+    assert KEY in stands(server)
+    a.lose_lease()
+    a.turns()
+    assert a.store.history.number == 1, a.messages
+
+
 def test_a_job_begun_again_is_no_loss(server: MemoryServer, node: Callable[..., Node]) -> None:
     """--restart deletes the world, once no node is registered; the token's record stays."""
     a = node("a")
