@@ -111,7 +111,7 @@ def close_round(view: View, world: World, now_s: float, policy: JobPolicy) -> De
     staying = tuple(
         _at_port(m, reports[m.node].store_port)
         for m in answered
-        if m.node in reports and not reports[m.node].leaving
+        if m.node in reports and not reports[m.node].leaving and not view.control.drains(m)
     )
     able = _able(view, world, staying, now_s)
     if view.storage_pending is not None and not do_without:
