@@ -25,7 +25,6 @@ from elasticzero.launcher.protocol.actions import (
     WriteWorld,
 )
 from elasticzero.launcher.protocol.documents import (
-    Alarm,
     Done,
     Proposal,
     Report,
@@ -171,8 +170,8 @@ class StoreWriter:
         world = view.world
         generation, token = (world.generation, world.token) if world is not None else (0, "")
         match action:
-            case RaiseAlarm(alarm):
-                self._raise_alarm(generation, alarm, stands=view.workers.prepared is not None)
+            case RaiseAlarm():
+                self._raise_alarm(generation, action, stands=view.workers.prepared is not None)
             case PutReport(report):
                 self._put_report(generation, token, view.me.node, report)
             case WriteProposal(proposal):
@@ -200,18 +199,22 @@ class StoreWriter:
         self._store.write(put, conditions=conditions)
         self._observer.put(NEXT, self._store.read(NEXT))
 
-    def _raise_alarm(self, generation: int, alarm: Alarm, *, stands: bool) -> None:
-        """Writes an alarm, unless the generation has one.
+    def _raise_alarm(self, generation: int, action: RaiseAlarm, *, stands: bool) -> None:
+        """Writes an alarm, unless the generation has one, or the node that counts as lost is back:
+        an agent may be suspended just before it writes.
 
         Args:
             generation: Number of the generation.
-            alarm: The alarm.
+            action: Holds the alarm.
             stands: Whether `world` must still be that of the generation: its workers may have
                 entered the next one (PS2 in `planned`).
         """
         key = f"{ALARM}{generation}"
-        put = {key: to_bytes(replace(alarm, run=self._run))}
+        put = {key: to_bytes(replace(action.alarm, run=self._run))}
         conditions = [Condition(key=key, mod_revision=0)]
+        if action.lost and (members := self._observer.get(MEMBERS)) is not None:
+            of_lost = f"{MEMBERS}{action.lost}"
+            conditions.append(unchanged(of_lost, members.entries.get(of_lost)))
         if stands and (world := self._observer.get(WORLD)) is not None:
             conditions.append(unchanged(WORLD, world.entries.get(WORLD)))
         self._store.write(put, conditions=conditions)

@@ -56,6 +56,8 @@ class DumpStacks:
 @dataclass(frozen=True, slots=True)
 class RaiseAlarm:
     alarm: Alarm
+    lost: str = ""
+    """Node that counts as lost: the alarm is raised only if its registration is still gone."""
 
 
 @dataclass(frozen=True, slots=True)

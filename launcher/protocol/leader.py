@@ -6,7 +6,7 @@ the oldest registration. Its rules:
      node has come for settle_s.
  L2  Every node has finished: write `done`.
  L3  A member's lease has lapsed, the store is well, and no steps prove that the member is alive (V1
-     to V4): raise the alarm.
+     to V4): raise the alarm, unless the member has registered again meanwhile.
  L4  A round is open: once every member has answered, or is silent past alive_s (and a while longer,
      as long as others still answer) or refuses connections, and those that answered have stopped,
      write the next world, or `done` if trying again is useless, or wait for MIN nodes (`regroup`).
@@ -22,7 +22,8 @@ the oldest registration. Its rules:
  L8  Every node reports its workers as `stalled`, so they wait for each other: raise the alarm.
  L9  While the store is away, request nothing of the workers: no agent could write the world, or the
      end, for which they would stop (L6 and L7; A11 for a node that leaves).
- L10 A drained registration is taken into no world, even if its node may not know of it yet.
+ L10 A drained registration is in no next world, even if its node may not know of it yet: neither is
+     it taken into one, nor does it keep its place at the end of a round.
  L11 With --shard node all nodes of a world have as many workers; others wait.
  L12 From the job's second run on, a node of the release before is taken into no world: it cannot
      derive the secret of the run.
@@ -398,7 +399,7 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
             continue
         if reason := loss_of(view, node, now_s, policy):
             alarm = Alarm(node=view.me.node, kind="lapse", reason=reason)
-            return Decision((RaiseAlarm(alarm),), alarm.reason)
+            return Decision((RaiseAlarm(alarm, lost=node),), alarm.reason)
     if view.workers.finished or not view.store.reachable:
         return None
     if view.proposal is not None and not view.proposal.withdrawn:

@@ -136,7 +136,7 @@ def after_switch(view: View, world: World, now_s: float, policy: JobPolicy) -> D
         if all(node in missing and loss_of(view, node, now_s, policy) for node in staying):
             reason = f"all nodes that went on without {view.me.node} are lost"
             alarm = Alarm(node=view.me.node, kind="lapse", reason=reason)
-            return Decision((RaiseAlarm(alarm),), reason)
+            return Decision((RaiseAlarm(alarm, lost=staying[0]),), reason)
         why = leave_reason(view) if view.leaving else f"{view.me.node} gives up its place"
         return wait(f"{why}: the others have gone on without it")
     waited_s = now_s - workers.switched_s

@@ -32,8 +32,22 @@ from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.store_writer import VERIFY_AGAIN_S, StoreWriter
 from elasticzero.launcher.agent.subscriptions import Subscriptions
 from elasticzero.launcher.http.host_probe import HostProbe
-from elasticzero.launcher.protocol.actions import Decision, PutReport, SaveHeldSnapshot, Start
-from elasticzero.launcher.protocol.documents import Member, Proposal, Report, Run, World, to_bytes
+from elasticzero.launcher.protocol.actions import (
+    Decision,
+    PutReport,
+    RaiseAlarm,
+    SaveHeldSnapshot,
+    Start,
+)
+from elasticzero.launcher.protocol.documents import (
+    Alarm,
+    Member,
+    Proposal,
+    Report,
+    Run,
+    World,
+    to_bytes,
+)
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.checkpoint_probe import CheckpointProbe
@@ -41,7 +55,7 @@ from elasticzero.launcher.store.api import Condition, Lease
 from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.job_run import RUN, RunStore, stored_run
 from elasticzero.launcher.store.membership import Membership, bound_socket
-from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD, WatchCache, reports_of
+from elasticzero.launcher.store.watch_cache import ALARM, MEMBERS, WORLD, WatchCache, reports_of
 from tests.support.memory_store import MemoryServer, MemoryStore
 from tests.watching import DEADLINE_S
 
@@ -341,6 +355,22 @@ def test_a_waiting_node_finds_that_its_registration_is_gone(node: NodeWithoutPro
         node.now_s += 0.1
         assert node.now_s - began_s < 2 * VERIFY_AGAIN_S
     assert node.membership.lapses == 0
+
+
+def test_no_alarm_is_raised_of_a_node_that_is_back(node: NodeWithoutProcesses) -> None:
+    """The agent was suspended between its look at the registrations and the write."""
+    node.cycles_until("start")
+    seen, writer = node.core.turn(), node.side.writer
+    assert seen is not None
+    view, _ = seen
+    lapse = RaiseAlarm(Alarm(node="a", kind="lapse", reason="the lease of b lapsed"), lost="b")
+    alarm = f"{ALARM}1"
+    node.store.write({f"{MEMBERS}b": to_bytes(view.me)})
+    writer.write(lapse, view)
+    assert alarm not in node.store.read(alarm).entries
+    writer.reread(view, ends=False)
+    writer.write(lapse, view)
+    assert alarm in node.store.read(alarm).entries, "another agent of that name lost nothing"
 
 
 def test_a_member_finds_that_its_registration_is_gone(node: NodeWithoutProcesses) -> None:

@@ -33,7 +33,7 @@ from tests.unit.launcher.protocol.test_decide import (
 )
 
 REASON = "the lease of b lapsed, and its agent does not answer"
-GIVEN_UP = [RaiseAlarm(Alarm(node="a", kind="lapse", reason=REASON))]
+GIVEN_UP = [RaiseAlarm(Alarm(node="a", kind="lapse", reason=REASON), lost="b")]
 SUSPENDED = replace(
     LAPSED,
     missing_since_s={"b": 94.0},

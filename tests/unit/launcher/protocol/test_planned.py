@@ -424,7 +424,7 @@ def test_who_is_left_alone_ends_the_world_before() -> None:
     alone = replace(left, missing_since_s={"a": 97.0, "b": 97.5}, asked_s=None)
     (action,) = actions_of(alone)
     assert isinstance(action, RaiseAlarm)
-    assert (action.alarm.kind, action.alarm.node) == ("lapse", "c")
+    assert (action.alarm.kind, action.alarm.node, action.lost) == ("lapse", "c", "a")
     assert actions_of(replace(alone, missing_since_s={"a": 97.0})) == []
     away = StoreHealth(confirmed_s=99.9, outage_end_s=99.0)
     assert actions_of(replace(alone, store=away)) == [], "leases prove nothing yet"
