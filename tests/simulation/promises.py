@@ -12,6 +12,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
+from elasticzero.launcher.agent.subscriptions import QUIET_STAGGER_S, STANDBY
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
@@ -208,6 +209,9 @@ class Promises:
         if not (plan.phased and reached >= plan.total_steps):  # its last save may take long
             stands = (at for (name, _), at in self._since.items() if name == alarm.node)
             since_s = max(*stands, stepped_s if is_current else 0.0, 0.0)
+            place = world.nodes.index(alarm.node) if alarm.node in world.nodes else 0
+            if place >= STANDBY:  # it looks at the others once they have made no step for long
+                since_s += plan.ttl_s + QUIET_STAGGER_S * place
             self._check_noticed(generation, node, since_s)
 
     def _check_silent(self, world: World, node: str, text: str) -> None:
