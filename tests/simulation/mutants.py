@@ -383,6 +383,12 @@ MUTANTS = (
         wrong="        if False:\n",
     ),
     Mutant(
+        name="where the token's record was written anew is forgotten",
+        file="store/recovery.py",
+        right="            self._agreed = self._agreed.at(record.mod_revision)\n",
+        wrong="            pass\n",
+    ),
+    Mutant(
         name="what etcd has lost is not written anew",
         file="store/recovery.py",
         right="                if self._restore():\n",
