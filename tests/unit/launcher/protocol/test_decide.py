@@ -490,22 +490,6 @@ def test_a_leaving_node_has_no_place_but_is_a_source() -> None:
     assert following.reason == "b left; c joined"
 
 
-def test_a_member_that_is_drained_in_a_round_has_no_place_but_is_a_source() -> None:
-    """It answered before it was drained, and was cut off from etcd then: the others gave it a place
-    in the next world, which it left at once."""
-    drain = Control(drain=(Drain(node="b", incarnation=B.incarnation),))
-    holder = says("stopped", B, holdings=HELD)
-    reports = {"a": NOTHING_HELD, "b": holder}
-    three = named(A, B, C)
-    view = v(ENDED, members=three, holdings=(), reports=reports, my_report=NOTHING_HELD)
-    following = next_world(v(view, control=drain))
-    assert [m.node for m in following.members] == ["a", "c"]
-    assert [s.node for s in following.resume.sources] == ["b"]
-    assert following.reason == "b left; c joined"
-    again = Control(drain=(Drain(node="b", incarnation="another"),))
-    assert [m.node for m in next_world(v(view, control=again)).members] == ["a", "b", "c"]
-
-
 def test_the_restarted_agent_of_a_lost_node_joins_as_a_new_one() -> None:
     again = replace(B, incarnation="new")
     view = v(SILENT_B, round_s=98.0, members={"a": A, "b": again})

@@ -25,6 +25,8 @@ from elasticzero.launcher.protocol.actions import (
 from elasticzero.launcher.protocol.decide import decide
 from elasticzero.launcher.protocol.documents import (
     Alarm,
+    Control,
+    Drain,
     Failure,
     Holding,
     Member,
@@ -243,6 +245,17 @@ def test_the_world_says_why_a_node_left() -> None:
     assert next_world(ended(None, {}, LEAVES)).reason == f"b leaves: {AWS}"
     assert next_world(ended(None, LEAVES, {})).reason == f"a leaves: {AWS}", "the leader itself"
     assert next_world(ended(None, {}, {"leaving": True})).reason == "b left"
+
+
+def test_a_member_that_is_drained_in_a_round_has_no_place() -> None:
+    """It answered before it was drained, and was cut off from etcd then: the others gave it a place
+    in the next world, which it left at once."""
+    view = ended(None, {}, {"holdings": HELD})
+    drained = replace(view, control=Control(drain=(Drain(node="b", incarnation="i-b"),)))
+    following = next_world(drained)
+    assert ([m.node for m in following.members], following.reason) == (["a"], "b left")
+    before = replace(view, control=Control(drain=(Drain(node="b", incarnation="i-0"),)))
+    assert [m.node for m in next_world(before).members] == ["a", "b"]
 
 
 def test_the_world_says_that_there_was_no_time() -> None:
