@@ -21,6 +21,8 @@ from elasticzero.session import Session
 from elasticzero.worker.generation import Generation
 
 BATCH, STEPS = 5, 4
+FEATURES = 64
+"""So many weights that one at least shows a nudge: rounding hides it in most, by the processor."""
 SAMPLES = BATCH * STEPS
 
 
@@ -33,7 +35,7 @@ class Counting(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 1)
+        self.linear = nn.Linear(FEATURES, 1)
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
@@ -65,7 +67,7 @@ class Noting(torch.optim.AdamW):
 
 def rows() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(SAMPLES, 3, generator=generator), torch.arange(SAMPLES))
+    return TensorDataset(torch.randn(SAMPLES, FEATURES, generator=generator), torch.arange(SAMPLES))
 
 
 def trained(
@@ -144,10 +146,10 @@ def test_what_lives_is_read_from_its_owners(plan: Callable[..., Plan]) -> None:
     assert (start["buffer", "calls"], last["buffer", "calls"]) == ("0", "4")
     assert start["buffer", "scratch"] == "float32[2]"
     assert last["extra state", "_extra_state['forwards']"] == "4"
-    assert last["parameter", "linear.weight"] == "float32[1, 3]"
+    assert last["parameter", "linear.weight"] == f"float32[1, {FEATURES}]"
     assert ("optimizer", "state['linear.bias']['step']") not in start
     assert last["optimizer", "state['linear.bias']['step']"] == "4.0"
-    assert last["optimizer", "state['linear.weight']['exp_avg']"] == "float32[1, 3]"
+    assert last["optimizer", "state['linear.weight']['exp_avg']"] == f"float32[1, {FEATURES}]"
     assert start["optimizer", "param_groups[0]['lr']"] == "0.1"
     assert last["optimizer attribute", "limit"] == "3"
     assert last["tracked", "schedule['last_epoch']"] == "4"
@@ -215,7 +217,7 @@ def test_the_sums_of_the_scripts_function_reach_it(plan: Callable[..., Plan]) ->
         hook.sums = {}
         session.backward(model(x).mean())
         session.step()
-        assert hook.sums == {"linear.weight": 3.0, "linear.bias": 1.0}
+        assert hook.sums == {"linear.weight": FEATURES, "linear.bias": 1.0}
 
 
 def test_the_lowest_rank_gives_what_several_have() -> None:
@@ -248,8 +250,8 @@ def test_tensors_that_change_and_that_nothing_keeps_are_named(plan: Callable[...
     made = plan(looks_around=True)
     torch.manual_seed(1)
     session = Session(Generation(AgentClient(None, STANDALONE)))
-    target, fixed = nn.Linear(3, 1), nn.Linear(3, 1)
-    model, optimizer = session.prepare(nn.Linear(3, 1), Noting)
+    target, fixed = nn.Linear(FEATURES, 1), nn.Linear(FEATURES, 1)
+    model, optimizer = session.prepare(nn.Linear(FEATURES, 1), Noting)
     alias = [parameter.data for parameter in model.parameters()]
     average = Average(model)
     tracked = torch.optim.swa_utils.AveragedModel(model)
