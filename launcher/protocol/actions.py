@@ -57,7 +57,8 @@ class DumpStacks:
 class RaiseAlarm:
     alarm: Alarm
     lost: str = ""
-    """Node that counts as lost: the alarm is raised only if its registration is still gone."""
+    """Node that counts as lost: the alarm is raised only if its registration has not changed since
+    it was read. Empty: it is raised in any case."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,8 @@ def ask(port: int, path: str, headers: dict[str, str]) -> tuple[int, float]:
 
 
 def show(port: int, path: str) -> tuple[int, float]:
-    """The same of a request that shows the token, and is sent once more if the connection is lost:
-    until its head has come it is a stranger's, of which the server closes some of too many."""
+    """Returns the same of a request that shows the token. It is sent once more if the connection is
+    lost: until its head has come it is a stranger's, and the server closes some of too many."""
     began_s = time.monotonic()
     try:
         return ask(port, path, BEARER)

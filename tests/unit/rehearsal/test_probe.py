@@ -22,7 +22,7 @@ from elasticzero.worker.generation import Generation
 
 BATCH, STEPS = 5, 4
 FEATURES = 64
-"""So many weights that one at least shows a nudge: rounding hides it in most, by the processor."""
+"""Rounding hides a nudge in most weights, by the processor; of so many, one at least shows it."""
 SAMPLES = BATCH * STEPS
 
 
