@@ -13,7 +13,8 @@ Rules:
  5. The record of the job's token stays in the store for the whole life of the job. Where the lease
     or the world is gone, but no revision tells of a loss, that record shows whether there was one.
     So does a world, or an alarm of its generation, that is gone while this node is registered: no
-    job is begun again (--restart) before its nodes are gone.
+    job is begun again (--restart) before its nodes are gone. An alarm that went with a later world
+    is no loss; the world is read anew before that is decided, for its watch may tell late.
  6. A release without runs may have begun the job again before this node came back. So a world
     without a run that is gone, or is another one, shows a loss only where this node's registration
     is older than the last look at that world.
@@ -151,6 +152,8 @@ class StoreRecovery:
         try:
             check_run(self._membership.me.run, number_in(self._read(RUN)))
             record = self._read(KEY) if agreed is not None else None
+            if self._observer.retained:  # an alarm may have gone with a world that is told later
+                self._observer.put(WORLD, self._store.read(WORLD))
         except StoreUnavailable:
             return
         lapsed = self._loss_suspected or not self._membership.is_registered

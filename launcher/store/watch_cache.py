@@ -117,6 +117,9 @@ class WatchCache:
         begun; None: there is none."""
         self._suspected_history: int | None = None
         """History in which the world shrank: what the store said after that is of another one."""
+        self._without_alarm: World | None = None
+        """World whose alarm is gone, where nothing else tells of a loss. A later world, of which
+        this agent is about to be told, would have taken the alarm along."""
         self._gathered: dict[str, tuple[PrefixState, dict[str, Any]]] = {}
         """State of each prefix, with its documents by node."""
 
@@ -166,7 +169,10 @@ class WatchCache:
         if previous.history != current.history:
             if previous.history != self._suspected_history:
                 self._retain(previous.entries)
-        elif self._has_shrunk(previous, current):
+            return
+        world = self._missed_alarm_of(previous, current) if prefix == ALARM else None
+        if world is not None or (prefix == WORLD and self._has_shrunk(previous, current)):
+            self._without_alarm = world if not self._retained else None
             self._retain(previous.entries)
             if self._may_be_restarted(previous, current):
                 at = self._retained_at
@@ -175,17 +181,29 @@ class WatchCache:
                 if other in self._latest:
                     self._retain(self._latest[other].entries)
             self._suspected_history = previous.history
+        elif prefix == WORLD and self._took_alarm_along(current):
+            self._drop_retained()
+
+    def _missed_alarm_of(self, previous: PrefixState, current: PrefixState) -> World | None:
+        """Returns the present world, as far as it is known, if its alarm is gone."""
+        latest = self._latest.get(WORLD)
+        entry = latest.entries.get(WORLD) if latest is not None else None
+        world = self._world_in(entry) if entry is not None else None
+        if world is None:
+            return None
+        key = f"{ALARM}{world.generation}"
+        return world if key in previous.entries and key not in current.entries else None
+
+    def _took_alarm_along(self, current: PrefixState) -> bool:
+        """Returns whether the store holds a world after the one whose alarm is gone."""
+        before, entry = self._without_alarm, current.entries.get(WORLD)
+        after = self._world_in(entry) if entry is not None else None
+        return before is not None and after is not None and outranks(after, before)
 
     def _has_shrunk(self, previous: PrefixState, current: PrefixState) -> bool:
         """Returns whether the data have shrunk: a world is gone, or is there at another revision,
-        or is another one that does not follow it; or the alarm of the present generation is
-        gone."""
+        or is another one that does not follow it."""
         before, after = previous.entries.get(WORLD), current.entries.get(WORLD)
-        gone = [k for k in previous.entries if k.startswith(ALARM) and k not in current.entries]
-        world = self._latest[WORLD].entries.get(WORLD) if gone and WORLD in self._latest else None
-        if world is not None:
-            present = self._world_in(world)
-            return present is not None and f"{ALARM}{present.generation}" in gone
         if before is None or before == after:
             return False
         if after is None:
@@ -252,9 +270,11 @@ class WatchCache:
         """Makes the store's documents alone valid from now on: it holds what was retained, or
         better."""
         with self._lock:
-            self._retained = {}
-            self._retained_at = None
-            self._suspected_history = None
+            self._drop_retained()
+
+    def _drop_retained(self) -> None:
+        self._retained = {}
+        self._retained_at = self._suspected_history = self._without_alarm = None
 
     def get(self, prefix: str) -> PrefixState | None:
         """Returns the newest state of a followed prefix; None before the first."""

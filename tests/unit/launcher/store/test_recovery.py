@@ -192,6 +192,38 @@ def test_a_loss_before_a_node_is_registered_is_found_once(
     assert a.store.history.number == 1, a.messages
 
 
+@pytest.mark.parametrize("told", [(), (WORLD,)], ids=["not-told", "told"])
+def test_an_alarm_that_goes_with_later_worlds_is_no_loss(
+    server: MemoryServer, node: Callable[..., Node], told: tuple[str, ...]
+) -> None:
+    """The second world after an alarm takes it along; a watch may tell of that first."""
+    a, b = node("a"), node("b")
+    alarm = to_bytes(Alarm(node="a", kind="failure", reason="rank 0 failed"))
+    a.store.write({WORLD: to_bytes(world(7, "a", "b")), f"{ALARM}7": alarm})
+    b.look()
+    a.store.write({WORLD: to_bytes(world(8, "a", "b"))})
+    a.store.write({WORLD: to_bytes(world(9, "a", "b"))}, deletes=[f"{ALARM}7"])
+    b.look(ALARM)
+    assert b.observer.alarm(7) is not None, "until it is known whether it is lost"
+    b.look(*told or (ALARM,))
+    b.turn()
+    assert not b.messages and not b.observer.retained
+    assert b.observer.world()[0] == world(9, "a", "b")
+
+
+def test_an_alarm_that_is_gone_alone_is_a_loss(
+    server: MemoryServer, node: Callable[..., Node]
+) -> None:
+    a = node("a")
+    alarm = to_bytes(Alarm(node="a", kind="failure", reason="rank 0 failed"))
+    a.store.write({WORLD: to_bytes(world(7, "a")), f"{ALARM}7": alarm})
+    a.look()
+    a.store.write({CONTROL: to_bytes(Control())}, deletes=[f"{ALARM}7"])
+    a.turns()
+    assert "what it held is gone" in a.messages[0]
+    assert f"{ALARM}7" in stands(server)
+
+
 def test_a_job_begun_again_is_no_loss(server: MemoryServer, node: Callable[..., Node]) -> None:
     """--restart deletes the world, once no node is registered; the token's record stays."""
     a = node("a")
