@@ -69,6 +69,7 @@ Pure. `check_invariants` checks what two worlds can tell; `tests/simulation/rule
      workers go over to no other generation inside their loops.
  R27 A world comes from a proposal or from a round, never from both: either all workers have
      entered it at its step and no alarm of the world before stands, or no proposal has its token.
+     A node that the others have gone on without opens no round.
  R28 No rank applies a step twice, or leaves one out, when it goes over to another generation.
  R29 No agent finds more losses of etcd's data than there were.
 """

@@ -12,7 +12,7 @@ from tests.simulation.mutants_of_changes import MUTANTS_OF_CHANGES
 from tests.simulation.mutants_of_ends import MUTANTS_OF_ENDS
 
 ALL = (*MUTANTS, *MUTANTS_OF_CHANGES, *MUTANTS_OF_ENDS)
-SEEDS = 5_000
+SEEDS = 3_000
 TIMEOUT_S = 600.0
 NOTHING = "none broke a rule"
 

@@ -318,6 +318,11 @@ class Agent:
         me = self.membership.me
         return prepared is not None and prepared.find(me.node, me.incarnation) is not None
 
+    @property
+    def is_left_behind(self) -> bool:
+        """Returns whether the others have gone on inside their loops without its workers."""
+        return self.worker_group is not None and self.worker_group.switched == "left"
+
     def _renews(self) -> bool:
         """Returns whether the lease is renewed: not once the loop has stood still for a TTL."""
         still_s = self.cluster.timeline.now_s - self.stalled_s

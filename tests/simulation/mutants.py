@@ -30,7 +30,7 @@ class Mutant:
     right: str
     wrong: str
     unfound: str = ""
-    """Why no schedule finds it, though a rule is broken; empty: one of the first 5,000 finds it."""
+    """Why no schedule finds it, though a rule is broken; empty: one of the first 3,000 finds it."""
     further: tuple[tuple[str, str, str], ...] = ()
     """Further edits: file, right and wrong."""
     search: Literal["seeds", "orders"] = "seeds"

@@ -71,9 +71,14 @@ class ChangeRules:
         self._require(so or self._cluster.etcd.losses > 0, "R26", text)
 
     def alarmed(self, alarm: Alarm, causes: Collection[str]) -> None:
-        """R27: where nodes only come and leave, nothing ends a generation that workers have gone
-        over to, and no round is opened for the one before."""
+        """R27: a node that the others have gone on without opens no round; and where nodes only
+        come and leave, nothing ends a generation that workers have gone over to, and no round is
+        opened for the one before."""
         world, plan = self._cluster.world, self._cluster.plan
+        host = self._cluster.hosts.get(alarm.node)
+        stays = host is None or host.agent is None or not host.agent.is_left_behind
+        text = f"{alarm.node} asks who is alive, and the others have gone on without it"
+        self._require(stays or alarm.kind != "silence", "R27", text)
         clean = set(causes) <= CLEAN | HARMLESS and not plan.trouble and not plan.crash_at
         if world is None or not clean or self._cluster.etcd.losses:
             return
