@@ -212,7 +212,9 @@ class Promises:
             place = world.nodes.index(alarm.node) if alarm.node in world.nodes else 0
             if place >= STANDBY:  # it looks at the others once they have made no step for long
                 since_s += plan.ttl_s + QUIET_STAGGER_S * place
-            self._check_noticed(generation, node, since_s)
+            leader = self._cluster.hosts[alarm.node].agent
+            failed_s = leader.store.away_since_s if leader is not None else 0.0
+            self._check_noticed(generation, node, since_s, failed_s)
 
     def _check_silent(self, world: World, node: str, text: str) -> None:
         """R25: an agent is given up no sooner, and none that answers."""
@@ -249,14 +251,13 @@ class Promises:
         text = f"{group.generation} trains on for {lasts_s:.1f} s without {still[0].host.name}"
         self._require(lasts_s < most_s, "R25", text)
 
-    def _check_noticed(self, generation: int, node: str, since_s: float) -> None:
-        """R16. since_s: when the last step ended, or when the leader was registered, if that was
-        later: others' leases are conclusive to it a TTL after that."""
+    def _check_noticed(self, generation: int, node: str, since_s: float, failed_s: float) -> None:
+        """R16. Others' leases are conclusive to the leader a TTL after each of these. since_s: the
+        last step ended, or it was registered; failed_s: a request of it failed."""
         gone = [at for (name, _), (at, _) in self._ended.items() if name == node]
-        etcd = self._cluster.etcd
         begun_s = max(since_s, self._last_event_s, self._written_s)
-        lasted_s = min(self._now_s - begun_s, self._cluster.timeline.now_s - max(gone, default=0.0))
-        lasted_s = min(lasted_s, self._cluster.timeline.now_s - etcd.back_s)
+        back_s = max(self._cluster.etcd.back_s, failed_s, *gone)
+        lasted_s = min(self._now_s - begun_s, self._cluster.timeline.now_s - back_s)
         most_s = self._cluster.plan.ttl_s + LAPSE_KNOWN_S + self._heard_s
         text = f"{generation} stood still for {lasted_s:.1f} s, until the lease of {node} counted"
         self._require(lasted_s < most_s, "R16", text)
@@ -448,13 +449,14 @@ class Promises:
     def _check_odd(self, before: World, after: World) -> None:
         """R17: of a generation that ended by nothing but nodes with bad input."""
         reports = [(m.node, self._reports.get((before.generation, m.node))) for m in before.members]
+        stand = {node for node, _ in self._since}
         failed: dict[str, Failure] = {}
         for node, entry in reports:
             if entry is None or entry[1].phase != "stopped" or entry[1].leaving:
                 return  # a node is lost, or leaves
             if entry[1].failure is not None and entry[1].failure.blame != "peer":
                 failed[node] = entry[1].failure
-            elif self._now_s - entry[0] < self._read_s:
+            elif self._now_s - entry[0] < self._read_s or node not in stand:
                 return
         bad = [node for node in failed if self._cluster.hosts[node].bad_input]
         judged = all(failed[node].final or _is_newcomer(before, node) for node in bad)
