@@ -466,7 +466,8 @@ class Promises:
             return
         if left < least:
             waiting = [node for node, _ in self._since if node not in before.nodes]
-            final = any(failed[node].final for node in bad) and left + len(waiting) < least
+            fewest = min(least for least, _ in self.sizes())
+            final = any(failed[node].final for node in bad) and left + len(waiting) < fewest
             text = f"{after.generation} is tried, though {', '.join(bad)} cannot train"
             self._require(not final or self._lately_lost, "R17", text)
             return
@@ -524,9 +525,10 @@ class Promises:
             return
         for member in before.members:
             identity = (member.node, member.incarnation)
-            ended_s = self._ended.get(identity, (0.0, 0.0))[0]
+            ended_s, since_s = self._ended.get(identity, (0.0, self._now_s))
             lately = self._cluster.timeline.now_s - ended_s < self._cluster.plan.ttl_s / 2
-            stands = identity in self._since or (identity in self._ended and lately)
+            lately &= self._now_s - since_s > self._read_s  # its last moment may be missed
+            stands = identity in self._since or lately
             text = f"{after.generation} was taken over from {member.node}"
             self._require(not stands, "R14", text)
 
@@ -551,15 +553,6 @@ class Promises:
             late = self._long_ago(self._stop_s, STOPPED_WITHIN_S)
             text = f"generation {group.generation} trains on after a stop"
             self._require(not late, "R12", text)
-
-    def stopped(self, step: int, reached: int, causes: list[str]) -> None:
-        """R12: an operator's stop has ended the job after `step`."""
-        storage = self._cluster.storage
-        kept = not storage.possible or step == 0 or step in storage.steps
-        self._require(kept, "R12", f"no checkpoint of {step}")
-        clean = set(causes) <= CLEAN | HARMLESS and not self._cluster.plan.trouble
-        if clean and storage.possible:
-            self._require(step == reached, "R12", f"stopped at {step}, {reached} was reached")
 
     def _wish_is_lost(self) -> bool:
         """Whether etcd has lost what operators asked, and no agent was left that knew."""

@@ -442,8 +442,7 @@ class Rules:
         if done.outcome == "stopped":
             self.require(self._cluster.asked.stop, "R7", f"stopped: {done.reason}")
             reached = max(self.reached.values(), default=0)
-            self.promises.stopped(done.step, reached, self._causes)
-            self.saved.stopped(done)
+            self.saved.stopped(done, reached, self._causes)
             return
         if done.outcome != "finished":
             self._check_given_up(done)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticzero.launcher.protocol.documents import Done, World
+from tests.simulation.schedule import CLEAN, HARMLESS
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -24,10 +25,18 @@ class SavedRules:
         self._cluster = cluster
         self._rules = rules
 
-    def stopped(self, done: Done) -> None:
-        """R12: what memory held is a checkpoint, unless `done` says that it could not be saved."""
-        world = self._cluster.world
-        excused = not self._cluster.storage.possible or "could not be saved" in done.reason
+    def stopped(self, done: Done, reached: int, causes: list[str]) -> None:
+        """R12: what memory held is a checkpoint, unless `done` says that it could not be saved.
+
+        reached: the last step of all; causes: what has struck the job.
+        """
+        world, storage, step = self._cluster.world, self._cluster.storage, done.step
+        kept = not storage.possible or step == 0 or step in storage.steps
+        self._rules.require(kept, "R12", f"no checkpoint of {step}")
+        clean = set(causes) <= CLEAN | HARMLESS and not self._cluster.plan.trouble
+        if clean and storage.possible:
+            self._rules.require(step == reached, "R12", f"stopped at {step}, {reached} was reached")
+        excused = not storage.possible or "could not be saved" in done.reason
         if world is None or excused:
             return
         if self._all_are_there(world):
