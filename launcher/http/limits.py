@@ -29,6 +29,9 @@ ANSWER_TIMEOUT_S = 30.0
 """Seconds within which a client without the token must have taken a whole response."""
 MAX_CONNECTIONS = 256
 """Maximum number of open connections; an unauthenticated one is closed beyond it."""
+GRACE_S = 0.02
+"""Seconds that each connection has for its request before it may be closed for another one. Until
+then further connections wait in the kernel."""
 DESCRIPTORS_SHARE = 4
 """The connections take at most one in so many of the descriptors that this process may open."""
 MIN_CONNECTIONS = 8
@@ -82,21 +85,30 @@ P = TypeVar("P", bound=Peer)
 class Connections(Generic[P]):
     """Holds the open connections, oldest first, and chooses the one that is closed for a new one.
 
-    That is the oldest unauthenticated connection of the address that has most of them. So a flood
-    from one address closes no connection of another one.
+    That is an unauthenticated connection of the address that has most of them. So a flood from one
+    address closes no connection of another one. Of that address's connections it is the oldest of
+    those whose request is there, or of those whose request is not, whichever are more. So a flood
+    of requests closes no connection whose request is still to come, and might show the token; and
+    many silent connections close none that has sent its request.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: dict[P, None] = {}
-        self._strangers: dict[str, dict[P, None]] = {}
-        """The unauthenticated connections by address, oldest first."""
+        self._strangers: dict[str, tuple[dict[P, None], dict[P, None]]] = {}
+        """The unauthenticated connections by address, oldest first: those whose request is there,
+        and those whose request is still to come."""
 
     def __iter__(self) -> Iterator[P]:
         return iter(list(self._open))
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether a connection must be closed for the next one."""
+        return len(self._open) >= self._most
 
     def __contains__(self, peer: object) -> bool:
         return peer in self._open
@@ -105,7 +117,7 @@ class Connections(Generic[P]):
         """Adds a connection without the token; returns the one to close for it, which is removed
         and may be itself."""
         self._open[peer] = None
-        self._strangers.setdefault(peer.address, {})[peer] = None
+        self._add_stranger(peer, has_asked=False)
         if len(self._open) <= self._most:
             return None
         closed = self.oldest_stranger() or peer
@@ -116,21 +128,34 @@ class Connections(Generic[P]):
         """Records that a connection has shown the token, and is not closed for others."""
         self._forget_stranger(peer)
 
+    def note_request(self, peer: P, *, has_asked: bool) -> None:
+        """Records whether a connection has sent a whole request that is not answered yet. Of an
+        authenticated one that does not matter."""
+        if any(peer in group for group in self._strangers.get(peer.address, ())):
+            self._forget_stranger(peer)
+            self._add_stranger(peer, has_asked=has_asked)
+
     def oldest_stranger(self) -> P | None:
         """Returns the unauthenticated connection to close first; None: all are authenticated."""
         if not self._strangers:
             return None
-        busiest = max(self._strangers, key=lambda address: len(self._strangers[address]))
-        return next(iter(self._strangers[busiest]))
+        groups = self._strangers.values()
+        asked, silent = max(groups, key=lambda two: len(two[0]) + len(two[1]))
+        return next(iter(asked if len(asked) >= len(silent) else silent))
 
     def remove(self, peer: P) -> None:
         self._open.pop(peer, None)
         self._forget_stranger(peer)
 
+    def _add_stranger(self, peer: P, *, has_asked: bool) -> None:
+        asked, silent = self._strangers.setdefault(peer.address, ({}, {}))
+        (asked if has_asked else silent)[peer] = None
+
     def _forget_stranger(self, peer: P) -> None:
-        same_address = self._strangers.get(peer.address, {})
-        same_address.pop(peer, None)
-        if not same_address:
+        groups = self._strangers.get(peer.address, ({}, {}))
+        for group in groups:
+            group.pop(peer, None)
+        if not any(groups):
             self._strangers.pop(peer.address, None)
 
 

@@ -16,6 +16,8 @@ of the job in place of both.
  RE5  Where the process can open no more descriptors, an unauthenticated connection is closed.
  RE6  A request for a nonce is answered by the reception itself, at once. So a client that has the
       secret waits for no thread before it can prove that.
+ RE7  No connection is closed for another one within `GRACE_S`, unless its request is there. So a
+      client with the token has that long to send it, however fast others connect.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ class Client:
         self.run = UNSTATED
         """Run of the job that the client's certificate states."""
         self._data = bytearray()
-        self._last_s = time.monotonic()
+        self.accepted_s = self._last_s = time.monotonic()
         self._began_s: float | None = None
         self._tls: ssl.SSLSocket | None = None
         self._is_set_up, self._speaks_tls = tls is None, False
@@ -342,8 +344,7 @@ class Reception:
 
     def _turn(self) -> None:
         """Handles what is ready, or due, once."""
-        busy = len(self._connections) or self._paused_until_s
-        for key, _ in self._ready.select(SWEEP_S if busy else None):
+        for key, _ in self._ready.select(self._longest_wait_s()):
             if key.fileobj is self._listening:
                 self._accept()
             elif key.fileobj is self._wake_reader:
@@ -353,13 +354,23 @@ class Reception:
                 self._receive(key.data)
         self._take_returned()
         self._answer_queued()
+        self._accept_again()
         now_s = time.monotonic()
         if now_s >= self._swept_s + SWEEP_S:
             self._swept_s = now_s
             self._sweep(now_s)
 
+    def _longest_wait_s(self) -> float | None:
+        """Returns for how long nothing is due; None: nothing is before something is ready."""
+        if self._paused_until_s:
+            return min(SWEEP_S, max(0.0, self._paused_until_s - time.monotonic()))
+        return SWEEP_S if len(self._connections) else None
+
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
+            if (until_s := self._full_until_s()) > time.monotonic():
+                self._pause(until_s)
+                return
             try:
                 connection, address = self._listening.accept()
             except BlockingIOError:
@@ -390,8 +401,26 @@ class Reception:
         if (closed := self._connections.oldest_stranger()) is not None:
             self._refusals.add(closed.address, "this process cannot open more descriptors")
             self._drop(closed)
+        self._pause(time.monotonic() + PAUSE_S)
+
+    def _full_until_s(self) -> float:
+        """Returns the time from which on a connection may be closed for another one (RE7)."""
+        if not self._connections.is_full:
+            return 0.0
+        oldest = self._connections.oldest_stranger()
+        if oldest is None or oldest not in self._waiting:
+            return 0.0
+        return oldest.accepted_s + limits.GRACE_S
+
+    def _pause(self, until_s: float) -> None:
+        """Accepts no connection until then."""
         self._ready.unregister(self._listening)
-        self._paused_until_s = time.monotonic() + PAUSE_S
+        self._paused_until_s = until_s
+
+    def _accept_again(self) -> None:
+        if self._paused_until_s and time.monotonic() >= self._paused_until_s:
+            self._paused_until_s = 0.0
+            self._ready.register(self._listening, selectors.EVENT_READ)
 
     def _receive(self, client: Client) -> None:
         try:
@@ -434,6 +463,7 @@ class Reception:
             self._start(client, head, verdict)
         else:
             self._queued[client] = head
+            self._connections.note_request(client, has_asked=True)
             self._answer_queued()
 
     def _hand_out_nonce(self, client: Client, verdict: Verdict) -> None:
@@ -504,6 +534,7 @@ class Reception:
 
     def _wait_for_next(self, client: Client) -> None:
         client.resume()
+        self._connections.note_request(client, has_asked=False)
         self._waiting.add(client)
         self._ready.register(client.connection, selectors.EVENT_READ, client)
         self._receive(client)  # TLS may have read the next request, of which no descriptor tells
@@ -514,7 +545,7 @@ class Reception:
                 self._returned.get_nowait()[0].connection.close()
 
     def _sweep(self, now_s: float) -> None:
-        """Closes connections whose time is over, and accepts again after a pause."""
+        """Closes connections whose time is over."""
         for client in self._connections:
             if client in self._answered:
                 late_s = self._answered[client] + limits.ANSWER_TIMEOUT_S
@@ -524,9 +555,6 @@ class Reception:
                 if client.has_begun:
                     self._refusals.add(client.address, "its head was not whole in time")
                 self._drop(client)
-        if self._paused_until_s and now_s >= self._paused_until_s:
-            self._paused_until_s = 0.0
-            self._ready.register(self._listening, selectors.EVENT_READ)
 
     def _stop_waiting(self, client: Client) -> None:
         if client in self._waiting:

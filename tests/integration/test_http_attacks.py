@@ -39,6 +39,13 @@ QUICK = ("unread_answer",)
 SECRET = b"what only holders of the token may read"
 
 
+class Peer:
+    """A client, as far as `Connections` knows it."""
+
+    def __init__(self, address: str = "a") -> None:
+        self.address = address
+
+
 @contextmanager
 def started(module: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process of a module of the tests, and the first line that it prints."""
@@ -67,17 +74,6 @@ def ask(port: int, path: str, headers: dict[str, str]) -> tuple[int, float]:
         connection.close()
 
 
-def show(port: int, path: str) -> tuple[int, float]:
-    """Returns the same of a request that shows the token. It is sent once more if the connection is
-    lost: until its head has come it is a stranger's, and the server closes some of too many."""
-    began_s = time.monotonic()
-    try:
-        return ask(port, path, BEARER)
-    except ConnectionError:
-        status, _ = ask(port, path, BEARER)
-        return status, time.monotonic() - began_s
-
-
 def prove(port: int, path: str) -> tuple[int, float]:
     """The same of a request that proves the token, and does not show it."""
     began_s = time.monotonic()
@@ -100,7 +96,7 @@ def check_served(port: int, attack: str) -> list[float]:
     times_s = []
     for number in range(REQUESTS):
         is_shown = number % 2
-        status, seconds = show(port, "/status") if is_shown else prove(port, "/status")
+        status, seconds = ask(port, "/status", BEARER) if is_shown else prove(port, "/status")
         assert status == 200
         times_s.append(seconds)
         time.sleep(0.05)
@@ -152,10 +148,6 @@ def test_a_process_without_descriptors_still_serves_the_token() -> None:
 
 
 def test_a_flood_of_one_address_closes_none_of_another() -> None:
-    class Peer:
-        def __init__(self, address: str) -> None:
-            self.address = address
-
     connections: limits.Connections[Peer] = limits.Connections(8)
     holder, probe = Peer("a"), Peer("b")
     assert connections.add(holder) is None and connections.add(probe) is None
@@ -171,6 +163,35 @@ def test_a_flood_of_one_address_closes_none_of_another() -> None:
     assert connections.add(newest) is last
     connections.authenticate(newest)
     assert connections.add(refused) is refused, "all others have shown the token"
+
+
+def test_a_flood_of_requests_closes_none_whose_request_is_to_come() -> None:
+    connections: limits.Connections[Peer] = limits.Connections(8)
+    holder, flood = Peer(), [Peer() for _ in range(50)]
+    assert connections.add(holder) is None
+    closed = []
+    for peer in flood:
+        closed.append(connections.add(peer))
+        connections.note_request(peer, has_asked=True)
+    assert [peer for peer in closed if peer is not None] == flood[:43]
+    answered = flood[-1]
+    connections.note_request(answered, has_asked=False)
+    silent = [Peer() for _ in range(50)]
+    closed = [connections.add(peer) for peer in silent]
+    assert closed[:2] == flood[43:45], "the silent ones are still fewer"
+    assert closed[2:5] == [holder, answered, silent[0]], "from then on they are more"
+    assert all(peer in connections for peer in flood[45:-1]), "their requests are there"
+
+
+def test_an_authenticated_connection_stays_so() -> None:
+    connections: limits.Connections[Peer] = limits.Connections(1)
+    holder, other = Peer(), Peer()
+    connections.add(holder)
+    connections.authenticate(holder)
+    for has_asked in (True, False):
+        connections.note_request(holder, has_asked=has_asked)
+        assert connections.oldest_stranger() is None
+    assert connections.add(other) is other
 
 
 def test_names_in_the_machines_own_domains_are_its_own(
