@@ -525,12 +525,11 @@ class Promises:
             return
         for member in before.members:
             identity = (member.node, member.incarnation)
-            ended_s, since_s = self._ended.get(identity, (0.0, self._now_s))
+            ended_s, since_s = self._ended.get(identity, (0.0, inf))
             lately = self._cluster.timeline.now_s - ended_s < self._cluster.plan.ttl_s / 2
-            lately &= self._now_s - since_s > self._read_s  # its last moment may be missed
-            stands = identity in self._since or lately
-            text = f"{after.generation} was taken over from {member.node}"
-            self._require(not stands, "R14", text)
+            since_s = self._since.get(identity, since_s if lately else inf)
+            read = self._now_s - since_s > self._read_s  # one that has just come back may be missed
+            self._require(not read, "R14", f"{after.generation} was taken over from {member.node}")
 
     def check_lossless(self, after: World, reached: int, causes: list[str]) -> None:
         """R12: where nodes only come and go as they are asked to, no step is made twice."""
