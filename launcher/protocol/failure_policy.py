@@ -9,9 +9,11 @@ Pure. Rules:
      of a node that could not read the state to start from because a holder of it is gone; nor if
      storage cannot be written (E5 in `termination` bounds that), nor if memory did not suffice and
      the next generation has smaller micro-batches, which at one sample ends; nor is a rollback a
-     failure, which leaves a batch out (Q6 in `training/step_guard`). Progress resets the count. But
-     a state that advances by snapshots has made no progress as long as the same error ends each
-     generation at the same step, and the state is not past that step.
+     failure, which leaves a batch out (Q6 in `training/step_guard`). Where workers have entered a
+     generation inside their loops and come to no step, a loss of peers does not count: it may be
+     the node that was leaving. Progress resets the count. But a state that advances by snapshots
+     has made no progress as long as the same error ends each generation at the same step, and the
+     state is not past that step.
  B2  The first error of each generation since the last progress is remembered, and all of them are
      named when the job is given up. An error is remembered until the state is past its step.
  B3  Consecutive errors of one kind, of the same rank or after the same step, are reported as the
@@ -117,6 +119,7 @@ def failures_without_progress(
         return world.fruitless
     all_stay = not any(_leaves(reports.get(member.node)) for member in world.members)
     lost = any(member.node not in reports for member in world.members)
+    lost |= world.resume.tier == "live"  # perhaps the node that was leaving
     counts = cause[1].blame != "peer" or (all_stay and not lost)
     counts &= not _in_want(world, cause[1], reports)
     return world.fruitless + 1 if counts else world.fruitless

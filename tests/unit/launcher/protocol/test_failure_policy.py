@@ -60,6 +60,17 @@ def world(**changes: Any) -> World:
     return replace(plain, **changes)
 
 
+def test_peers_that_a_leaver_took_along_do_not_count() -> None:
+    """Through its workers others come to the boundary at which they go on without it."""
+    entered, stopped = Resume(tier="live", step=20), Report(incarnation="i", phase="stopped")
+    reports = {"a": stopped, "b": stopped}
+    inside = world(resume=entered)
+    assert failures_without_progress(inside, 20, ("b", PEER), reports) == 1
+    assert failures_without_progress(inside, 20, ("b", OWN), reports) == 2
+    again = world(resume=Resume(tier="ram", step=20))
+    assert failures_without_progress(again, 20, ("b", PEER), reports) == 2
+
+
 @pytest.mark.parametrize(
     ("resume_step", "cause", "reports", "expected"),
     [
