@@ -186,8 +186,7 @@ class WatchCache:
 
     def _missed_alarm_of(self, previous: PrefixState, current: PrefixState) -> World | None:
         """Returns the present world, as far as it is known, if its alarm is gone."""
-        latest = self._latest.get(WORLD)
-        entry = latest.entries.get(WORLD) if latest is not None else None
+        entry = self._entry(WORLD, WORLD)
         world = self._world_in(entry) if entry is not None else None
         if world is None:
             return None

@@ -17,7 +17,7 @@ from statistics import median
 import pytest
 
 from elasticzero.checkpoint.storage.signed_requests import RequestSigner
-from elasticzero.launcher.http import limits
+from elasticzero.launcher.http import limits, reception
 from elasticzero.launcher.http.routes import Answer, Route
 from elasticzero.launcher.http.server import AgentServer
 from tests.integration.http_server import PAGE, TOKEN, serving
@@ -192,6 +192,24 @@ def test_an_authenticated_connection_stays_so() -> None:
         connections.note_request(holder, has_asked=has_asked)
         assert connections.oldest_stranger() is None
     assert connections.add(other) is other
+
+
+def test_a_connection_has_its_time_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "GRACE_S", patience(600.0))
+    monkeypatch.setattr(reception, "max_connections", lambda: 8)
+    routes = {"/page": Route(answer=lambda query: Answer(content=PAGE[:100]), served_to="everyone")}
+    with serving(routes) as running, ExitStack() as stack:
+
+        def connect() -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+            connection.connect()
+            return stack.enter_context(closing(connection))
+
+        early, _late = [connect() for _ in range(8)], [connect() for _ in range(8)]
+        time.sleep(0.2)  # whoever is to be closed for a late one is closed by then
+        for connection in early:
+            connection.request("GET", "/page", headers=BEARER)
+            assert connection.getresponse().read() == PAGE[:100]
 
 
 def test_names_in_the_machines_own_domains_are_its_own(

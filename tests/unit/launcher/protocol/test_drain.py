@@ -247,13 +247,16 @@ def test_the_world_says_why_a_node_left() -> None:
     assert next_world(ended(None, {}, {"leaving": True})).reason == "b left"
 
 
-def test_a_member_that_is_drained_in_a_round_has_no_place() -> None:
+def test_a_member_that_is_drained_in_a_round_has_no_place_but_is_a_source() -> None:
     """It answered before it was drained, and was cut off from etcd then: the others gave it a place
     in the next world, which it left at once."""
-    view = ended(None, {}, {"holdings": HELD})
+    view, empty = ended(None, {}, {"holdings": HELD}), says("stopped", A, final_step=20)
+    reports = {**(view.reports or {}), "a": empty}
+    view = replace(view, holdings=(), my_report=empty, reports=reports)
     drained = replace(view, control=Control(drain=(Drain(node="b", incarnation="i-b"),)))
     following = next_world(drained)
     assert ([m.node for m in following.members], following.reason) == (["a"], "b left")
+    assert [source.node for source in following.resume.sources] == ["b"]
     before = replace(view, control=Control(drain=(Drain(node="b", incarnation="i-0"),)))
     assert [m.node for m in next_world(before).members] == ["a", "b"]
 
