@@ -78,7 +78,7 @@ __all__ = [
     "TorchStore",
     "as_data_worker",
     "buffers_of",
-    "call_before_compiling",
+    "call_around_compiling",
     "call_gradient_hooks",
     "children_of",
     "collectives_begun",
@@ -232,20 +232,35 @@ def nccl_backends(groups: Iterable[dist.ProcessGroup]) -> Iterator[Any]:
                 yield backend
 
 
-def call_before_compiling(finish: Callable[[], None]) -> bool:
-    """Has `finish` called each time before `torch.compile` traces a function, as long as its object
-    lives; returns False, and does nothing, where nothing of the compiler is imported yet."""
+def call_around_compiling(
+    before: Callable[[], None], after: Callable[[], None] | None = None
+) -> bool:
+    """Has methods called each time before and after `torch.compile` traces a function, as long as
+    their object lives; returns False, and does nothing, where nothing of the compiler is imported
+    yet.
+
+    Args:
+        before: Is called before.
+        after: Is called after it, whatever came of it; by default nothing is.
+    """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or "torch._dynamo.callback" not in sys.modules:
         return False
-    method = WeakMethod(finish)
+    dynamo.callback_handler.register_start_callback(_weakly(before))
+    if after is not None:
+        dynamo.callback_handler.register_end_callback(_weakly(after))
+    return True
 
-    def before(*_: object) -> None:
-        if (bound := method()) is not None:
+
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Returns a function that calls a method as long as its object lives."""
+    reference = WeakMethod(method)
+
+    def call(*_: object) -> None:
+        if (bound := reference()) is not None:
             bound()
 
-    dynamo.callback_handler.register_start_callback(before)
-    return True
+    return call
 
 
 def as_data_worker(number: int, workers: int, dataset: Any) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from elasticzero.errors import UserError
 from elasticzero.torch_internals import (
     GradientReady,
+    call_around_compiling,
     has_hook_of_several,
     with_gradient_hooks,
     without_torch_functions,
@@ -149,13 +150,34 @@ class HiddenGradients:
                 made[kind] = Refusing(parameter, sentence)
             self._refusing.append(made[kind])
         self._hidden: list[Tensor | None] | None = None
+        self._uncovered: list[tuple[nn.Parameter, Refusing]] = []
+        """The parameters whose gradients a compiler sees none of at the moment."""
+        self._awaits_compiler = True
 
     def hide(self, *, complete: bool) -> None:
         """Hides the gradients, unless a rank has whole ones and they are complete."""
         if complete and not self._partitioned:
             return
         self._hidden = [parameter.grad for parameter in self._parameters.values()]
+        self._cover()
+        if self._awaits_compiler:
+            self._awaits_compiler = not call_around_compiling(self._uncover, self._cover_again)
+
+    def _cover(self) -> None:
         for parameter, refusing in zip(self._parameters.values(), self._refusing, strict=True):
+            parameter.grad = refusing
+
+    def _uncover(self) -> None:
+        """Lets a compiler, which looks at gradients, see none where they are hidden."""
+        pairs = zip(self._parameters.values(), self._refusing, strict=True)
+        hidden = () if self._hidden is None else pairs
+        self._uncovered = [(p, refusing) for p, refusing in hidden if p.grad is refusing]
+        for parameter, _ in self._uncovered:
+            parameter.grad = None
+
+    def _cover_again(self) -> None:
+        uncovered, self._uncovered = self._uncovered, []
+        for parameter, refusing in uncovered:
             parameter.grad = refusing
 
     def show(self, *, before_step: bool = False) -> None:

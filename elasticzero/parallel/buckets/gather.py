@@ -10,7 +10,7 @@ Shapes: E elements of a bucket with its padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from elasticzero.parallel.buckets.exchange import begin_all_gather, is_launched
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.step_clock import wait_for
-from elasticzero.torch_internals import call_before_compiling
+from elasticzero.torch_internals import call_around_compiling
 
 _WAIT = "_elasticzero_wait"
 
@@ -63,6 +63,13 @@ class _NotBegun:
         raise self._error
 
 
+def _needed_by(
+    parameters: Iterable[nn.Parameter], bucket_of: Mapping[int, FlatBucket]
+) -> list[FlatBucket]:
+    """Returns the buckets of some parameters, each once."""
+    return list({bucket_of[id(parameter)]: None for parameter in parameters})
+
+
 def stepped_together(buckets: Sequence[FlatBucket]) -> list[Sequence[FlatBucket]]:
     """Returns the buckets in the parts in which they are stepped.
 
@@ -98,8 +105,6 @@ class ParameterGather:
             buckets: The buckets, whose parameters are up to date.
             mesh: The rows of ranks; the ranks of a row have the chunks of a bucket.
         """
-        self.buckets = buckets
-        self._mesh = mesh
         self._works: dict[FlatBucket, list[Any]] = {}
         """The gathers that are under way."""
         self._broken: set[FlatBucket] = set()
@@ -107,15 +112,32 @@ class ParameterGather:
         self._awaits_compiler = True
         self._compiled = False
         """Compiled code depends on the class of parameters, so that each gather is waited for."""
-        bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
-        self._waits = {id(bucket): self._waiter(bucket) for bucket in buckets}
-        if not buckets or buckets[0].world_size == 1:
+        self._needed: list[tuple[list[nn.Parameter], list[FlatBucket]]] = []
+        """The parameters of each module that waits, and the buckets that it waits for."""
+        self.enter_world(buckets, mesh)
+        if not buckets or mesh.shards == 1:
             return
+        bucket_of = self._bucket_of()
         for module in model.modules():
-            parameters = module.parameters(recurse=False)
-            needed = {b: None for p in parameters if (b := bucket_of.get(id(p))) is not None}
-            if needed:
-                module.register_forward_pre_hook(self._hook(list(needed)), prepend=True)
+            parameters = [p for p in module.parameters(recurse=False) if id(p) in bucket_of]
+            if parameters:
+                needed = _needed_by(parameters, bucket_of)
+                self._needed.append((parameters, needed))
+                module.register_forward_pre_hook(self._hook(needed), prepend=True)
+
+    def enter_world(self, buckets: Sequence[FlatBucket], mesh: Mesh) -> None:
+        """Gathers other buckets of the same parameters, which are up to date. Modules keep their
+        hooks, by which a compiler would see a change."""
+        self.buckets = buckets
+        self._mesh = mesh
+        self._broken.clear()
+        self._waits = {id(bucket): self._waiter(bucket) for bucket in buckets}
+        bucket_of = self._bucket_of()
+        for parameters, needed in self._needed:
+            needed[:] = _needed_by(parameters, bucket_of)
+
+    def _bucket_of(self) -> dict[int, FlatBucket]:
+        return {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
 
     def begin(self, bucket: FlatBucket) -> None:
         """Begins to gather a bucket, of which this rank's chunk is up to date.
@@ -129,7 +151,7 @@ class ParameterGather:
             self._works[bucket] = begin_all_gather(bucket.flat_E, chunks, self._mesh)
         except RuntimeError as error:
             self._works[bucket] = [_NotBegun(error)]
-        self._awaits_compiler = self._awaits_compiler and not call_before_compiling(self._compiling)
+        self._awaits_compiler = self._awaits_compiler and not call_around_compiling(self._compiling)
 
     def leave_pending(self) -> None:
         """Lets the gathers that have begun end while the script goes on, where every use of their

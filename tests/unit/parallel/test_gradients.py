@@ -91,6 +91,24 @@ def test_a_gradient_that_the_script_takes_away_is_refused_before_the_step() -> N
         gradients.show(before_step=True)
 
 
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_compiler_sees_no_gradients_where_they_are_hidden(partitioned: bool) -> None:
+    """It compiles anew for a micro-batch of another size, in the middle of a global batch."""
+    model = layer()
+    torch.optim.SGD(model.parameters())  # has torch import what a compiler calls
+    gradients = HiddenGradients(dict(model.named_parameters()), partitioned=partitioned)
+    gradients.hide(complete=False)
+    model.bias.grad = None
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    for size in (3, 1):
+        assert compiled(torch.ones(size, 1)).shape == (size, 2)
+    with pytest.raises(UserError):
+        gradients_of(model)[0].norm()
+    assert model.bias.grad is None, "what the script has taken away is not put back"
+    with pytest.raises(UserError):
+        gradients.show(before_step=True)
+
+
 def test_a_gradient_before_the_first_backward_is_refused() -> None:
     model = nn.Linear(1, 2)
     gradients = HiddenGradients(dict(model.named_parameters()), partitioned=True)
