@@ -74,7 +74,7 @@ class CaptureState:
 
     def begun(self, step: int, assignment: Assignment) -> CaptureState:
         """Returns the state once the generation has loaded the state of this step."""
-        schedule = CaptureSchedule(start=step, every=assignment.snapshot_every or 0)
+        schedule = CaptureSchedule.begun(step, assignment.snapshot_every or 0, assignment.resume)
         stored = assignment.resume.tier == "storage"
         return replace(self, schedule=schedule, saved_step=step if stored else self.saved_step)
 
@@ -88,7 +88,8 @@ class CaptureState:
         """
         fresh = CaptureState.of(assignment, shards=shards, saving=self.saves, alone=False)
         return replace(
-            fresh.begun(step, assignment),
+            fresh,
+            schedule=self.schedule.entered(step, assignment.resume.generation),
             saved_step=self.saved_step,
             overdue=self.overdue,
             unsaved=self.unsaved,
@@ -103,10 +104,9 @@ class CaptureState:
     def held_step(self) -> int | None:
         """Returns the newest step that every node holds, or the one that the generation started
         from; None: no snapshots are taken, or a node that is left holds the whole state."""
-        schedule = self.schedule
         if not self.takes_snapshots or self.replicated:
             return None
-        return schedule.start if schedule.held is None else schedule.held
+        return self.schedule.held_step
 
     def control_word(
         self, node: NodeCaptures, *, flags: int, ready: bool, every: int, asks: bool
@@ -207,7 +207,7 @@ class CaptureState:
             at_stop: Whether it is the capture of the stop protocol, which without an agreement of
                 all ranks leaves the newest capture too.
         """
-        keep = self.schedule.states_to_keep(assignment.generation, assignment.resume)
+        keep = self.schedule.states_to_keep(assignment.generation)
         if at_stop and not self.agreed and self.schedule.taken is not None:
             keep = {*keep, (assignment.generation, self.schedule.taken)}
         return keep

@@ -25,6 +25,8 @@ from elasticzero.comm.control import ControlWord
 from elasticzero.ipc.assignment import Resume
 
 Due = Literal["nothing", "snapshot", "checkpoint"]
+State = tuple[int, int]
+"""Names the state of a generation at a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,40 @@ class CaptureSchedule:
     """The step that is being saved; None: no save runs."""
     ready: bool = False
     """True once every rank has its memory."""
+    before: State | None = None
+    """The newest snapshot that every node held when the generation began; None: there was none."""
+    back: int | None = None
+    """The step of that state, or of the one that the generations before this one have begun with,
+    where this one has begun without a stop; None: it has begun from a state at `start`."""
+
+    @classmethod
+    def begun(cls, step: int, every: int, resume: Resume) -> CaptureSchedule:
+        """Returns the schedule of a generation that has loaded the state that it starts from.
+
+        Args:
+            step: The step of that state.
+            every: Number of steps from one snapshot to the next; 0: none are taken.
+            resume: Where that state was.
+        """
+        before = (resume.generation, resume.step) if resume.tier == "ram" else None
+        return cls(start=step, every=every, before=before)
+
+    def entered(self, step: int, generation: int) -> CaptureSchedule:
+        """Returns the schedule of the generation that follows this one without a stop.
+
+        Args:
+            step: The boundary at which it was entered.
+            generation: The generation of this schedule.
+        """
+        before = self.before if self.held is None else (generation, self.held)
+        return CaptureSchedule(start=step, every=self.every, before=before, back=self.held_step)
+
+    @property
+    def held_step(self) -> int:
+        """Returns the newest step that every node holds, or else the one that is gone back to."""
+        if self.held is not None:
+            return self.held
+        return self.start if self.back is None else self.back
 
     @property
     def copying(self) -> bool:
@@ -76,19 +112,17 @@ class CaptureSchedule:
             return "snapshot"
         return "snapshot" if 0 < self.every <= step - self.taken else "nothing"
 
-    def states_to_keep(self, generation: int, resume: Resume) -> set[tuple[int, int]]:
-        """Returns the (generation, step) of the snapshots that a capture must leave.
-
-        These are the newest one that every node holds, and the one that is being saved.
+    def states_to_keep(self, generation: int) -> set[State]:
+        """Returns the snapshots that a capture must leave: the newest one that every node holds,
+        and the one that is being saved.
 
         Args:
-            generation: That of the assignment.
-            resume: That of the assignment.
+            generation: The generation of this schedule.
         """
         keep = {(generation, self.saving)} if self.saving is not None else set()
         if self.held is not None:
             return keep | {(generation, self.held)}
-        return keep | ({(resume.generation, resume.step)} if resume.tier == "ram" else set())
+        return keep if self.before is None else keep | {self.before}
 
     def captured(self, step: int, *, checkpoint: bool) -> CaptureSchedule:
         return replace(self, taken=step, saving=step if checkpoint else self.saving)

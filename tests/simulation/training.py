@@ -124,7 +124,7 @@ class Group:
         self._step_s = 0.0
         plan = cluster.plan
         self.snapshots = plan.snapshot_every > 0 and (plan.strategy != "ddp" or self.size == 1)
-        self.ledger = CaptureSchedule(start=self.step, every=plan.snapshot_every)
+        self.ledger = CaptureSchedule.begun(self.step, plan.snapshot_every, world.resume)
         self.word: ControlWord | None = None
         self.owed: int | None = None
         self.saved = self.step if world.resume.tier == "storage" else None
@@ -137,7 +137,7 @@ class Group:
         """What ranks tell their agents: see `CaptureState.held_step`."""
         if not self.snapshots or self.size == 1:
             return None
-        return self.ledger.start if self.ledger.held is None else self.ledger.held
+        return self.ledger.held_step
 
     # -- coming together
 
@@ -331,6 +331,7 @@ class Group:
     def goes_on(self, before: Group) -> None:
         """The ranks have come here from another generation, inside their loops."""
         before.supersede()
+        self.ledger = before.ledger.entered(self.step, before.generation)
         self.saved, self.owed, self.stepped_s = before.saved, before.owed, before.stepped_s
         self._restored = self.size
         self.cluster.rules.trains(self)
@@ -338,7 +339,7 @@ class Group:
 
     def kept_states(self) -> set[State]:
         """What a capture must leave."""
-        return self.ledger.states_to_keep(self.generation, self.world.resume)
+        return self.ledger.states_to_keep(self.generation)
 
     def _capture(self, *, checkpoint: bool) -> None:
         name = (self.generation, self.step, self.size)

@@ -156,6 +156,17 @@ def test_a_world_that_is_entered_goes_on_with_what_is_saved(
     assert entered.schedule.saving is None and entered.newest_save(NOTHING) == "none"
 
 
+def test_a_divided_state_keeps_what_every_node_held_in_the_world_before() -> None:
+    state = capture_state(shards=4).captured(12, checkpoint=False, in_memory=True)
+    state = state.after_exchange(word(state, replace(NOTHING, held=12)))
+    live = replace(
+        ASSIGNMENT, generation=4, world_size=3, resume=Resume(tier="live", step=14, generation=3)
+    )
+    entered = state.entered(14, live, shards=3)
+    assert entered.takes_snapshots and entered.held_step == 12
+    assert entered.states_to_keep(live, at_stop=False) == {(3, 12)}
+
+
 @pytest.mark.parametrize(
     ("change", "shards"), [({}, 1), ({}, 2), ({"snapshot_every": 0}, 4), ({}, 4)]
 )

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from elasticzero.comm.control import ControlWord
+from elasticzero.ipc.assignment import Resume
 from elasticzero.snapshots.schedule import CaptureSchedule, Due
 
 READY = CaptureSchedule(start=0, every=5, ready=True)
@@ -138,3 +139,23 @@ def test_no_order_of_messages_loses_a_held_snapshot() -> None:
             held = -1 if ledger.held is None else ledger.held
             assert held >= best and (ledger.taken is None or ledger.taken >= held)
             best = held
+
+
+def test_what_every_node_holds_stays_until_the_world_that_was_entered_holds_something() -> None:
+    """A snapshot that was in flight does not count, nor does the state of the boundary: it is on
+    no other node."""
+    ram = Resume(tier="ram", step=3, generation=4)
+    first = CaptureSchedule.begun(3, 5, ram)
+    assert (first.states_to_keep(5), first.held_step) == ({(4, 3)}, 3)
+    second = first.captured(8, checkpoint=False).entered(9, 5)
+    assert (second.states_to_keep(6), second.held_step) == ({(4, 3)}, 3)
+    assert (second.start, second.every, second.copying, second.ready) == (9, 5, False, False)
+    held = after(ControlWord(held=10), ledger=second.captured(10, checkpoint=False))
+    assert (held.states_to_keep(6), held.held_step) == ({(6, 10)}, 10)
+    third = held.entered(12, 6).entered(13, 7)
+    assert (third.states_to_keep(8), third.held_step) == ({(6, 10)}, 10)
+
+
+def test_a_world_that_is_entered_before_any_snapshot_goes_back_to_where_training_began() -> None:
+    entered = CaptureSchedule.begun(7, 5, Resume(tier="storage", step=7)).entered(9, 1)
+    assert (entered.states_to_keep(2), entered.held_step) == (set(), 7)
