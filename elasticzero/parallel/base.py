@@ -107,10 +107,19 @@ class Strategy(Protocol):
     tells_waits: bool
     """True if the time for which a backward waits for other ranks is known (`step_clock.py`)."""
 
+    def bring_state(self, ranks: Sequence[int]) -> None:
+        """Brings this rank what it is to have of the state in the next world, which it has not yet,
+        where the ranks divide it. All ranks call this together, also those that leave; nothing of
+        the present state changes before `enter_world`.
+
+        Args:
+            ranks: The rank in this world of each rank of the next one.
+        """
+
     @property
     def enter_world(self) -> Callable[[Mesh], None] | None:
-        """Returns what lays the state over the ranks of another world between two steps, where each
-        rank has all of it; None: the loop must begin anew for that."""
+        """Returns what lays the state over the ranks of another world between two steps, once it
+        was brought; None: the loop must begin anew for that."""
 
     def expect(self, part: MicroBatch) -> None:
         """Announces the micro-batch of the next backward."""

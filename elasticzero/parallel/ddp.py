@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from json import dumps
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
-from elasticzero.parallel import same_number
 from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Setting
 from elasticzero.parallel.buckets.all_reduce import AllReduce, SummedBucket
 from elasticzero.parallel.buckets.queue import BucketQueue
@@ -41,6 +40,7 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import check_takes_dense, open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
 from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory
+from elasticzero.rank_groups import same_number
 from elasticzero.spans import Span
 from elasticzero.state.model import (
     MODEL,
@@ -111,6 +111,9 @@ class Replicated:
         """This norm, NaN where a loss is not finite, and the mean loss."""
         self.model: nn.Module = setting.model
         self._memory = ParameterMemory(self._parameters)
+
+    def bring_state(self, ranks: Sequence[int]) -> None:
+        """Brings nothing: every rank has everything."""
 
     def enter_world(self, mesh: Mesh) -> None:
         """Sums gradients over the ranks of another world from the next step on."""

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
-from elasticzero.parallel import same_number
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fsdp_uses import Uses, refuse_pickled_rows
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
@@ -48,7 +47,9 @@ from elasticzero.parallel.parameter_changes import (
     overlap,
     replaced_sentence,
 )
-from elasticzero.parallel.partitioned import PartitionedOptimizer, PiecedStrategy
+from elasticzero.parallel.partitioned import PartitionedOptimizer
+from elasticzero.parallel.pieced import PiecedStrategy
+from elasticzero.rank_groups import same_number
 from elasticzero.rank_groups.group import ALONE
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests

@@ -35,8 +35,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from elasticzero.errors import UserError
-from elasticzero.parallel import same_number
 from elasticzero.parallel.parameter_changes import FixedMemory
+from elasticzero.rank_groups import same_number
 from elasticzero.spans import fsdp_rows
 from elasticzero.state.digests import same_bits
 from elasticzero.torch_internals import without_torch_functions

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elasticzero.errors import UserError, one_line
-from elasticzero.parallel import same_number
+from elasticzero.rank_groups import same_number
 from elasticzero.state.digests import change_marks, combined, digests
 from elasticzero.torch_internals import (
     children_of,

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch import Tensor
 
 from elasticzero.errors import CheckpointMismatch, UserError, is_peer_error
-from elasticzero.parallel import same_number
 from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Agreement
 from elasticzero.parallel.finite import (
     LossCheck,
@@ -32,6 +30,13 @@ from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.divided_step import DividedStep
 from elasticzero.parallel.optimizers.groups import Optimizers
+from elasticzero.parallel.optimizers.moves import PieceState, Spans, bring, plan
+from elasticzero.parallel.optimizers.piece_entries import (
+    KeptEntry,
+    kept_entries,
+    master_entry,
+    stored_value,
+)
 from elasticzero.parallel.optimizers.pieces import (
     MasteredValues,
     ParameterPiece,
@@ -45,9 +50,8 @@ from elasticzero.parallel.optimizers.state import (
     check_nothing_else,
     cut_state,
     name_is_stepped,
-    working_dtype,
 )
-from elasticzero.parallel.parameter_changes import ForwardChanges
+from elasticzero.rank_groups import same_number
 from elasticzero.spans import Span
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
 
@@ -431,19 +435,14 @@ class PartitionedOptimizer:
         for index, name in enumerate(group.names):
             piece = self.pieces.get(name)
             kept = {} if piece is None else self.optimizers.stored_state(name, piece.parameter)
-            for key, entry in self.optimizers.schema(name).items():
-                if entry.kind == "constant":
-                    continue
-                scalar = entry.kind in ("scalar", "number")
-                by_key.setdefault((key, scalar), []).append(index)
-                shape = () if scalar else entry.shape(self._specs[name].shape)
+            schema = self.optimizers.schema(name)
+            for key, entry in kept_entries(schema, self._specs[name]).items():
+                by_key.setdefault((key, entry.scalar), []).append(index)
                 full = f"{OPTIMIZER}{name}/{key}"
-                of_whole = working_dtype(self._specs[name].dtype)
-                dtype = of_whole if entry.follows else entry.dtype
-                share.specs[full] = spec = Spec(dtype=dtype, shape=shape)
+                share.specs[full] = entry.spec
                 if piece is not None:
-                    tensor = self._state(piece, key, kept.get(key), spec, scalar=scalar)
-                    share.held[full] = LocalTensor(tensor, 0 if scalar else piece.start)
+                    tensor = stored_value(self.optimizers, piece, key, entry, kept)
+                    share.held[full] = LocalTensor(tensor, 0 if entry.scalar else piece.start)
         for (key, scalar), indices in by_key.items():
             names = tuple(f"{OPTIMIZER}{group.names[index]}/{key}" for index in indices)
             owners = tuple(group.owners[index] for index in indices)
@@ -453,43 +452,76 @@ class PartitionedOptimizer:
                 share.partitions.append(Partition(rule=group.rule, names=names))
 
     def _share_masters(self, share: RankState, group: PartitionedGroup) -> None:
-        full: dict[str, str] = {}
+        names = []
         for name in group.names:
-            spec = self._specs[name]
-            if (dtype := working_dtype(spec.dtype)) != spec.dtype:
-                full[name] = f"{OPTIMIZER}{name}/{MASTER}"
-                share.specs[full[name]] = Spec(dtype=dtype, shape=spec.shape)
+            for key, entry in master_entry(self._specs[name]).items():
+                names.append(full := f"{OPTIMIZER}{name}/{key}")
+                share.specs[full] = entry.spec
                 if (piece := self.pieces.get(name)) is not None:
-                    share.held[full[name]] = LocalTensor(piece.parameter.detach(), piece.start)
-        if full:
-            share.partitions.append(group.partition(tuple(full.values())))
+                    share.held[full] = LocalTensor(piece.parameter.detach(), piece.start)
+        if names:
+            share.partitions.append(group.partition(tuple(names)))
 
-    def _state(
-        self, piece: ParameterPiece, key: str, value: Tensor | None, spec: Spec, *, scalar: bool
-    ) -> Tensor:
-        """Returns what is kept of a piece under `key`: `value`, or zeros where it has no state.
+    def bring(self, present: Sequence[Spans], following: Sequence[Spans]) -> dict[str, PieceState]:
+        """Returns the state of the pieces that this rank has in the next world, by parameter. All
+        ranks, which are one row, call this together; nothing of the present state changes.
 
         Args:
-            piece: The piece.
-            key: The entry's key.
-            value: What the optimizer keeps; None: the piece was never stepped.
-            spec: Shape and dtype of the entry for the whole parameter.
-            scalar: True: the entry is one number, whatever the parameter's shape.
-
-        Raises:
-            UserError: The entry has another shape than it had for a dummy.
+            present: The elements that each rank has of each parameter.
+            following: Those that the same ranks are to have; none where one leaves.
         """
-        of_whole = spec.shape != piece.shape
-        if value is None:
-            shape = spec.shape if scalar or of_whole else piece.parameter.shape
-            return torch.zeros(shape, dtype=spec.dtype)
-        if of_whole and tuple(value.shape) != spec.shape:
-            raise UserError(
-                f"{type(self.optimizers.group_of[piece.name].optimizer).__name__} keeps {key!r} "
-                f"for parameter {piece.name!r} with shape {tuple(value.shape)}, and was expected "
-                f"to keep it with shape {spec.shape}; use strategy ddp"
-            )
-        return value
+        rank = self._mesh.rank
+        room = {
+            name: PieceState.empty(span, self._stored_entries(name))
+            for name, span in following[rank].items()
+        }
+        group = self._mesh.world_group.process_group
+        bring(plan(present, following), rank, self._piece_state, room, group)
+        return room
+
+    def _stored_entries(self, name: str) -> dict[str, KeptEntry]:
+        """Returns what is stored of a parameter besides its values, by key."""
+        spec = self._specs[name]
+        kept = kept_entries(self.optimizers.schema(name), spec) if self.has_state else {}
+        return master_entry(spec) | kept
+
+    def _piece_state(self, name: str) -> PieceState:
+        """Returns the state of this rank's piece of a parameter."""
+        piece, entries = self.pieces[name], self._stored_entries(name)
+        kept = self.optimizers.stored_state(name, piece.parameter)
+        tensors = {
+            key: stored_value(self.optimizers, piece, key, entry, kept).to(entry.spec.dtype)
+            for key, entry in entries.items()
+        }
+        return PieceState(start=piece.start, tensors=tensors, entries=entries)
+
+    def enter_world(
+        self, mesh: Mesh, pieces: Mapping[str, ParameterPiece], brought: Mapping[str, PieceState]
+    ) -> None:
+        """Takes the pieces of another world in place of those that it has.
+
+        Args:
+            mesh: The row of ranks of that world.
+            pieces: The pieces of this rank.
+            brought: Their state, as `bring` has returned it.
+        """
+        self._mesh, self._first_row = mesh, mesh.replica == 0
+        for name, piece in self.pieces.items():
+            self.optimizers.group_of[name].optimizer.state.pop(piece.parameter, None)
+        self.pieces = dict(pieces)
+        for group in self.optimizers.groups:
+            group.options["params"] = [pieces[n].parameter for n in group.names if n in pieces]
+        for name, piece in pieces.items():
+            tensors = {
+                key: tensor.view(piece.parameter.shape) if entry.elementwise else tensor
+                for key, tensor in brought[name].tensors.items()
+                if (entry := brought[name].entries[key])
+            }
+            if (master := tensors.pop(MASTER, None)) is not None:
+                piece.parameter.data.copy_(master)
+            stepped = name not in self._unstepped
+            self.optimizers.put_state(name, piece.parameter, tensors, stepped=stepped)
+        self._entries = self._count_entries()
 
     @contextmanager
     def filling(
@@ -539,61 +571,3 @@ class PartitionedOptimizer:
         self._unstepped = names.intersection(small.get("unstepped", names))
         at_once = any(g.nature.makes_state_at_once for g in self.optimizers.groups)
         self.has_state = at_once or any(keys.keys() - {MASTER} for keys in index.values())
-
-
-class PiecedStrategy:
-    """Does what is the same in every `Strategy` whose optimizer works on pieces."""
-
-    tells_waits = True
-
-    _pieced: PartitionedOptimizer
-    _parameters: Mapping[str, nn.Parameter]
-    _changes: ForwardChanges
-    enter_world: Callable[[Mesh], None] | None = None
-    """A rank has a part of the state, which another world divides in another way."""
-
-    @property
-    def norm(self) -> float:
-        return self._pieced.outcome.norm
-
-    @property
-    def loss(self) -> float:
-        return self._pieced.outcome.loss
-
-    def suspects(self) -> Suspects:
-        if self._pieced.outcome.differ:
-            raise UserError(self._difference())
-        return self._pieced.suspects()
-
-    def _difference(self) -> str:
-        """Returns a sentence on what was not the same on all ranks in the global batch."""
-        raise NotImplementedError
-
-    @property
-    def comparison_s(self) -> float:
-        return 0.0
-
-    def changed_names(self) -> Collection[str]:
-        return self._changes.names
-
-    def pieces(self) -> dict[str, LocalTensor]:
-        pieces = self._pieced.pieces.values()
-        return {piece.name: LocalTensor(piece.parameter, piece.start) for piece in pieces}
-
-    def discard(self) -> None:
-        self._drop_whole()
-        self._pieced.discard()
-
-    def _mark_changed(self) -> None:
-        """Lets autograd see that a step has changed parameters that others share memory with: it
-        then refuses the backward of a loss from before the step."""
-        if self._pieced.optimizers.only is not None:
-            increment_version(self._leaves(self._pieced.outcome.used))
-
-    def _leaves(self, names: Collection[str]) -> list[Tensor]:
-        """Returns the tensors that forwards have used for these parameters."""
-        return [self._parameters[name] for name in names]
-
-    def _drop_whole(self) -> None:
-        """Drops what a global batch has left in the model's own parameters."""
-        raise NotImplementedError

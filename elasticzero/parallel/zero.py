@@ -24,13 +24,14 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.gather import ParameterGather, stepped_together
-from elasticzero.parallel.buckets.layout import FlatBucket, deal
+from elasticzero.parallel.buckets.layout import DealtNames, FlatBucket, deal
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import open_optimizers
-from elasticzero.parallel.optimizers.pieces import MasteredValues
+from elasticzero.parallel.optimizers.pieces import MasteredValues, ParameterPiece
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import (
     ForwardChanges,
@@ -40,10 +41,8 @@ from elasticzero.parallel.parameter_changes import (
     overlap,
     shared_outside,
 )
-from elasticzero.parallel.partitioned import (
-    PartitionedOptimizer,
-    PiecedStrategy,
-)
+from elasticzero.parallel.partitioned import PartitionedOptimizer
+from elasticzero.parallel.pieced import PiecedStrategy
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
 from elasticzero.torch_internals import GradientHooks, without_torch_functions
@@ -57,7 +56,6 @@ class FlatBuckets(PiecedStrategy):
         self._name = f"zero{stage}"
         check_hooks(setting.named.parameters, self._name)
         mesh = setting.place
-        self.shards = mesh.shards
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
         made = setting.factory(list(self._parameters.values()))
@@ -74,29 +72,12 @@ class FlatBuckets(PiecedStrategy):
         }
         if (error := overlap(trained)) is not None:
             raise error
-        size_bytes = setting.bucket_plan.size_bytes
-        shared = shared_outside((*setting.model.parameters(), *setting.model.buffers()))
-        self._buckets = [
-            FlatBucket(
-                contents,
-                [trained[n] for n in contents.names],
-                mesh.shard,
-                mesh.shards,
-                shared=shared,
-            )
-            for contents in deal(trained, self.optimizers.group_of, mesh.shards, size_bytes)
-        ]
-        self._forward_order = list(reversed(self._buckets))
-        self._parts: list[Sequence[FlatBucket]] = []
-        """The buckets that the newest step has stepped together."""
-        self._pieced.place({p.name: p for b in self._buckets for p in b.pieces()})
-        self._pieced.chunks = [
-            MasteredValues(b.own_C, b.master_C) for b in self._buckets if b.master_C is not None
-        ]
+        self._trained, self._stage = trained, stage
+        self._bucket_bytes = setting.bucket_plan.size_bytes
+        self._lay(mesh, shared_outside((*setting.model.parameters(), *setting.model.buffers())))
+        self._pieced.place(self._own_pieces())
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        self._scatter = ReduceScatter(self._buckets, stage, mesh)
-        self._queue = BucketQueue(self._scatter)
         self._gather = ParameterGather(setting.model, self._buckets, mesh)
         mirrors = [
             Mirror(rank, [self._mirrored(b, rank) for b in self._buckets], optimizers, specs, mesh)
@@ -109,6 +90,60 @@ class FlatBuckets(PiecedStrategy):
         self._hooks = GradientHooks(self._parameters)
         self._part: MicroBatch | None = None
         self._rest_memory = ParameterMemory(self._rest)
+
+    def _lay(self, mesh: Mesh, shared: Collection[int]) -> None:
+        """Lays the parameters in buckets that the ranks of a row divide.
+
+        Args:
+            mesh: The rows of ranks.
+            shared: Addresses of memory that the script has other tensors of.
+        """
+        self.shards = mesh.shards
+        self._buckets = [
+            FlatBucket(
+                contents,
+                [self._trained[name] for name in contents.names],
+                mesh.shard,
+                mesh.shards,
+                shared=shared,
+            )
+            for contents in self._dealt(mesh.shards)
+        ]
+        self._forward_order = list(reversed(self._buckets))
+        self._parts: list[Sequence[FlatBucket]] = []
+        """The buckets that the newest step has stepped together."""
+        self._pieced.chunks = [
+            MasteredValues(b.own_C, b.master_C) for b in self._buckets if b.master_C is not None
+        ]
+        self._scatter = ReduceScatter(self._buckets, self._stage, mesh)
+        self._queue = BucketQueue(self._scatter)
+
+    def _dealt(self, shards: int) -> list[DealtNames]:
+        return list(deal(self._trained, self.optimizers.group_of, shards, self._bucket_bytes))
+
+    def _own_pieces(self) -> dict[str, ParameterPiece]:
+        return {piece.name: piece for bucket in self._buckets for piece in bucket.pieces()}
+
+    def _spans_of_ranks(self, shards: int) -> list[dict[str, Span]]:
+        spans: list[dict[str, Span]] = [{} for _ in range(shards)]
+        for contents in self._dealt(shards):
+            numels = [self._trained[name].numel() for name in contents.names]
+            for of_rank, part in zip(spans, contents.spans(numels, shards), strict=True):
+                of_rank |= part
+        return spans
+
+    def enter_world(self, mesh: Mesh) -> None:
+        """Lays the parameters, which are up to date, in the buckets of another world."""
+        self._queue.close()
+        shared: set[int] = set()
+        for bucket in self._buckets:
+            shared |= {memory_of(bucket.parameters[index]) for index in bucket.outside}
+            if bucket.has_readers():
+                shared.add(memory_of(bucket.flat_E))
+        self._lay(mesh, shared)
+        self._gather.enter_world(self._buckets, mesh)
+        self._pieced.enter_world(mesh, self._own_pieces(), self._take_brought())
+        self._changes.enter_world(mesh.world_size)
 
     def expect(self, part: MicroBatch) -> None:
         self._changes.begin()

@@ -60,6 +60,7 @@ class CaptureWriter:
         self._strategy = strategy
         self._share, self._shards = share, shards
         self._memory = SharedMemoryStager(Path(a.snapshot_root), a.local_rank, overflow)
+        self._warn = warn
         self._reservation = Reservation(self._memory, warn)
         self._layout: Layout | None = None
         """The newest layout, which is likely to be the next one too."""
@@ -77,6 +78,14 @@ class CaptureWriter:
     def reserving(self) -> bool:
         """Returns whether a reservation was begun."""
         return self._reservation.begun
+
+    def enter_world(self, shards: int) -> None:
+        """Goes on in another world, of which so many ranks hold the whole state together. Where
+        they are not as many as before, memory is to be reserved anew."""
+        if shards != self._shards:
+            self._reservation.wait()
+            self._reservation = Reservation(self._memory, self._warn)
+        self._shards, self._layout = shards, None
 
     def reserve(self, copy: BoundaryCopy) -> None:
         """Allocates and maps memory for captures of this size, while training goes on."""

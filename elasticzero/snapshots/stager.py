@@ -80,7 +80,6 @@ class StateStager:
         self.strategy = strategy
         self._link = link
         self._save = save
-        self._shards = shards
         self._state = CaptureState.of(
             link.assignment, shards=shards, saving=saving, alone=link.standalone
         )
@@ -139,9 +138,15 @@ class StateStager:
         if short is not None:
             self._link.send(short)
 
-    def enter_world(self, step: int) -> None:
-        """Goes on in the world that was entered at the boundary of `step`."""
-        self._state = self._state.entered(step, self._assignment, shards=self._shards)
+    def enter_world(self, step: int, shards: int) -> None:
+        """Goes on in another world.
+
+        Args:
+            step: The boundary at which it was entered.
+            shards: Number of its ranks that hold the whole state together.
+        """
+        self._state = self._state.entered(step, self._assignment, shards=shards)
+        self._writer.enter_world(shards)
 
     def close(self) -> None:
         """Releases this process's mappings of the memory of captures; the snapshots stay."""

@@ -18,10 +18,10 @@ from elasticzero.data.slices import Use, slice_seed
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import Stepped
-from elasticzero.parallel import same_number
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.parallel.optimizers.script_optimizers import OutsideParameters
+from elasticzero.rank_groups import same_number
 from elasticzero.state.buffers import BufferCopy, ModelBuffers
 from elasticzero.step_clock import StepClock
 from elasticzero.torch_internals import is_sum_over

@@ -490,8 +490,8 @@ class TrainingState:
         raise GenerationEnded(" and ".join(reasons))
 
     def _go_over(self, change: WorldChange, offer: Offer, began_s: float) -> None:
-        """Goes over to the next world, or ends this rank's part where it is not in it (WC3 to WC6
-        in `world_change`).
+        """Goes over to the next world, or ends this rank's part where it is not in it (WC3 to WC7
+        in `worlds/change.py`).
 
         Args:
             change: Enters the world.
@@ -503,15 +503,12 @@ class TrainingState:
         """
         place = self._place(Call.CHECKPOINT)
         asked, self.copy = self.requests.agree(self.boundary_copy(), place)
+        change.bring_state(offer, self.strategy)
         if offer.assignment is None:
             self.stager.stop_agreed()
             raise GenerationEnded(FLAG_REASONS[FLAG_LEAVE], switched=offer.token)
-        parts = PartsOfWorld(
-            strategy=self.strategy,
-            auxiliary=self.auxiliary,
-            stager=self.stager,
-            verifier=self._verifier,
-        )
+        of_world = (self.strategy, self.auxiliary, self.stager, self._verifier)
+        parts = PartsOfWorld(*of_world, record=self._record_unless_shutting_down)
         self.rows = change.enter(offer, self.step, parts)
         self.copy = replace(self.copy, rng=self.auxiliary.generators())
         seconds = time.monotonic() - began_s

@@ -31,6 +31,7 @@ from elasticzero.ipc.messages import (
     Waiting,
 )
 from tests.integration.training_harness import Pool, Running
+from tests.integration.training_inside import OPTIMIZERS
 from tests.integration.world_changes import Change
 
 SCRIPT = Path(__file__).parent / "training_inside.py"
@@ -44,6 +45,7 @@ class Case:
     world: int
     departures: tuple[tuple[int, tuple[int, ...]], ...]
     """After which step the change is offered, and the places of the workers that leave."""
+    strategy: str = "ddp"
 
 
 def drawn(seed: int) -> Case:
@@ -59,6 +61,9 @@ def drawn(seed: int) -> Case:
         told["gather"] = chance.random() < 0.5
     told |= {"stream": chance.random() < 0.4, "workers": chance.choice([0, 0, 0, 1])}
     world = chance.choice([2, 3, 4])
+    strategy = chance.choice(["ddp", "zero1", "zero2"])
+    told |= {"optimizer": chance.choice([*OPTIMIZERS]), "views": chance.random() < 0.3}
+    told["half"] = bool(told.get("virtual")) and chance.random() < 0.5
     places, step = list(range(world)), chance.randrange(3, 6)
     departures: list[tuple[int, tuple[int, ...]]] = []
     while len(places) > 1 and (not departures or chance.random() < 0.6):
@@ -66,7 +71,7 @@ def drawn(seed: int) -> Case:
         departures.append((step, leave))
         places = [place for place in places if place not in leave]
         step += chance.randrange(3, 5)
-    return Case(told, world, tuple(departures))
+    return Case(told, world, tuple(departures), strategy)
 
 
 def begin(pool: Pool, told: dict[str, Any], folder: Path, world: int, **options: Any) -> Running:
@@ -88,7 +93,8 @@ def run(pool: Pool, case: Case, folder: Path) -> tuple[dict[str, Any], list[int]
     slow, steps = folder / "slow", list[int]()
     if case.departures:
         slow.touch()
-    running = begin(pool, {**case.told, "slow": str(slow)}, folder, case.world)
+    told = {**case.told, "slow": str(slow)}
+    running = begin(pool, told, folder, case.world, strategy=case.strategy)
     for after, leavers in case.departures:
         running.until(running.reached(after))
         time.sleep(random.Random(str(case)).random() * 0.01)
@@ -131,7 +137,7 @@ def test_nodes_that_leave_change_nothing_of_the_result(
 ) -> None:
     case = drawn(seed)
     disturbed, steps = run(pool, case, tmp_path / "disturbed")
-    alone, _ = run(pool, Case(case.told, 1, ()), tmp_path / "alone")
+    alone, _ = run(pool, replace(case, world=1, departures=()), tmp_path / "alone")
     check_equal(case.told, disturbed, alone)
     assert used(tmp_path / "disturbed") == used(tmp_path / "alone")
     stays = min(set(range(case.world)) - {p for _, leave in case.departures for p in leave})
@@ -143,6 +149,18 @@ def test_nodes_that_leave_change_nothing_of_the_result(
         rank = sum(1 for place in range(stays) if place not in gone)
         expected.append([number, rank, left, step])
     assert disturbed["changes"] == expected
+
+
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_masters_move_with_the_other_state(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    """Parameters of 16 bits are rounded from them, so that another world differs in the last."""
+    told = {"epochs": 2, "batch": 8, "pause": 0.01, "half": True}
+    case = Case(told, 4, ((3, (0, 2)), (7, (1,))), strategy)
+    disturbed, _ = run(pool, case, tmp_path / "disturbed")
+    alone, _ = run(pool, replace(case, departures=()), tmp_path / "alone")
+    for name, numbers in alone["floats"].items():
+        assert disturbed["floats"][name] == pytest.approx(numbers, rel=0.02, abs=0.01), name
+    assert disturbed["step"] == alone["step"]
 
 
 TOLD: dict[str, Any] = {"epochs": 4, "batch": 8, "pause": 0.05, "clip": 0.5}
@@ -208,6 +226,38 @@ def test_a_rank_that_is_killed_at_the_change_costs_no_step(
     assert (stopped.step, stopped.clean, stopped.complete) == (done, True, True)
     survive(pool, running, tmp_path)
     check_equal(TOLD, result(tmp_path), result(alone))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("place", "where", "generation"),
+    [
+        (1, "before the state is brought", 1),
+        pytest.param(2, "before the state is brought", 1, marks=pytest.mark.slow),
+        pytest.param(0, "before the state is brought", 1, marks=pytest.mark.slow),
+        (1, "once its groups are exchanged", 2),
+        pytest.param(0, "in the first step", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_has_its_part_of_a_divided_state_in_one_world_or_the_other(
+    pool: Pool, tmp_path: Path, strategy: str, place: int, where: str, generation: int
+) -> None:
+    """What the others hand over, where one is killed, is the boundary's in the world it names."""
+    told, options = {**TOLD, "die": [place, where]}, {"strategy": strategy, "snapshot_every": 0}
+    running = begin(pool, told, tmp_path, 3, **options)
+    running.until(running.reached(3))
+    change = Change.without(running, [2])
+    change.send()
+    running.until(running.ended)
+    running.settle()
+    assert running.workers[place].exit_code == -9
+    others = {0, 1, 2} - {place} if generation == 1 else {0, 1} - {place}
+    for other in others:
+        worker = running.workers[other]
+        stopped, captured = worker.last(Stopping), worker.last(Captured)
+        assert stopped.clean and not stopped.complete, (other, stopped)
+        of = (captured.generation, captured.world_size, captured.rank, captured.step)
+        assert of == (generation, 4 - generation, other, stopped.step), running.logs()
 
 
 @pytest.mark.slow
@@ -317,7 +367,7 @@ def open_files(pid: int) -> int:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"strategy": "zero1"}, "divides the state"),
+        ({"strategy": "zero3"}, "cannot divide the state"),
         ({"on_nonfinite": "rollback"}, "snapshot"),
         ({"changes_inside": False}, "no loop in which"),
     ],

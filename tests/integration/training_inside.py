@@ -2,8 +2,9 @@
 
 Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a directory), and at
 will slow (a file: while it exists steps last longer), micro, virtual (samples of a slice, with
-which there are dropout and a BatchNorm), clip, weighted, gather, stream, workers, ask (a rank) and
-die ([rank, where]), both of the first world.
+which there are dropout and a BatchNorm), clip, weighted, gather, stream, workers, optimizer (a name
+in OPTIMIZERS), half (parameters of 16 bits), views (the script keeps tensors that share memory with
+parameters), ask (a rank) and die ([rank, where]), both of the first world.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,20 @@ import elasticzero as ez
 from elasticzero.comm.control import ControlWord
 from elasticzero.comm.next_world import Offer
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.parallel import Strategy
 from elasticzero.training.worlds.change import WorldChange
 
 SAMPLES = 46
 SLOW_S = 0.25
 """A step then lasts so long: a busy machine may offer a change late, and connect its world late."""
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+}
+"""Adafactor works on whole parameters, and keeps what is not shaped like them."""
 
 
 def model_of(told: dict[str, Any]) -> nn.Module:
@@ -38,7 +48,8 @@ def model_of(told: dict[str, Any]) -> nn.Module:
     # A micro-batch of a stream may have one sample, of which there is no variance.
     norm = nn.BatchNorm1d(9) if sliced and not told.get("stream") else nn.LayerNorm(9)
     layers = [nn.Linear(5, 9), norm, nn.Tanh(), nn.Dropout(0.3 if sliced else 0.0), nn.Linear(9, 2)]
-    return nn.Sequential(*layers).to(torch.float32 if sliced else torch.float64)
+    dtype = torch.float32 if sliced else torch.float64
+    return nn.Sequential(*layers).to(torch.bfloat16 if told.get("half") else dtype)
 
 
 def sample(index: int) -> dict[str, Tensor]:
@@ -78,7 +89,7 @@ class Counter:
 def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """By sample: B."""
     x = batch["x"].to(next(model.parameters()).dtype)
-    out: Tensor = model(x)
+    out: Tensor = model(x).double()
     return ((out - x[:, :2].sin()) ** 2).mean(1)
 
 
@@ -94,8 +105,13 @@ def die(told: dict[str, Any], rank: int, where: str) -> None:
 
 
 def watch_change(told: dict[str, Any], rank: int) -> None:
-    """Has this process end before or after its groups are exchanged, if the test asks for it."""
-    enter = ProcessGroups.enter
+    """Has this process end around what a change does, if the test asks for it."""
+    enter, bring = ProcessGroups.enter, WorldChange.bring_state
+
+    def bringing(change: WorldChange, offer: Offer, strategy: Strategy) -> None:
+        die(told, rank, "before the state is brought")
+        bring(change, offer, strategy)
+        die(told, rank, "once the state is brought")
 
     def entering(groups: ProcessGroups, following: ProcessGroups) -> None:
         die(told, rank, "before its groups are exchanged")
@@ -103,6 +119,7 @@ def watch_change(told: dict[str, Any], rank: int) -> None:
         die(told, rank, "once its groups are exchanged")
 
     ProcessGroups.enter = entering  # type: ignore
+    WorldChange.bring_state = bringing  # type: ignore
 
 
 def ask_at_the_change(session: ez.Session) -> None:
@@ -120,12 +137,12 @@ def ask_at_the_change(session: ez.Session) -> None:
 
 
 def train(session: ez.Session, told: dict[str, Any]) -> None:
-    model, optimizer = session.prepare(
-        model_of(told), lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
-    )
+    make = OPTIMIZERS[told.get("optimizer", "AdamW")]
+    model, optimizer = session.prepare(model_of(told), make)
     schedule = session.track("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8))
     counter = session.track("counter", Counter())
     session.restore()
+    views = [parameter.data for parameter in model.parameters()] if told.get("views") else []
     first, rank = session.generation, session.rank
     watch_change(told, rank)
     if told.get("ask") == rank:
@@ -177,13 +194,24 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
                 file.write(json.dumps([session.step_count, world, indices]) + "\n")
             indices = []
             time.sleep(pause_s(told))
+    for view, parameter in zip(views, model.parameters(), strict=bool(views)):
+        assert torch.equal(view, parameter), "the script's tensor has the parameter's memory"
+    made = {"values": values, "changes": changes, "epochs": counter.epochs.item()}
+    write(session, told, {**made, "rate": optimizer.param_groups[0]["lr"]})
+
+
+def write(session: ez.Session, told: dict[str, Any], made: dict[str, Any]) -> None:
+    """Writes what came of the training."""
     state = session.state_dict()
     if session.rank == 0:
-        bits = {name: tensor.contiguous().numpy().tobytes().hex() for name, tensor in state.items()}
+        bits = {
+            name: tensor.contiguous().view(torch.uint8).numpy().tobytes().hex()
+            if tensor.dim()
+            else str(tensor.item())
+            for name, tensor in state.items()
+        }
         floats = {name: tensor.double().flatten().tolist() for name, tensor in state.items()}
-        made: dict[str, Any] = {"bits": bits, "floats": floats, "values": values}
-        made |= {"changes": changes, "step": session.step_count, "epochs": counter.epochs.item()}
-        made["rate"] = optimizer.param_groups[0]["lr"]
+        made |= {"bits": bits, "floats": floats, "step": session.step_count}
         Path(told["out"]).write_text(json.dumps(made))
 
 

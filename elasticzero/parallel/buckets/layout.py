@@ -17,7 +17,7 @@ Shapes: E elements of a bucket with its padding, C elements of one chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -43,6 +43,44 @@ class DealtNames:
     names: list[str]
     owners: list[int] | None = None
     """The rank that has each, in ascending order; None: chunks are equal."""
+
+    def bounds(self, numels: Sequence[int], world_size: int) -> list[int]:
+        """Returns the first element of each rank's chunk, and the end of the last one's.
+
+        Args:
+            numels: Number of elements of each parameter.
+            world_size: Number of ranks in a row.
+        """
+        ranks = range(world_size + 1)
+        if self.owners is None:
+            chunk = -(-sum(numels) // world_size)
+            return [chunk * rank for rank in ranks]
+        sizes = [0] * world_size
+        for owner, numel in zip(self.owners, numels, strict=True):
+            sizes[owner] += numel
+        return [sum(sizes[:rank]) for rank in ranks]
+
+    def spans(self, numels: Sequence[int], world_size: int) -> list[dict[str, Span]]:
+        """Returns the elements that each rank has of each parameter; none where it has none.
+
+        Args:
+            numels: Number of elements of each parameter.
+            world_size: Number of ranks in a row.
+        """
+        chunks = [Span(*ends) for ends in pairwise(self.bounds(numels, world_size))]
+        spans: list[dict[str, Span]] = [{} for _ in chunks]
+        offset, first = 0, 0
+        for name, numel in zip(self.names, numels, strict=True):
+            whole = Span(offset, offset + numel)
+            while chunks[first].stop <= offset:
+                first += 1
+            for rank in range(first, world_size):
+                if chunks[rank].start >= whole.stop:
+                    break
+                if part := intersect(chunks[rank], whole):
+                    spans[rank][name] = Span(part.start - offset, part.stop - offset)
+            offset += numel
+        return spans
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +122,8 @@ class FlatBucket:
             self.offsets.append(total)
             total += parameter.numel()
         self.numel = total
-        self.bounds = self._bounds()
+        numels = [math.prod(shape) for shape in self.shapes]
+        self.bounds = self.contents.bounds(numels, self.world_size)
         self.flat_E = first.data.new_zeros(self.bounds[-1])
         self.own_C = self.own_part(self.flat_E)
         self.places = self.views(self.flat_E)
@@ -146,16 +185,6 @@ class FlatBucket:
         if self.outside:
             data = [self.parameters[index].data for index in self.outside]
             torch._foreach_copy_(data, [self.places[index] for index in self.outside])
-
-    def _bounds(self) -> list[int]:
-        ranks = range(self.world_size + 1)
-        if self.contents.owners is None:
-            chunk = -(-self.numel // self.world_size)
-            return [chunk * rank for rank in ranks]
-        sizes = [0] * self.world_size
-        for owner, shape in zip(self.contents.owners, self.shapes, strict=True):
-            sizes[owner] += math.prod(shape)
-        return [sum(sizes[:rank]) for rank in ranks]
 
     @property
     def names(self) -> list[str]:

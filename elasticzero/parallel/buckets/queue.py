@@ -44,6 +44,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
@@ -177,13 +178,18 @@ class BucketQueue(Generic[B]):
         """A global batch in which all parameters take part is over."""
         self._closed_for = ""
         """A parameter of a global batch that takes no further backward, by F4; empty: it does."""
+        self._hooks: list[RemovableHandle] = []
         for bucket in exchange.buckets:
             if exchange.keeps:
                 exchange.lend(bucket)
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(
-                    GradientReady(self._hook(bucket, index))
-                )
+                ready = GradientReady(self._hook(bucket, index))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def close(self) -> None:
+        """Takes no gradients any more, so that another queue may take them."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def used(self) -> set[str]:

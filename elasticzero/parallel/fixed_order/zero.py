@@ -18,16 +18,15 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
-from elasticzero.parallel.fixed_order.layout import OwnedParameters
+from elasticzero.parallel.fixed_order.layout import OwnedParameters, owners_of
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
+from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory, overlap
-from elasticzero.parallel.partitioned import (
-    PartitionedOptimizer,
-    PiecedStrategy,
-)
+from elasticzero.parallel.partitioned import PartitionedOptimizer
+from elasticzero.parallel.pieced import PiecedStrategy
 from elasticzero.spans import Span
 from elasticzero.state.model import (
     MODEL,
@@ -47,8 +46,7 @@ class WholeParameters(PiecedStrategy):
     def __init__(self, setting: Setting) -> None:
         self.model = setting.model
         check_hooks(setting.named.parameters, "zero1 and zero2")
-        self._mesh = mesh = setting.place
-        self.shards = mesh.shards
+        mesh = setting.place
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
         made = setting.factory(list(self._parameters.values()))
@@ -65,11 +63,9 @@ class WholeParameters(PiecedStrategy):
             raise error
         for parameter in trained.values():
             parameter.data = parameter.data.contiguous()
-        kinds = {name: tuple(sorted(self.optimizers.schema(name))) for name in trained}
-        self._tree = GradientTree(trained, kinds, mesh)
-        self._messages = [m for messages in self._tree.rounds for m in messages]
-        self._owned = [m for m in self._messages if m.owner == mesh.shard]
-        self._pieced.place({p.name: p for m in self._owned for p in _pieces(m, self.optimizers)})
+        self._trained = trained
+        self._deal(mesh)
+        self._pieced.place(self._own_pieces())
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         options = self.optimizers.options_number if setting.one_release else int
@@ -79,6 +75,30 @@ class WholeParameters(PiecedStrategy):
         self._memory = ParameterMemory(trained, may_overlap=False)
         self._lost: RuntimeError | None = None
         """Why other ranks' parameters have not come after the newest step; None: they have."""
+
+    def _deal(self, mesh: Mesh) -> None:
+        """Deals the parameters to the ranks of a row."""
+        self._mesh = mesh
+        self.shards = mesh.shards
+        kinds = {name: tuple(sorted(self.optimizers.schema(name))) for name in self._trained}
+        self._tree = GradientTree(self._trained, kinds, mesh)
+        self._messages = [m for messages in self._tree.rounds for m in messages]
+        self._owned = [m for m in self._messages if m.owner == mesh.shard]
+
+    def _own_pieces(self) -> dict[str, ParameterPiece]:
+        return {p.name: p for m in self._owned for p in _pieces(m, self.optimizers)}
+
+    def _spans_of_ranks(self, shards: int) -> list[dict[str, Span]]:
+        spans: list[dict[str, Span]] = [{} for _ in range(shards)]
+        for name, owner in owners_of(self._trained, shards).items():
+            spans[owner][name] = Span(0, self._trained[name].numel())
+        return spans
+
+    def enter_world(self, mesh: Mesh) -> None:
+        """Deals the parameters to the ranks of another world."""
+        self._deal(mesh)
+        self._pieced.enter_world(mesh, self._own_pieces(), self._take_brought())
+        self._changes.enter_world(mesh.world_size)
 
     def expect(self, part: MicroBatch) -> None:
         self.settle()

@@ -8,11 +8,13 @@ Rules:
       or asks for a checkpoint, none does.
  WC3  What scripts have asked to be saved at that boundary is exchanged before, in the old world,
       so that nothing that a rank which leaves has asked for is lost.
- WC4  Then a rank that leaves ends its part by the stop protocol. On a rank that stays the groups go
-      first: as long as that may fail, nothing has changed.
- WC5  Random generators are set as a restore of this boundary would set them: rank 0 goes on with
+ WC4  Where ranks divide the state, each that stays gets what it will have of it, and all ranks wait
+      until all have it: as long as that may fail, nothing has changed.
+ WC5  Then a rank that leaves ends its part by the stop protocol. On a rank that stays the groups go
+      first, which may fail too. Until a divided state is laid over the next world it is torn.
+ WC6  Random generators are set as a restore of this boundary would set them: rank 0 goes on with
       its own, and the others are seeded by rank and step.
- WC6  The script's functions are called last, in the new world. What they change is of the boundary.
+ WC7  The script's functions are called last, in the new world. What they change is of the boundary.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from elasticzero.comm.control import ControlWord
 from elasticzero.comm.next_world import NextWorld, Offer
@@ -32,10 +36,11 @@ from elasticzero.snapshots.restore import seeded_generators
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.torch_internals import script_groups
+from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.worlds.rows import Rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PartsOfWorld:
     """Holds what depends on the world in one rank's training state."""
 
@@ -43,6 +48,8 @@ class PartsOfWorld:
     auxiliary: AuxiliaryState
     stager: StateStager
     verifier: ReplicaVerifier
+    record: Callable[[StepEvent], None] = lambda event: None
+    """Records whether the state is of a world."""
 
 
 class WorldChange:
@@ -61,7 +68,7 @@ class WorldChange:
             link: The client of the agent.
             groups: The process groups, which will be those of the next world.
             following: The next world, as far as it is connected.
-            functions: The script's functions, which are called after each change (WC6).
+            functions: The script's functions, which are called after each change (WC7).
         """
         self._link = link
         self._groups = groups
@@ -86,8 +93,32 @@ class WorldChange:
         """Returns the world that this rank goes over to at this boundary; None: it stays (WC2)."""
         return self._next.decide(enters=word.prepared and not word.flags and not word.asks)
 
+    def bring_state(self, offer: Offer, strategy: Strategy) -> None:
+        """Brings this rank what it will have of a divided state; all ranks call this together, and
+        when it returns all ranks have theirs (WC4).
+
+        Args:
+            offer: The next world.
+            strategy: The strategy, in the present world.
+
+        Raises:
+            DistBackendError: A rank is lost; nothing has changed.
+        """
+        if strategy.shards == 1:
+            return
+        groups, place = self._groups, offer.assignment
+        following = torch.zeros(groups.rank_info.world_size, dtype=torch.int64)
+        if place is not None:
+            following[groups.rank_info.rank] = place.rank + 1
+        numbers = groups.sum(following).tolist()
+        strategy.bring_state(
+            sorted((r for r, n in enumerate(numbers) if n), key=numbers.__getitem__)
+        )
+        groups.verify_collectives()
+        groups.control_tree.allreduce_max(0)
+
     def enter(self, offer: Offer, step: int, parts: PartsOfWorld) -> Rows:
-        """Has all that depends on the world be of the next one, and returns its rows (WC4).
+        """Has all that depends on the world be of the next one, and returns its rows (WC5).
 
         Args:
             offer: The next world.
@@ -100,13 +131,18 @@ class WorldChange:
         assert offer.assignment is not None and offer.groups is not None
         assert parts.strategy.enter_world is not None
         self._groups.enter(offer.groups)
+        divided = parts.strategy.shards > 1
+        if divided:
+            parts.record(StepEvent.TEAR)
         assignment = _carried_over(self._link.assignment, offer.assignment, step)
         self._link.enter_world(assignment)
         os.environ.update(torchrun_environment(assignment))
         rows = Rows.arrange(assignment, self._groups, parts.stager.strategy)
         parts.strategy.enter_world(rows.mesh)
         parts.verifier.enter_world(assignment)
-        parts.stager.enter_world(step)
+        parts.stager.enter_world(step, parts.strategy.shards)
+        if divided:
+            parts.record(StepEvent.KEPT)
         if assignment.rank:
             device = parts.auxiliary.device
             parts.auxiliary.restore_rng(seeded_generators(assignment.rank, step, device))
@@ -131,7 +167,7 @@ def obstacle(assignment: Assignment, strategy: Strategy, *, rehearses: bool) -> 
         rehearses: Whether each boundary is recorded for a rehearsal.
     """
     if strategy.enter_world is None:
-        return "its strategy divides the state, which the next world divides in another way"
+        return "its strategy cannot divide the state in another way inside a loop"
     if assignment.rolls_back:
         return "training may go back to a snapshot of this generation"
     return "each boundary is recorded for a rehearsal" if rehearses else ""

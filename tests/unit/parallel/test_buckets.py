@@ -43,6 +43,23 @@ def groups(
 
 
 @given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    st.integers(1, 6),
+    st.sampled_from(["elements", "parameters"]),
+)
+def test_each_rank_knows_the_pieces_of_all(
+    numels: list[int], ranks: int, works_on: Literal["elements", "parameters"]
+) -> None:
+    """Before any bucket is made: chunks that have no element of a parameter name it not."""
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(numels)}
+    for contents in deal(parameters, groups(parameters, works_on), ranks, 200):
+        spans = contents.spans([parameters[name].numel() for name in contents.names], ranks)
+        for rank in range(ranks):
+            bucket = FlatBucket(contents, [parameters[n] for n in contents.names], rank, ranks)
+            assert {piece.name: piece.span for piece in bucket.pieces()} == spans[rank]
+
+
+@given(
     st.lists(st.tuples(st.integers(1, 90), st.sampled_from([torch.float32, torch.float64]))),
     st.integers(1, 400),
 )

@@ -18,6 +18,7 @@ from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW
 from elasticzero.snapshots.restore import seeded_generators
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.rng import preserve_rng
+from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.worlds import change
 from elasticzero.training.worlds.change import PartsOfWorld, WorldChange, obstacle
 from tests.support.fake_groups import fake_group
@@ -93,16 +94,17 @@ def test_what_stands_in_the_way_is_said() -> None:
     divided: Any = SimpleNamespace(enter_world=None)
     rolls_back = replace(STANDALONE, on_nonfinite="rollback")
     assert obstacle(STANDALONE, whole, rehearses=False) == ""
-    assert "divides the state" in obstacle(STANDALONE, divided, rehearses=False)
+    assert "cannot divide" in obstacle(STANDALONE, divided, rehearses=False)
     assert "snapshot" in obstacle(rolls_back, whole, rehearses=False)
     assert "rehearsal" in obstacle(STANDALONE, whole, rehearses=True)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "shards"), [(0, 1), (1, 2)])
 def test_what_depends_on_the_world_is_of_the_next_one(
-    monkeypatch: pytest.MonkeyPatch, rank: int
+    monkeypatch: pytest.MonkeyPatch, rank: int, shards: int
 ) -> None:
-    """With what ranks have agreed on in this one, and generators as a restore would set them."""
+    """With what ranks have agreed on in this one, and generators as a restore would set them. A
+    state that is divided is torn while it is laid over the ranks."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     before = torch.get_rng_state()
     seen: list[Any] = []
@@ -110,11 +112,15 @@ def test_what_depends_on_the_world_is_of_the_next_one(
     following = replace(STANDALONE, generation=2, token="next", rank=rank, world_size=2, store_fd=3)
     link = AgentClient(None, present)
     groups: Any = SimpleNamespace(enter=seen.append, world=fake_group(2))
+    stager = SimpleNamespace(
+        enter_world=lambda step, shards: seen.append((step, shards)), strategy="zero1"
+    )
     parts = PartsOfWorld(
-        strategy=cast(Any, SimpleNamespace(enter_world=seen.append)),
+        strategy=cast(Any, SimpleNamespace(enter_world=seen.append, shards=shards)),
         auxiliary=AuxiliaryState(torch.device("cpu")),
-        stager=cast(Any, SimpleNamespace(enter_world=seen.append, strategy="ddp")),
+        stager=cast(Any, stager),
         verifier=cast(Any, SimpleNamespace(enter_world=seen.append)),
+        record=seen.append,
     )
     nothing: Any = None
     connected: Any = "the next groups"
@@ -123,7 +129,9 @@ def test_what_depends_on_the_world_is_of_the_next_one(
         rows = WorldChange(link, groups, nothing, []).enter(offer, 11, parts)
         state = torch.get_rng_state()
     entered = link.assignment
-    assert seen == [connected, rows.mesh, entered, 11]
+    laid = [rows.mesh, entered, (11, shards)]
+    torn = [StepEvent.TEAR, *laid, StepEvent.KEPT] if shards > 1 else laid
+    assert seen == [connected, *torn]
     assert (rows.mesh.rank, rows.mesh.world_size, rows.mesh.world_group) == (rank, 2, groups.world)
     assert entered == replace(
         following,

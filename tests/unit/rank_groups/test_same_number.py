@@ -6,7 +6,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from elasticzero.parallel.same_number import MODULUS, is_same, with_square
+from elasticzero.rank_groups.same_number import MODULUS, is_same, with_square
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -1,0 +1,99 @@
+"""Does what is the same in every strategy whose optimizers work on pieces of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from elasticzero.errors import UserError
+from elasticzero.parallel.finite import Suspects
+from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.optimizers.moves import PieceState, Spans
+from elasticzero.parallel.parameter_changes import ForwardChanges
+from elasticzero.parallel.partitioned import PartitionedOptimizer
+from elasticzero.spans import Span
+from elasticzero.state.model import LocalTensor
+
+
+class PiecedStrategy:
+    """Does what is the same in every `Strategy` whose optimizers work on pieces."""
+
+    tells_waits = True
+
+    _pieced: PartitionedOptimizer
+    _parameters: Mapping[str, nn.Parameter]
+    _changes: ForwardChanges
+    shards: int
+    enter_world: Callable[[Mesh], None] | None = None
+    """FSDP2 cannot go over to another world: it keeps the mesh by which it has divided the
+    parameters."""
+    _brought: Mapping[str, PieceState] = {}
+    """The state of this rank's pieces of the next world, once it was brought."""
+
+    def bring_state(self, ranks: Sequence[int]) -> None:
+        self.settle()
+        following: list[Spans] = [{} for _ in range(self.shards)]
+        for rank, spans in zip(ranks, self._spans_of_ranks(len(ranks)), strict=True):
+            following[rank] = spans
+        self._brought = self._pieced.bring(self._spans_of_ranks(self.shards), following)
+
+    def _take_brought(self) -> Mapping[str, PieceState]:
+        """Returns what `bring_state` has brought, once."""
+        brought, self._brought = self._brought, {}
+        return brought
+
+    def _spans_of_ranks(self, shards: int) -> list[dict[str, Span]]:
+        """Returns the elements that each rank steps of each parameter, where so many ranks hold the
+        state together."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def norm(self) -> float:
+        return self._pieced.outcome.norm
+
+    @property
+    def loss(self) -> float:
+        return self._pieced.outcome.loss
+
+    def suspects(self) -> Suspects:
+        if self._pieced.outcome.differ:
+            raise UserError(self._difference())
+        return self._pieced.suspects()
+
+    def _difference(self) -> str:
+        """Returns a sentence on what was not the same on all ranks in the global batch."""
+        raise NotImplementedError
+
+    @property
+    def comparison_s(self) -> float:
+        return 0.0
+
+    def changed_names(self) -> Collection[str]:
+        return self._changes.names
+
+    def pieces(self) -> dict[str, LocalTensor]:
+        pieces = self._pieced.pieces.values()
+        return {piece.name: LocalTensor(piece.parameter, piece.start) for piece in pieces}
+
+    def discard(self) -> None:
+        self._drop_whole()
+        self._pieced.discard()
+
+    def _mark_changed(self) -> None:
+        """Lets autograd see that a step has changed parameters that others share memory with: it
+        then refuses the backward of a loss from before the step."""
+        if self._pieced.optimizers.only is not None:
+            increment_version(self._leaves(self._pieced.outcome.used))
+
+    def _leaves(self, names: Collection[str]) -> list[Tensor]:
+        """Returns the tensors that forwards have used for these parameters."""
+        return [self._parameters[name] for name in names]
+
+    def _drop_whole(self) -> None:
+        """Drops what a global batch has left in the model's own parameters."""
+        raise NotImplementedError
