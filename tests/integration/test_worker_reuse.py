@@ -76,7 +76,8 @@ def test_what_a_killed_worker_leaves_behind_goes_on(
 @pytest.mark.timeout(120)
 def test_a_process_in_doubt_is_forked_anew(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     """And what the script has started ends with it."""
-    arguments = ["--nnodes", "1:2", *KEEP, str(SCRIPTS / "leaves_behind.py"), "child"]
+    options = ["--nnodes", "1:2", "--no-changes-inside", *KEEP]
+    arguments = [*options, str(SCRIPTS / "leaves_behind.py"), "child"]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(3)
         told.cluster.drain(told.node(0))

@@ -4,7 +4,8 @@ Pure. A node leaves, or gives up its place because operators have lowered MAX, w
 others where the world allows it (`possible`). Nothing of this is needed for that: whatever goes
 wrong here, it happens by a stop at a boundary, as `drain` and `leader` decide. Rules:
  PL1  A node that is to leave says so in its report of the running generation, and waits for a
-     proposal for PLAN_S, or for a quarter of the time that its deadline leaves.
+     proposal for PLAN_S, or for a quarter of the time that its deadline leaves. The acting leader
+     does not wait where it sees that too few nodes would stay.
  PL2  The acting leader writes the proposal, once all members train and their reports have come: the
      members that stay keep their order, and where operators have lowered MAX the last ones give
      up their places (L6 in `leader`). It writes none where a stop is needed anyway: where fewer
@@ -52,18 +53,20 @@ PREPARE_S = 10.0
 PLAN_SHARE, PREPARE_SHARE = 0.25, 0.5
 """Shares of the time from a notice to the last boundary that is waited for: a leaver waits no
 longer for a proposal, and for the workers to be prepared."""
-FEWEST_RANKS = 2
-"""A world of one rank has no process group, and is made by a stop."""
+
+
+STRATEGIES = ("ddp", "zero1", "zero2")
+"""Strategies whose ranks can become those of another world inside their loops."""
 
 
 def possible(world: World, policy: JobPolicy) -> bool:
     """Returns whether a planned change of this world may happen inside the workers' loops.
 
-    All nodes must be of this release: `proofs` says so. Enough ranks must be left.
+    All nodes must be of this release: `proofs` says so.
     """
-    many = len(world.members) > 1 and world.world_size > FEWEST_RANKS
-    alike = (world.strategy, world.shard, world.redundancy) == ("ddp", "world", "snapshot")
-    return policy.changes_inside and world.proofs and alike and many
+    able = world.strategy in STRATEGIES
+    able &= (world.shard, world.redundancy) == ("world", "snapshot")
+    return policy.changes_inside and world.proofs and able and len(world.members) > 1
 
 
 def is_open(view: View) -> bool:
@@ -96,7 +99,7 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
     ]
     staying = ready[: policy.max_nodes] if lowered else ready
     enough = policy.min_nodes <= len(staying) <= policy.max_nodes
-    if not enough or sum(member.nproc for member in staying) < FEWEST_RANKS:
+    if not enough or not staying:
         return None
     if not all_state_runs((view.members or {}).values()):
         return None
@@ -277,10 +280,12 @@ def await_change(view: View, world: World, now_s: float, policy: JobPolicy) -> D
         policy: Limits and times, with operators' changes.
     """
     workers, report = view.workers, view.my_report
-    others = len(world.members) - 1
-    if not possible(world, policy) or others < policy.min_nodes or view.control.stop:
+    leaving = {view.me.node}
+    leaving |= {node for node, other in (view.reports or {}).items() if other.leaving}
+    staying = [member for member in world.members if member.node not in leaving]
+    if not possible(world, policy) or view.control.stop:
         return None
-    if world.world_size - world.members[_index(view, world)].nproc < FEWEST_RANKS:
+    if not staying or len(staying) < policy.min_nodes:
         return None
     if not workers.restored or workers.requested or workers.refused or not view.store.reachable:
         return None
@@ -294,9 +299,3 @@ def await_change(view: View, world: World, now_s: float, policy: JobPolicy) -> D
     if view.proposal.withdrawn or view.proposal.find(me.node, me.incarnation) is not None:
         return None
     return wait(f"{reason}: waiting until the others are prepared to go on without it")
-
-
-def _index(view: View, world: World) -> int:
-    index = world.find(view.me.node, view.me.incarnation)
-    assert index is not None, "only a member of the world has workers in it"
-    return index

@@ -46,7 +46,9 @@ POLICY = JobPolicy(
     lease_ttl_s=TTL_S,
     handover_s=4.0,
     hang_timeout_s=0.0,
+    changes_inside=False,
 )
+"""Leaves are by a stop here: what workers do inside their loops is no order of agents."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -415,7 +415,7 @@ class Process:
             self.worker_group.kill()
 
     def prepare_workers(self, world: World, proposal: Proposal) -> None:
-        raise AssertionError("one of two nodes of one rank leaves by a stop")
+        raise AssertionError("nodes leave by a stop here")
 
     def enter(self, world: World, now_s: float) -> None:
         raise AssertionError("no workers have entered a world inside their loops")

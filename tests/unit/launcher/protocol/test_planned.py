@@ -40,7 +40,7 @@ from elasticzero.launcher.protocol.documents import (
     to_bytes,
 )
 from elasticzero.launcher.protocol.invariants import check_invariants
-from elasticzero.launcher.protocol.planned.proposal import PLAN_S, PREPARE_S
+from elasticzero.launcher.protocol.planned.proposal import PLAN_S, PREPARE_S, possible
 from elasticzero.launcher.protocol.planned.switch import WRITE_AFTER_S, world_after
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.resume import choose_resume
@@ -188,10 +188,9 @@ def test_a_lower_max_stops_the_workers_where_none_can_be_proposed() -> None:
     view = replace(VIEW, reports=STAY, control=fewer(2))
     for changes in (
         {"proposal": replace(FEWER, withdrawn="no")},
-        {"world": replace(WORLD, strategy="zero1")},
+        {"world": replace(WORLD, strategy="zero3")},
     ):
         assert actions_of(replace(view, **changes)) == [RequestBoundaryStop(FLAG_LEAVE)]
-    assert actions_of(replace(view, control=fewer(1))) == [RequestBoundaryStop(FLAG_LEAVE)]
 
 
 def test_who_gives_up_its_place_prepares_and_waits_for_another() -> None:
@@ -219,6 +218,18 @@ def test_who_is_to_leave_while_it_gives_up_its_place_waits_for_that() -> None:
     assert actions_of(replace(view, workers=replace(TRAINS, prepared=FEWER))) == []
 
 
+def test_a_world_of_one_rank_is_proposed_and_is_the_last_one() -> None:
+    world = replace(WORLD, members=(B, C))
+    view = replace(VIEW, me=B, world=world, members={"b": B, "c": C})
+    reports = {**REPORTS, "b": replace(REPORTS["b"], store_port=B.store_port)}
+    view = replace(view, my_report=reports["b"], reports=reports)
+    (action,) = actions_of(view)
+    assert isinstance(action, WriteProposal)
+    assert action.proposal.members == (B,)
+    alone = world_after(world, action.proposal, 20)
+    assert not possible(alone, POLICY)
+
+
 def test_a_leader_that_leaves_proposes_too() -> None:
     """The first member that stays has said which port it has bound."""
     view = replace(LEAVER, me=A, members=VIEW.members, my_report=None)
@@ -237,7 +248,7 @@ def test_a_leader_that_leaves_proposes_too() -> None:
     "changes",
     [
         {"world": replace(WORLD, proofs=False)},
-        {"world": replace(WORLD, strategy="zero1")},
+        {"world": replace(WORLD, strategy="zero3")},
         {"world": replace(WORLD, redundancy="mirror")},
         {"reports": {**REPORTS, "b": says("stalled", B)}},
         {"reports": {**REPORTS, "b": says("finished", B)}},
@@ -323,6 +334,14 @@ def test_workers_forget_a_dead_proposal_and_the_leaver_asks_for_a_stop() -> None
     assert actions_of(view) == [RequestBoundaryStop(FLAG_LEAVE)]
 
 
+def test_a_leaver_that_sees_that_too_few_would_stay_does_not_wait() -> None:
+    """Where all nodes are told to leave at once, nobody proposes anything."""
+    reports = {node: replace(report, leaving=True) for node, report in REPORTS.items()}
+    everyone = replace(LEAVER, reports=reports)
+    assert actions_of(everyone) == [RequestBoundaryStop(FLAG_LEAVE)]
+    assert actions_of(replace(everyone, reports={**reports, "b": REPORTS["b"]})) == []
+
+
 def test_a_leaver_without_a_proposal_asks_for_a_stop() -> None:
     assert actions_of(LEAVER, 99.5 + PLAN_S - 0.01) == []
     assert actions_of(LEAVER, 99.5 + PLAN_S) == [RequestBoundaryStop(FLAG_LEAVE)]
@@ -334,7 +353,6 @@ def test_a_leaver_without_a_proposal_asks_for_a_stop() -> None:
     "changes",
     [
         {"world": replace(WORLD, proofs=False)},
-        {"world": replace(WORLD, members=(B, C))},
         {"workers": replace(TRAINS, refused="no")},
         {"proposal": DEAD, "proposal_s": 99.0},
     ],
