@@ -54,6 +54,8 @@ PLANNED_KINDS = (
 )
 AT_SWITCH_SHARE = 0.5
 """So many of these leaves are struck when the others go over."""
+DIVIDED_SHARE = 0.4
+"""Share of leaves inside the loops in which the ranks divide the state."""
 FEWER_SHARE = 0.3
 """Share of these changes in which operators lower MAX, so that nodes give up their places."""
 ERROR_SHARE = 0.07
@@ -116,9 +118,12 @@ def _with_planned_changes(random: Random, plan: Plan) -> Plan:
             struck_s = at_s + random.uniform(-0.1, 0.9)
             faults.append(Fault(struck_s, kind, random.random(), seconds))
         at_s += random.choice([0.2, 1.0, 2.5]) * random.uniform(0.8, 1.2)
+    divided = Random(f"{plan.seed} divided")
+    strategy = "zero1" if divided.random() < DIVIDED_SHARE else "ddp"
+    every = divided.choice([1, 2, 5, 20]) if strategy == "zero1" else plan.snapshot_every
     policy = replace(
         plan.policy,
-        strategy="ddp",
+        strategy=strategy,
         min_nodes=1,
         max_nodes=nodes + 1,
         hang_timeout_s=random.choice([None, HANG_TIMEOUT_S]),
@@ -126,8 +131,8 @@ def _with_planned_changes(random: Random, plan: Plan) -> Plan:
     steps = max(plan.total_steps, int((at_s + 4.0) / plan.step_s))
     trouble = random.choice([0.0, 0.0, plan.trouble])
     faults.sort(key=lambda fault: fault.at_s)
-    plan = replace(plan, nodes=nodes, policy=policy, strategy="ddp", total_steps=steps)
-    plan = replace(plan, trouble=trouble, crash_at=0, slow_start_s=0.0)
+    plan = replace(plan, nodes=nodes, policy=policy, strategy=strategy, total_steps=steps)
+    plan = replace(plan, trouble=trouble, crash_at=0, slow_start_s=0.0, snapshot_every=every)
     return replace(plan, faults=tuple(faults))
 
 

@@ -119,7 +119,7 @@ class PhasedStorage(Storage):
         for access, from_s, to_s in self._late:
             abandoned_s = access.abandoned_s
             in_the_way = abandoned_s is not None and from_s <= abandoned_s <= to_s
-            if access.from_memory or in_the_way:
+            if access.from_memory or access.commits or in_the_way:
                 lasted_s = min(to_s, now_s) - max(from_s, now_s - seconds)
                 late_s[access.part.agent] += max(0.0, lasted_s)
         return sum(sorted(late_s.values())[-2:])
@@ -189,6 +189,7 @@ class PhasedStorage(Storage):
             self._await_commit(access)
             return
         self._await_parts(access, draft, directory)
+        access.commits = True
         saved = commit.commit(
             storage,
             draft,
@@ -358,6 +359,8 @@ class Access:
         """Time at which a save from memory first came after it."""
         self._share = min(1.0, FEW_RANKS / part.name[2])
         """Of many ranks one would be late, or fail, in nearly each save."""
+        self.commits = False
+        """All parts are there: what it asks now a save from memory would have to ask too."""
         self.removed = False
         """It has removed files, which took time."""
         self.place = ""

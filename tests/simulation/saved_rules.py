@@ -70,8 +70,8 @@ class SavedRules:
 
         Of that time does not count what came before the last node was lost; nor does what storage
         took to answer late, for a save can do nothing but wait for its request. A request of
-        another save of that node counts as late too, but only the one that was under way: a save
-        that has to go first is no excuse.
+        another save of that node counts as late too, but only the one that was under way, or what
+        it asks once all parts are there: otherwise a save that has to go first is no excuse.
         """
         rules, storage, least_s = self._rules, self._cluster.storage, self._least_s
         waited_s = rules.promises.round_s(world)
