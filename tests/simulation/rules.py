@@ -275,8 +275,9 @@ class Rules:
         self._check_held(before, resume)
         self._origins[after.generation] = self._chain_of(before, resume)
         best = self.best_in_memory(before, after)
+        is_past = resume.tier == "live"  # its own workers have gone on since, or have stopped
         self.require(
-            resume.step >= best,
+            resume.step >= best or is_past,
             "R5",
             f"{after.generation} starts from step {resume.step}, though its members hold {best}",
         )
@@ -284,7 +285,6 @@ class Rules:
             before_s=self._cluster.timeline.now_s - STORAGE_SEEN_WITHIN_S
         )
         is_bad = seen in after.bad_steps
-        is_past = resume.tier == "live"  # its own workers have saved since
         self.require(
             resume.step >= (seen or 0) or is_bad or is_past,
             "R5",
