@@ -158,3 +158,21 @@ def path_argument(flag: str, environment: Mapping[str, str]) -> Callable[[str], 
         return expanded_path(flag, text, environment)
 
     return path
+
+
+def module_names(flag: str, text: str) -> tuple[str, ...]:
+    """Parses a list of modules such as transformers,torchvision.io; raises `UserError` for what is
+    no name of a module.
+
+    Args:
+        flag: The option.
+        text: Its value.
+    """
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise UserError(
+                f"{flag} {text}: {name!r} is no module; a list of modules as in `import` is "
+                "expected, such as transformers,torchvision.io"
+            )
+    return tuple(dict.fromkeys(names))

@@ -128,7 +128,7 @@ class Agent:
         self.reporter = AgentReporter(
             options, self.events, self._metrics, self._compute.times, instruments.progress
         )
-        self._server = ForkServer(preloaded_modules(options.training.checkpoint_dir))
+        self._server = self._fork_server()
         self._group: WorkerGroup | None = None
         self._spare: dict[int, Worker] = {}
         """Processes of a retired group that are ready for the next one, by local rank."""
@@ -183,7 +183,8 @@ class Agent:
 
     def prepare(self) -> None:
         """Gets ready to start workers at once; before that this node is of no use to a world."""
-        self._server.wait_until_ready()
+        for why in self._server.wait_until_ready():
+            log.warning("--preload: %s: workers import it themselves", why)
         if (tls := self.options.tls) is not None:
             self._server.prepare(tls.credentials)
 
@@ -372,9 +373,13 @@ class Agent:
             self._group.fail_all("the fork server of this node died")
         self._server.close()
         try:
-            self._server = ForkServer(preloaded_modules(self.options.training.checkpoint_dir))
+            self._server = self._fork_server()
         except OSError as error:
             log.warning("another fork server cannot be started yet: %s", error)
+
+    def _fork_server(self) -> ForkServer:
+        modules = preloaded_modules(self.options.training.checkpoint_dir)
+        return ForkServer(modules, self.options.preload, self.options.launch.import_directory)
 
     def retire(self, world: World) -> None:
         """Ends the workers of the older generation, which make way for those of `world`."""

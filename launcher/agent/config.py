@@ -87,6 +87,8 @@ class AgentOptions:
     """Cloud whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
     keep_workers: bool = False
     """True: workers' processes outlive a generation where they can be reused."""
+    preload: tuple[str, ...] = ()
+    """Modules of the user's that workers find imported."""
     private_network: PrivateNetwork | None = None
     """Network outside of which nothing of this node may listen for other nodes; None: it may
     anywhere."""

@@ -24,7 +24,7 @@ from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.training import TRAINING_OPTIONS
-from elasticzero.options.values import Number, expanded_path, port_number
+from elasticzero.options.values import Number, expanded_path, module_names, port_number
 
 DEFAULT_HTTP_PORT = 9400
 """First port that is tried if none is given."""
@@ -270,6 +270,15 @@ RUN_OPTIONS = (
             has_off=True,
             field="keep_workers",
             is_listed=True,
+        ),
+        Option(
+            ("--preload",),
+            "Workers begin with these modules, which the script imports and which take long, "
+            "already imported.",
+            "",
+            metavar="MODULE,…",
+            parse=module_names,
+            field="preload",
         ),
         Option(
             ("--changes-inside",),

@@ -141,16 +141,31 @@ def check_script(script: str, *, is_module: bool, is_program: bool = False) -> s
             )
         return os.path.abspath(program)
     if is_module:
-        top = script.partition(".")[0]
-        spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-        if spec is None and top not in sys.builtin_module_names:
-            raise UserError(f"-m {script}: there is no module {top!r} here or on Python's path")
+        check_module("-m", script, os.getcwd(), "here")
         return script
     path = Path(script).absolute()
     if not path.is_file():
         problem = "is a directory" if path.is_dir() else "does not exist"
         raise UserError(f"the training script {path} {problem}")
     return str(path)
+
+
+def check_module(flag: str, name: str, directory: str, place: str) -> None:
+    """Checks that there is a module, or the package that it is of. Nothing is imported.
+
+    Args:
+        flag: The option that names it.
+        name: Its name.
+        directory: A directory where it may lie, besides those on Python's path.
+        place: That directory in words.
+
+    Raises:
+        UserError: There is none.
+    """
+    top = name.partition(".")[0]
+    spec = importlib.machinery.PathFinder.find_spec(top, [directory, *sys.path])
+    if spec is None and top not in sys.builtin_module_names:
+        raise UserError(f"{flag} {name}: there is no module {top!r} {place} or on Python's path")
 
 
 def make_log_directory(log_dir: str | None, job: str) -> Path:
@@ -238,6 +253,17 @@ def overflow_folder(snapshot_folder: Path) -> Path | None:
     return None if folder.resolve() == snapshot_folder.resolve() else folder
 
 
+def _check_preload(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises `UserError` for modules to import beforehand that are not there, or of no use."""
+    if names and args.no_python:
+        raise UserError(
+            "--preload and --no-python exclude each other: a program imports its modules itself"
+        )
+    folder = os.getcwd() if args.module else os.path.dirname(os.path.abspath(args.script or ""))
+    for name in names:
+        check_module("--preload", name, folder, "beside the script")
+
+
 def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
     """Checks and converts the options that depend on the words alone; raises `UserError`.
 
@@ -247,4 +273,5 @@ def parse_common_options(args: argparse.Namespace) -> ParsedOptions:
     parsed = parse_options(RUN_OPTIONS, vars(args))
     keep = RetentionPolicy(**parsed.keep)
     check_checkpoint_options(parsed)
+    _check_preload(args, parsed.agent["preload"])
     return replace(parsed, agent={**parsed.agent, "keep": keep})

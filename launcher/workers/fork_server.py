@@ -1,13 +1,15 @@
 """Forks workers on request from a process that has done the heavy imports.
 
-The command is `python -m ... AGENT FD PRELOAD…`. The agent sends one JSON object a message over the
-inherited socket FD (SOCK_SEQPACKET). A request carries the worker's descriptors. The server is
-single-threaded and the workers' parent: it reaps them, and reports their exits to the agent at
-once. When a worker exits, the server kills its process group; when the last one has exited, it
-kills what has left those groups. When the agent exits the socket closes, and the server ends every
-process below it, then itself. The workers die with the server by a parent-death signal, whatever
-kills it. A request that the server cannot read it refuses, and goes on; to an answer that the agent
-cannot read the agent does as if the server had died.
+The command is `python -m ... AGENT FD PRELOAD`, where PRELOAD says in JSON what is imported, or
+`... serve KEEPER FD PRELOAD` where the server begins again without a module after which no process
+may fork. The agent sends one JSON object a message over the inherited socket FD (SOCK_SEQPACKET). A
+request carries the worker's descriptors. The server is single-threaded and the workers' parent: it
+reaps them, and reports their exits to the agent at once. When a worker exits, the server kills its
+process group; when the last one has exited, it kills what has left those groups. When the agent
+exits the socket closes, and the server ends every process below it, then itself. The workers die
+with the server by a parent-death signal, whatever kills it. A request that the server cannot read
+it refuses, and goes on; to an answer that the agent cannot read the agent does as if the server had
+died.
 
 In a job with TLS the server makes the contexts of the node's certificate before a worker is needed.
 Its workers inherit them, and OpenSSL as it is after its first connection.
@@ -20,8 +22,6 @@ So whichever of agent, keeper and server is killed alone, the others leave no pr
 from __future__ import annotations
 
 import faulthandler
-import gc
-import importlib
 import json
 import os
 import runpy
@@ -45,12 +45,15 @@ from elasticzero.ipc.channel import (
 )
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Message, ScriptEnded
+from elasticzero.launcher import secrets
+from elasticzero.launcher.workers.preload import Preload, Unforkable, import_modules
 from elasticzero.launcher.workers.script_exit import exit_process
 from elasticzero.log_output import keep_write_errors, missing_output, reported
 from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
 from elasticzero.security.certificates import Credentials, contexts_of
 from elasticzero.serialization import RecordError, decode, encode, parse_json
 
+COMMAND = "elasticzero.launcher.workers.fork_server"
 MAX_MESSAGE_BYTES = 1 << 20
 CLEAN_UP_S = 5.0
 """Seconds within which processes must exit after SIGKILL; one that waits for a disk may take
@@ -80,6 +83,12 @@ class Launch:
     """Seconds within which the process must exit after its script and the exit functions; 0: no
     limit."""
 
+    @property
+    def import_directory(self) -> str:
+        """Returns the directory from which a script or module imports others first."""
+        script = os.path.dirname(os.path.abspath(self.target))
+        return self.directory if self.is_module else script
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
@@ -95,6 +104,8 @@ class Answer:
 
     ready: int | None = None
     """Process id of the server, once it has done the imports."""
+    not_imported: tuple[str, ...] = ()
+    """Why modules that the user names are not imported."""
     started: int | None = None
     """Process id of a worker that was forked."""
     fds: tuple[int, ...] = ()
@@ -107,7 +118,7 @@ class Answer:
     """Reason for which no worker was forked."""
 
 
-def keep(agent: int, sock: socket.socket, preload: list[str]) -> None:
+def keep(agent: int, sock: socket.socket, preload: Preload) -> None:
     """Forks the server and waits until it or the agent has ended; then no process below is left.
 
     SIGTERM, which may reach every process of a machine that is to stop, is left to the agent.
@@ -115,7 +126,7 @@ def keep(agent: int, sock: socket.socket, preload: list[str]) -> None:
     Args:
         agent: Process id of the agent, which is this process's parent.
         sock: The server's socket to the agent.
-        preload: Modules that the server imports.
+        preload: What the server imports.
     """
     die_with_parent(agent, signal.SIGCONT)  # which resumes a suspended keeper too
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -138,6 +149,10 @@ def keep(agent: int, sock: socket.socket, preload: list[str]) -> None:
         kill_descendants(CLEAN_UP_S)
 
 
+def to_json(preload: Preload) -> str:
+    return json.dumps(encode(preload))
+
+
 def _reap(server: int) -> bool:
     """Reaps processes that have exited; returns whether the server still runs."""
     with suppress(ChildProcessError):
@@ -148,13 +163,13 @@ def _reap(server: int) -> bool:
     return False
 
 
-def serve(keeper: int, sock: socket.socket, preload: list[str]) -> None:
+def serve(keeper: int, sock: socket.socket, preload: Preload) -> None:
     """Answers requests until the agent closes the socket or dies; then no process below is left.
 
     Args:
         keeper: Process id of the keeper, which is this process's parent.
         sock: The socket to the agent.
-        preload: Modules to import first.
+        preload: What it imports first.
     """
     die_with_parent(keeper)
     adopt_orphans()
@@ -165,22 +180,25 @@ def serve(keeper: int, sock: socket.socket, preload: list[str]) -> None:
         kill_descendants(CLEAN_UP_S)
 
 
-def _serve_requests(keeper: int, sock: socket.socket, preload: list[str]) -> None:
+def _serve_requests(keeper: int, sock: socket.socket, preload: Preload) -> None:
     keep_write_errors()  # before the imports: some of them keep a stream
-    gc.disable()  # it would take a quarter of the time that the imports take
-    for name in preload:
-        with suppress(ImportError):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is imported stays: a worker's collector need not go through it
-    gc.enable()
+    for variable in secrets.VARIABLES:
+        os.environ.pop(variable, None)  # a module of the user's has no use for them
+    try:
+        preload = import_modules(preload)
+    except Unforkable as left:
+        numbers = [str(keeper), str(sock.fileno())]
+        sock.set_inheritable(True)
+        command = [sys.executable, "-m", COMMAND, "serve", *numbers, to_json(left.args[0])]
+        os.execv(sys.executable, command)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGCONT, lambda *_: None)
     # From now on SIGCONT says that the keeper may be dead, and resumes a suspended server for it.
     die_with_parent(keeper, signal.SIGCONT)
-    sock.send(json.dumps({"ready": os.getpid()}).encode())
+    ready = {"ready": os.getpid(), "not_imported": preload.refused}
+    sock.send(json.dumps(ready).encode())
     workers: set[int] = set()
     while os.getppid() == keeper:
         readable = select.select([sock.fileno(), wake_read], [], [])[0]
@@ -314,12 +332,11 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
     if gloo is not None:
         gloo.wait_before_destroying()
     code, left = 0, list[object]()  # what the script leaves is not destroyed
+    sys.path[0] = launch.import_directory
     try:
         if launch.is_module:
-            sys.path[0] = launch.directory
             left.append(runpy.run_module(launch.target, run_name="__main__", alter_sys=True))
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(launch.target))
             left.append(runpy.run_path(launch.target, run_name="__main__"))
     except SystemExit as stop:
         code = _exit_code(stop)
@@ -415,16 +432,26 @@ class ForkServer:
     """Starts the server and its keeper, sends requests for workers, and receives their exits; for
     the agent."""
 
-    def __init__(self, preload: tuple[str, ...]) -> None:
+    def __init__(
+        self, modules: tuple[str, ...], named: tuple[str, ...] = (), directory: str = ""
+    ) -> None:
+        """Starts the server, which imports modules.
+
+        Args:
+            modules: Those of this project and of torch.
+            named: Those that the user names.
+            directory: Where the script lies, from which these are imported too.
+        """
+        preload = Preload(modules=modules, named=named, directory=directory)
         agent_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         numbers = [str(os.getpid()), str(server_socket.fileno())]
-        command = [sys.executable, "-m", __name__, *numbers, *preload]
+        command = [sys.executable, "-m", COMMAND, *numbers, to_json(preload)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             command, pass_fds=[server_socket.fileno()], env=environment, start_new_session=True
         )
         server_socket.close()
-        self._socket = agent_socket
+        self._socket, self._named = agent_socket, named
         self._ready = False
         self._pending: list[Answer] = []
         self._prepared_for: Credentials | None = None
@@ -465,9 +492,25 @@ class ForkServer:
             data = json.dumps(encode(Preparation(tls=tls))).encode()
             self._socket.send(data, socket.MSG_DONTWAIT)
 
-    def wait_until_ready(self) -> None:
-        """Returns when the imports are done; raises `ChannelClosed` if the server died before."""
-        self._pending = [answer for answer in [self._receive()] if answer.ready is None]
+    def wait_until_ready(self) -> tuple[str, ...]:
+        """Returns when the imports are done, with why modules that the user names are not among
+        them.
+
+        Raises:
+            UserError: The server died while it imported modules, of which the user names some.
+            ChannelClosed: It died, and the user names none.
+        """
+        try:
+            answer = self._receive()
+        except ChannelClosed:
+            if self._named:
+                raise UserError(
+                    f"--preload {','.join(self._named)}: the process that imports these modules "
+                    "for the workers has ended meanwhile; leave out the one that ends it"
+                ) from None
+            raise
+        self._pending = [answer] if answer.ready is None else []
+        return answer.not_imported
 
     def ended(self) -> list[tuple[int, int]]:
         """Returns (process id, exit code) of every worker that exited since the last call; does
@@ -500,4 +543,7 @@ class ForkServer:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])
+    *begins_again, parent, number, told = sys.argv[1:]
+    begin = serve if begins_again else keep
+    imports = decode(Preload, parse_json(told.encode(), "preload"), "preload")
+    begin(int(parent), socket.socket(fileno=int(number)), imports)

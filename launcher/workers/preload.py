@@ -1,11 +1,19 @@
-"""Says which modules workers have imported when they begin.
+"""Says which modules workers have imported when they begin, and imports them.
 
-The list stands apart from `fork_server.py`, which is the program of the process that imports them.
+It stands apart from `fork_server.py`, which is the program of the process that imports them.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from elasticzero.errors import one_line
 
 MODULES = (
     "torch",
@@ -30,3 +38,84 @@ def preloaded_modules(checkpoint_dir: str | None) -> tuple[str, ...]:
     package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(scheme)
     installed = package is not None and importlib.util.find_spec(package) is not None
     return (*MODULES, package) if installed and package else MODULES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preload:
+    """Says which modules the fork server imports."""
+
+    modules: tuple[str, ...] = ()
+    """Those of this project and of torch, as far as they are installed."""
+    named: tuple[str, ...] = ()
+    """Those that the user names, in this order."""
+    directory: str = ""
+    """Where the script lies, from which these are imported too; empty: there is none."""
+    refused: tuple[str, ...] = ()
+    """Why modules that were named are not among `named`."""
+
+
+class Unforkable(Exception):
+    """Says why a process that has imported a module cannot fork workers."""
+
+
+def import_modules(preload: Preload) -> Preload:
+    """Imports the modules; returns what was imported in the end, with what was refused.
+
+    Raises:
+        Unforkable: A module that the user names leaves what no fork may have. Its args are the
+            preload without it.
+    """
+    gc.disable()  # it would take a quarter of the time that the imports take
+    for name in preload.modules:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    imported: list[str] = []
+    refused = list(preload.refused)
+    for number, name in enumerate(preload.named, 1):
+        threads = _thread_count()
+        try:
+            _import_from(preload.directory, name)
+            failed = ""
+        except BaseException as error:  # noqa: BLE001 - whatever a module of the user's raises
+            failed = f"{name} cannot be imported: {one_line(error)}"
+        unforkable = _unforkable(name, threads)
+        if why := failed or unforkable:
+            refused.append(why)
+        else:
+            imported.append(name)
+        if unforkable:
+            left = (*imported, *preload.named[number:])
+            raise Unforkable(replace(preload, named=left, refused=tuple(refused)))
+    gc.collect()
+    gc.freeze()  # what is imported stays: a worker's collector need not go through it
+    gc.enable()
+    return replace(preload, named=tuple(imported), refused=tuple(refused))
+
+
+def _import_from(directory: str, name: str) -> None:
+    """Imports a module as a script in this directory would."""
+    sys.path.insert(0, directory)
+    try:
+        importlib.import_module(name)
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(directory)
+
+
+def _unforkable(name: str, threads: int) -> str:
+    """Returns why a fork cannot have what importing a module has left; empty: it can.
+
+    Args:
+        name: The module.
+        threads: Number of threads before it was imported.
+    """
+    if (started := _thread_count() - threads) > 0:
+        return f"importing {name} starts threads ({started}), which a worker would not have"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return f"importing {name} initializes CUDA, which a worker could not use then"
+    return ""
+
+
+def _thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
