@@ -63,6 +63,7 @@ def drawn(seed: int) -> Case:
     world = chance.choice([2, 3, 4])
     strategy = chance.choice(["ddp", "zero1", "zero2"])
     told |= {"optimizer": chance.choice([*OPTIMIZERS]), "views": chance.random() < 0.3}
+    told["odd"] = chance.random() < 0.5
     told["half"] = bool(told.get("virtual")) and chance.random() < 0.5
     places, step = list(range(world)), chance.randrange(3, 6)
     departures: list[tuple[int, tuple[int, ...]]] = []

@@ -3,8 +3,8 @@
 Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a directory), and at
 will slow (a file: while it exists steps last longer), micro, virtual (samples of a slice, with
 which there are dropout and a BatchNorm), clip, weighted, gather, stream, workers, optimizer (a name
-in OPTIMIZERS), half (parameters of 16 bits), views (the script keeps tensors that share memory with
-parameters), ask (a rank) and die ([rank, where]), both of the first world.
+in OPTIMIZERS), odd (an Odd model), half (parameters of 16 bits), views (the script keeps tensors
+that share memory with parameters), ask (a rank) and die ([rank, where]), both of the first world.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,46 @@ SLOW_S = 0.25
 """A step then lasts so long: a busy machine may offer a change late, and connect its world late."""
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+def two_of(parameters: Iterable[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+    """An optimizer for each second parameter, and another one with two groups for the rest."""
+    every = list(parameters)
+    decayed: dict[str, Any] = {"params": every[1::4], "weight_decay": 0.1}
+    return {
+        "first": torch.optim.AdamW(every[::2], lr=0.01),
+        "second": torch.optim.SGD([decayed, {"params": every[3::4]}], lr=0.05, momentum=0.9),
+    }
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "two": two_of,
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
 }
 """Adafactor works on whole parameters, and keeps what is not shaped like them."""
+
+
+class Odd(nn.Module):
+    """Has what few models have: a frozen layer, tied weights, a layer that some samples use,
+    parameters that nothing uses, without an element and of one element, and a convolution whose
+    elements lie in another order."""
+
+    def __init__(self, rest: nn.Module) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.conv = nn.Conv2d(1, 5, (1, 5))
+        self.conv.weight.data = self.conv.weight.data.to(memory_format=torch.channels_last)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.rest, self.seldom = rest, nn.Linear(5, 2)
+        self.unused, self.empty = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(0, 3))
+        self.scale = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.conv(self.frozen(x)[:, None, None, :]).flatten(1)
+        out: Tensor = self.rest(self.second(self.first(wide)) * self.scale)
+        chosen = x.sum(1, keepdim=True) > 2
+        return out + self.seldom(x) * chosen if bool(chosen.any()) else out
 
 
 def model_of(told: dict[str, Any]) -> nn.Module:
@@ -49,7 +83,9 @@ def model_of(told: dict[str, Any]) -> nn.Module:
     norm = nn.BatchNorm1d(9) if sliced and not told.get("stream") else nn.LayerNorm(9)
     layers = [nn.Linear(5, 9), norm, nn.Tanh(), nn.Dropout(0.3 if sliced else 0.0), nn.Linear(9, 2)]
     dtype = torch.float32 if sliced else torch.float64
-    return nn.Sequential(*layers).to(torch.bfloat16 if told.get("half") else dtype)
+    model: nn.Module = nn.Sequential(*layers)
+    model = Odd(model) if told.get("odd") else model
+    return model.to(torch.bfloat16 if told.get("half") else dtype)
 
 
 def sample(index: int) -> dict[str, Tensor]:
@@ -139,7 +175,8 @@ def ask_at_the_change(session: ez.Session) -> None:
 def train(session: ez.Session, told: dict[str, Any]) -> None:
     make = OPTIMIZERS[told.get("optimizer", "AdamW")]
     model, optimizer = session.prepare(model_of(told), make)
-    schedule = session.track("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8))
+    scheduled = optimizer["first"] if isinstance(optimizer, dict) else optimizer
+    schedule = session.track("schedule", torch.optim.lr_scheduler.StepLR(scheduled, 3, gamma=0.8))
     counter = session.track("counter", Counter())
     session.restore()
     views = [parameter.data for parameter in model.parameters()] if told.get("views") else []
@@ -197,7 +234,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     for view, parameter in zip(views, model.parameters(), strict=bool(views)):
         assert torch.equal(view, parameter), "the script's tensor has the parameter's memory"
     made = {"values": values, "changes": changes, "epochs": counter.epochs.item()}
-    write(session, told, {**made, "rate": optimizer.param_groups[0]["lr"]})
+    write(session, told, {**made, "rate": scheduled.param_groups[0]["lr"]})
 
 
 def write(session: ez.Session, told: dict[str, Any], made: dict[str, Any]) -> None:
