@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES, BlockReader
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
@@ -17,7 +18,7 @@ from elasticzero.checkpoint.format.names import (
 from elasticzero.checkpoint.ram.slots import Slots
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.steps import catalog, commit
-from elasticzero.checkpoint.steps.loose_files import remove_loose
+from elasticzero.checkpoint.steps.loose_files import written_anew
 from elasticzero.checkpoint.storage.base import Directory, Readable, Storage, read_small
 from elasticzero.errors import CheckpointDamaged, StorageError
 
@@ -62,19 +63,21 @@ def persist(
         written = directory.step(step_directory(shard.step))
         if _is_there(written, manifest.files[shard.rank], sealed):
             return manifest, 0
-    with store.holding(shard, name) as held:
-        storage = commit.prepare(directory, shard.step)
-        size = len(held.data) if replacing or not commit.is_good(storage) else 0
-        if size and again and not replacing:
-            # The copy is incomplete, and there may be no room for two. Another node that holds the
-            # shard too may have tried the save again meanwhile.
-            remove_loose(storage, token_of_file(name) or "", (name, name + SUMS_SUFFIX))
+    with ExitStack() as stack:
+        with store.holding(shard, name) as held:
+            storage = commit.prepare(directory, shard.step)
+            size = len(held.data) if replacing or not commit.is_good(storage) else 0
+            if size and again and not replacing:
+                # The copy is incomplete, and there may be no room for two. Another node that holds
+                # the shard too may have tried the save again meanwhile.
+                files = (name, name + SUMS_SUFFIX)
+                stack.enter_context(written_anew(storage, token_of_file(name) or "", files))
+            if size:
+                parts = held.parts(sealed=store.sealed(shard))
+                storage.write(name, parts, size=size, cached=False)
+        sealed = seal()
         if size:
-            parts = held.parts(sealed=store.sealed(shard))
-            storage.write(name, parts, size=size, cached=False)
-    sealed = seal()
-    if size:
-        storage.write(name + SUMS_SUFFIX, [sealed.sums])
+            storage.write(name + SUMS_SUFFIX, [sealed.sums])
     return from_json(sealed.manifest, where), size
 
 

@@ -20,7 +20,9 @@ Rules:
  FC5  A process that has removed files of a save looks for its manifest once more, and withdraws it
      if it names one that is missing. That is so where a storage cannot compare and remove in one
      request, or a save that was alive has taken no notice yet (FC1). Another save of the same
-     token, such as that of a snapshot which one node holds whole, has other files.
+     token, such as that of a snapshot which one node holds whole, has other files. A save that
+     removes a shard to write it anew looks only where it could not write it: else the step is whole
+     again, and the save that has committed it may have said so.
  FC6  A run that takes the directory over from another job or from an earlier run removes the files
      of each save that is not committed by then, before any node of it is registered. So a save of
      the other that passed its last check of the directory's owner (`may_not` of a commit) and
@@ -34,8 +36,8 @@ removes that manifest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -88,6 +90,45 @@ def remove_loose(
     Raises:
         StorageError: A file cannot be removed.
     """
+    removed = _remove(storage, token, names, go_on)
+    if removed:
+        repeated(lambda: _withdraw(storage, token, removed))
+    return removed
+
+
+@contextmanager
+def written_anew(storage: Storage, token: str, names: Collection[str]) -> Iterator[None]:
+    """Removes a shard of a save and its checksum file, which no manifest names, and which are
+    written anew in this context.
+
+    Args:
+        storage: The step's files.
+        token: Token of the save.
+        names: Names of the two files.
+
+    Raises:
+        StorageError: A file cannot be removed.
+    """
+    removed = _remove(storage, token, names, always)
+    try:
+        yield
+    except BaseException:
+        if removed:
+            repeated(lambda: _withdraw(storage, token, removed))
+        raise
+
+
+def _remove(
+    storage: Storage, token: str, names: Collection[str], go_on: Callable[[], bool]
+) -> list[str]:
+    """Does what `remove_loose` does, and withdraws nothing.
+
+    Args:
+        storage: The step's files.
+        token: Token of the save.
+        names: Names of its shard and checksum files.
+        go_on: Is called before each removal; False leaves the other files where they are.
+    """
     versions = storage.versions()
     present = sorted(set(names) & versions.keys())
     shards = sorted({name.removesuffix(SUMS_SUFFIX) for name in present})
@@ -99,8 +140,6 @@ def remove_loose(
         removed += part_removed
         if len(part_removed) < len(part):
             break
-    if removed:
-        repeated(lambda: _withdraw(storage, token, removed))
     return sorted(removed)
 
 

@@ -21,7 +21,7 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import MANIFEST_NAME, SUMS_SUFFIX, step_directory, step_of
 from elasticzero.checkpoint.format.shards import shard_header, shard_specs, write_shard
 from elasticzero.checkpoint.steps import commit
-from elasticzero.checkpoint.steps.loose_files import remove_loose
+from elasticzero.checkpoint.steps.loose_files import written_anew
 from elasticzero.checkpoint.steps.retention import RetentionPolicy, apply_retention
 from elasticzero.checkpoint.storage.base import Bytes
 from elasticzero.checkpoint.storage.base import Storage as StepFiles
@@ -221,7 +221,9 @@ class PhasedStorage(Storage):
                     continue
                 if access.from_memory:
                     name = draft.file_name(rank)
-                    remove_loose(storage, draft.token, (name, name + SUMS_SUFFIX))
+                    with written_anew(storage, draft.token, (name, name + SUMS_SUFFIX)):
+                        write_shard(storage, draft, rank, [contents])
+                    continue
             write_shard(storage, draft, rank, [contents])
 
     def _has_shard(self, draft: Manifest, rank: int) -> bool:
@@ -269,7 +271,7 @@ class PhasedStorage(Storage):
         """R22: of a file that is about to be removed by a save.
 
         A save may withdraw its own manifest, though another process has written back meanwhile what
-        it had found missing.
+        it had found missing. And it may remove its own shard late, which it writes anew then.
         """
         step, keep = step_of(name), self.keep.last
         assert step is not None
@@ -286,7 +288,10 @@ class PhasedStorage(Storage):
         elif name in self._well and not file.endswith(SUMS_SUFFIX):
             entries = json.loads(self.files[name][MANIFEST_NAME].data)["files"]
             named = any(entry["name"] == file for entry in entries)
-            self._require(not named, "R22", f"{file} of step {step} is removed, which is committed")
+            anew = file in {draft_of(save).file_name(rank) for rank in save.ranks}
+            self._require(
+                not named or anew, "R22", f"{file} of step {step} is removed, which is committed"
+            )
 
     def damage(self, *, hidden: bool) -> None:
         """A file of the newest step is cut short, where that is to be seen."""

@@ -6,6 +6,7 @@ The second attempt has files of the same names and bytes, and is committed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.steps import commit, verify
-from elasticzero.checkpoint.steps.loose_files import remove_loose
+from elasticzero.checkpoint.steps.loose_files import remove_loose, written_anew
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
+from elasticzero.errors import StorageError
 from tests.unit.checkpoint.cases import draft_of, simple_layout, write_ranks
 from tests.unit.checkpoint.steps.test_fence import (
     ALL,
@@ -98,6 +100,46 @@ def test_a_step_whose_files_went_nevertheless_is_withdrawn(place: Path) -> None:
     )
     remove_loose(removed, OLD, [name for name in storage.names() if OLD in name])
     assert state(directory) == {}
+
+
+class Late(Meanwhile):
+    """Something else happens just before a file is removed."""
+
+    def remove(
+        self, name: str, *, holding: bytes | None = None, version: str | None = None
+    ) -> None:
+        if name == self._name:
+            self._happens()
+        DiskStorage.remove(self, name, holding=holding, version=version)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_shard_that_is_written_anew_leaves_a_step_that_was_committed_meanwhile(
+    place: Path, room: bool
+) -> None:
+    """Two nodes hold it. One saw it without its checksum file, for the other was about to write
+    that, and removed it seconds later: the last checkpoint was withdrawn, which the committer had
+    said was saved. Where it cannot be written again the step does not stay."""
+    directory = DiskDirectory(place)
+    storage = shards(directory, 100, OLD)
+    assert isinstance(storage, DiskStorage)
+    shard = draft(100, OLD).file_name(0)
+    files = (shard, shard + ".sums")
+    data, sums = ((storage.path / name).read_bytes() for name in files)
+    storage.remove(files[1])
+
+    def commit_before() -> None:
+        storage.write(files[1], [sums])
+        assert commit.commit(storage, draft(100, OLD), wait_s=0.0)
+
+    late = Late(storage, shard, commit_before)
+    ends = nullcontext() if room else pytest.raises(StorageError)
+    with ends, written_anew(late, OLD, files):
+        assert not (storage.path / shard).exists()
+        if not room:
+            raise StorageError("no space left")
+        storage.write(shard, [data])
+    assert state(directory) == ({100: (OLD, None)} if room else {})
 
 
 def test_another_save_of_the_token_outlives_the_removal(place: Path) -> None:
