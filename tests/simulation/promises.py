@@ -355,6 +355,8 @@ class Promises:
             out &= self._fits(member.node, after)
             if after.resume.tier == "live" and report is not None and report.leaving:
                 continue
+            if (member.node, member.incarnation) in self._drained:
+                continue  # also where its agent does not know of that yet
             if not out or not self._stood_before(member):
                 continue
             text = f"{after.generation} is without {member.node}"
