@@ -124,7 +124,8 @@ class FlatBucket:
         self.numel = total
         numels = [math.prod(shape) for shape in self.shapes]
         self.bounds = self.contents.bounds(numels, self.world_size)
-        self.flat_E = first.data.new_zeros(self.bounds[-1])
+        self.flat_E = first.data.new_empty(self.bounds[-1])
+        self.flat_E[self.numel :].zero_()
         self.own_C = self.own_part(self.flat_E)
         self.places = self.views(self.flat_E)
         self._views = [self.flat_E, self.own_C, *self.places]
