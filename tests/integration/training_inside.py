@@ -47,7 +47,8 @@ def two_of(parameters: Iterable[nn.Parameter]) -> dict[str, torch.optim.Optimize
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "two": two_of,
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
 }
 """Adafactor works on whole parameters, and keeps what is not shaped like them."""

@@ -135,16 +135,18 @@ def bring(
             received.setdefault(move.source, []).extend(room[move.name].parts(move))
     for place, part in zip(received.pop(rank, ()), sent.pop(rank, ()), strict=True):
         place.copy_(part)
-    messages = {target: _message(parts) for target, parts in sent.items()}
+    # An optimizer that keeps nothing has nothing to send.
+    messages = {target: _message(parts) for target, parts in sent.items() if parts}
     rooms = {
         source: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
         for source, parts in received.items()
+        if parts
     }
     works = [dist.irecv(space, source, group=group, tag=TAG) for source, space in rooms.items()]
     works += [dist.isend(text, target, group=group, tag=TAG) for target, text in messages.items()]
     wait_for(works)
-    for source, parts in received.items():
-        _give_out(rooms[source], parts)
+    for source, space in rooms.items():
+        _give_out(space, received[source])
 
 
 def _message(parts: Sequence[Tensor]) -> Tensor:

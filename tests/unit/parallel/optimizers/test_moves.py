@@ -153,6 +153,15 @@ def check_room(
                 assert torch.equal(got[name].tensors[key], expected.tensors[key]), (name, key)
 
 
+def test_an_optimizer_that_keeps_nothing_sends_nothing() -> None:
+    planned = plan([{"p": Span(0, 4)}, {"p": Span(4, 8)}], [{"p": Span(0, 8)}, {}])
+    group: Any = None
+    for rank in (0, 1):
+        room = {"p": PieceState.empty(Span(0, 8), {})} if rank == 0 else {}
+        held = {"p": PieceState.empty(Span(4 * rank, 4 * rank + 4), {})}
+        bring(planned, rank, held.__getitem__, room, group)
+
+
 def test_a_number_comes_with_the_first_part_alone() -> None:
     present = [{"p": Span(0, 4)}, {"p": Span(4, 8)}, {}]
     assert plan(present, [{}, {}, {"p": Span(0, 8)}]) == [
