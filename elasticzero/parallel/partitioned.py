@@ -30,7 +30,7 @@ from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.divided_step import DividedStep
 from elasticzero.parallel.optimizers.groups import Optimizers
-from elasticzero.parallel.optimizers.moves import PieceState, Spans, bring, plan
+from elasticzero.parallel.optimizers.moves import Division, PieceState, bring, plan
 from elasticzero.parallel.optimizers.piece_entries import (
     KeptEntry,
     kept_entries,
@@ -462,21 +462,22 @@ class PartitionedOptimizer:
         if names:
             share.partitions.append(group.partition(tuple(names)))
 
-    def bring(self, present: Sequence[Spans], following: Sequence[Spans]) -> dict[str, PieceState]:
+    def bring(
+        self, present: Division, following: Division, ranks: Sequence[int]
+    ) -> dict[str, PieceState]:
         """Returns the state of the pieces that this rank has in the next world, by parameter. All
         ranks, which are one row, call this together; nothing of the present state changes.
 
         Args:
-            present: The elements that each rank has of each parameter.
-            following: Those that the same ranks are to have; none where one leaves.
+            present: The division of the present world.
+            following: That of the next one.
+            ranks: The rank in the present world of each rank of the next one.
         """
         rank = self._mesh.rank
-        room = {
-            name: PieceState.empty(span, self._stored_entries(name))
-            for name, span in following[rank].items()
-        }
-        group = self._mesh.world_group.process_group
-        bring(plan(present, following), rank, self._piece_state, room, group)
+        spans = following.spans(ranks.index(rank)) if rank in ranks else {}
+        room = {n: PieceState.empty(s, self._stored_entries(n)) for n, s in spans.items()}
+        moves = plan(rank, present, following, ranks)
+        bring(moves, rank, self._piece_state, room, self._mesh.world_group.process_group)
         return room
 
     def _stored_entries(self, name: str) -> dict[str, KeptEntry]:

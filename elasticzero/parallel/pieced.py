@@ -10,10 +10,9 @@ from torch.autograd.graph import increment_version
 from elasticzero.errors import UserError
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.optimizers.moves import PieceState, Spans
+from elasticzero.parallel.optimizers.moves import Division, PieceState
 from elasticzero.parallel.parameter_changes import ForwardChanges
 from elasticzero.parallel.partitioned import PartitionedOptimizer
-from elasticzero.spans import Span
 from elasticzero.state.model import LocalTensor
 
 
@@ -34,19 +33,16 @@ class PiecedStrategy:
 
     def bring_state(self, ranks: Sequence[int]) -> None:
         self.settle()
-        following: list[Spans] = [{} for _ in range(self.shards)]
-        for rank, spans in zip(ranks, self._spans_of_ranks(len(ranks)), strict=True):
-            following[rank] = spans
-        self._brought = self._pieced.bring(self._spans_of_ranks(self.shards), following)
+        present, following = self._division(self.shards), self._division(len(ranks))
+        self._brought = self._pieced.bring(present, following, ranks)
 
     def _take_brought(self) -> Mapping[str, PieceState]:
         """Returns what `bring_state` has brought, once."""
         brought, self._brought = self._brought, {}
         return brought
 
-    def _spans_of_ranks(self, shards: int) -> list[dict[str, Span]]:
-        """Returns the elements that each rank steps of each parameter, where so many ranks hold the
-        state together."""
+    def _division(self, shards: int) -> Division:
+        """Returns how so many ranks divide the elements that they step."""
         raise NotImplementedError
 
     def settle(self) -> None:

@@ -31,6 +31,7 @@ from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hoo
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import open_optimizers
+from elasticzero.parallel.optimizers.moves import Division, Place
 from elasticzero.parallel.optimizers.pieces import MasteredValues, ParameterPiece
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import (
@@ -124,13 +125,12 @@ class FlatBuckets(PiecedStrategy):
     def _own_pieces(self) -> dict[str, ParameterPiece]:
         return {piece.name: piece for bucket in self._buckets for piece in bucket.pieces()}
 
-    def _spans_of_ranks(self, shards: int) -> list[dict[str, Span]]:
-        spans: list[dict[str, Span]] = [{} for _ in range(shards)]
+    def _division(self, shards: int) -> Division:
+        places: dict[str, Place] = {}
         for contents in self._dealt(shards):
             numels = [self._trained[name].numel() for name in contents.names]
-            for of_rank, part in zip(spans, contents.spans(numels, shards), strict=True):
-                of_rank |= part
-        return spans
+            places |= contents.places(numels, shards)
+        return Division(places)
 
     def enter_world(self, mesh: Mesh) -> None:
         """Lays the parameters, which are up to date, in the buckets of another world."""

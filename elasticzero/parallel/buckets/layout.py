@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from elasticzero.memory_estimate import FLAT_BUCKET_BYTES
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
+from elasticzero.parallel.optimizers.moves import Place
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import lie_at, memory_of, moved
@@ -60,27 +61,16 @@ class DealtNames:
             sizes[owner] += numel
         return [sum(sizes[:rank]) for rank in ranks]
 
-    def spans(self, numels: Sequence[int], world_size: int) -> list[dict[str, Span]]:
-        """Returns the elements that each rank has of each parameter; none where it has none.
+    def places(self, numels: Sequence[int], world_size: int) -> dict[str, Place]:
+        """Returns where each parameter lies among the chunks.
 
         Args:
             numels: Number of elements of each parameter.
             world_size: Number of ranks in a row.
         """
-        chunks = [Span(*ends) for ends in pairwise(self.bounds(numels, world_size))]
-        spans: list[dict[str, Span]] = [{} for _ in chunks]
-        offset, first = 0, 0
-        for name, numel in zip(self.names, numels, strict=True):
-            whole = Span(offset, offset + numel)
-            while chunks[first].stop <= offset:
-                first += 1
-            for rank in range(first, world_size):
-                if chunks[rank].start >= whole.stop:
-                    break
-                if part := intersect(chunks[rank], whole):
-                    spans[rank][name] = Span(part.start - offset, part.stop - offset)
-            offset += numel
-        return spans
+        bounds, starts = self.bounds(numels, world_size), accumulate(numels, initial=0)
+        parameters = zip(self.names, starts, numels, strict=False)
+        return {name: Place(start, numel, bounds) for name, start, numel in parameters}
 
 
 @dataclass(slots=True, eq=False)

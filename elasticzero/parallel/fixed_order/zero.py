@@ -22,6 +22,7 @@ from elasticzero.parallel.fixed_order.layout import OwnedParameters, owners_of
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
+from elasticzero.parallel.optimizers.moves import Division, Place
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory, overlap
@@ -88,11 +89,12 @@ class WholeParameters(PiecedStrategy):
     def _own_pieces(self) -> dict[str, ParameterPiece]:
         return {p.name: p for m in self._owned for p in _pieces(m, self.optimizers)}
 
-    def _spans_of_ranks(self, shards: int) -> list[dict[str, Span]]:
-        spans: list[dict[str, Span]] = [{} for _ in range(shards)]
+    def _division(self, shards: int) -> Division:
+        places: dict[str, Place] = {}
         for name, owner in owners_of(self._trained, shards).items():
-            spans[owner][name] = Span(0, self._trained[name].numel())
-        return spans
+            numel = self._trained[name].numel()
+            places[name] = Place(0, numel, [0] * (owner + 1) + [numel] * (shards - owner))
+        return Division(places)
 
     def enter_world(self, mesh: Mesh) -> None:
         """Deals the parameters to the ranks of another world."""

@@ -1,6 +1,7 @@
 """Moves the state of pieces between ranks, where a boundary makes them the ranks of another world.
 
-All ranks know which pieces each of them has before and after it, so that none asks for anything.
+All ranks know how the elements are divided before and after it, so that none asks for anything.
+Each looks at its own pieces alone, however many ranks there are.
 Rules:
  MV1  A rank keeps what it has. The rest of its pieces comes from the ranks that have it, in one
       message from each.
@@ -12,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,14 +22,60 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elasticzero.parallel.optimizers.piece_entries import KeptEntry
-from elasticzero.spans import EMPTY, Span, covering
+from elasticzero.spans import EMPTY, Span, intersect
 from elasticzero.step_clock import wait_for
 
 TAG = 0x657C
 """Keeps these messages apart from those of gradients, of parameters and of a script."""
 
-Spans = Mapping[str, Span]
-"""The elements that one rank has of each parameter."""
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Says where a parameter lies in a run of elements that the ranks divide."""
+
+    start: int
+    """The position of its first element in the run."""
+    numel: int
+    bounds: Sequence[int]
+    """The position of the first element of each rank's part, and the end of the last one's."""
+
+    def span(self, rank: int) -> Span:
+        """Returns the elements that a rank has; `EMPTY` if it has none."""
+        first = max(self.bounds[rank] - self.start, 0)
+        return intersect(
+            Span(0, self.numel), Span(first, max(self.bounds[rank + 1] - self.start, first))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Says how the ranks of a world divide the elements of parameters."""
+
+    places: Mapping[str, Place]
+
+    def span(self, rank: int, name: str) -> Span:
+        """Returns the elements of a parameter that a rank has; `EMPTY` if it has none."""
+        return self.places[name].span(rank)
+
+    def spans(self, rank: int) -> dict[str, Span]:
+        """Returns the elements that a rank has of each parameter of which it has some."""
+        return {name: span for name in self.places if (span := self.span(rank, name))}
+
+    def holders(self, name: str, within: Span) -> list[tuple[int, Span]]:
+        """Returns the ranks that have elements of a parameter, and which, in the elements' order.
+
+        Args:
+            name: The parameter.
+            within: The elements that are asked for, at least one.
+        """
+        place = self.places[name]
+        holders: list[tuple[int, Span]] = []
+        rank = bisect_right(place.bounds, place.start + within.start) - 1
+        while rank + 1 < len(place.bounds) and place.bounds[rank] < place.start + within.stop:
+            if part := intersect(place.span(rank), within):
+                holders.append((rank, part))
+            rank += 1
+        return holders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,30 +129,34 @@ class PieceState:
         return parts
 
 
-def plan(present: Sequence[Spans], following: Sequence[Spans]) -> list[Move]:
-    """Returns the moves by which each rank comes to have its pieces of the next world.
+def plan(rank: int, present: Division, following: Division, ranks: Sequence[int]) -> list[Move]:
+    """Returns the moves by which one rank gets its pieces of the next world, and gives others
+    theirs, in an order that is the same for both ends of a message.
 
     Args:
-        present: What each rank has.
-        following: What each of the same ranks is to have; nothing where it leaves.
+        rank: The rank, in the present world.
+        present: The division of the present world.
+        following: That of the next one.
+        ranks: The rank in the present world of each rank of the next one.
     """
-    holders: dict[str, list[tuple[int, Span]]] = {}
-    for rank, spans in enumerate(present):
-        for name, span in spans.items():
-            holders.setdefault(name, []).append((rank, span))
     moves: list[Move] = []
-    for target, spans in enumerate(following):
-        for name, span in spans.items():
-            kept = present[target].get(name)
-            held = holders[name] if kept is None else [(target, kept), *holders[name]]
-            parts = covering(span, held)
-            if kept is not None:
-                parts = [(target, EMPTY), *parts]
-            for index, (source, part) in enumerate(parts):
-                moves.append(
-                    Move(name=name, span=part, source=source, target=target, whole=index == 0)
-                )
-    return moves
+    if rank in ranks:
+        for name, span in following.spans(ranks.index(rank)).items():
+            kept = bool(present.span(rank, name))
+            if kept:
+                moves.append(Move(name=name, span=EMPTY, source=rank, target=rank, whole=True))
+            for source, part in present.holders(name, span):
+                first = part.start == span.start
+                whole = first and not kept
+                moves.append(Move(name=name, span=part, source=source, target=rank, whole=whole))
+    for name, span in present.spans(rank).items():
+        for number, part in following.holders(name, span):
+            if (target := ranks[number]) == rank:
+                continue
+            first = part.start == following.span(number, name).start
+            whole = first and not present.span(target, name)
+            moves.append(Move(name=name, span=part, source=rank, target=target, whole=whole))
+    return sorted(moves, key=lambda move: (move.name, move.span.start))
 
 
 def bring(

@@ -26,6 +26,7 @@ from elasticzero.parallel.buckets.reduce_scatter import BufferPool
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
+from elasticzero.parallel.optimizers.moves import Division
 from elasticzero.parallel.optimizers.probe import GroupNature
 from elasticzero.state.model import NamedModel, spec_of
 from tests.support.fake_groups import fake_group
@@ -53,10 +54,11 @@ def test_each_rank_knows_the_pieces_of_all(
     """Before any bucket is made: chunks that have no element of a parameter name it not."""
     parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(numels)}
     for contents in deal(parameters, groups(parameters, works_on), ranks, 200):
-        spans = contents.spans([parameters[name].numel() for name in contents.names], ranks)
+        numels = [parameters[name].numel() for name in contents.names]
+        division = Division(contents.places(numels, ranks))
         for rank in range(ranks):
             bucket = FlatBucket(contents, [parameters[n] for n in contents.names], rank, ranks)
-            assert {piece.name: piece.span for piece in bucket.pieces()} == spans[rank]
+            assert {piece.name: piece.span for piece in bucket.pieces()} == division.spans(rank)
 
 
 @given(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -15,54 +16,70 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elasticzero.parallel.buckets.layout import DealtNames
-from elasticzero.parallel.optimizers.moves import Move, PieceState, bring, plan
+from elasticzero.parallel.optimizers.moves import Division, Move, PieceState, bring, plan
 from elasticzero.parallel.optimizers.piece_entries import KeptEntry
 from elasticzero.spans import EMPTY, Span, intersect
 from elasticzero.state.model import Spec
 
-Pieces = list[dict[str, Span]]
+
+@dataclass(frozen=True)
+class Change:
+    """Parameters by their sizes, how ranks divide them in two worlds, and which ranks stay."""
+
+    numels: dict[str, int]
+    present: Division
+    ranks: int
+    following: Division
+    stay: list[int]
+    """In any order."""
+
+    def spans(self, rank: int) -> dict[str, Span]:
+        """What a rank of the present world is to have."""
+        return self.following.spans(self.stay.index(rank)) if rank in self.stay else {}
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[dict[str, int], Pieces, Pieces]:
-    """The sizes of parameters, and what each rank has of them in two worlds, in which any ranks
-    stay, in any order."""
+def changes(draw: st.DrawFn) -> Change:
     numels = {f"p{i}": n for i, n in enumerate(draw(st.lists(st.integers(1, 20), max_size=6)))}
-    present = dealt(draw, numels, draw(st.integers(1, 5)))
-    stay = draw(st.permutations(range(len(present))))[: draw(st.integers(1, len(present)))]
-    following: Pieces = [{} for _ in present]
-    for rank, spans in zip(stay, dealt(draw, numels, len(stay)), strict=True):
-        following[rank] = spans
-    return numels, present, following
+    ranks = draw(st.integers(1, 5))
+    stay = draw(st.permutations(range(ranks)))[: draw(st.integers(1, ranks))]
+    present, following = division(draw, numels, ranks), division(draw, numels, len(stay))
+    return Change(numels, present, ranks, following, stay)
 
 
-def dealt(draw: st.DrawFn, numels: Mapping[str, int], ranks: int) -> Pieces:
+def division(draw: st.DrawFn, numels: Mapping[str, int], ranks: int) -> Division:
     """Chunks of equal size, or whole parameters."""
     names = list(numels)
     if not draw(st.booleans()):
-        return DealtNames(names=names).spans([*numels.values()], ranks)
+        return Division(DealtNames(names=names).places([*numels.values()], ranks))
     owners = sorted(draw(st.lists(st.integers(0, ranks - 1), min_size=len(names))))[: len(names)]
-    return DealtNames(names=names, owners=owners).spans([*numels.values()], ranks)
+    return Division(DealtNames(names=names, owners=owners).places([*numels.values()], ranks))
 
 
-@given(worlds())
-def test_each_rank_gets_what_it_is_to_have_once_and_keeps_what_it_has(
-    drawn: tuple[dict[str, int], Pieces, Pieces],
-) -> None:
-    _, present, following = drawn
-    planned = plan(present, following)
-    for target, spans in enumerate(following):
-        for name, span in spans.items():
+@given(changes())
+def test_each_rank_gets_what_it_is_to_have_once_and_keeps_what_it_has(change: Change) -> None:
+    """And both ends of each message plan the same, in the same order."""
+    plans = [
+        plan(rank, change.present, change.following, change.stay) for rank in range(change.ranks)
+    ]
+    for target, planned in enumerate(plans):
+        for name, span in change.spans(target).items():
             moved = [m for m in planned if (m.target, m.name) == (target, name)]
             elements = [e for m in moved for e in range(m.span.start, m.span.stop)]
             assert sorted(elements) == list(range(span.start, span.stop))
             (whole,) = (m.source for m in moved if m.whole)
-            assert whole == target or name not in present[target]
-            kept = present[target].get(name, EMPTY)
+            kept = change.present.span(target, name)
+            assert whole == target or not kept
             for move in moved:
-                has = present[move.source][name]
+                has = change.present.span(move.source, name)
                 assert not move.span or intersect(move.span, has) == move.span
                 assert move.source == target or not intersect(move.span, kept)
+        for source, other in enumerate(plans):
+            assert between(planned, source, target) == between(other, source, target)
+
+
+def between(planned: list[Move], source: int, target: int) -> list[Move]:
+    return [move for move in planned if (move.source, move.target) == (source, target)]
 
 
 class Mailboxes:
@@ -106,26 +123,25 @@ def state_of(name: str, numel: int, span: Span) -> PieceState:
     return PieceState(start=span.start, tensors=tensors, entries=entries_of(numel))
 
 
-@given(worlds())
-def test_what_comes_is_what_the_others_have(
-    drawn: tuple[dict[str, int], Pieces, Pieces],
-) -> None:
-    numels, present, following = drawn
-    mail, planned = Mailboxes(), plan(present, following)
-    for source in range(len(present)):
-        for target in range(len(present)):
+@given(changes())
+def test_what_comes_is_what_the_others_have(change: Change) -> None:
+    numels, mail = change.numels, Mailboxes()
+    for source in range(change.ranks):
+        for target in range(change.ranks):
             mail.box(source, target)
     room = [
-        {n: PieceState.empty(span, entries_of(numels[n])) for n, span in spans.items()}
-        for spans in following
+        {n: PieceState.empty(span, entries_of(numels[n])) for n, span in change.spans(rank).items()}
+        for rank in range(change.ranks)
     ]
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         mail.rank.number = rank
         try:
-            held = {n: state_of(n, numels[n], span) for n, span in present[rank].items()}
+            pieces = change.present.spans(rank)
+            held = {n: state_of(n, numels[n], span) for n, span in pieces.items()}
             group: Any = None
+            planned = plan(rank, change.present, change.following, change.stay)
             bring(planned, rank, held.__getitem__, room[rank], group)
         except BaseException as error:  # noqa: BLE001 - told to the test
             errors.append(error)
@@ -133,43 +149,58 @@ def test_what_comes_is_what_the_others_have(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "isend", mail.isend)
         patch.setattr(torch.distributed, "irecv", mail.irecv)
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(present))]
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(change.ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert not errors, errors
     assert all(box.empty() for box in mail.boxes.values())
-    check_room(numels, following, room)
-
-
-def check_room(
-    numels: Mapping[str, int], following: Pieces, room: Sequence[Mapping[str, PieceState]]
-) -> None:
-    for spans, got in zip(following, room, strict=True):
-        for name, span in spans.items():
+    for rank in range(change.ranks):
+        for name, span in change.spans(rank).items():
             expected = state_of(name, numels[name], span)
             for key in ENTRIES:
-                assert torch.equal(got[name].tensors[key], expected.tensors[key]), (name, key)
+                assert torch.equal(room[rank][name].tensors[key], expected.tensors[key]), name
+
+
+EIGHT = DealtNames(names=["p"])
+"""One parameter of eight elements."""
+
+
+def of_eight(ranks: int) -> Division:
+    return Division(EIGHT.places([8], ranks))
 
 
 def test_an_optimizer_that_keeps_nothing_sends_nothing() -> None:
-    planned = plan([{"p": Span(0, 4)}, {"p": Span(4, 8)}], [{"p": Span(0, 8)}, {}])
     group: Any = None
     for rank in (0, 1):
         room = {"p": PieceState.empty(Span(0, 8), {})} if rank == 0 else {}
         held = {"p": PieceState.empty(Span(4 * rank, 4 * rank + 4), {})}
+        planned = plan(rank, of_eight(2), of_eight(1), [0])
         bring(planned, rank, held.__getitem__, room, group)
 
 
-def test_a_number_comes_with_the_first_part_alone() -> None:
-    present = [{"p": Span(0, 4)}, {"p": Span(4, 8)}, {}]
-    assert plan(present, [{}, {}, {"p": Span(0, 8)}]) == [
-        Move(name="p", span=Span(0, 4), source=0, target=2, whole=True),
-        Move(name="p", span=Span(4, 8), source=1, target=2, whole=False),
+def owned_by(owner: int) -> Division:
+    """One of two ranks has all of it."""
+    return Division(DealtNames(names=["p"], owners=[owner]).places([8], 2))
+
+
+def test_a_number_comes_with_the_first_part_to_a_rank_that_had_nothing() -> None:
+    assert plan(0, of_eight(2), owned_by(1), [1, 0]) == [
+        Move(name="p", span=EMPTY, source=0, target=0, whole=True),
+        Move(name="p", span=Span(0, 4), source=0, target=0, whole=False),
+        Move(name="p", span=Span(4, 8), source=1, target=0, whole=False),
+    ]
+    assert plan(1, owned_by(0), of_eight(2), [0, 1]) == [
+        Move(name="p", span=Span(4, 8), source=0, target=1, whole=True)
     ]
 
 
-def test_what_nobody_has_is_no_plan() -> None:
-    with pytest.raises(ValueError, match="nobody holds"):
-        plan([{"p": Span(0, 4)}], [{"p": Span(0, 5)}])
+def test_each_rank_looks_at_its_own_pieces_alone() -> None:
+    """Among ten thousand ranks too."""
+    names = [f"p{number}" for number in range(50)]
+    many, fewer = (
+        Division(DealtNames(names=names).places([1_000] * 50, ranks)) for ranks in (10_000, 9_999)
+    )
+    planned = plan(5_000, many, fewer, [*range(17), *range(18, 10_000)])
+    assert 0 < len(planned) < 20
