@@ -32,7 +32,7 @@ import subprocess
 import sys
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from elasticzero.errors import UserError, is_final, is_peer_error, one_line, script_traceback
@@ -60,6 +60,9 @@ CLEAN_UP_S = 5.0
 long."""
 CANNOT_EXECUTE = 126
 """Exit status for a program that cannot be started, as shells use it."""
+_FIRST_ON_PATH = sys.path[0]
+"""In the server, what Python has put there; a script's directory takes its place."""
+_ENVIRONMENT_AT_START = dict(os.environ)
 _THREADS_AT_START = os.environ.get("OMP_NUM_THREADS")
 DUMP_SIGNAL = signal.SIGRTMAX - 1
 """Signal at which a worker writes the stacks of its threads into its log, without Python's lock."""
@@ -182,15 +185,16 @@ def serve(keeper: int, sock: socket.socket, preload: Preload) -> None:
 
 def _serve_requests(keeper: int, sock: socket.socket, preload: Preload) -> None:
     keep_write_errors()  # before the imports: some of them keep a stream
-    for variable in secrets.VARIABLES:
-        os.environ.pop(variable, None)  # a module of the user's has no use for them
+    for variable in secrets.VARIABLES:  # a module of the user's has no use for them
+        os.environ.pop(variable, None)
+        _ENVIRONMENT_AT_START.pop(variable, None)
     try:
         preload = import_modules(preload)
     except Unforkable as left:
         numbers = [str(keeper), str(sock.fileno())]
         sock.set_inheritable(True)
         command = [sys.executable, "-m", COMMAND, "serve", *numbers, to_json(left.args[0])]
-        os.execv(sys.executable, command)
+        os.execve(sys.executable, command, _ENVIRONMENT_AT_START)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -210,7 +214,7 @@ def _serve_requests(keeper: int, sock: socket.socket, preload: Preload) -> None:
             data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 8)
             if not data:
                 return
-            answer = _launch(sock, data, fds, (wake_read, wake_write))
+            answer = _launch(sock, data, fds, (wake_read, wake_write), preload)
             for fd in fds:
                 os.close(fd)
             if "started" in answer:
@@ -220,7 +224,7 @@ def _serve_requests(keeper: int, sock: socket.socket, preload: Preload) -> None:
 
 
 def _launch(
-    sock: socket.socket, data: bytes, fds: list[int], wake: tuple[int, int]
+    sock: socket.socket, data: bytes, fds: list[int], wake: tuple[int, int], preload: Preload
 ) -> dict[str, Any]:
     """Forks the worker of a request, or prepares for workers; returns the answer, which may be
     empty.
@@ -230,6 +234,7 @@ def _launch(
         data: The request.
         fds: The worker's descriptors.
         wake: The server's own wake-up pipe.
+        preload: What the server has imported.
     """
     try:
         request = parse_json(data, "launch")
@@ -239,6 +244,9 @@ def _launch(
         launch = decode(Launch, request, "launch")
     except RecordError as error:
         return {"refused": str(error)}
+    given, before = launch.environment, _ENVIRONMENT_AT_START
+    made = {k: v for k, v in preload.environment.items() if given.get(k) == before.get(k)}
+    launch = replace(launch, environment=given | made)
     return {"started": _fork(sock, launch, fds, wake), "fds": fds}
 
 
@@ -332,7 +340,8 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
     if gloo is not None:
         gloo.wait_before_destroying()
     code, left = 0, list[object]()  # what the script leaves is not destroyed
-    sys.path[0] = launch.import_directory
+    with suppress(ValueError):  # modules that were preloaded may have put others before it
+        sys.path[sys.path.index(_FIRST_ON_PATH)] = launch.import_directory
     try:
         if launch.is_module:
             left.append(runpy.run_module(launch.target, run_name="__main__", alter_sys=True))

@@ -10,8 +10,9 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elasticzero.errors import one_line
 
@@ -52,6 +53,8 @@ class Preload:
     """Where the script lies, from which these are imported too; empty: there is none."""
     refused: tuple[str, ...] = ()
     """Why modules that were named are not among `named`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that these modules have set or changed, with what they are since."""
 
 
 class Unforkable(Exception):
@@ -71,6 +74,7 @@ def import_modules(preload: Preload) -> Preload:
             importlib.import_module(name)
     imported: list[str] = []
     refused = list(preload.refused)
+    before = dict(os.environ)
     for number, name in enumerate(preload.named, 1):
         threads = _thread_count()
         try:
@@ -89,7 +93,8 @@ def import_modules(preload: Preload) -> Preload:
     gc.collect()
     gc.freeze()  # what is imported stays: a worker's collector need not go through it
     gc.enable()
-    return replace(preload, named=tuple(imported), refused=tuple(refused))
+    environment = {k: v for k, v in os.environ.items() if before.get(k) != v}
+    return replace(preload, named=tuple(imported), refused=tuple(refused), environment=environment)
 
 
 def _import_from(directory: str, name: str) -> None:

@@ -99,6 +99,20 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path) -> None:
         server.wait_until_ready()
 
 
+def test_what_a_module_sets_is_set_in_workers_but_for_their_ranks(tmp_path: Path) -> None:
+    """On the path, where it stands before the script's directory, and in the environment."""
+    (extra := tmp_path / "extra").mkdir()
+    sets = f"import os, sys\nsys.path.insert(0, {str(extra)!r})\n"
+    sets += "os.environ.update(FROM_MODULE='1', MINE='changed', RANK='9')\n"
+    write_modules(tmp_path, sets=sets)
+    shows = "import os, sys\nprint(sys.path[:2], *map(os.environ.get, ('FROM_MODULE', 'RANK')))\n"
+    with closing(ForkServer((), ("sets",), str(tmp_path))) as server:
+        server.wait_until_ready()
+        play = Play(server, tmp_path, shows)
+        assert play.wait_for_end() == [0]
+        assert play.log() == f"{[str(extra), str(tmp_path)]} 1 0\n"
+
+
 def test_modules_that_are_preloaded_see_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

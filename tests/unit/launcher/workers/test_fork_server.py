@@ -12,6 +12,7 @@ import pytest
 from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.launcher.workers import fork_server
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch, Preparation
+from elasticzero.launcher.workers.preload import Preload
 from elasticzero.security.certificates import Credentials, contexts_of
 from elasticzero.serialization import decode, encode, parse_json
 from tests.support.certificates import credentials_of
@@ -25,7 +26,7 @@ LAUNCH = Launch(target="t", is_module=False, arguments=(), environment={}, direc
 def test_a_request_that_cannot_be_read_is_refused(data: bytes) -> None:
     """The server died of it, and its workers with it."""
     ours, theirs = socket.socketpair()
-    answer = fork_server._launch(ours, data, [], (0, 0))
+    answer = fork_server._launch(ours, data, [], (0, 0), Preload())
     assert set(answer) == {"refused"} and answer["refused"].startswith("launch")
     ours.close()
     theirs.close()
@@ -109,7 +110,7 @@ def test_a_preparation_makes_what_workers_need_and_answers_nothing() -> None:
     for shown in (replace(credentials, certificate="none"), credentials):
         data = json.dumps(encode(Preparation(tls=shown))).encode()
         with socket.socket() as unused:
-            assert fork_server._launch(unused, data, [], (0, 0)) == {}
+            assert fork_server._launch(unused, data, [], (0, 0), Preload()) == {}
     misses = contexts_of.cache_info().misses
     contexts_of(replace(credentials)).check()
     assert contexts_of.cache_info().misses == misses
