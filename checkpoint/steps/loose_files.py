@@ -22,7 +22,8 @@ Rules:
      request, or a save that was alive has taken no notice yet (FC1). Another save of the same
      token, such as that of a snapshot which one node holds whole, has other files. A save that
      removes a shard to write it anew looks only where it could not write it: else the step is whole
-     again, and the save that has committed it may have said so.
+     again, and the save that has committed it may have said so. If it is killed in between, the
+     step is not good.
  FC6  A run that takes the directory over from another job or from an earlier run removes the files
      of each save that is not committed by then, before any node of it is registered. So a save of
      the other that passed its last check of the directory's owner (`may_not` of a commit) and
@@ -114,7 +115,8 @@ def written_anew(storage: Storage, token: str, names: Collection[str]) -> Iterat
         yield
     except BaseException:
         if removed:
-            repeated(lambda: _withdraw(storage, token, removed))
+            with suppress(StorageError):  # the first error says more
+                repeated(lambda: _withdraw(storage, token, removed))
         raise
 
 
