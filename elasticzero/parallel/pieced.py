@@ -28,8 +28,8 @@ class PiecedStrategy:
     enter_world: Callable[[Mesh], None] | None = None
     """FSDP2 cannot go over to another world: it keeps the mesh by which it has divided the
     parameters."""
-    _brought: Mapping[str, PieceState] = {}
-    """The state of this rank's pieces of the next world, once it was brought."""
+    _brought: Mapping[str, PieceState] | None = None
+    """The state of this rank's pieces of the next world, once it was brought; None: it was not."""
 
     def bring_state(self, ranks: Sequence[int]) -> None:
         self.settle()
@@ -38,7 +38,8 @@ class PiecedStrategy:
 
     def _take_brought(self) -> Mapping[str, PieceState]:
         """Returns what `bring_state` has brought, once."""
-        brought, self._brought = self._brought, {}
+        brought, self._brought = self._brought, None
+        assert brought is not None, "a world is entered once its state was brought"
         return brought
 
     def _division(self, shards: int) -> Division:

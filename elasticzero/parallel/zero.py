@@ -134,6 +134,7 @@ class FlatBuckets(PiecedStrategy):
 
     def enter_world(self, mesh: Mesh) -> None:
         """Lays the parameters, which are up to date, in the buckets of another world."""
+        brought = self._take_brought()
         self._queue.close()
         shared: set[int] = set()
         for bucket in self._buckets:
@@ -142,7 +143,7 @@ class FlatBuckets(PiecedStrategy):
                 shared.add(memory_of(bucket.flat_E))
         self._lay(mesh, shared)
         self._gather.enter_world(self._buckets, mesh)
-        self._pieced.enter_world(mesh, self._own_pieces(), self._take_brought())
+        self._pieced.enter_world(mesh, self._own_pieces(), brought)
         self._changes.enter_world(mesh.world_size)
 
     def expect(self, part: MicroBatch) -> None:

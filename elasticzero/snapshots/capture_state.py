@@ -102,8 +102,9 @@ class CaptureState:
 
     @property
     def held_step(self) -> int | None:
-        """Returns the newest step that every node holds, or the one that the generation started
-        from; None: no snapshots are taken, or a node that is left holds the whole state."""
+        """Returns the newest step of this generation that every node holds, or else the one that is
+        gone back to; None: no snapshots are taken, or a node that is left holds the whole
+        state."""
         if not self.takes_snapshots or self.replicated:
             return None
         return self.schedule.held_step

@@ -80,11 +80,9 @@ class CaptureWriter:
         return self._reservation.begun
 
     def enter_world(self, shards: int) -> None:
-        """Goes on in another world, of which so many ranks hold the whole state together. Where
-        they are not as many as before, memory is to be reserved anew."""
-        if shards != self._shards:
-            self._reservation.wait()
-            self._reservation = Reservation(self._memory, self._warn)
+        """Goes on in another world, of which so many ranks hold the whole state together. Its
+        shards have other sizes, so that memory is to be reserved anew."""
+        self._reservation = Reservation(self._memory, self._warn, earlier=self._reservation)
         self._shards, self._layout = shards, None
 
     def reserve(self, copy: BoundaryCopy) -> None:

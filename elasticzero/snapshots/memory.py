@@ -61,11 +61,22 @@ class Reservation:
     """Reserves memory for captures in a thread, which allocates and maps it while training goes
     on."""
 
-    def __init__(self, writer: SharedMemoryStager, warn: Callable[[str], None]) -> None:
-        """Takes the writer, and `warn`, which the thread calls with a message if there is no
-        memory."""
+    def __init__(
+        self,
+        writer: SharedMemoryStager,
+        warn: Callable[[str], None],
+        earlier: Reservation | None = None,
+    ) -> None:
+        """Reserves nothing yet.
+
+        Args:
+            writer: Reserves the memory.
+            warn: Is called by the thread with a message if there is none.
+            earlier: A reservation of the same writer, which may still run.
+        """
         self._writer = writer
         self._warn = warn
+        self._earlier = earlier
         self._thread: threading.Thread | None = None
         self.done = False
         """True once the memory is reserved."""
@@ -79,6 +90,7 @@ class Reservation:
 
         def reserve() -> None:
             try:
+                self._wait_for_earlier()
                 self._writer.reserve(size)
                 self.done = True
             except ElasticZeroError as error:
@@ -90,6 +102,13 @@ class Reservation:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the thread if it runs."""
+        """Waits for the thread if it runs, and for that of an earlier reservation."""
         if self._thread is not None:
             self._thread.join()
+        else:
+            self._wait_for_earlier()
+
+    def _wait_for_earlier(self) -> None:
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            earlier.wait()

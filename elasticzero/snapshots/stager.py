@@ -85,7 +85,10 @@ class StateStager:
         )
         self._writer = CaptureWriter(link, strategy, share, shards, self._warn)
         self._memory_checked = link.standalone or link.assignment.local_rank > 0
-        """True once the size of shared memory was checked, or if another rank checks it."""
+        """True once the size of shared memory was checked in this world, or found to be too small,
+        or if another rank checks it."""
+        self._is_short = False
+        """Shared memory was found to be too small."""
         self._save_error = ""
         self._late = 0
         """Number of checkpoints that came late, or not at all."""
@@ -136,6 +139,7 @@ class StateStager:
             replicas=state.takes_snapshots and a.world_size > a.local_world_size,
         )
         if short is not None:
+            self._is_short = True
             self._link.send(short)
 
     def enter_world(self, step: int, shards: int) -> None:
@@ -147,6 +151,7 @@ class StateStager:
         """
         self._state = self._state.entered(step, self._assignment, shards=shards)
         self._writer.enter_world(shards)
+        self._memory_checked = self._is_short or self._assignment.local_rank > 0
 
     def close(self) -> None:
         """Releases this process's mappings of the memory of captures; the snapshots stay."""

@@ -98,8 +98,9 @@ class WholeParameters(PiecedStrategy):
 
     def enter_world(self, mesh: Mesh) -> None:
         """Deals the parameters to the ranks of another world."""
+        brought = self._take_brought()
         self._deal(mesh)
-        self._pieced.enter_world(mesh, self._own_pieces(), self._take_brought())
+        self._pieced.enter_world(mesh, self._own_pieces(), brought)
         self._changes.enter_world(mesh.world_size)
 
     def expect(self, part: MicroBatch) -> None:

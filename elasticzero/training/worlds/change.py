@@ -110,12 +110,12 @@ class WorldChange:
         following = torch.zeros(groups.rank_info.world_size, dtype=torch.int64)
         if place is not None:
             following[groups.rank_info.rank] = place.rank + 1
-        numbers = groups.sum(following).tolist()
-        strategy.bring_state(
-            sorted((r for r, n in enumerate(numbers) if n), key=numbers.__getitem__)
-        )
-        groups.verify_collectives()
-        groups.control_tree.allreduce_max(0)
+        with self._link.busy("moving state to the ranks of the next world"):
+            numbers = groups.sum(following).tolist()
+            stay = (rank for rank, number in enumerate(numbers) if number)
+            strategy.bring_state(sorted(stay, key=numbers.__getitem__))
+            groups.verify_collectives()
+            groups.control_tree.allreduce_max(0)
 
     def enter(self, offer: Offer, step: int, parts: PartsOfWorld) -> Rows:
         """Has all that depends on the world be of the next one, and returns its rows (WC5).
