@@ -10,7 +10,9 @@ wrong here, it happens by a stop at a boundary, as `drain` and `leader` decide. 
      members that stay keep their order, and where operators have lowered MAX the last ones give
      up their places (L6 in `leader`). It writes none where a stop is needed anyway: where fewer
      than MIN would be left, where a node waits for a place that is free then, where nodes of
-     another build are to go on (BD3 in `placement`), or where the job is to end.
+     another build are to go on (BD3 in `placement`), or where the job is to end. Where ranks divide
+     the state, there must be a snapshot of this generation of which the nodes that stay hold all
+     parts: the next generation has none of its own at first.
  PL3  A world has one proposal at most. It is written on condition that the world stands, without an
      alarm; and it is withdrawn by a word in it, not taken back, so that no other can follow.
  PL4  Each agent tells its workers to prepare for a proposal, and withdraws that once it is dead.
@@ -24,6 +26,7 @@ wrong here, it happens by a stop at a boundary, as `drain` and `leader` decide. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from elasticzero.launcher.protocol.actions import (
@@ -42,7 +45,7 @@ from elasticzero.launcher.protocol.leader import (
     joiners_of,
     parked_text,
 )
-from elasticzero.launcher.protocol.placement import as_registered
+from elasticzero.launcher.protocol.placement import as_registered, replica_sources
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import GroupOrder, GroupOutcome, View
 
@@ -108,7 +111,7 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
         return None
     if any(view.control.drains(member) for member in staying):
         return None
-    if gives_way(view, world, staying, policy):
+    if gives_way(view, world, staying, policy) or not _parts_stay(view, world, staying):
         return None
     leavers = [(member.node, report.leave_reason) for member, report in pairs if report.leaving]
     reasons = [f"{node} leaves: {why}" if why else f"{node} left" for node, why in leavers]
@@ -133,6 +136,27 @@ def _is_steady(view: View) -> bool:
     trains &= workers.outcome is GroupOutcome.OPEN and not workers.failed
     quiet = view.store.reachable and view.members is not None and not view.missing_since_s
     return trains and quiet and not (view.control.stop or view.remnants)
+
+
+def _parts_stay(view: View, world: World, staying: Sequence[Member]) -> bool:
+    """Returns whether the nodes that stay hold all parts of the newest snapshot, as far as
+    snapshots decide what a lost worker costs.
+
+    Args:
+        view: What the acting leader sees.
+        world: World of the view.
+        staying: Members that are to stay.
+    """
+    held = view.workers.held
+    if world.strategy == "ddp" or (held is None and view.workers.stepped_s):
+        return True
+    if held is None or held <= world.resume.step:
+        return False
+    nodes = {member.node for member in staying}
+    stays = [member.node in nodes for member in world.members]
+    sources = replica_sources([member.zone for member in world.members])
+    replicated = {source for source, stay in zip(sources, stays, strict=True) if stay}
+    return all(stay or index in replicated for index, stay in enumerate(stays))
 
 
 def _reports(view: View, world: World) -> list[Report] | None:

@@ -218,6 +218,48 @@ def test_who_is_to_leave_while_it_gives_up_its_place_waits_for_that() -> None:
     assert actions_of(replace(view, workers=replace(TRAINS, prepared=FEWER))) == []
 
 
+FOUR = replace(WORLD, members=(A, B, C, D), strategy="zero2")
+"""They hold each other's replicas in two pairs."""
+
+
+@pytest.mark.parametrize(
+    ("leave", "held", "stepped_s", "proposed"),
+    [
+        ("d", 12, 99.9, True),
+        ("bd", 12, 99.9, True),
+        ("cd", 12, 99.9, False),
+        ("d", 10, 99.9, False),
+        ("d", None, 0.0, False),
+        ("cd", None, 99.9, True),
+    ],
+    ids=[
+        "one node",
+        "one of each pair",
+        "a pair",
+        "nothing of this generation is held yet",
+        "no step was made yet",
+        "no snapshots are taken",
+    ],
+)
+def test_a_divided_state_is_left_with_all_parts_of_a_snapshot(
+    leave: str, held: int | None, stepped_s: float, proposed: bool
+) -> None:
+    """A worker that is killed before the next generation holds one would lose training else, where
+    a stop hands over what the leavers have."""
+    members = (A, B, C, D)
+    reports = {m.node: says("restored", m, **(LEAVES if m.node in leave else {})) for m in members}
+    view = replace(
+        VIEW,
+        world=FOUR,
+        members={m.node: m for m in members},
+        reports=reports,
+        my_report=replace(reports["a"], store_port=A.store_port),
+        workers=replace(TRAINS, held=held, stepped_s=stepped_s),
+    )
+    made = [action for action in actions_of(view) if isinstance(action, WriteProposal)]
+    assert bool(made) == proposed
+
+
 def test_a_world_of_one_rank_is_proposed_and_is_the_last_one() -> None:
     world = replace(WORLD, members=(B, C))
     view = replace(VIEW, me=B, world=world, members={"b": B, "c": C})
