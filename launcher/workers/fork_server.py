@@ -244,9 +244,9 @@ def _launch(
         launch = decode(Launch, request, "launch")
     except RecordError as error:
         return {"refused": str(error)}
-    given, before = launch.environment, _ENVIRONMENT_AT_START
-    made = {k: v for k, v in preload.environment.items() if given.get(k) == before.get(k)}
-    launch = replace(launch, environment=given | made)
+    environment, before = launch.environment, _ENVIRONMENT_AT_START
+    changed = {k: v for k, v in preload.environment.items() if environment.get(k) == before.get(k)}
+    launch = replace(launch, environment=environment | changed)
     return {"started": _fork(sock, launch, fds, wake), "fds": fds}
 
 
@@ -340,8 +340,7 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
     if gloo is not None:
         gloo.wait_before_destroying()
     code, left = 0, list[object]()  # what the script leaves is not destroyed
-    with suppress(ValueError):  # modules that were preloaded may have put others before it
-        sys.path[sys.path.index(_FIRST_ON_PATH)] = launch.import_directory
+    _import_from(launch.import_directory)
     try:
         if launch.is_module:
             left.append(runpy.run_module(launch.target, run_name="__main__", alter_sys=True))
@@ -366,6 +365,14 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
         sys.stderr.flush()
     rank = launch.environment.get("RANK", "0")
     exit_process(code, rank, launch.exit_timeout_s, lambda: _report_end(fds[1], fds[2], code))
+
+
+def _import_from(directory: str) -> None:
+    """Has imports look into a script's directory, behind what preloaded modules have put first."""
+    if _FIRST_ON_PATH in sys.path:
+        sys.path[sys.path.index(_FIRST_ON_PATH)] = directory
+    else:
+        sys.path.insert(0, directory)
 
 
 def _execute(launch: Launch, fds: list[int]) -> NoReturn:
