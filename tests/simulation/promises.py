@@ -330,7 +330,11 @@ class Promises:
 
     def _stood_before(self, member: Member) -> bool:
         """Whether a registration stood for so long that whoever wrote just now has read it; it may
-        have ended by that very write."""
+        have ended by that very write. A process that has just been resumed has read nothing."""
+        writer, true_s = self._cluster.etcd.writer, self._cluster.timeline.now_s
+        stopped_s = getattr(writer, "stopped_until_s", 0.0)
+        if true_s - stopped_s < self._read_s:
+            return False
         identity = (member.node, member.incarnation)
         since_s = self._since.get(identity)
         if since_s is None:
