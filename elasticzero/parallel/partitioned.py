@@ -513,11 +513,7 @@ class PartitionedOptimizer:
         for group in self.optimizers.groups:
             group.options["params"] = [pieces[n].parameter for n in group.names if n in pieces]
         for name, piece in pieces.items():
-            tensors = {
-                key: tensor.view(piece.parameter.shape) if entry.elementwise else tensor
-                for key, tensor in brought[name].tensors.items()
-                if (entry := brought[name].entries[key])
-            }
+            tensors = brought[name].in_shape(piece.parameter.shape)
             if (master := tensors.pop(MASTER, None)) is not None:
                 piece.parameter.data.copy_(master)
             stepped = name not in self._unstepped

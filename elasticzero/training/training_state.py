@@ -507,8 +507,8 @@ class TrainingState:
         if offer.assignment is None:
             self.stager.stop_agreed()
             raise GenerationEnded(FLAG_REASONS[FLAG_LEAVE], switched=offer.token)
-        of_world = (self.strategy, self.auxiliary, self.stager, self._verifier)
-        parts = PartsOfWorld(*of_world, record=self._record_unless_shutting_down)
+        record = self._record_unless_shutting_down
+        parts = PartsOfWorld(self.strategy, self.auxiliary, self.stager, self._verifier, record)
         self.rows = change.enter(offer, self.step, parts)
         self.copy = replace(self.copy, rng=self.auxiliary.generators())
         seconds = time.monotonic() - began_s

@@ -193,7 +193,7 @@ def _serve_requests(keeper: int, sock: socket.socket, preload: Preload) -> None:
     except Unforkable as left:
         numbers = [str(keeper), str(sock.fileno())]
         sock.set_inheritable(True)
-        command = [sys.executable, "-m", COMMAND, "serve", *numbers, to_json(left.args[0])]
+        command = [sys.executable, "-m", COMMAND, "serve", *numbers, to_json(left.without)]
         os.execve(sys.executable, command, _ENVIRONMENT_AT_START)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)

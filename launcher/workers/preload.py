@@ -46,9 +46,9 @@ class Preload:
     """Says which modules the fork server imports."""
 
     modules: tuple[str, ...] = ()
-    """Those of this project and of torch, as far as they are installed."""
+    """These are of this project and of torch; what is not installed is left out."""
     named: tuple[str, ...] = ()
-    """Those that the user names, in this order."""
+    """The user names these; they are imported in this order."""
     directory: str = ""
     """Where the script lies, from which these are imported too; empty: there is none."""
     refused: tuple[str, ...] = ()
@@ -58,15 +58,19 @@ class Preload:
 
 
 class Unforkable(Exception):
-    """Says why a process that has imported a module cannot fork workers."""
+    """Says that a module was imported after which this process can fork no workers."""
+
+    def __init__(self, without: Preload) -> None:
+        """Takes the preload without that module, which says why it is refused."""
+        super().__init__(without.refused[-1])
+        self.without = without
 
 
 def import_modules(preload: Preload) -> Preload:
     """Imports the modules; returns what was imported in the end, with what was refused.
 
     Raises:
-        Unforkable: A module that the user names leaves what no fork may have. Its args are the
-            preload without it.
+        Unforkable: A module that the user names leaves what no fork may have.
     """
     gc.disable()  # it would take a quarter of the time that the imports take
     for name in preload.modules:

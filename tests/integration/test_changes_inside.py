@@ -243,7 +243,7 @@ def test_a_rank_that_is_killed_at_the_change_costs_no_step(
 def test_each_rank_has_its_part_of_a_divided_state_in_one_world_or_the_other(
     pool: Pool, tmp_path: Path, strategy: str, place: int, where: str, generation: int
 ) -> None:
-    """What the others hand over, where one is killed, is the boundary's in the world it names."""
+    """Where one is killed the others hand over the boundary's state in the world that they name."""
     told, options = {**TOLD, "die": [place, where]}, {"strategy": strategy, "snapshot_every": 0}
     running = begin(pool, told, tmp_path, 3, **options)
     running.until(running.reached(3))

@@ -116,7 +116,7 @@ def test_a_node_gives_up_its_place_inside_the_loops_of_the_others_and_comes_back
 def test_the_last_but_one_leaves_inside_and_the_worker_left_alone_is_killed(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
-    """What the only rank holds is in its node's memory, as before."""
+    """Its node's memory has what the only rank holds."""
     checkpoints = tmp_path / "checkpoints"
     arguments = job_arguments(checkpoints, "--strategy", strategy, nodes=2)
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:

@@ -16,6 +16,7 @@ from elasticzero.launcher.secrets import VARIABLES
 from elasticzero.launcher.workers.fork_server import ForkServer
 from tests.integration.clusters import elasticzero
 from tests.integration.test_local import local
+from tests.integration.test_starts import TRAINS
 from tests.integration.test_workers import Play
 from tests.support.deadlines import patience
 
@@ -29,21 +30,7 @@ SHOWS = (
     "import sys\nprint(sorted(n for n in ('counts', 'threaded', 'broken') if n in sys.modules))\n"
     "print(sys.path[0])\n"
 )
-TRAINS = """
-import counts
-import torch
-import elasticzero as ez
-def train(session):
-    model = torch.nn.Linear(4, 1)
-    model, optimizer = session.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1))
-    session.restore()
-    data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
-    for x, y in session.batches(data, global_batch=6, epochs=20):
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        session.backward(loss)
-        session.step()
-ez.run(train)
-"""
+COUNTED = "import counts\n" + TRAINS.replace("epochs=1", "epochs=20")
 
 
 def write_modules(folder: Path, **modules: str) -> None:
@@ -145,7 +132,7 @@ def test_a_worker_that_takes_the_place_of_a_killed_one_imports_nothing(
     tmp_path: Path, job: str
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TRAINS)
+    script.write_text(COUNTED)
     write_modules(tmp_path, counts=COUNTS.format(folder=str(tmp_path)))
     options = ["--nodes", "2", "--preload", "counts", "--fault", "kill-worker@10"]
     output = local(job, tmp_path / "logs", *options, str(script))
@@ -162,7 +149,7 @@ def test_a_worker_that_takes_the_place_of_a_killed_one_imports_nothing(
 )
 def test_a_name_that_is_no_module_is_an_error(tmp_path: Path, named: str, expected: str) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TRAINS)
+    script.write_text(COUNTED)
     ended = subprocess.run(
         elasticzero("local", "--nodes", "1", "--preload", named, str(script)),
         capture_output=True,

@@ -86,7 +86,7 @@ class Move:
     span: Span
     source: int
     target: int
-    """The same as `source` where a rank keeps them."""
+    """It is the same as `source` where a rank keeps them."""
     whole: bool
     """True if they come with what is kept for the parameter as a whole (MV2)."""
 
@@ -98,7 +98,7 @@ class PieceState:
     start: int
     """The first of these elements."""
     tensors: Mapping[str, Tensor]
-    """By key; elementwise ones have one element for each."""
+    """Holds what is stored under each key; an elementwise entry is flat."""
     entries: Mapping[str, KeptEntry]
 
     @classmethod
@@ -116,6 +116,13 @@ class PieceState:
             for key, entry in entries.items()
         }
         return cls(start=span.start, tensors=tensors, entries=entries)
+
+    def in_shape(self, shape: Sequence[int]) -> dict[str, Tensor]:
+        """Returns what is stored under each key, elementwise entries in the piece's shape."""
+        return {
+            key: tensor.view(shape) if self.entries[key].elementwise else tensor
+            for key, tensor in self.tensors.items()
+        }
 
     def parts(self, move: Move) -> list[Tensor]:
         """Returns what belongs to a move, each flat; views where the tensors are contiguous."""
