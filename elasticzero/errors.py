@@ -146,6 +146,10 @@ class ReplicaMismatch(OperatorError):
         """True if this rank differs from a majority."""
 
 
+class EntryRefused(RetryError):
+    """A rank cannot enter its world inside of the others' loops; it can by a stop of all."""
+
+
 class PeerSetAside(RetryError):
     """Another rank differs from a majority that includes this rank."""
 

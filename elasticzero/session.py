@@ -493,6 +493,7 @@ class Session:
         training = self._prepared("evaluate")
         reader = BatchReader(dataset=dataset, device=self.device, collate_fn=collate_fn)
         groups = self._generation.groups
+        self._generation.note_call("session.evaluate")
         if groups is not None:
             groups.barrier(Call.EVALUATE, where=f" after step {training.step}")
         model, auxiliary = training.strategy.model, training.auxiliary
@@ -511,6 +512,7 @@ class Session:
         training, groups = self._prepared("state_dict"), self._generation.groups
         if training.at.in_loop:  # after it, a model may be given another dtype
             training.take_changes()
+        self._generation.note_call("session.state_dict")
         if groups is not None:
             groups.barrier(Call.STATE_DICT, where=f" after step {training.step}")
         return self._generation.whole_state()

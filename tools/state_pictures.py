@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from elasticzero.comm import next_world
+from elasticzero.comm.worlds import next_world
 from elasticzero.launcher.workers import group_lifecycle, lifecycle
 from elasticzero.training import step_machine
 from tools import source
@@ -56,7 +56,7 @@ MACHINES = {
         transitions=_moves(step_machine.TRANSITIONS),
     ),
     "a next world": Machine(
-        path="elasticzero/comm/next_world.py",
+        path="elasticzero/comm/worlds/next_world.py",
         events=next_world.Event,
         transitions=_moves(next_world.STAGES),
     ),

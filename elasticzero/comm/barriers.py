@@ -61,6 +61,12 @@ def marks(call: Call, rank: int) -> tuple[int, int]:
     return mark, -mark
 
 
+def call_of(numbers: Sequence[int]) -> Call | None:
+    """Returns the call that a message's marks name; None: it has none, or is shorter."""
+    mark = numbers[-2] if len(numbers) > 2 else LEAST
+    return Call(mark >> _SHIFT) if mark >= 0 and numbers[-1] == -mark else None
+
+
 def check(maxima: Sequence[int], call: Call, rank: int, where: str) -> None:
     """Raises if the ranks make different calls.
 

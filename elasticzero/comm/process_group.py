@@ -99,7 +99,7 @@ class ProcessGroups:
         """The group of this rank's row; None: `divide` has made none."""
         self._apart: RankGroup | None = None
         """The group of all ranks for collectives inside of a backward; None: none is made yet."""
-        self._open = {world.name: world}
+        self._open = {world.name: world} if world.is_connected else {}
         """The groups that have not ended, in the order in which they were made."""
         self._device = device
         self._on_gpu = device.type == "cuda"
@@ -384,6 +384,12 @@ class ProcessGroups:
                     tensor.copy_(part.view(tensor.shape))
 
     @property
+    def store(self) -> AddressedStore:
+        """Returns the store at which the ranks have met."""
+        assert self._store is not None
+        return self._store
+
+    @property
     def device(self) -> torch.device:
         """Returns the device of messages between ranks."""
         return self._device
@@ -407,23 +413,43 @@ class ProcessGroups:
         Raises:
             DistBackendError: The groups of one of the two were shut; nothing is changed then.
         """
-        info, store = following.rank_info, following._store
-        assert store is not None
-        met_at = PrefixStore(info.token, store)
         with self._shut_lock, following._shut_lock:
-            if self._shut.is_set() or following._shut.is_set():
-                raise dist.DistBackendError(CLOSED)
-            group = following.world.process_group
-            replace_default_group(group, f"{OWN_GROUP}/{info.token}", met_at)
+            self._become_default(following)
             for name in _OF_WORLD:
                 theirs = getattr(following, name)
                 setattr(following, name, getattr(self, name))
                 setattr(self, name, theirs)
+        for ended in following._open.values():  # torch names new groups by the number of others
+            _unregistered(ended.process_group)
+
+    def connect_as(self, connected: ProcessGroups) -> None:
+        """Takes over the groups of the world that this rank has prepared for without being
+        connected to it (`unconnected`); objects that refer to this one, or to its group of all
+        ranks, are connected then.
+
+        Args:
+            connected: What `next_world.connect_beside` has returned, which has no groups then.
+
+        Raises:
+            DistBackendError: The groups were shut; nothing is changed then.
+        """
+        with self._shut_lock, connected._shut_lock:
+            self._become_default(connected)
+            self.world.adopt(connected.world)
+            self.control_tree, self._store = connected.control_tree, connected._store
+            self._open, connected._open = {self.world.name: self.world}, {}
+
+    def _become_default(self, following: ProcessGroups) -> None:
+        """Makes the group of all ranks of another world torch's default group; the caller has both
+        locks. Raises `DistBackendError` if the groups of one of the two were shut."""
+        info, store = following.rank_info, following.store
+        if self._shut.is_set() or following._shut.is_set():
+            raise dist.DistBackendError(CLOSED)
+        group, name = following.world.process_group, f"{OWN_GROUP}/{info.token}"
+        replace_default_group(group, name, PrefixStore(info.token, store))
 
     def retire(self) -> threading.Thread:
-        """Ends these groups in a thread, which this returns; torch has forgotten them at once. All
-        ranks that have used them call this between the same two collectives, for torch names new
-        groups by the number of those that it has."""
+        """Ends these groups in a thread, which this returns; torch has forgotten them at once."""
         last = self._take(*reversed(self._open))
 
         def end() -> None:

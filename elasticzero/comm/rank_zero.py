@@ -164,6 +164,11 @@ class SharedState:
         self.lost: RuntimeError | None = None
         """The error of a peer that was lost while what modules keep was shared after a step."""
 
+    def enter_world(self) -> None:
+        """Goes on among the ranks of another world, of which some may know no message."""
+        if self._groups is not None:
+            self._from_rank_zero = RankZeroTensors(self._groups)
+
     def share(self, *, compares: bool = False) -> None:
         """Gives all ranks what the modules of rank 0 keep; all ranks call this together.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -143,6 +143,13 @@ class Comparison:
     def __init__(self, groups: ProcessGroups | None, link: AgentClient) -> None:
         self._groups = groups
         self._link = link
+        self.digests: list[int] = []
+        """Digests of what was compared in `session.prepare`, in its order."""
+        self.loop: Description = {}
+        """The description of the newest loop."""
+        self.expected_loop: Callable[[Description], None] = lambda loop: None
+        """Raises where a rank that comes into a world inside of the others' loops is in another
+        one."""
 
     def require_equal(self, call: Call, description: Description) -> None:
         """Raises if the ranks' descriptions differ.
@@ -161,6 +168,9 @@ class Comparison:
         """
         differing = self._compare(call, description)
         if differing is None:
+            if call is Call.LOOP:
+                self.expected_loop(description)
+                self.loop = description
             return
         verdict, texts = differing
         rank = self._link.assignment.rank
@@ -187,9 +197,13 @@ class Comparison:
     def _compare(self, call: Call, description: Description) -> tuple[Verdict, list[str]] | None:
         """Returns the verdict, and a sentence for each odd rank; None: all ranks have the same."""
         groups, assignment = self._groups, self._link.assignment
-        if groups is None or assignment.world_size == 1:
+        if groups is None:
             return None
         digest = combined({name: of_value(value) for name, value in description.items()})
+        if call is Call.PREPARE:
+            self.digests.append(digest)
+        if assignment.world_size == 1:
+            return None
         if groups.all_equal(call, digest):
             return None
         report = {

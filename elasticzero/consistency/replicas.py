@@ -135,9 +135,16 @@ class ReplicaVerifier:
     def _enabled(self) -> bool:
         return self._assignment.world_size > 1 and self._assignment.verify_every != 0
 
-    def enter_world(self, assignment: Assignment) -> None:
-        """Goes on among the ranks of another world, whose states are those of this one."""
+    def enter_world(self, assignment: Assignment, step: int) -> None:
+        """Goes on among the ranks of another world, whose states are those of this one; the next
+        digest is due as in a generation that begins with it.
+
+        Args:
+            assignment: This rank's place in it.
+            step: The boundary at which it was entered.
+        """
         self._assignment = assignment
+        self._digested, self._every, self._pending = step, assignment.verify_every, None
 
     def begin(self, step: int) -> None:
         """Begins with the state of this step, which all ranks have just read."""

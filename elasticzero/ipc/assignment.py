@@ -17,8 +17,8 @@ from elasticzero.spans import ShardOver
 
 Tier = Literal["other", "fresh", "ram", "live", "storage"]
 """Names where the state of a generation is read from. `other`: a word of a later release, which no
-agent gives to a worker. `live`: each worker has it already, because it has entered the generation
-inside its loop."""
+agent gives to a worker. `live`: workers that have entered the generation inside their loops have it
+already, and a worker that begins in it gets the state of their boundary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,13 @@ class Resume:
     tier: Tier
     step: int = 0
     generation: int = 0
-    """RAM tier: the generation that wrote the snapshot."""
+    """RAM tier: the generation that wrote the snapshot. Live tier of a worker that begins: the
+    generation that the others leave."""
     sources: Sequence[Source] = ()
-    """RAM tier: one source for each rank of the snapshot's world; several for one rank are
-    alternatives, not ordered by distance. Where every node holds the whole state, the snapshot's
-    world is that of one node, or one rank: "ddp" has only sources of rank 0."""
+    """RAM tier, and live tier of a worker that begins: one source for each rank of the snapshot's
+    world; several for one rank are alternatives, not ordered by distance. Where every node holds
+    the whole state, the snapshot's world is that of one node, or one rank: "ddp" has only sources
+    of rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,12 @@ class Assignment(TrainingSettings):
     def one_release(self) -> bool:
         """Returns whether no rank is of the release before."""
         return self.proofs
+
+    @property
+    def enters_inside(self) -> bool:
+        """Returns whether a worker that begins with this comes into a generation that the others
+        enter inside of their loops."""
+        return self.resume.tier == "live"
 
     @property
     def row(self) -> int:

@@ -7,11 +7,12 @@ worker's `Assignment`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elasticzero.ipc.assignment import Assignment, Tier
 from elasticzero.ipc.failure import Failed
 from elasticzero.options.settings import DataChange
+from elasticzero.serialization import OMIT_DEFAULT
 
 FLAG_LEAVE, FLAG_GROW, FLAG_STOP, FLAG_FINISH = 1, 2, 4, 8
 """Bits of the control word: a node leaves, the world grows, an operator stops the job, the script
@@ -68,6 +69,8 @@ class Prepare:
     assignment: Assignment | None = None
     """Place of this worker in the next generation, whose `resume` has the tier `live`; rank 0's
     socket comes with the message. None: its node leaves at that boundary."""
+    joins: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True if ranks that are not of this generation come into the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,12 @@ class Switched:
     """Boundary at which all ranks did so."""
     seconds: float
     """Time in seconds that training waited for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitsBoundary:
+    """Worker to agent: its script has come to `session.restore` in a generation that others enter
+    inside of their loops, and it will connect to them. `Switched` follows at their boundary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +404,7 @@ Message = (
     | Withdraw
     | PrepareFailed
     | Switched
+    | AwaitsBoundary
     | Attached
     | NetworkTaken
     | Restored

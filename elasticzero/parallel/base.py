@@ -107,19 +107,31 @@ class Strategy(Protocol):
     tells_waits: bool
     """True if the time for which a backward waits for other ranks is known (`step_clock.py`)."""
 
-    def bring_state(self, ranks: Sequence[int]) -> None:
+    divides: bool
+    """True if ranks divide the state as soon as there are several."""
+
+    def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         """Brings this rank what it is to have of the state in the next world, which it has not yet,
         where the ranks divide it. All ranks call this together, also those that leave; nothing of
         the present state changes before `enter_world`.
 
         Args:
-            ranks: The rank in this world of each rank of the next one.
+            ranks: The rank in this world of each rank of the next one; None: it is none of this.
+            plan: How buckets are filled from then on; None: as they are.
         """
 
     @property
-    def enter_world(self) -> Callable[[Mesh], None] | None:
+    def enter_world(self) -> Callable[[Mesh, BucketPlan | None], None] | None:
         """Returns what lays the state over the ranks of another world between two steps, once it
-        was brought; None: the loop must begin anew for that."""
+        was brought; None: the loop must begin anew for that.
+
+        Where others come into the world it takes the plan by which all fill their buckets, and
+        knows no more of their gradients than these do.
+        """
+
+    def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
+        """Lays a state that is yet to be loaded over the ranks by another plan than that which this
+        was made with; only where `enter_world` is not None."""
 
     def expect(self, part: MicroBatch) -> None:
         """Announces the micro-batch of the next backward."""

@@ -18,6 +18,7 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Setting
 from elasticzero.parallel.buckets.all_reduce import AllReduce, SummedBucket
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.finite import (
     LossCheck,
@@ -61,6 +62,7 @@ class Replicated:
     """Implements `Strategy`; the model is left as it is."""
 
     shards = 1
+    divides = False
     tells_waits = True
 
     def __init__(self, setting: Setting) -> None:
@@ -92,15 +94,7 @@ class Replicated:
             reducer = FixedOrderReducer(self._parameters, setting.place, self._losses)
             self._gradients = self._sums = reducer
         elif setting.world_size > 1:
-            self._sums = AllReduce(
-                self._parameters,
-                self.optimizers.name_of,
-                setting.bucket_plan,
-                self._losses,
-                self._group,
-                one_release=setting.one_release,
-            )
-            self._gradients = BucketQueue(self._sums)
+            self._fill(setting.bucket_plan)
         self._late = LateGradients(self._parameters)
         self._norm: Tensor | None = None
         """Norm of the last gradient."""
@@ -112,15 +106,34 @@ class Replicated:
         self.model: nn.Module = setting.model
         self._memory = ParameterMemory(self._parameters)
 
-    def bring_state(self, ranks: Sequence[int]) -> None:
+    def _fill(self, plan: BucketPlan) -> None:
+        """Fills buckets, whose gradients are summed over the ranks."""
+        if isinstance(self._gradients, BucketQueue):
+            self._gradients.close()
+        self._sums = AllReduce(
+            self._parameters,
+            self.optimizers.name_of,
+            plan,
+            self._losses,
+            self._group,
+            one_release=self._one_release,
+        )
+        self._gradients = BucketQueue(self._sums)
+
+    def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         """Brings nothing: every rank has everything."""
 
-    def enter_world(self, mesh: Mesh) -> None:
+    def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
         """Sums gradients over the ranks of another world from the next step on."""
         self._ranks, self._group = mesh.world_size, mesh.world_group
-        self._changes.enter_world(self._ranks)
-        if self._sums is not None:
+        self._changes.enter_world(self._ranks, anew=plan is not None)
+        if plan is not None and not self._fixed_order:
+            self._fill(plan)
+        elif self._sums is not None:
             self._sums.enter_world(mesh)
+
+    def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
+        self.enter_world(mesh, plan)
 
     def take_changes(self) -> UserError | None:
         return self._memory.difference()

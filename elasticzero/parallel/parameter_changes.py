@@ -312,9 +312,16 @@ class ForwardChanges:
         """Digests from the beginning of the step; None: it is not looked at."""
         self._names: list[str] = []
 
-    def enter_world(self, ranks: int) -> None:
-        """Takes the number of ranks of another world."""
+    def enter_world(self, ranks: int, *, anew: bool) -> None:
+        """Takes the number of ranks of another world.
+
+        Args:
+            ranks: The number.
+            anew: Whether some of them begin there, and look at their first step.
+        """
         self._ranks = ranks
+        if anew:
+            self._due, self._first = ranks > 1, True
 
     def request(self) -> None:
         """Has the next step looked at; all ranks call this after the same step."""

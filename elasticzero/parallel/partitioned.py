@@ -463,7 +463,7 @@ class PartitionedOptimizer:
             share.partitions.append(group.partition(tuple(names)))
 
     def bring(
-        self, present: Division, following: Division, ranks: Sequence[int]
+        self, present: Division, following: Division, ranks: Sequence[int | None]
     ) -> dict[str, PieceState]:
         """Returns the state of the pieces that this rank has in the next world, by parameter. All
         ranks, which are one row, call this together; nothing of the present state changes.
@@ -471,14 +471,17 @@ class PartitionedOptimizer:
         Args:
             present: The division of the present world.
             following: That of the next one.
-            ranks: The rank in the present world of each rank of the next one.
+            ranks: As for `moves.plan`.
         """
         rank = self._mesh.rank
-        spans = following.spans(ranks.index(rank)) if rank in ranks else {}
-        room = {n: PieceState.empty(s, self._stored_entries(n)) for n, s in spans.items()}
+        room = self.room(following.spans(ranks.index(rank)) if rank in ranks else {})
         moves = plan(rank, present, following, ranks)
         bring(moves, rank, self._piece_state, room, self._mesh.world_group.process_group)
         return room
+
+    def room(self, spans: Mapping[str, Span]) -> dict[str, PieceState]:
+        """Returns room for the state of pieces, by parameter."""
+        return {n: PieceState.empty(s, self._stored_entries(n)) for n, s in spans.items()}
 
     def _stored_entries(self, name: str) -> dict[str, KeptEntry]:
         """Returns what is stored of a parameter besides its values, by key."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from elasticzero.errors import UserError
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.moves import Division, PieceState
@@ -19,22 +20,28 @@ from elasticzero.state.model import LocalTensor
 class PiecedStrategy:
     """Does what is the same in every `Strategy` whose optimizers work on pieces."""
 
+    divides = True
     tells_waits = True
 
     _pieced: PartitionedOptimizer
     _parameters: Mapping[str, nn.Parameter]
     _changes: ForwardChanges
     shards: int
-    enter_world: Callable[[Mesh], None] | None = None
+    enter_world: Callable[[Mesh, BucketPlan | None], None] | None = None
     """FSDP2 cannot go over to another world: it keeps the mesh by which it has divided the
     parameters."""
     _brought: Mapping[str, PieceState] | None = None
     """The state of this rank's pieces of the next world, once it was brought; None: it was not."""
 
-    def bring_state(self, ranks: Sequence[int]) -> None:
+    def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         self.settle()
-        present, following = self._division(self.shards), self._division(len(ranks))
+        present, following = self._division(self.shards), self._division(len(ranks), plan)
         self._brought = self._pieced.bring(present, following, ranks)
+
+    def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
+        assert self.enter_world is not None
+        self._brought = self._pieced.room(self._division(mesh.shards, plan).spans(mesh.shard))
+        self.enter_world(mesh, plan)
 
     def _take_brought(self) -> Mapping[str, PieceState]:
         """Returns what `bring_state` has brought, once."""
@@ -42,8 +49,13 @@ class PiecedStrategy:
         assert brought is not None, "a world is entered once its state was brought"
         return brought
 
-    def _division(self, shards: int) -> Division:
-        """Returns how so many ranks divide the elements that they step."""
+    def _division(self, shards: int, plan: BucketPlan | None = None) -> Division:
+        """Returns how so many ranks divide the elements that they step.
+
+        Args:
+            shards: The number of ranks.
+            plan: How buckets are filled; None: as they are.
+        """
         raise NotImplementedError
 
     def settle(self) -> None:

@@ -25,6 +25,7 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.gather import ParameterGather, stepped_together
 from elasticzero.parallel.buckets.layout import DealtNames, FlatBucket, deal
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.buckets.queue import BucketQueue
 from elasticzero.parallel.buckets.reduce_scatter import ReduceScatter
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
@@ -66,15 +67,12 @@ class FlatBuckets(PiecedStrategy):
         self._pieced = PartitionedOptimizer(self.optimizers, specs, mesh, setting.agreement)
         trained = {
             name: parameter
-            for name in setting.bucket_plan.filling_order(list(self._parameters))
-            if name in self.optimizers.group_of
-            and (parameter := self._parameters[name]).requires_grad
-            and parameter.numel()
+            for name, parameter in self._parameters.items()
+            if name in self.optimizers.group_of and parameter.requires_grad and parameter.numel()
         }
         if (error := overlap(trained)) is not None:
             raise error
-        self._trained, self._stage = trained, stage
-        self._bucket_bytes = setting.bucket_plan.size_bytes
+        self._trained, self._stage, self._plan = trained, stage, setting.bucket_plan
         self._lay(mesh, shared_outside((*setting.model.parameters(), *setting.model.buffers())))
         self._pieced.place(self._own_pieces())
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
@@ -108,7 +106,7 @@ class FlatBuckets(PiecedStrategy):
                 mesh.shards,
                 shared=shared,
             )
-            for contents in self._dealt(mesh.shards)
+            for contents in self._dealt(mesh.shards, self._plan)
         ]
         self._forward_order = list(reversed(self._buckets))
         self._parts: list[Sequence[FlatBucket]] = []
@@ -119,22 +117,24 @@ class FlatBuckets(PiecedStrategy):
         self._scatter = ReduceScatter(self._buckets, self._stage, mesh)
         self._queue = BucketQueue(self._scatter)
 
-    def _dealt(self, shards: int) -> list[DealtNames]:
-        return list(deal(self._trained, self.optimizers.group_of, shards, self._bucket_bytes))
+    def _dealt(self, shards: int, plan: BucketPlan) -> list[DealtNames]:
+        order = plan.filling_order(list(self._parameters))
+        trained = {name: self._trained[name] for name in order if name in self._trained}
+        return list(deal(trained, self.optimizers.group_of, shards, plan.size_bytes))
 
     def _own_pieces(self) -> dict[str, ParameterPiece]:
         return {piece.name: piece for bucket in self._buckets for piece in bucket.pieces()}
 
-    def _division(self, shards: int) -> Division:
+    def _division(self, shards: int, plan: BucketPlan | None = None) -> Division:
         places: dict[str, Place] = {}
-        for contents in self._dealt(shards):
+        for contents in self._dealt(shards, plan or self._plan):
             numels = [self._trained[name].numel() for name in contents.names]
             places |= contents.places(numels, shards)
         return Division(places)
 
-    def enter_world(self, mesh: Mesh) -> None:
+    def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
         """Lays the parameters, which are up to date, in the buckets of another world."""
-        brought = self._take_brought()
+        brought, self._plan = self._take_brought(), plan or self._plan
         self._queue.close()
         shared: set[int] = set()
         for bucket in self._buckets:
@@ -144,7 +144,7 @@ class FlatBuckets(PiecedStrategy):
         self._lay(mesh, shared)
         self._gather.enter_world(self._buckets, mesh)
         self._pieced.enter_world(mesh, self._own_pieces(), brought)
-        self._changes.enter_world(mesh.world_size)
+        self._changes.enter_world(mesh.world_size, anew=plan is not None)
 
     def expect(self, part: MicroBatch) -> None:
         self._changes.begin()

@@ -46,6 +46,15 @@ class RankGroup:
             raise dist.DistBackendError(f"the process group of {self.name} is closed")
         return self._process_group
 
+    @property
+    def is_connected(self) -> bool:
+        """Returns whether there is a process group."""
+        return self._process_group is not None
+
+    def adopt(self, other: RankGroup) -> None:
+        """Takes over the process group of another group of the same ranks, which has none then."""
+        self._process_group, self.connections = other.take(), other.connections
+
     def take(self) -> dist.ProcessGroup:
         """Returns the process group, and refers to it no more."""
         process_group, self._process_group = self.process_group, None

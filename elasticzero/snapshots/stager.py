@@ -16,6 +16,7 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.slots import SlotsInUse
 from elasticzero.comm.control import ControlWord
+from elasticzero.comm.worlds.entering import Captures
 from elasticzero.errors import ElasticZeroError, LastSaveFailed, NotFinite, StorageError, one_line
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Assignment
@@ -114,11 +115,24 @@ class StateStager:
         decide it; None: they do not."""
         return self._state.held_step
 
+    def known_alike(self) -> Captures:
+        """Returns what a rank that comes into this world must know of its captures."""
+        schedule = self._state.schedule
+        return Captures(every=schedule.every, back=schedule.held_step)
+
     # Memory.
 
-    def begin(self, copy: BoundaryCopy) -> None:
-        """Begins with the state of `copy`, and reserves memory for its captures meanwhile."""
+    def begin(self, copy: BoundaryCopy, others: Captures | None = None) -> None:
+        """Begins with the state of `copy`, and reserves memory for its captures meanwhile.
+
+        Args:
+            copy: The small state.
+            others: What the others know of captures, whose boundary it is; None: all begin.
+        """
         self._state = self._state.begun(copy.step, self._assignment)
+        if others is not None:
+            schedule = replace(self._state.schedule, every=others.every, back=others.back)
+            self._state = replace(self._state, schedule=schedule)
         if self._assignment.resume.tier != "fresh":  # an optimizer has no state before a step
             self._reserve(copy)
 
@@ -350,6 +364,12 @@ class StateStager:
         size = self._writer.into_memory(drafted, keep, every_byte=True, extra=True)
         seconds = time.monotonic() - began_s
         return self._captured(drafted, _Written(size=size), checkpoint=False, seconds=seconds)
+
+    def capture_for_others(self, copy: BoundaryCopy) -> None:
+        """Captures what ranks that come into the next world begin with: this rank's shard of the
+        whole state. No node replicates it."""
+        captured = self.capture_at_stop(copy)
+        self._link.send(replace(captured, replicate=False))
 
     # Saves that run, and the last one.
 

@@ -332,13 +332,17 @@ class AuxiliaryState:
         self.put_options(json.get("groups", []), tensors)
         if self._guard is not None:
             self._guard.load_state_dict(json.get("guard", {}))
-        if self._buckets is not None:
-            self._buckets.load_state_dict(json.get("buckets", {}))
+        self.take_buckets(json)
         self.flags.load_state_dict(json.get("flags", {}))
         extra = json.get("modules", {})
         self._extra_states.put({n: decode_state(v, tensors) for n, v in extra.items()})
         for name, thing in self.tracked.items():
             thing.load_state_dict(decode_state(json["tracked"][name], tensors))
+
+    def take_buckets(self, json: Mapping[str, Any]) -> None:
+        """Takes over the stored choice of gradient buckets, before the rest is restored."""
+        if self._buckets is not None:
+            self._buckets.load_state_dict(json.get("buckets", {}))
 
     def put_options(
         self, groups: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]

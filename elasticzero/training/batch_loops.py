@@ -241,6 +241,7 @@ class Loops:
         if schedule.micro_batch == "auto":
             position = replace(position, micro_batch=schedule.micro_batch_limit)
         training.begin_loop(position)
+        training.come_in()
         # Other data follow the end of an epoch.
         if before.loop == loop and position.epoch > before.epoch:
             self._epoch = before.epoch

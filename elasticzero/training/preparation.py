@@ -24,6 +24,7 @@ from elasticzero.memory_estimate import AUTO
 from elasticzero.parallel import OptimizerFactory, Setting, Strategy, create
 from elasticzero.parallel.buckets.choice import BucketChoice
 from elasticzero.parallel.buckets.measure import exchange_cost
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.materialize import Materializer
 from elasticzero.parallel.mesh import Mesh
@@ -53,9 +54,12 @@ from elasticzero.training.module_checks import (
 from elasticzero.training.precision import Compute
 from elasticzero.training.step_guard import StepGuard
 from elasticzero.training.step_tracker import StepTracker
-from elasticzero.training.training_state import Captures, LaidModel, TrainingState
+from elasticzero.training.training_state import TrainingState
 from elasticzero.training.worlds.change import WorldChange
+from elasticzero.training.worlds.newcomer import Newcomer
+from elasticzero.training.worlds.parts import Captures, LaidModel
 from elasticzero.training.worlds.rows import Rows
+from elasticzero.training.worlds.starting_state import StartingState
 
 if TYPE_CHECKING:
     from elasticzero.rehearsal.probe import Probe
@@ -87,6 +91,8 @@ class Place:
     """True if checkpoints are written."""
     change: WorldChange | None
     """Enters the next world inside of a loop; None: planned changes begin all loops anew."""
+    newcomer: Newcomer | None
+    """Brings this rank to the boundary at which others enter the world; None: all begin in it."""
     save: Callable[[Manifest, list[TensorPiece]], None] | None
     """Saves without an agent; None: an agent does."""
 
@@ -151,6 +157,10 @@ def prepare_training(
     rows = Rows.arrange(assignment, groups, strategy)
     source = _open_source(place)
     buckets = _choose_buckets(place, source, strategy, named, rows.mesh)
+
+    def plan() -> BucketPlan:
+        return buckets.used(assignment.bucket_bytes)
+
     setting = Setting(
         model=model,
         named=named,
@@ -163,7 +173,7 @@ def prepare_training(
         gathered_dtype=compute.dtype,
         mesh=rows.mesh,
         agreement=rows.agreement,
-        bucket_plan=buckets.used(assignment.bucket_bytes),
+        bucket_plan=plan(),
         options=assignment,
         cpu_offload=place.cpu_offload,
         mirrors=assignment.mirrors,
@@ -215,6 +225,7 @@ def prepare_training(
             ),
             probe=_open_probe(place, model, laid, auxiliary, guard, compute),
             values=BoundaryValues(parameters),
+            plan=plan,
             change=place.change,
             fault_hold=open_fault_hold(os.environ, place.link),
         ),
@@ -222,8 +233,14 @@ def prepare_training(
             stager=stager,
             requests=CheckpointRequests(place.link, groups, stager, same_release=same_release),
             mirrored=MirroredShards(assignment, strategy, place.device, laid.mirrored_states),
-            source=source,
-            first=_open_first_state(place, stored, laid),
+            start=StartingState(
+                link=place.link,
+                strategy=strategy,
+                plan=plan,
+                opened=source,
+                first=_open_first_state(place, stored, laid),
+                newcomer=place.newcomer,
+            ),
         ),
         place.tracker,
     )
@@ -398,8 +415,9 @@ def _open_first_state(
 
 def _open_source(place: Place) -> Checkpoint | None:
     """Opens the state that this generation starts from; None: it starts afresh, or without an
-    agent, which then chooses the state later."""
-    if place.groups is None or place.link.assignment.resume.tier == "fresh":
+    agent, which then chooses the state later, or from a boundary that is not known yet."""
+    begins = place.link.assignment.resume.tier == "fresh"
+    if place.groups is None or begins or place.newcomer is not None:
         return None
     with place.link.exit_on_abort():
         return open_source(place.link.assignment)
@@ -423,6 +441,8 @@ def _choose_buckets(
         buckets.load_state_dict(source.manifest.state.get("buckets", {}))
     if groups is None or strategy == "zero3" or assignment.deterministic:
         return buckets
+    if place.newcomer is not None:
+        return buckets  # the state of the boundary has the others' choice
     if VARIABLE in os.environ:  # so that all generations of a rehearsal sum in one order
         return buckets
     buckets.begin_recording(named.parameters, assignment.rank)

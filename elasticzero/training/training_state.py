@@ -4,87 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange, ControlWord
-from elasticzero.comm.next_world import Offer
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import SharedState, verify_unless_no_collective
+from elasticzero.comm.worlds.next_world import Offer
 from elasticzero.consistency.replicas import ReplicaVerifier
 from elasticzero.data.position import DataPosition, EpochEnd
 from elasticzero.errors import NotFinite, PeerSetAside, UserError
 from elasticzero.ipc.agent_client import AgentClient, GenerationEnded, RolledBack
 from elasticzero.ipc.assignment import LeftOutBatch
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_LEAVE, FLAG_REASONS, Captured, Switched
-from elasticzero.parallel import Strategy
-from elasticzero.parallel.gradients import HiddenGradients
-from elasticzero.parallel.optimizers.script_optimizers import OtherOptimizers
-from elasticzero.parallel.parameter_changes import ParameterObjects
-from elasticzero.snapshots.mirrored_shards import MirroredShards
-from elasticzero.snapshots.requests import CheckpointRequests, RankPlace, save_at_the_end
-from elasticzero.snapshots.restore import open_source, restore_state
-from elasticzero.snapshots.stager import StateStager
-from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
-from elasticzero.state.boundary_values import BoundaryValues
-from elasticzero.state.schedules import warn_of_changed_rates
+from elasticzero.snapshots.requests import RankPlace, save_at_the_end
+from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
-from elasticzero.training.step_guard import StepGuard
 from elasticzero.training.step_machine import StepEvent, StepOutcome, StepState
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.worlds.change import PartsOfWorld, WorldChange
-from elasticzero.training.worlds.rows import Rows
+from elasticzero.training.worlds.parts import Captures, LaidModel
 
 if TYPE_CHECKING:
-    from elasticzero.ipc.fault_hold import FaultHold
-    from elasticzero.rehearsal.probe import Probe
-    from elasticzero.snapshots.pretrained_optimizer import PretrainedOptimizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaidModel:
-    """Holds a model that is laid over the ranks, with what belongs to its training state."""
-
-    strategy: Strategy
-    auxiliary: AuxiliaryState
-    rows: Rows
-    """The rows of ranks that hold the whole state each."""
-    guard: StepGuard = field(default_factory=StepGuard)
-    """Decides whether steps are applied."""
-    gradients: HiddenGradients = field(
-        default_factory=lambda: HiddenGradients({}, partitioned=False)
-    )
-    """The gradients of the parameters, which the script may not use until they are complete."""
-    objects: ParameterObjects = field(default_factory=lambda: ParameterObjects(nn.Module()))
-    """The parameters that the model's modules have."""
-    others: OtherOptimizers | None = None
-    """Refuses optimizers beside those of the strategy; None: nobody looks for them."""
-    probe: Probe | None = None
-    """Records what each boundary has, for a rehearsal; None: this is none."""
-    values: BoundaryValues = field(default_factory=lambda: BoundaryValues({}))
-    """What parameters were at the last boundary, where the script has changed them since."""
-    change: WorldChange | None = None
-    """Enters the next world inside of a loop; None: planned changes begin all loops anew."""
-    fault_hold: FaultHold | None = None
-    """Waits at the steps of faults, for `elasticzero local`; None: it has none at a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captures:
-    """Holds what captures a training state, and where it is loaded from."""
-
-    stager: StateStager
-    requests: CheckpointRequests
-    mirrored: MirroredShards
-    source: Checkpoint | None = None
-    """The state that this generation starts from, if `session.prepare` has opened it."""
-    first: PretrainedOptimizer | None = None
-    """The first state of optimizers, where training begins with one; None: it begins without."""
+    pass
 
 
 class TrainingState:
@@ -116,12 +60,12 @@ class TrainingState:
         self._objects = model.objects
         self._others = model.others
         self.values = model.values
-        self._change = model.change
+        self._plan, self._change = model.plan, model.change
         self._fault_hold = model.fault_hold
         self.stager = captures.stager
         self.requests = captures.requests
-        self._source, self._first = captures.source, captures.first
-        self._mirrored = captures.mirrored
+        self.start = captures.start
+        self._mirrored, self._newcomer = captures.mirrored, captures.start.newcomer
         self._mirrors = bool(link.assignment.mirrors) and model.strategy.shards > 1
         """True if this rank keeps live copies of others' parts of the state."""
         self.step = 0
@@ -143,6 +87,8 @@ class TrainingState:
         self._link = link
         self._groups = groups
         self._exchange = ControlExchange(groups)
+        self._promised = False
+        """The word of this step says that this rank is prepared for the next world."""
         self._shared = SharedState(groups, model.auxiliary, link)
         self._verifier = ReplicaVerifier(
             groups,
@@ -154,41 +100,23 @@ class TrainingState:
 
     def restore(self) -> int:
         """Loads the state that the assignment names; returns the bytes read."""
-        assignment, bytes_read = self._link.assignment, 0
-        if assignment.resume.tier != "fresh":
-            source = self._source or open_source(assignment)
-            name, rank = self.stager.strategy, assignment.rank
-            self.position = restore_state(source, self.strategy, self.auxiliary, rank, name=name)
-            self.step, bytes_read = source.manifest.step, source.bytes_read
-            if assignment.rank == 0:
-                warn_of_changed_rates(self.auxiliary.tracked)
-            if assignment.generation == 1:  # a new run goes on where `session.stop` ended the last
-                self.position = replace(self.position, stopped=None)
+        loaded = self.start.load(self.strategy, self.auxiliary, self.rows.mesh)
+        self.step, self.position = loaded.step, loaded.position
+        if loaded.stored:
             self.requests.resume(self.position.tagging, self.step)
-        else:
-            self.auxiliary.begin()
-            if self._first is not None:
-                self._first.load(self.strategy, self.auxiliary)
         copy = self._copy_now()
-        self.stager.begin(copy)
+        self.stager.begin(copy, loaded.captures)
         self._verifier.begin(self.step)
         self._tracker.record(StepEvent.LOADED)
         self.copy = copy  # last: where one of these fails, the state is not restored
-        return bytes_read
-
-    def stored_json(self) -> Mapping[str, Any]:
-        """Returns the state that this generation starts from, without its tensors; empty: none."""
-        assignment = self._link.assignment
-        if assignment.resume.tier == "fresh":
-            return {}
-        return (self._source or open_source(assignment)).manifest.state
+        return loaded.bytes_read
 
     def first_world(self) -> int:
         """Returns the number of ranks with which the first loop over a loader has begun, or that of
         this world before it; also before the state is loaded."""
         first = self.position.first_world
         if self.copy is None:
-            first = self.stored_json().get("position", {}).get("first_world", 0)
+            first = self.start.json().get("position", {}).get("first_world", 0)
         return first or self._link.assignment.world_size
 
     @property
@@ -226,8 +154,9 @@ class TrainingState:
     def begin_backward(self) -> None:
         """Submits the control word for the boundary of a global batch, at its first backward."""
         word = self.stager.control_word(self._flags(), asks=self.requests.waiting)
-        if self._change is not None and not self._exchange.submitted:
-            word = replace(word, prepared=self._change.promise(self.stager, self.auxiliary))
+        if self._change is not None and not (self._exchange.submitted or self._promised):
+            self._promised = self._change.promise(self.stager, self.auxiliary)
+            word = replace(word, prepared=self._promised)
         self._exchange.submit(self._verifier.with_digest(word))
 
     def _flags(self) -> int:
@@ -439,9 +368,11 @@ class TrainingState:
             raise lost
         if refused is not None:
             raise refused
-        word = self._exchange.collect(self.stager.control_word(self._flags()))
+        word_here = replace(self.stager.control_word(self._flags()), prepared=self._promised)
+        word = self._exchange.collect(word_here)
+        self._promised = False
         if word is not None:
-            self._follow_word(word)
+            self._follow_word(word, last=last)
         ends = self._epoch_end
         if applied and ends is not None:
             self._epoch_end = None
@@ -464,16 +395,23 @@ class TrainingState:
         self.auxiliary.take_shared()
         return lost or self._shared.share_at_boundary()
 
-    def _follow_word(self, word: ControlWord) -> None:
+    def _follow_word(self, word: ControlWord, *, last: bool) -> None:
         """Does what the word that all ranks have exchanged says; raises `GenerationEnded` where it
-        ends the generation."""
+        ends the generation.
+
+        Args:
+            word: The word.
+            last: Whether no boundary of this loop follows.
+        """
         self._raise_unless_equal(self._verifier.equal_at_exchange(word))
         self.stager.after_exchange(word)
         self.requests.after_exchange(word)
         if self._change is not None:
-            offer, began_s = self._change.decide(word), time.monotonic()
+            began_s, parts = time.monotonic(), self._parts_of_world()
+            admits = partial(self._state_for_others, last=last)
+            offer = self._change.decide(word, parts, admits)
             if offer is not None:
-                self._go_over(self._change, offer, began_s)
+                self._go_over(self._change, offer, parts, began_s)
         if word.flags & FLAG_FINISH:
             self._mark_stopped()
         if not word.flags & ~FLAG_FINISH:
@@ -489,13 +427,53 @@ class TrainingState:
         reasons = [text for flag, text in FLAG_REASONS.items() if word.flags & flag]
         raise GenerationEnded(" and ".join(reasons))
 
-    def _go_over(self, change: WorldChange, offer: Offer, began_s: float) -> None:
+    def _parts_of_world(self) -> PartsOfWorld:
+        return PartsOfWorld(
+            self.strategy,
+            self._plan,
+            self.auxiliary,
+            self.stager,
+            self._verifier,
+            self._shared,
+            self._record_unless_shutting_down,
+        )
+
+    def _state_for_others(self, *, last: bool) -> BoundaryCopy | None:
+        """Returns the small state with which others can come into the next world at this boundary;
+        None: they cannot (WC2). All ranks call this together.
+
+        Args:
+            last: Whether no boundary of this loop follows.
+        """
+        if last or self._epoch_end is not None or self._checkpoint_due:
+            return None
+        place = self._place(Call.CHECKPOINT)
+        asked, self.copy = self.requests.agree(self.boundary_copy(), place)
+        if asked:
+            self.copy = self.requests.save(self.boundary_copy(), self._verify)
+        return None if asked else self.copy
+
+    @property
+    def _checkpoint_due(self) -> bool:
+        every = self._link.assignment.checkpoint_every
+        return every > 0 and self.step % every == 0
+
+    def come_in(self) -> None:
+        """Has this rank take part in the world that it comes into inside of the others' loops, as
+        its own goes on; nothing where it does."""
+        if self._newcomer is not None and self._newcomer.join():
+            self._call_functions()
+
+    def _go_over(
+        self, change: WorldChange, offer: Offer, parts: PartsOfWorld, began_s: float
+    ) -> None:
         """Goes over to the next world, or ends this rank's part where it is not in it (WC3 to WC7
         in `worlds/change.py`).
 
         Args:
             change: Enters the world.
             offer: The world.
+            parts: What depends on the world.
             began_s: When the word of all ranks was there, by the monotonic clock.
 
         Raises:
@@ -503,21 +481,23 @@ class TrainingState:
         """
         place = self._place(Call.CHECKPOINT)
         asked, self.copy = self.requests.agree(self.boundary_copy(), place)
-        change.bring_state(offer, self.strategy)
+        change.tell_others(offer, self.step, self.stager)
+        change.bring_state(offer, parts)
         if offer.assignment is None:
             self.stager.stop_agreed()
             raise GenerationEnded(FLAG_REASONS[FLAG_LEAVE], switched=offer.token)
-        record = self._record_unless_shutting_down
-        parts = PartsOfWorld(self.strategy, self.auxiliary, self.stager, self._verifier, record)
         self.rows = change.enter(offer, self.step, parts)
         self.copy = replace(self.copy, rng=self.auxiliary.generators())
         seconds = time.monotonic() - began_s
         self._link.send(Switched(token=offer.token, step=self.step, seconds=seconds))
-        if change.call_functions():
-            self.take_changes()
-            self.copy = self._copy_now()
+        self._call_functions()
         if asked:
             self.copy = self.requests.save(self.boundary_copy(), self._verify)
+
+    def _call_functions(self) -> None:
+        if self._change is not None and self._change.call_functions():
+            self.take_changes()
+            self.copy = self._copy_now()
 
     def _capture_due(self, *, applied: bool, last: bool, tell: bool) -> None:
         """Captures what is due at this boundary, or was asked for.
@@ -527,9 +507,8 @@ class TrainingState:
             last: Whether no boundary of this loop follows.
             tell: Whether the ranks tell each other here what scripts have asked for.
         """
-        every = self._link.assignment.checkpoint_every
         ends = last or self.stopped is not None
-        due = ends or (applied and every > 0 and self.step % every == 0)
+        due = ends or (applied and self._checkpoint_due)
         if ends:
             self._verify()
         copy = self.boundary_copy()

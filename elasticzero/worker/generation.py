@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 
 import torch
 from torch import Tensor
 
 from elasticzero.comm.barriers import Call
-from elasticzero.comm.next_world import NextWorld
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.comm.worlds.next_world import NextWorld
 from elasticzero.consistency.configuration import Comparison
-from elasticzero.errors import UserError
+from elasticzero.errors import EntryRefused, UserError, is_peer_error, one_line
 from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
 from elasticzero.parallel.parameter_changes import refused_operation
@@ -22,8 +23,15 @@ from elasticzero.training.preparation import Place, Prepared
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState
 from elasticzero.training.worlds.change import WorldChange, obstacle
+from elasticzero.training.worlds.newcomer import Newcomer
 from elasticzero.worker.collective_watchdog import watch_for_stuck_collective
-from elasticzero.worker.join import agree_on_checkpointing, join_world
+from elasticzero.worker.join import (
+    agree_on_checkpointing,
+    begin_unconnected,
+    check_introduction,
+    introduction,
+    join_world,
+)
 from elasticzero.worker.process_reuse import EndedGeneration
 from elasticzero.worker.single_process import LocalLink
 from elasticzero.worker.stop_protocol import StopState, run_stop_protocol
@@ -52,11 +60,17 @@ class Generation:
         """The state of the step that the script works on."""
         self._prepared: Prepared | None = None
         self.began_s = self.entered_s = time.monotonic()
+        self.obstacle_of_joins = ""
+        """Why no rank can come into this world inside of a loop; empty: it can."""
         self.groups: ProcessGroups | None = None
         """The process groups; None without an agent."""
         self.on_world_change: list[Callable[[], object]] = []
         """The script's functions that are called once another world was entered in a loop."""
         self._framework = framework
+        self._newcomer: Newcomer | None = None
+        """Brings this rank into a world that others enter inside of their loops; None: all begin in
+        it."""
+        self._comparison: Comparison | None = None
         self._next: NextWorld | None = None
         """The next world; None: planned changes begin all loops anew."""
 
@@ -75,16 +89,44 @@ class Generation:
         return self._prepared.state_dict()
 
     def enter(self) -> None:
-        """Joins the other ranks of the generation."""
+        """Joins the other ranks of the generation, or begins where these enter it later."""
+        if self.link.assignment.enters_inside:
+            self._begin_alone()
+            return
         self.device, groups = join_world(self.link)
         if groups is not None:
             self.groups = groups
             self.link.on_abort(lambda: self._abort(groups))
             self.saving = agree_on_checkpointing(self.link, groups)
-            if self.link.assignment.changes_inside and self.link.assignment.one_release:
-                self._next = NextWorld(self.link, self._obstacle_of_process())
-                self.link.on_change(self._next.receive)
+            self._begin_changes()
         self.entered_s = time.monotonic()
+
+    def _begin_alone(self) -> None:
+        """Begins without a connection to the ranks that enter the generation inside of their
+        loops."""
+        if why := self._obstacle_of_process():
+            raise EntryRefused(why)
+        self.groups = groups = begin_unconnected(self.link)
+        self.link.on_abort(lambda: self._abort(groups))
+        self.saving = self.link.assignment.checkpoint_dir is not None
+        self._newcomer = Newcomer(self.link, groups, self._check_introduction)
+        self._begin_changes()
+        self.entered_s = time.monotonic()
+
+    def _begin_changes(self) -> None:
+        if self.link.assignment.changes_inside and self.link.assignment.one_release:
+            self._next = NextWorld(self.link, self._obstacle_of_process())
+            self.link.on_change(self._next.receive)
+
+    def _digests(self) -> Sequence[int]:
+        return () if self._comparison is None else self._comparison.digests
+
+    def _check_introduction(self, text: str) -> None:
+        check_introduction(self.link.assignment, self._digests(), text)
+
+    def _introduce(self, token: str) -> AbstractContextManager[str]:
+        """Returns what rank 0 tells the ranks that come into a world of this token."""
+        return introduction(self.link.assignment, self._digests(), token, saves=self.saving)
 
     def _obstacle_of_process(self) -> str:
         """Returns why this process can enter no world in a loop, whatever it trains; empty: it
@@ -112,6 +154,9 @@ class Generation:
         Raises:
             UserError: The optimizer's state is asked for, and no files are.
         """
+        self._comparison = comparison
+        if self._newcomer is not None:
+            comparison.expected_loop = self._newcomer.check_loop
         if load_optimizer and load is None:
             raise UserError("session.prepare got load_optimizer=True without load=: name the files")
         return Place(
@@ -124,14 +169,22 @@ class Generation:
             load=load,
             load_optimizer=load_optimizer,
             saving=self.saving,
-            change=self._world_change(),
+            change=self._world_change(comparison),
+            newcomer=self._newcomer,
             save=self.link.save if isinstance(self.link, LocalLink) else None,
         )
 
-    def _world_change(self) -> WorldChange | None:
+    def _world_change(self, comparison: Comparison) -> WorldChange | None:
         if self._next is None or self.groups is None:
             return None
-        return WorldChange(self.link, self.groups, self._next, self.on_world_change)
+        functions = self.on_world_change
+        return WorldChange(self.link, self.groups, self._next, functions, comparison)
+
+    def note_call(self, call: str) -> None:
+        """Notes a call that all ranks make together: outside of loops a rank that comes in later
+        would make it alone."""
+        if self.training is not None and not self.training.at.in_loop:
+            self.obstacle_of_joins = f"the script calls {call} outside of its loops"
 
     def report_restored(self, began_s: float, bytes_read: int) -> None:
         """Tells the agent that the state is in place, and what the time until now has gone to.
@@ -143,7 +196,8 @@ class Generation:
         assert self.training is not None
         if self._next is not None:
             a, strategy = self.link.assignment, self.training.strategy
-            self._next.admit(obstacle(a, strategy, rehearses=self.training.probe is not None))
+            why = obstacle(a, strategy, rehearses=self.training.probe is not None)
+            self._next.admit(why, self._introduce, lambda: self.obstacle_of_joins)
         self.link.send(
             Restored(
                 step=self.training.step,
@@ -199,6 +253,8 @@ class Generation:
         """Returns the error, or the one that tells the script's author what it means."""
         if self.training is None:
             return error
+        if self._newcomer is not None and self._newcomer.is_on_its_way:
+            return _refused_entry(error)
         if isinstance(error, StopIteration) and not self.tracker.now.in_loop:
             ended = UserError(
                 "the script's next(…) has come to the end of an iterator. A loop over "
@@ -212,6 +268,8 @@ class Generation:
     def _abort(self, groups: ProcessGroups) -> None:
         """Shuts the groups after the agent has ended the generation."""
         groups.shut()
+        if self._newcomer is not None:
+            self._newcomer.shut()
         if self._next is not None:
             self._next.abandon()
         watch_for_stuck_collective(self.link, self._stop_state, lambda: groups.awaits_gpu)
@@ -238,6 +296,16 @@ class Generation:
             save=training.snapshot if clean else None,
             shut=shut,
         )
+
+
+def _refused_entry(error: BaseException) -> BaseException:
+    """Returns the error of a rank that was on its way into its loop, while the others wait for it:
+    what the script does there by itself, it may do well where all ranks do it together."""
+    if isinstance(error, EntryRefused) or is_peer_error(error) or not isinstance(error, Exception):
+        return error
+    refused = EntryRefused(f"this rank cannot come in inside of the loop: {one_line(error)}")
+    refused.__cause__ = error
+    return refused.with_traceback(error.__traceback__)
 
 
 def _device_text(device: torch.device) -> str:

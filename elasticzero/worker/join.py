@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -20,11 +21,13 @@ from elasticzero.checkpoint.storage.base import Storage, within
 from elasticzero.checkpoint.storage.urls import open_directory, open_storage
 from elasticzero.comm.process_group import ProcessGroups, connect, device_of
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
-from elasticzero.errors import ExitCode, StorageError, UserError
+from elasticzero.comm.worlds.unconnected import unconnected
+from elasticzero.errors import EntryRefused, ExitCode, StorageError, UserError
 from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Attached
+from elasticzero.serialization import decode, encode, parse_json
 from elasticzero.text import print_foreign
 from elasticzero.worker import nccl_log
 
@@ -48,20 +51,9 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     """
     a = link.assignment
     info = RankInfo.from_assignment(a)
-    own_threads = "OMP_NUM_THREADS" in os.environ and a.settings.threads is None
-    if a.deterministic:
-        compute_deterministically(fixed_threads=own_threads)
+    _set_up_process(link)
     if link.standalone:
         return device_of(info), None
-    os.environ.pop(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", None
-    )  # for scripts that set up process groups themselves
-    if not own_threads and not a.deterministic:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // a.local_world_size))
-    _ignore_sigterm()
-    link.send(Attached(pid=os.getpid()))
-    link.on_abort(lambda: exit_now(ExitCode.LEFT))
     watchdog = StartupWatchdog(link)
     watchdog.allow(info.start_timeout_s, "looking for this rank's device")
     try:
@@ -73,6 +65,37 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
         return device, _connect_and_tell(link, lambda: connect(info, device, store))
     finally:
         watchdog.cancel()
+
+
+def begin_unconnected(link: AgentClient) -> ProcessGroups:
+    """Returns the groups of a worker that is to enter a world inside of the others' loops.
+
+    Raises `EntryRefused` where their connections are not of gloo.
+    """
+    _set_up_process(link)
+    info = RankInfo.from_assignment(link.assignment)
+    if device_of(info).type != "cpu":
+        raise EntryRefused("ranks on GPUs enter a world by a stop of all")
+    return unconnected(info)
+
+
+def _set_up_process(link: AgentClient) -> None:
+    """Sets what torch computes with, and tells the agent that this worker obeys it."""
+    a = link.assignment
+    own_threads = "OMP_NUM_THREADS" in os.environ and a.settings.threads is None
+    if a.deterministic:
+        compute_deterministically(fixed_threads=own_threads)
+    if link.standalone:
+        return
+    os.environ.pop(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", None
+    )  # for scripts that set up process groups themselves
+    if not own_threads and not a.deterministic:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // a.local_world_size))
+    _ignore_sigterm()
+    link.send(Attached(pid=os.getpid()))
+    link.on_abort(lambda: exit_now(ExitCode.LEFT))
 
 
 def _connect_and_tell(link: AgentClient, set_up: Callable[[], ProcessGroups]) -> ProcessGroups:
@@ -243,12 +266,10 @@ def _check_shared(assignment: Assignment, allreduce_max: Callable[[int], int]) -
         StorageError: Rank 0 cannot write it, and the job has no state.
     """
     a = assignment
-    if a.checkpoint_dir is None or a.local_world_size == a.world_size:
+    if a.checkpoint_dir is None or a.local_world_size == a.world_size or not _may_differ(a):
         return
-    if "://" in a.checkpoint_dir and not a.checkpoint_dir.startswith("file://"):
-        return  # equal on all ranks
     where, url = f"the checkpoint directory {a.checkpoint_dir}", a.checkpoint_dir
-    name = f".shared-{a.token}"
+    name = _shared_name(a.token)
     trouble = ""
     if a.rank == 0:
         try:
@@ -277,6 +298,79 @@ def _check_shared(assignment: Assignment, allreduce_max: Callable[[int], int]) -
             f"{where} on {a.node} is not the one of rank 0's node: a file that was written there "
             "is not here; give a directory that all nodes share"
         )
+
+
+def _may_differ(assignment: Assignment) -> bool:
+    """Returns whether the checkpoint directory may be another one on each node, as a path may."""
+    url = assignment.checkpoint_dir
+    return url is not None and ("://" not in url or url.startswith("file://"))
+
+
+def _shared_name(token: str) -> str:
+    """Returns the name of the file by which ranks of a generation see whether they share a
+    directory."""
+    return f".shared-{token}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """Holds what must be equal on a rank that comes into a world inside of the others' loops."""
+
+    digests: tuple[int, ...]
+    """Digests of what the ranks have compared in `session.prepare`."""
+    saves: bool
+    """Checkpoints are written."""
+    shares: bool
+    """A file in the checkpoint directory shows whether it is the same one."""
+
+
+@contextmanager
+def introduction(
+    assignment: Assignment, digests: Sequence[int], token: str, *, saves: bool
+) -> Iterator[str]:
+    """Yields what rank 0 tells ranks that come into a world.
+
+    Args:
+        assignment: That of this rank in the present world.
+        digests: Digests of what the ranks have compared in `session.prepare`.
+        token: Token of the world.
+        saves: Whether checkpoints are written.
+    """
+    url, name = assignment.checkpoint_dir, _shared_name(token)
+    shares = saves and url is not None and _may_differ(assignment)
+    if shares and url is not None:
+        where = f"the checkpoint directory {url}"
+        within(STORAGE_LIMIT_S, where, lambda: _put(url, name, assignment.node))
+    text = json.dumps(encode(Introduction(digests=tuple(digests), saves=saves, shares=shares)))
+    try:
+        yield text
+    finally:
+        if shares and url is not None:
+            with suppress(StorageError):
+                within(STORAGE_LIMIT_S, where, lambda: open_storage(url).remove(name))
+
+
+def check_introduction(assignment: Assignment, digests: Sequence[int], text: str) -> None:
+    """Raises unless this rank may come into a world inside of the others' loops.
+
+    Args:
+        assignment: That of this rank in the world.
+        digests: Digests of what it would have compared.
+        text: What rank 0 tells.
+
+    Raises:
+        EntryRefused: Something is not the same here.
+    """
+    told = decode(Introduction, parse_json(text.encode(), "an introduction"), "an introduction")
+    url = assignment.checkpoint_dir
+    if told.digests != tuple(digests):
+        raise EntryRefused("the script, its options or versions of packages are others here")
+    if told.saves and url is None:
+        raise EntryRefused("this node has no --checkpoint-dir, and the others have")
+    if told.shares and url is not None:
+        name, where = _shared_name(assignment.token), f"the checkpoint directory {url}"
+        if not within(STORAGE_LIMIT_S, where, lambda: _appears(open_storage(url), name)):
+            raise EntryRefused(f"{where} is not the one of rank 0's node")
 
 
 def _put(url: str, name: str, node: str) -> None:

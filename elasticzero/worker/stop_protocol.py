@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from elasticzero.errors import (
     CheckpointDamaged,
     ElasticZeroError,
+    EntryRefused,
     ExitCode,
     LastSaveFailed,
     OperatorError,
@@ -225,7 +226,8 @@ def _explain(link: AgentClient, error: BaseException, state: StopState) -> tuple
     if message.blame == "checkpoint" and message.bad_step is not None:
         return 1, True  # the agent prints it, once for all ranks
     if message.blame == "peer":
-        text = str(error) if isinstance(error, PeerSetAside) else "a peer is gone"
+        tells = isinstance(error, (PeerSetAside, EntryRefused))
+        text = str(error) if tells else "a peer is gone"
         print_foreign(f"{text}; this worker stops at step {state.step}")
         return ExitCode.LEFT, False
     if isinstance(error, ElasticZeroError):

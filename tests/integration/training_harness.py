@@ -35,10 +35,13 @@ from elasticzero.ipc.messages import (
     Tagged,
     TagStep,
 )
+from elasticzero.launcher.http.server import AgentServer, listen
+from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.roles import SnapshotRole
 from elasticzero.launcher.snapshots.save_events import SaveFinished
 from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from tests.integration.http_server import no_events
 from tests.support.deadlines import patience
 
 PRELOAD = (
@@ -49,6 +52,7 @@ PRELOAD = (
     "numpy",
     "elasticzero.entry_point",
 )
+PASSWORD = "the tests' own"
 M = TypeVar("M")
 
 
@@ -177,28 +181,39 @@ class Pool:
                 store_fd=None,
                 strategy="ddp",
                 resume=Resume(tier="fresh"),
-                snapshot_root=str(self._memory_of(rank // row)),
+                snapshot_root=str(self.memory_of(rank // row)),
+                password=PASSWORD,
             )
             assignment = replace(assignment, **options)
             assignment = odd.get(rank, lambda same: same)(assignment)
-            workers.append(self._start(assignment, launch, store))
+            first = store if assignment.rank == 0 else None
+            workers.append(self._start(assignment, launch, first))
             assignments.append(assignment)
         store.close()
         self._worlds.append(Running(self, workers, assignments, reports_held=reports_held))
+        self._worlds[-1].launch = launch
         return self._worlds[-1]
 
-    def _memory_of(self, node: int) -> Path:
+    def add(self, running: Running, assignment: Assignment) -> None:
+        """Starts another worker of a world that runs."""
+        assert running.launch is not None
+        self._started += 1
+        running.take(self._start(assignment, running.launch), assignment)
+
+    def memory_of(self, node: int) -> Path:
         """The directory that the node's agent would own."""
         root = self.folder / f"snapshots-{self._memories}" / f"node{node}"
         root.mkdir(parents=True, exist_ok=True)
         return root
 
-    def _start(self, assignment: Assignment, launch: Launch, store: socket.socket) -> Worker:
+    def _start(
+        self, assignment: Assignment, launch: Launch, store: socket.socket | None = None
+    ) -> Worker:
         log = self.folder / f"{self._started}-{assignment.rank}.log"
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         ours, theirs = socket.socketpair()
         bell = os.open(os.devnull, os.O_WRONLY)  # the harness waits for the channels themselves
-        fds = [log_fd, theirs.fileno(), bell] + ([store.fileno()] if assignment.rank == 0 else [])
+        fds = [log_fd, theirs.fileno(), bell] + ([store.fileno()] if store is not None else [])
         self.ended()  # a worker that has ended may have had the process id of this one
         pid, numbers = self._server.start(launch, fds)
         os.close(log_fd)
@@ -227,6 +242,8 @@ class Running:
         self.workers = workers
         self.assignments = assignments
         self._reports_held = reports_held
+        self.launch: Launch | None = None
+        """What its workers run."""
         self.offered: dict[tuple[int, str], Assignment] = {}
         """The assignments of worlds that are entered inside of a loop, by the worker's place among
         the workers and the world's token."""
@@ -235,13 +252,36 @@ class Running:
         self.overs: list[SaveFinished] = []
         """Every save that has ended, on whatever node."""
         self._complete: set[str] = set()
+        self._servers: dict[str, AgentServer] = {}
+        """Serve snapshots, by their directory."""
         self._savers: dict[str, CheckpointSaver] = {}
         for assignment in assignments:
             if assignment.node not in self._savers:
                 ranks = tuple(a.rank for a in assignments if a.node == assignment.node)
                 self._savers[assignment.node] = _saver(assignment, ranks)
 
+    def take(self, worker: Worker, assignment: Assignment) -> None:
+        """Takes in a worker of a node that is new."""
+        self.workers.append(worker)
+        self.assignments.append(assignment)
+        self._savers[assignment.node] = _saver(assignment, (assignment.rank,))
+
+    def address_of(self, place: int) -> str:
+        """Where the snapshots are served of a worker's node, from now on."""
+        root = self.assignments[place].snapshot_root
+        if root not in self._servers:
+            self._servers[root] = AgentServer(
+                listen("127.0.0.1", 0),
+                routes={},
+                snapshots=SnapshotStore(Path(root)),
+                events=no_events,
+                token=lambda: Secret(PASSWORD),
+            )
+        return f"127.0.0.1:{self._servers[root].port}"
+
     def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
         for saver in self._savers.values():
             saver.close()
         for worker in self.workers:

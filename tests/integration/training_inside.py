@@ -4,7 +4,8 @@ Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a 
 will slow (a file: while it exists steps last longer), micro, virtual (samples of a slice, with
 which there are dropout and a BatchNorm), clip, weighted, gather, stream, workers, optimizer (a name
 in OPTIMIZERS), odd (an Odd model), half (parameters of 16 bits), views (the script keeps tensors
-that share memory with parameters), ask (a rank) and die ([rank, where]), both of the first world.
+that share memory with parameters), evaluate (before the loop), ask (a rank) and die ([rank,
+where]), both of the first world that the rank is in.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import elasticzero as ez
+from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.control import ControlWord
-from elasticzero.comm.next_world import Offer
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.parallel import Strategy
-from elasticzero.training.worlds.change import WorldChange
+from elasticzero.comm.worlds.next_world import Offer
+from elasticzero.training.worlds.change import PartsOfWorld, WorldChange
+from elasticzero.training.worlds.newcomer import Newcomer
 
 SAMPLES = 46
 SLOW_S = 0.25
@@ -145,9 +147,9 @@ def watch_change(told: dict[str, Any], rank: int) -> None:
     """Has this process end around what a change does, if the test asks for it."""
     enter, bring = ProcessGroups.enter, WorldChange.bring_state
 
-    def bringing(change: WorldChange, offer: Offer, strategy: Strategy) -> None:
+    def bringing(change: WorldChange, offer: Offer, parts: PartsOfWorld) -> None:
         die(told, rank, "before the state is brought")
-        bring(change, offer, strategy)
+        bring(change, offer, parts)
         die(told, rank, "once the state is brought")
 
     def entering(groups: ProcessGroups, following: ProcessGroups) -> None:
@@ -159,13 +161,39 @@ def watch_change(told: dict[str, Any], rank: int) -> None:
     WorldChange.bring_state = bringing  # type: ignore
 
 
+def viewing(told: dict[str, Any], model: nn.Module) -> Callable[[], None]:
+    """Returns a check of tensors in the memory of parameters, which the script keeps at will."""
+    views = [parameter.data for parameter in model.parameters()] if told.get("views") else []
+
+    def check() -> None:
+        for view, parameter in zip(views, model.parameters(), strict=bool(views)):
+            assert torch.equal(view, parameter), "the script's tensor has the parameter's memory"
+
+    return check
+
+
+def watch_entry(told: dict[str, Any], rank: int) -> None:
+    """Has this process end on its way into a world, if the test asks for it."""
+    opening, joining = Newcomer.open_source, Newcomer.join
+
+    def open_source(newcomer: Newcomer) -> Checkpoint:
+        die(told, rank, "as it restores")
+        return opening(newcomer)
+
+    def join(newcomer: Newcomer) -> bool:
+        die(told, rank, "before its loop")
+        return joining(newcomer)
+
+    Newcomer.open_source, Newcomer.join = open_source, join  # type: ignore
+
+
 def ask_at_the_change(session: ez.Session) -> None:
     """Has this rank ask for a checkpoint of the boundary at which the world changes, once the word
     of all ranks is there."""
     decide = WorldChange.decide
 
-    def deciding(change: WorldChange, word: ControlWord) -> Offer | None:
-        offer = decide(change, word)
+    def deciding(change: WorldChange, word: ControlWord, *others: Any) -> Offer | None:
+        offer = decide(change, word, *others)
         if offer is not None:
             session.checkpoint("left")
         return offer
@@ -180,9 +208,11 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     schedule = session.track("schedule", torch.optim.lr_scheduler.StepLR(scheduled, 3, gamma=0.8))
     counter = session.track("counter", Counter())
     session.restore()
-    views = [parameter.data for parameter in model.parameters()] if told.get("views") else []
+    if told.get("evaluate"):
+        session.evaluate(Samples(), lambda b: losses_of(model, b).mean())
     first, rank = session.generation, session.rank
     watch_change(told, rank)
+    check_views = viewing(told, model)
     if told.get("ask") == rank:
         ask_at_the_change(session)
     changes: list[list[int]] = []
@@ -223,7 +253,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
             session.backward((losses * tokens).sum() / tokens.sum(), weight=tokens.sum())
         else:
             session.backward(losses.mean())
-        if session.generation > first:
+        if session.generation > first or rank >= told.get("world", 99):
             die(told, rank, "in the first step")
         if session.step(max_grad_norm=told.get("clip")):
             schedule.step()
@@ -232,8 +262,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
                 file.write(json.dumps([session.step_count, world, indices]) + "\n")
             indices = []
             time.sleep(pause_s(told))
-    for view, parameter in zip(views, model.parameters(), strict=bool(views)):
-        assert torch.equal(view, parameter), "the script's tensor has the parameter's memory"
+    check_views()
     made = {"values": values, "changes": changes, "epochs": counter.epochs.item()}
     write(session, told, {**made, "rate": scheduled.param_groups[0]["lr"]})
 
@@ -255,4 +284,9 @@ def write(session: ez.Session, told: dict[str, Any], made: dict[str, Any]) -> No
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    ez.run(lambda session: train(session, told))
+
+    def begin(session: ez.Session) -> None:
+        watch_entry(told, session.rank)
+        train(session, told)
+
+    ez.run(begin)

@@ -7,10 +7,19 @@ import socket
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
-from elasticzero.ipc.assignment import Assignment, Resume
+from elasticzero.ipc.assignment import Assignment, Resume, Source
 from elasticzero.ipc.channel import ChannelClosed
-from elasticzero.ipc.messages import Message, Prepare, PrepareFailed, Stopping, Switched, Withdraw
+from elasticzero.ipc.messages import (
+    AwaitsBoundary,
+    Message,
+    Prepare,
+    PrepareFailed,
+    Stopping,
+    Switched,
+    Withdraw,
+)
 from tests.integration.training_harness import Running, Worker
 
 SEND_S = 5.0
@@ -18,7 +27,7 @@ SEND_S = 5.0
 
 @dataclass(slots=True)
 class Change:
-    """A change of a world without some of its workers."""
+    """A change of a world without some of its workers, or with others."""
 
     running: Running
     leavers: Collection[int]
@@ -27,6 +36,8 @@ class Change:
     offers: dict[int, Prepare]
     """What each worker is sent, by its place among the workers."""
     store: socket.socket
+    newcomers: Collection[int] = ()
+    """The places of workers that come in."""
 
     @classmethod
     def without(cls, running: Running, leavers: Collection[int]) -> Change:
@@ -53,6 +64,53 @@ class Change:
             offers[place] = Prepare(token=token, assignment=assignment)
             running.offered[place, token] = assignment
         return cls(running, leavers, token, offers, store)
+
+    @classmethod
+    def joined(cls, running: Running, count: int, **options: Any) -> Change:
+        """The change into which `count` workers come, which wait at `session.restore` when this
+        returns."""
+        alive = [p for p, worker in enumerate(running.workers) if worker.exit_code is None]
+        assert alive, running.logs()
+        change = cls.without(running, ())
+        size, first = len(alive) + count, running.assignments[alive[0]]
+        sources = [
+            Source(
+                rank=rank,
+                node=running.assignments[place].node,
+                address=running.address_of(place),
+            )
+            for rank, place in enumerate(alive)
+        ]
+        resume = Resume(
+            tier="live",
+            step=-1,
+            generation=first.generation,
+            sources=sources if first.strategy != "ddp" else sources[:1],
+        )
+        for place, offer in change.offers.items():
+            assert offer.assignment is not None
+            assignment = replace(offer.assignment, world_size=size, nodes=size)
+            change.offers[place] = replace(offer, assignment=assignment, joins=True)
+            running.offered[place, change.token] = assignment
+        for number in range(count):
+            rank, place = len(alive) + number, len(running.workers)
+            shared = change.offers[alive[0]].assignment
+            assert shared is not None
+            assignment = replace(
+                shared,
+                node=f"node{place}",
+                rank=rank,
+                local_rank=place,
+                group_rank=rank,
+                resume=resume,
+                snapshot_root=str(running.pool.memory_of(place)),
+            )
+            assignment = replace(assignment, **options)
+            running.pool.add(running, assignment)
+            running.offered[place, change.token] = assignment
+        change.newcomers = range(len(running.workers) - count, len(running.workers))
+        running.until(lambda: all(running.workers[p].all(AwaitsBoundary) for p in change.newcomers))
+        return change
 
     def send(self, places: Collection[int] | None = None) -> None:
         """Offers the next world to these workers, by default to all."""
@@ -94,12 +152,12 @@ class Change:
             if offer.assignment is None
             else self.switched(place) is not None or workers[place].exit_code is not None
             for place, offer in self.offers.items()
-        )
+        ) and all(self.switched(place) is not None for place in self.newcomers)
 
     def complete(self) -> int:
         """Waits until it is done; returns the step."""
         self.running.until(self.done)
-        steps = {place: self.switched(place) for place in self.staying}
+        steps = {place: self.switched(place) for place in (*self.staying, *self.newcomers)}
         assert None not in steps.values(), self.running.logs()
         numbers = {switched.step for switched in steps.values() if switched is not None}
         for place in self.leavers:

@@ -168,7 +168,7 @@ class Accelerator(accelerate.Accelerator):
         for number, original in enumerate(schedulers):
             scheduler = session.track(f"scheduler {number}", move_scheduler(original, made))
             replacements[id(original)] = ElasticScheduler(scheduler, optimizer, size, batch)
-        tracked = self._training().stored_json().get("tracked", {})
+        tracked = self._training().start.json().get("tracked", {})
         stored = sum(name.startswith(REGISTERED) for name in tracked)
         while len(self.elastic_registered) < stored:
             self.elastic_registered.append(Registered())  # the script registers it after this

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
 from elasticzero.parallel.fixed_order.layout import OwnedParameters, owners_of
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
@@ -89,19 +90,19 @@ class WholeParameters(PiecedStrategy):
     def _own_pieces(self) -> dict[str, ParameterPiece]:
         return {p.name: p for m in self._owned for p in _pieces(m, self.optimizers)}
 
-    def _division(self, shards: int) -> Division:
+    def _division(self, shards: int, plan: BucketPlan | None = None) -> Division:
         places: dict[str, Place] = {}
         for name, owner in owners_of(self._trained, shards).items():
             numel = self._trained[name].numel()
             places[name] = Place(0, numel, [0] * (owner + 1) + [numel] * (shards - owner))
         return Division(places)
 
-    def enter_world(self, mesh: Mesh) -> None:
+    def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
         """Deals the parameters to the ranks of another world."""
         brought = self._take_brought()
         self._deal(mesh)
         self._pieced.enter_world(mesh, self._own_pieces(), brought)
-        self._changes.enter_world(mesh.world_size)
+        self._changes.enter_world(mesh.world_size, anew=plan is not None)
 
     def expect(self, part: MicroBatch) -> None:
         self.settle()

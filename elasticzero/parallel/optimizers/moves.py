@@ -136,7 +136,9 @@ class PieceState:
         return parts
 
 
-def plan(rank: int, present: Division, following: Division, ranks: Sequence[int]) -> list[Move]:
+def plan(
+    rank: int, present: Division, following: Division, ranks: Sequence[int | None]
+) -> list[Move]:
     """Returns the moves by which one rank gets its pieces of the next world, and gives others
     theirs, in an order that is the same for both ends of a message.
 
@@ -144,7 +146,8 @@ def plan(rank: int, present: Division, following: Division, ranks: Sequence[int]
         rank: The rank, in the present world.
         present: The division of the present world.
         following: That of the next one.
-        ranks: The rank in the present world of each rank of the next one.
+        ranks: The rank in the present world of each rank of the next one; None: it is none of
+            these, and gets its pieces elsewhere.
     """
     moves: list[Move] = []
     if rank in ranks:
@@ -158,7 +161,7 @@ def plan(rank: int, present: Division, following: Division, ranks: Sequence[int]
                 moves.append(Move(name=name, span=part, source=source, target=rank, whole=whole))
     for name, span in present.spans(rank).items():
         for number, part in following.holders(name, span):
-            if (target := ranks[number]) == rank:
+            if (target := ranks[number]) is None or target == rank:
                 continue
             first = part.start == following.span(number, name).start
             whole = first and not present.span(target, name)

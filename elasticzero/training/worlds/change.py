@@ -5,7 +5,9 @@ Rules:
       0 has nothing to find for all, and the script has no process groups of its own, whose ranks
       would be other ones then.
  WC2  All ranks go over at the boundary whose word says that all are prepared. Where it has a flag,
-      or asks for a checkpoint, none does.
+      or asks for a checkpoint, none does. Where others come into the world, none does at the end of
+      a loop or of an epoch whose function is to be called, nor where a checkpoint is due: there a
+      rank that comes to the boundary by a restore would do other things than those that are there.
  WC3  What scripts have asked to be saved at that boundary is exchanged before, in the old world,
       so that nothing that a rank which leaves has asked for is lost.
  WC4  Where ranks divide the state, each that stays gets what it will have of it, and all ranks wait
@@ -15,6 +17,8 @@ Rules:
  WC6  Random generators are set as a restore of this boundary would set them: rank 0 goes on with
       its own, and the others are seeded by rank and step.
  WC7  The script's functions are called last, in the new world. What they change is of the boundary.
+ WC8  Where others come into the world, its rank 0, or all ranks that divide the state, capture it
+      before they go over. Once all have, rank 0 tells the others (`comm/worlds/entering.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +30,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from elasticzero.comm.control import ControlWord
-from elasticzero.comm.next_world import NextWorld, Offer
 from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.comm.rank_zero import SharedState
+from elasticzero.comm.worlds import entering
+from elasticzero.comm.worlds.next_world import NextWorld, Offer
+from elasticzero.consistency.configuration import Comparison
 from elasticzero.consistency.replicas import ReplicaVerifier
+from elasticzero.errors import OperatorError, one_line
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Assignment, Resume, torchrun_environment
 from elasticzero.parallel import Strategy
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.snapshots.restore import seeded_generators
 from elasticzero.snapshots.stager import StateStager
-from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
 from elasticzero.torch_internals import script_groups
 from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.worlds.rows import Rows
@@ -45,9 +54,12 @@ class PartsOfWorld:
     """Holds what depends on the world in one rank's training state."""
 
     strategy: Strategy
+    plan: Callable[[], BucketPlan]
+    """Returns how a generation that begins now fills its buckets."""
     auxiliary: AuxiliaryState
     stager: StateStager
     verifier: ReplicaVerifier
+    shared: SharedState
     record: Callable[[StepEvent], None] = lambda event: None
     """Records whether the state is of a world."""
 
@@ -61,6 +73,7 @@ class WorldChange:
         groups: ProcessGroups,
         following: NextWorld,
         functions: Sequence[Callable[[], object]],
+        comparison: Comparison,
     ) -> None:
         """Begins in the world that the rank has joined.
 
@@ -69,7 +82,9 @@ class WorldChange:
             groups: The process groups, which will be those of the next world.
             following: The next world, as far as it is connected.
             functions: The script's functions, which are called after each change (WC7).
+            comparison: Has the description of the loop that the ranks are in.
         """
+        self._comparison = comparison
         self._link = link
         self._groups = groups
         self._next = following
@@ -89,22 +104,57 @@ class WorldChange:
             return False
         return self._next.promise()
 
-    def decide(self, word: ControlWord) -> Offer | None:
-        """Returns the world that this rank goes over to at this boundary; None: it stays (WC2)."""
-        return self._next.decide(enters=word.prepared and not word.flags and not word.asks)
+    def decide(
+        self, word: ControlWord, parts: PartsOfWorld, admits: Callable[[], BoundaryCopy | None]
+    ) -> Offer | None:
+        """Returns the world that this rank goes over to at this boundary; None: it stays (WC2).
 
-    def bring_state(self, offer: Offer, strategy: Strategy) -> None:
+        Args:
+            word: What all ranks have said of this boundary.
+            parts: What depends on the world.
+            admits: Returns the small state that others begin with who come into a world here; None:
+                none may come. It is the same on all ranks, which call it together.
+        """
+        enters, failure = word.prepared and not word.flags and not word.asks, ""
+        if enters and self._next.joins:
+            copy = admits()
+            if copy is not None:
+                failure = self._capture_for_others(parts, copy)
+            failed = self._groups.control_tree.allreduce_max(int(copy is None or bool(failure)))
+            enters = not failed
+        offer = self._next.decide(enters=enters)
+        if failure:
+            self._next.give_up(failure)
+        return offer
+
+    def _capture_for_others(self, parts: PartsOfWorld, copy: BoundaryCopy) -> str:
+        """Captures what ranks that come into the next world begin with (WC8); returns why not.
+
+        Args:
+            parts: What depends on the world.
+            copy: The small state of this boundary.
+        """
+        place = self._next.place
+        if not parts.strategy.divides and (place is None or place.rank > 0):
+            return ""
+        try:
+            parts.stager.capture_for_others(copy)
+        except OperatorError as error:
+            return f"no memory has what others begin with: {one_line(error)}"
+        return ""
+
+    def bring_state(self, offer: Offer, parts: PartsOfWorld) -> None:
         """Brings this rank what it will have of a divided state; all ranks call this together, and
         when it returns all ranks have theirs (WC4).
 
         Args:
             offer: The next world.
-            strategy: The strategy, in the present world.
+            parts: What depends on the world.
 
         Raises:
             DistBackendError: A rank is lost; nothing has changed.
         """
-        if strategy.shards == 1:
+        if not parts.strategy.divides:
             return
         groups, place = self._groups, offer.assignment
         following = torch.zeros(groups.rank_info.world_size, dtype=torch.int64)
@@ -112,8 +162,10 @@ class WorldChange:
             following[groups.rank_info.rank] = place.rank + 1
         with self._link.busy("moving state to the ranks of the next world"):
             numbers = groups.sum(following).tolist()
-            stay = (rank for rank, number in enumerate(numbers) if number)
-            strategy.bring_state(sorted(stay, key=numbers.__getitem__))
+            size = place.world_size if place is not None else max(numbers)
+            rank_of = {number: rank for rank, number in enumerate(numbers)}
+            ranks = [rank_of.get(number) for number in range(1, size + 1)]
+            parts.strategy.bring_state(ranks, parts.plan() if offer.joins else None)
             groups.verify_collectives()
             groups.control_tree.allreduce_max(0)
 
@@ -131,15 +183,16 @@ class WorldChange:
         assert offer.assignment is not None and offer.groups is not None
         assert parts.strategy.enter_world is not None
         self._groups.enter(offer.groups)
-        divided = parts.strategy.shards > 1
+        divided = parts.strategy.divides
         if divided:
             parts.record(StepEvent.TEAR)
         assignment = _carried_over(self._link.assignment, offer.assignment, step)
         self._link.enter_world(assignment)
         os.environ.update(torchrun_environment(assignment))
         rows = Rows.arrange(assignment, self._groups, parts.stager.strategy)
-        parts.strategy.enter_world(rows.mesh)
-        parts.verifier.enter_world(assignment)
+        parts.strategy.enter_world(rows.mesh, parts.plan() if offer.joins else None)
+        parts.verifier.enter_world(assignment, step)
+        parts.shared.enter_world()
         parts.stager.enter_world(step, parts.strategy.shards)
         if divided:
             parts.record(StepEvent.KEPT)
@@ -148,6 +201,28 @@ class WorldChange:
             parts.auxiliary.restore_rng(seeded_generators(assignment.rank, step, device))
             parts.auxiliary.set_generators()
         return rows
+
+    def tell_others(self, offer: Offer, step: int, stager: StateStager) -> None:
+        """Tells those that come into a world at which boundary it is entered (WC8): all ranks have
+        captured its state, and are bound to go over.
+
+        Args:
+            offer: The world.
+            step: The step of this boundary.
+            stager: Knows what ranks know alike of their captures.
+        """
+        a, place, groups = self._link.assignment, offer.assignment, offer.groups
+        if not offer.joins or place is None or place.rank or groups is None:
+            return
+        boundary = entering.Boundary(
+            step=step,
+            captures=stager.known_alike(),
+            checkpoint_every=a.checkpoint_every,
+            snapshot_every=a.snapshot_every,
+            verify_every=a.verify_every,
+            loop=self._comparison.loop,
+        )
+        entering.tell(groups.store, place.token, entering.BOUNDARY, boundary.encoded())
 
     def call_functions(self) -> bool:
         """Calls the script's functions; returns whether there are any."""

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from elasticzero.comm.process_group import CLOSED
 from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.comm.worlds.entering import Captures
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.session import Session
 from elasticzero.snapshots.mirrored_shards import MirroredShards
@@ -22,8 +24,11 @@ from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
 from elasticzero.state.model import RankState
 from elasticzero.training.preparation import Prepared
 from elasticzero.training.step_tracker import StepTracker
-from elasticzero.training.training_state import Captures, LaidModel, TrainingState
+from elasticzero.training.training_state import TrainingState
+from elasticzero.training.worlds import parts
+from elasticzero.training.worlds.parts import LaidModel
 from elasticzero.training.worlds.rows import Rows
+from elasticzero.training.worlds.starting_state import StartingState
 from elasticzero.worker.generation import Generation
 
 SAMPLES: Any = [1, 2]
@@ -57,7 +62,7 @@ class Crowded(StateStager):
 
     error: RuntimeError | None = RuntimeError("can't start new thread")
 
-    def begin(self, copy: BoundaryCopy) -> None:
+    def begin(self, copy: BoundaryCopy, others: Captures | None = None) -> None:
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -81,10 +86,11 @@ def made(
         loss=0.0,
     )
     model = LaidModel(strategy=strategy, auxiliary=auxiliary, rows=Rows(Mesh.of_world(0, 1)))
-    captures = Captures(
+    captures = parts.Captures(
         stager=stager,
         requests=CheckpointRequests(link, groups, stager),
         mirrored=MirroredShards(STANDALONE, "ddp", torch.device("cpu"), dict),
+        start=StartingState(link=link, strategy="ddp", plan=BucketPlan),
     )
     return TrainingState(link, groups, model, captures, tracker or StepTracker())
 

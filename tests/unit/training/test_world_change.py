@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from elasticzero.comm.control import ControlWord
-from elasticzero.comm.next_world import Offer
+from elasticzero.comm.rank_zero import SharedState
+from elasticzero.comm.worlds.next_world import Offer
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import FLAG_FINISH, FLAG_GROW
+from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.snapshots.restore import seeded_generators
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.rng import preserve_rng
@@ -27,7 +29,7 @@ from tests.support.fake_groups import fake_group
 class Next:
     """The next world, whose groups are connected."""
 
-    offered = True
+    offered, joins = True, False
 
     def __init__(self) -> None:
         self.promised, self.entered = False, False
@@ -42,7 +44,7 @@ class Next:
 
 def world_change(following: Any) -> WorldChange:
     nothing: Any = None
-    return WorldChange(nothing, nothing, following, [])
+    return WorldChange(nothing, nothing, following, [], nothing)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,8 @@ def test_a_world_is_entered_by_a_word_that_says_nothing_else(
     word: ControlWord, enters: bool
 ) -> None:
     following = Next()
-    world_change(following).decide(word)
+    nothing: Any = None
+    world_change(following).decide(word, nothing, lambda: None)
     assert following.entered == enters
 
 
@@ -115,18 +118,23 @@ def test_what_depends_on_the_world_is_of_the_next_one(
     stager = SimpleNamespace(
         enter_world=lambda step, shards: seen.append((step, shards)), strategy="zero1"
     )
+    strategy = SimpleNamespace(
+        enter_world=lambda mesh, plan: seen.append(mesh), shards=shards, divides=shards > 1
+    )
     parts = PartsOfWorld(
-        strategy=cast(Any, SimpleNamespace(enter_world=seen.append, shards=shards)),
+        strategy=cast(Any, strategy),
+        plan=BucketPlan,
         auxiliary=AuxiliaryState(torch.device("cpu")),
         stager=cast(Any, stager),
-        verifier=cast(Any, SimpleNamespace(enter_world=seen.append)),
+        verifier=cast(Any, SimpleNamespace(enter_world=lambda a, step: seen.append(a))),
+        shared=SharedState(None, AuxiliaryState(torch.device("cpu")), link),
         record=seen.append,
     )
     nothing: Any = None
     connected: Any = "the next groups"
     offer = Offer(token="next", assignment=following, groups=connected)
     with preserve_rng(torch.device("cpu")):
-        rows = WorldChange(link, groups, nothing, []).enter(offer, 11, parts)
+        rows = WorldChange(link, groups, nothing, [], nothing).enter(offer, 11, parts)
         state = torch.get_rng_state()
     entered = link.assignment
     laid = [rows.mesh, entered, (11, shards)]

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticzero.comm import next_world
-from elasticzero.comm.next_world import STAGES, Event, NextWorld, Stage
 from elasticzero.comm.process_group import connect
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
+from elasticzero.comm.worlds import next_world
+from elasticzero.comm.worlds.next_world import STAGES, Event, NextWorld, Stage
 from elasticzero.errors import RetryError
 from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.ipc.messages import Message, Prepare, PrepareFailed, Withdraw

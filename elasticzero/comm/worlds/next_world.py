@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum, auto
@@ -33,6 +34,7 @@ from elasticzero.comm.control_tree import join
 from elasticzero.comm.process_group import DESTROY_TIMEOUT_S, WORLD, ProcessGroups
 from elasticzero.comm.rendezvous import ClosableStore, RankInfo, rendezvous
 from elasticzero.comm.store.addressed import AddressedStore
+from elasticzero.comm.worlds import entering
 from elasticzero.errors import one_line
 from elasticzero.ipc.agent_client import AgentClient, close_store_of
 from elasticzero.ipc.assignment import Assignment
@@ -43,7 +45,15 @@ from elasticzero.torch_internals import PrefixStore, group_beside
 CONNECT_S = 8.0
 """Time in seconds within which the ranks of the next world must connect. Agents give up after a
 little more."""
+Introduce = Callable[[str], AbstractContextManager[str]]
+"""Returns, by the token of a world, what rank 0 tells the ranks that come into it before they
+connect; it holds as long as the context is open."""
 NOT_TRAINING = "its script has not restored its state yet"
+
+
+def no_introduction(token: str) -> AbstractContextManager[str]:
+    """Tells nothing."""
+    return nullcontext("")
 
 
 class Stage(Enum):
@@ -86,6 +96,7 @@ STAGES = {
     (Stage.CONNECTING, Event.FAILED): Stage.FAILED,
     (Stage.CONNECTING, Event.WITHDRAWN): Stage.EMPTY,
     (Stage.FAILED, Event.WITHDRAWN): Stage.EMPTY,
+    (Stage.PREPARED, Event.FAILED): Stage.FAILED,
     (Stage.PREPARED, Event.WITHDRAWN): Stage.EMPTY,
     (Stage.PREPARED, Event.PROMISED): Stage.PROMISED,
     (Stage.PROMISED, Event.WITHDRAWN): Stage.RECALLED,
@@ -110,6 +121,8 @@ class Offer:
     """Its groups, once they are connected."""
     store: ClosableStore | None = None
     """The store at which its ranks meet, once it is reached."""
+    joins: bool = False
+    """True if ranks that are not of the present world come into it."""
     stage: Stage = Stage.EMPTY
     reason: str = ""
     """Why it could not be connected."""
@@ -141,6 +154,9 @@ class NextWorld:
         self._offer = Offer()
         self._count = 0
         """Number of worlds that were offered."""
+        self._introduce: Introduce = no_introduction
+        self._obstacle_of_joins: Callable[[], str] = str
+        """Returns why no world can be entered into which other ranks come; empty: it can."""
         self._obstacle = obstacle or NOT_TRAINING
         """Why no `Prepare` is taken; empty: it is."""
         self._final = bool(obstacle)
@@ -150,8 +166,20 @@ class NextWorld:
         once `ProcessGroups.enter` was called (NW5)."""
         self._threads: list[threading.Thread] = []
 
-    def admit(self, obstacle: str) -> None:
-        """Takes a `Prepare` from here on, unless there is an obstacle, which stays."""
+    def admit(
+        self,
+        obstacle: str,
+        introduce: Introduce = no_introduction,
+        obstacle_of_joins: Callable[[], str] = str,
+    ) -> None:
+        """Takes a `Prepare` from here on.
+
+        Args:
+            obstacle: Why none is taken, now and later; empty: nothing prevents it.
+            introduce: Returns what rank 0 tells ranks that come into a world, while they connect.
+            obstacle_of_joins: Returns why none is taken of a world with such ranks.
+        """
+        self._introduce, self._obstacle_of_joins = introduce, obstacle_of_joins
         if not self._final:
             self._obstacle, self._final = obstacle, bool(obstacle)
 
@@ -166,13 +194,14 @@ class NextWorld:
         if failure is not None:
             close_store_of(message)
             if failure:
-                self._fail(message.token, failure)
+                self._fail(message.token, failure, final=self._final)
 
     def _take(self, message: Prepare) -> str | None:
         """Begins with the next world that a message offers; returns why not, empty where it has
         been offered before, and None where this has begun."""
-        if self._obstacle:
-            return self._obstacle
+        obstacle = self._obstacle or (self._obstacle_of_joins() if message.joins else "")
+        if obstacle:
+            return obstacle
         with self._lock:
             present = self._offer
             if present.stage is not Stage.EMPTY and present.token == message.token:
@@ -181,7 +210,10 @@ class NextWorld:
                 return "it is about to go over to another world"
             self._count += 1
             offered = Offer(
-                token=message.token, number=self._count, assignment=message.assignment
+                token=message.token,
+                number=self._count,
+                assignment=message.assignment,
+                joins=message.joins,
             ).after(Event.OFFERED)
             if message.assignment is None:
                 offered = offered.after(Event.CONNECTED)
@@ -207,8 +239,8 @@ class NextWorld:
         if after.stage is Stage.EMPTY:
             self._drop(present)
 
-    def _fail(self, token: str, reason: str) -> None:
-        self._link.send(PrepareFailed(token=token, reason=reason, final=self._final))
+    def _fail(self, token: str, reason: str, *, final: bool = False) -> None:
+        self._link.send(PrepareFailed(token=token, reason=reason, final=final))
 
     def abandon(self) -> None:
         """Drops the next world, because the generation ends; there will be no other."""
@@ -220,12 +252,18 @@ class NextWorld:
     # The thread that connects.
 
     def _connect(self, offered: Offer, info: RankInfo) -> None:
+        told = ExitStack()
+
         def reached(store: ClosableStore) -> None:
             if not self._connecting(offered, lambda present: replace(present, store=store)):
                 store.close()
+            if offered.joins and info.rank == 0:
+                text = told.enter_context(self._introduce(info.token))
+                entering.tell(store, info.token, entering.SCRIPT, text)
 
         try:
-            groups = connect_beside(info, CONNECT_S, reached)
+            with told:
+                groups = connect_beside(info, CONNECT_S, reached)
         except Exception as error:  # noqa: BLE001 - the top of a thread: told to the agent
             reason = one_line(error)
 
@@ -270,6 +308,16 @@ class NextWorld:
         """Returns whether this rank is prepared."""
         return self._offer.stage is Stage.PREPARED
 
+    @property
+    def joins(self) -> bool:
+        """Returns whether ranks that are not of the present world come into the next one."""
+        return self._offer.joins
+
+    @property
+    def place(self) -> Assignment | None:
+        """Returns this rank's place in the next world; None: it has none."""
+        return self._offer.assignment
+
     def promise(self) -> bool:
         """Returns whether this rank is prepared, which binds it until `decide` is called (NW3)."""
         with self._lock:
@@ -298,6 +346,21 @@ class NextWorld:
             self._drop(present)
         return None
 
+    def give_up(self, reason: str) -> None:
+        """Drops the next world, of which no promise is open: this rank cannot enter it after all.
+
+        Args:
+            reason: Why not.
+        """
+        with self._lock:
+            present = self._offer
+            if present.stage is not Stage.PREPARED:
+                return
+            failed = present.after(Event.FAILED)
+            self._offer = replace(failed, groups=None, store=None, reason=reason)
+        self._drop(present)
+        self._fail(present.token, reason, final=True)
+
     def _end_before(self) -> None:
         before, self._before = self._before, None
         if before is not None:
@@ -312,7 +375,7 @@ class NextWorld:
 
 
 def connect_beside(
-    info: RankInfo, limit_s: float, reached: Callable[[ClosableStore], None]
+    info: RankInfo, limit_s: float | None, reached: Callable[[ClosableStore], None]
 ) -> ProcessGroups:
     """Connects the ranks of the next world on the CPU, beside the groups that this process has; any
     thread may call it.
@@ -322,14 +385,17 @@ def connect_beside(
     Args:
         info: This rank's place in the next world.
         limit_s: Seconds within which all ranks must come, and again for a step that needs no other
-            rank's decision. One that stops in between may keep this waiting for longer.
+            rank's decision; None: those of `info`. A rank that stops in between may keep this
+            waiting for longer.
         reached: Is called with the store that the wait depends on; closing it ends the wait.
 
     Returns:
         The groups, whose ranks have all made one collective.
     """
-    limit_s = min(limit_s, info.connect_timeout_s)
-    hurried = replace(info, connect_timeout_s=limit_s, start_timeout_s=limit_s)
+    hurried = info
+    if limit_s is not None:
+        limit_s = min(limit_s, info.connect_timeout_s)
+        hurried = replace(info, connect_timeout_s=limit_s, start_timeout_s=limit_s)
     store = rendezvous(hurried, reached=reached)
     try:
         addressed = AddressedStore(store)
@@ -340,7 +406,7 @@ def connect_beside(
                 info.world_size,
                 timedelta(seconds=info.collective_timeout_s),
             )
-            group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=limit_s))
+            group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=hurried.connect_timeout_s))
         tree = join(hurried, store)
     except BaseException:
         store.close()

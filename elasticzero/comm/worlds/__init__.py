@@ -1,0 +1,1 @@
+"""Prepares a world that is entered inside of the loops of another one."""

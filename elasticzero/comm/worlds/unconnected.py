@@ -1,0 +1,46 @@
+"""Stands in for the groups of a rank that is to enter a world inside of the others' loops.
+
+Such a rank lays its model over the world before it is connected to it, and goes through its script
+from the restored state to its loop while the others compute. Rules:
+ UC1  Where ranks agree on numbers, the answer is what it would be if all others gave the same ones.
+      What must be equal is compared with what the others tell (`entering`).
+ UC2  What the others would have to take part in is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elasticzero.comm.barriers import WORDS, Call, call_of
+from elasticzero.comm.control_tree import MaxTree
+from elasticzero.comm.process_group import WORLD, ProcessGroups
+from elasticzero.comm.rendezvous import RankInfo
+from elasticzero.errors import EntryRefused
+from elasticzero.rank_groups.group import RankGroup
+
+ALIKE = frozenset({Call.STEP, Call.PREPARE, Call.LOOP})
+"""The calls that a rank may make before it has entered its loop."""
+
+
+def unconnected(info: RankInfo) -> ProcessGroups:
+    """Returns the groups of a rank that is not connected to the others, on the CPU."""
+    world = RankGroup(WORLD, range(info.world_size), None)
+    return ProcessGroups(info, torch.device("cpu"), UnconnectedTree(), world)
+
+
+class UnconnectedTree(MaxTree):
+    """Answers as if all ranks gave the same numbers (UC1, UC2)."""
+
+    def __init__(self) -> None:
+        super().__init__(None, ())
+
+    def submit(self, numbers: Sequence[int]) -> None:
+        call = call_of(numbers)
+        if call is not None and call not in ALIKE:
+            raise EntryRefused(
+                f"the script {WORDS[call]} between session.restore and its loop, where the ranks "
+                "that train take no part in it"
+            )
+        super().submit(numbers)
