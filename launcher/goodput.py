@@ -152,6 +152,11 @@ class TimeAccount:
         """True from the restored state, and from the round that ends the generation, until the
         workers of another one start."""
 
+    @property
+    def trains(self) -> bool:
+        """Returns whether the workers of this node train."""
+        return self._trains
+
     def waits(self, why: Waiting, now_s: float) -> None:
         """Notes why no workers run, while no generation is there or a round is open."""
         if self._open[-1][1] != why:
@@ -295,7 +300,7 @@ def followed(account: TimeAccount | None, event: Mapping[str, Any]) -> TimeAccou
     at_s = event["time"]
     if event["event"] == "registered":
         return TimeAccount(at_s)
-    goes_on = account is not None and event.get("tier") == "live"
+    goes_on = account is not None and account.trains and event.get("tier") == "live"
     if event["event"] == "world" and event.get("time_spent") is not None and not goes_on:
         return TimeAccount(at_s, decode(TimeSpent, event["time_spent"], "time_spent"))
     if account is not None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.errors import ElasticZeroError, ExitCode, StoreUnavailable
+from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.channel import ChannelClosed, readable
 from elasticzero.ipc.messages import (
     AbandonSave,
@@ -31,7 +33,7 @@ from elasticzero.ipc.messages import (
     Tagged,
     TagStep,
 )
-from elasticzero.launcher.agent.assignments import assignments, snapshot_role
+from elasticzero.launcher.agent.assignments import assignments, begin_inside, snapshot_role
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.agent.core import AgentCore, StoreSide
@@ -52,6 +54,7 @@ from elasticzero.launcher.observability.output import contained
 from elasticzero.launcher.observability.recovery.spans import open_spans
 from elasticzero.launcher.protocol.actions import Decision, SaveHeldSnapshot
 from elasticzero.launcher.protocol.documents import Proposal, World
+from elasticzero.launcher.protocol.planned.proposal import coming_in
 from elasticzero.launcher.protocol.planned.switch import world_after
 from elasticzero.launcher.protocol.view import PreemptionNotice, View
 from elasticzero.launcher.secrets import Secret
@@ -399,15 +402,19 @@ class Agent:
             UserError: A node of the world is not in the private network. The caller ends this agent
                 by it, and not the job.
         """
-        options = self.options
-        token = self._agreed.secret
+        self.saver.begin(snapshot_role(world, index, self._agreed.secret, self.options.tls))
+        self.reporter.starting(world, index, now_s)
+        self._extensions.started(world, world.ranks(index))
+        assigned = assignments(self.options, world, index, self._agreed.secret)
+        self._launch(world, assigned, now_s)
+
+    def _launch(self, world: World, assigned: Sequence[Assignment], now_s: float) -> WorkerGroup:
+        """Starts workers with these assignments, in the processes that were kept if any."""
+        options, first = self.options, assigned[0].rank
         if options.private_network is not None:
             check_members(options.private_network, world.members)
         reusable, self._spare = self._spare, {}
-        assigned = assignments(options, world, index, token)
-        first = world.first_rank(index)
-        self.saver.begin(snapshot_role(world, index, token, options.tls))
-        group = WorkerGroup(
+        self._group = group = WorkerGroup(
             self._server,
             world.generation,
             wakeup_fd=self._wake_write,
@@ -415,44 +422,39 @@ class Agent:
             started_s=now_s,
             console=options.console,
         )
-        self._group = group
         kill_all(worker for local_rank, worker in reusable.items() if local_rank >= len(assigned))
-        self.reporter.starting(world, index, now_s)
-        self._extensions.started(world, world.ranks(index))
-        store = None
         try:
-            store = self._membership.take_store_socket() if first == 0 else None
-            group.start(assigned, options.launch, options.log_dir, store, reusable)
+            with self._store_socket(rank_zero=first == 0) as store:
+                group.start(assigned, options.launch, options.log_dir, store, reusable)
         except (ChannelClosed, OSError):
             self._replace_server()
-        finally:
-            if store is not None:
-                store.close()
         self.reporter.started(group)
+        return group
 
     def prepare_workers(self, world: World, proposal: Proposal) -> None:
-        """Tells the workers to connect a proposed generation beside their training.
+        """Tells the workers to connect a proposed generation beside their training, or starts
+        workers that come into it.
 
         Args:
             world: World that the proposal changes.
-            proposal: The proposal, by which this node stays or leaves.
+            proposal: The proposal, by which this node stays, leaves or comes in.
         """
-        me, group = self._membership.me, self._group
-        index = proposal.find(me.node, me.incarnation)
-        if group is None:
-            return
-        if index is None:
-            group.prepare(proposal, (), None)
-            return
-        following = world_after(world, proposal)
-        assigned = assignments(self.options, following, index, self._agreed.secret)
-        store = self._membership.take_store_socket() if index == 0 else None
-        try:
-            group.prepare(proposal, assigned, store)
-        finally:
-            if store is not None:
-                store.close()
-        self._prepared = (world, proposal)
+        me, group, following = self._membership.me, self._group, world_after(world, proposal)
+        index, options = proposal.find(me.node, me.incarnation), self.options
+        assigned: list[Assignment] = []
+        if index is not None:
+            self._prepared = (world, proposal)
+            assigned = assignments(options, following, index, self._agreed.secret)
+        if index is not None and not world.names(me):
+            self._spare = self._retire_group()
+            assigned = begin_inside(assigned, world, following)
+            self._launch(following, assigned, time.monotonic()).come_in(world, proposal)
+        elif group is not None:
+            with self._store_socket(rank_zero=index == 0) as store:
+                group.prepare(proposal, assigned, store, joins=bool(coming_in(world, proposal)))
+
+    def _store_socket(self, *, rank_zero: bool) -> AbstractContextManager[socket.socket | None]:
+        return self._membership.take_store_socket() if rank_zero else nullcontext()
 
     def enter(self, world: World, now_s: float) -> None:
         """Takes the workers for those of a world that they have entered inside their loops.

@@ -5,7 +5,10 @@ Pure.
 
 from __future__ import annotations
 
-from elasticzero.ipc.assignment import Assignment, KnownError
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elasticzero.ipc.assignment import Assignment, KnownError, Source
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.protocol.documents import FIRST_RUN, World
 from elasticzero.launcher.protocol.placement import mirroring_ranks, replica_sources
@@ -84,6 +87,27 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
         )
         for local_rank in range(member.nproc)
     ]
+
+
+def begin_inside(
+    assigned: Sequence[Assignment], world: World, following: World
+) -> list[Assignment]:
+    """Returns the assignments of workers that begin in a generation which others enter inside of
+    their loops: they read the state of the boundary from these.
+
+    Args:
+        assigned: The assignments of the generation.
+        world: World that the others leave.
+        following: World of the generation.
+    """
+    holders = world.members if world.strategy != "ddp" else following.members[:1]
+    sources = [
+        Source(rank=rank, node=member.node, address=member.address)
+        for place, member in enumerate(holders)
+        for rank in (world.ranks(place) if world.strategy != "ddp" else (0,))
+    ]
+    resume = replace(following.resume, generation=world.generation, sources=tuple(sources))
+    return [replace(assignment, resume=resume) for assignment in assigned]
 
 
 def timeouts_s(fruitless: int) -> tuple[float, float]:

@@ -465,10 +465,7 @@ class AgentCore:
                     self._listener.exits(decision.reason)
                     self.exit_code = code
                 case WriteWorld(world, gone) if not needs_fresh_view(action):
-                    spent = self._listener.time_spent(view, world)
-                    entered = WriteWorld(replace(world, time_spent=spent), gone)
-                    basis = self._store.cache.get(WORLD)
-                    self._store.writer.end_generation(entered, view, basis)
+                    self._write_entered(world, gone, view)
                 case WriteWorld() | WriteDone():
                     pass  # see `_confirm`
                 case EnterWorld(world):
@@ -482,6 +479,21 @@ class AgentCore:
                 case _:
                     if self._node.worker_group is not None:
                         command(self._node.worker_group, action, now_s)
+
+    def _write_entered(self, world: World, gone: tuple[str, ...], view: View) -> None:
+        """Records a world that workers have entered, unless another agent has just done so.
+
+        Args:
+            world: The world.
+            gone: Registrations that end with the one before.
+            view: What that was decided from.
+        """
+        basis, (present, _) = self._store.cache.get(WORLD), self._store.cache.world()
+        if present is None or view.world is None or present.token != view.world.token:
+            return
+        spent = self._listener.time_spent(view, world)
+        entered = WriteWorld(replace(world, time_spent=spent), gone)
+        self._store.writer.end_generation(entered, view, basis)
 
     def _confirm(self, view: View, decision: Decision) -> None:
         """Reads the store, observes and decides once more, and writes what is decided again.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from elasticzero.checkpoint.ram.store import HeldSnapshot
 from elasticzero.launcher.agent.subscriptions import Subscriptions, leads
-from elasticzero.launcher.protocol.documents import Holding, Member, Report, World
+from elasticzero.launcher.protocol.documents import Holding, Member, Proposal, Report, World
 from elasticzero.launcher.protocol.leader import answers_of, is_leader
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import StoreHealth, View, WorkerGroupState
@@ -232,6 +232,13 @@ class ClusterObserver:
         if entry is None or (reports.history, entry.mod_revision) != self._put_at:
             self._my_reports = {}
 
+    def _proposed_since(self, proposal: Proposal | None, now_s: float) -> float | None:
+        """Returns since when this agent sees a proposal as it is; None: there is none."""
+        if proposal is None:
+            return None
+        key = f"{proposal.token} {proposal.ready} {bool(proposal.withdrawn)}"
+        return self._proposed.update((key,), now_s)[key]
+
     def saved(self, step: int) -> None:
         """Notes that a checkpoint was written: it is no longer damaged, and may be the newest."""
         self.bad_steps.discard(step)
@@ -296,7 +303,7 @@ class ClusterObserver:
             reports=self._reports_about(world),
             my_report=report,
             proposal=proposal,
-            proposal_s=self._proposed.since(generation, proposal is not None, now_s),
+            proposal_s=self._proposed_since(proposal, now_s),
             asked_s=self._asked.since(generation, asks_to_leave, now_s),
             done=observer.done(),
             control=observer.control(),

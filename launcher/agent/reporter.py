@@ -231,7 +231,7 @@ class AgentReporter:
             self._time = TimeAccount(now_s, spent)
             seen = self._world is not None or abs(time.time() - spent.until) < FRESH_S
             self._time_complete = seen and world.names(view.me)
-        self._world, self._latest.world_time = world, time.time()
+        former, self._world, self._latest.world_time = self._world, world, time.time()
         resume = world.resume
         self.note(
             "world",
@@ -251,6 +251,10 @@ class AgentReporter:
         self._metrics.observe_world(world.generation, world.world_size, len(world.members))
         self.console.world(world, session=self._session)
         self.console.quarantined(world)
+        index = world.find(view.me.node, view.me.incarnation)
+        comes_in = world.resume.tier == "live" and (former is None or not former.names(view.me))
+        if comes_in and index is not None:
+            self.starting(world, index, now_s)
 
     @recorded
     def starting(self, world: World, index: int, now_s: float) -> None:

@@ -99,12 +99,15 @@ from elasticzero.launcher.protocol.leader import (
     lead,
     spare_take_over,
 )
+from elasticzero.launcher.protocol.planned.joining import come_in
 from elasticzero.launcher.protocol.planned.proposal import (
     await_change,
     follow,
+    is_about_to_propose,
     is_open,
     possible,
     propose,
+    proposes_until_s,
 )
 from elasticzero.launcher.protocol.planned.switch import after_switch, enters, leaves
 from elasticzero.launcher.protocol.policy import JobPolicy, with_operator_overrides
@@ -212,7 +215,9 @@ def _trains_until_s(view: View, world: World, now_s: float, policy: JobPolicy) -
     in_loop_s = due_s(limit_s, in_loop=True) - workers.silent_s
     suspended_s = suspension_limit_s(policy) - workers.frozen_s if workers.frozen_s else inf
     longer_s = due_s(limit_s, in_loop=False) - workers.before_step_s
-    return now_s + min(in_loop_s, suspended_s, longer_s)
+    until_s = now_s + min(in_loop_s, suspended_s, longer_s)
+    waits = is_leader(view) and is_about_to_propose(view, world, now_s, policy)
+    return min(until_s, proposes_until_s(view, now_s)) if waits else until_s
 
 
 def _give_way(view: View) -> Decision:
@@ -248,6 +253,8 @@ def _outside(view: View, world: World, now_s: float, policy: JobPolicy) -> Decis
         policy: Limits and times, with operators' changes.
     """
     workers = view.workers
+    if (coming := come_in(view, world, now_s, policy)) is not None:
+        return coming
     if workers.running and leaves(view, world) and not _is_over(view, now_s, policy):
         return wait("left: its workers come to the boundary, and end")
     if workers.running and not workers.killed:
@@ -321,7 +328,9 @@ def _training(view: View, world: World, now_s: float, policy: JobPolicy) -> Deci
         if changed.actions:
             return changed
     if is_leader(view):
-        decision = propose(view, world, now_s, policy) or lead(view, world, now_s, policy)
+        later = is_about_to_propose(view, world, now_s, policy)
+        decision = propose(view, world, now_s, policy)
+        decision = decision or lead(view, world, now_s, policy, may_propose=later)
         if decision is not None and (decision.actions or not view.leaving):
             return decision  # while a leader that leaves waits for others' ends, it still leaves
     if workers.finished:

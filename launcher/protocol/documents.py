@@ -270,8 +270,9 @@ class Failure(Failed):
     traceback: str = ""
 
 
-Phase = Literal["other", "restored", "stalled", "alive", "stopped", "finished"]
-"""`stalled`: the workers make no step, and wait for others as far as their agent can see.
+Phase = Literal["other", "ready", "restored", "stalled", "alive", "stopped", "finished"]
+"""`ready`: the workers of a node that is to come into the proposed generation wait for the others.
+`stalled`: the workers make no step, and wait for others as far as their agent can see.
 `other`: a word of a later release."""
 
 
@@ -306,8 +307,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Proposes the generation that the running one becomes inside of its loops, without some of
-    its members: those that leave, and those that are too many.
+    """Proposes the generation that the running one becomes inside of its loops: without some of
+    its members, those that leave and those that are too many; or with others.
 
     There is one for each world at most. It is never taken back: `withdrawn` ends it.
     """
@@ -319,7 +320,8 @@ class Proposal:
     of: str
     """Token of the world that it changes."""
     members: tuple[Member, ...]
-    """Members that stay, in their order. The first one has a fresh port for rank 0's store."""
+    """Members that stay, in their order, and those that come in. The first one has a fresh port for
+    rank 0's store."""
     leavers: tuple[str, ...]
     """Nodes that leave. A member that is in neither list gives up its place, and waits for
     another."""
@@ -327,11 +329,13 @@ class Proposal:
     """Becomes the reason of the world."""
     withdrawn: str = ""
     """Reason for which it is dead; empty: it is not."""
+    ready: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True once the workers of all members that come in wait for those that train."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
 
     def find(self, node: str, incarnation: str) -> int | None:
-        """Returns the index of a registration among the members that stay."""
+        """Returns the index of a registration among the members."""
         for index, member in enumerate(self.members):
             if (member.node, member.incarnation) == (node, incarnation):
                 return index

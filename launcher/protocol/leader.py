@@ -372,7 +372,9 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
     return Decision((WriteWorld(following),), following.reason)
 
 
-def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision | None:
+def lead(
+    view: View, world: World, now_s: float, policy: JobPolicy, *, may_propose: bool = False
+) -> Decision | None:
     """Decides for the leader while no round is open; returns None where it has nothing to do.
 
     Args:
@@ -380,6 +382,7 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
         world: World of the view, which names this registration.
         now_s: Present time, on the clock of the view's times.
         policy: Limits and times, with operators' changes.
+        may_propose: Whether another size of the world is about to be proposed (`planned`).
     """
     if view.reports is None:
         return None
@@ -407,20 +410,37 @@ def lead(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision 
     if view.control.stop:
         reason = "an operator stops the job"
         return request_graceful_stop(view, FLAG_STOP, "stop", reason, now_s, policy)
-    if not (view.workers.restored or view.workers.plain):
+    if may_propose or not (view.workers.restored or view.workers.plain):
         return None
-    room = policy.max_nodes - len(world.members)
-    if room < 0 and view.control.nnodes is not None:
+    if len(world.members) > policy.max_nodes and view.control.nnodes is not None:
         reason = f"scaled to at most {count_text(policy.max_nodes, 'node')}"
         return request_graceful_stop(view, FLAG_LEAVE, "leave", reason, now_s, policy)
-    aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
-    waiting = [m.node for m in joiners_of(view, world)]
-    spare = [node for node in waiting if node not in aside]
-    settled = now_s - view.last_join_s >= policy.grow_settle_s
-    if spare and room > 0 and settled and not (view.missing_since_s or view.remnants):
-        reason = f"{', '.join(spare[:room])} joins"
+    if joining := taken_in(view, world, now_s, policy):
+        reason = joining_text(joining)
         return request_graceful_stop(view, FLAG_GROW, "grow", reason, now_s, policy)
     return None
+
+
+def taken_in(view: View, world: World, now_s: float, policy: JobPolicy) -> list[Member]:
+    """Returns the nodes that a world is to take in now (L6).
+
+    Args:
+        view: What this agent sees.
+        world: World of the view.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
+    room = policy.max_nodes - len(world.members)
+    settled = now_s - view.last_join_s >= policy.grow_settle_s
+    if room <= 0 or not settled or view.missing_since_s or view.remnants:
+        return []
+    aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
+    return [member for member in joiners_of(view, world) if member.node not in aside][:room]
+
+
+def joining_text(members: Iterable[Member]) -> str:
+    """Returns that these nodes come into the world."""
+    return f"{', '.join(member.node for member in members)} joins"
 
 
 def parked_text(nodes: Sequence[str], count: int) -> str:

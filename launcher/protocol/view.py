@@ -140,6 +140,8 @@ class WorkerGroupState:
     """True if they were told to forget it."""
     refused: str = ""
     """Reason for which a worker cannot be prepared; empty: there is none so far."""
+    awaits: bool = False
+    """True if all wait to come into the proposed generation, in which they begin."""
     switched: Literal["no", "entered", "left"] = "no"
     """Whether the workers have gone over to the proposed generation, or have left it to the
     others; `generation` and `token` stay those before until the agent enters its world."""

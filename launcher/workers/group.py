@@ -21,6 +21,7 @@ from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
     Abort,
     Attached,
+    AwaitsBoundary,
     Finished,
     Message,
     Prepare,
@@ -125,6 +126,8 @@ class WorkerGroup:
     """Number of workers that run in a process of an earlier generation."""
     _entered: str = ""
     """Token of the generation that the workers have entered inside their loops; empty: none."""
+    _awaiting: set[int] = field(default_factory=set)
+    """Local ranks that wait to come into the generation."""
     _next_first_rank: int = 0
     """First rank of this node in the proposed generation."""
     _view: WorkerGroupState = field(default_factory=WorkerGroupState)
@@ -210,8 +213,24 @@ class WorkerGroup:
         self._view = advance(self._view, GroupEvent.REQUEST)
         self.broadcast(Request(flags=self._view.requested))
 
+    def come_in(self, world: World, proposal: Proposal) -> None:
+        """Has the workers be those that come into a proposed generation, which they were started
+        for.
+
+        Args:
+            world: World that the proposal changes.
+            proposal: The proposal.
+        """
+        self._next_first_rank = self.first_rank
+        self._view = replace(self._view, generation=world.generation, prepared=proposal)
+
     def prepare(
-        self, proposal: Proposal, assigned: Sequence[Assignment], store: socket.socket | None
+        self,
+        proposal: Proposal,
+        assigned: Sequence[Assignment],
+        store: socket.socket | None,
+        *,
+        joins: bool,
     ) -> None:
         """Tells the workers to connect a proposed generation beside their training.
 
@@ -219,6 +238,7 @@ class WorkerGroup:
             proposal: The proposal.
             assigned: The worker's places in that generation; none: this node leaves.
             store: Rank 0's bound socket, on the node of rank 0.
+            joins: Whether others come into it.
         """
         self._view = replace(self._view, prepared=proposal, withdrawn=False, refused="")
         places = {assignment.local_rank: assignment for assignment in assigned}
@@ -227,7 +247,8 @@ class WorkerGroup:
             place = places.get(worker.local_rank)
             is_first = place is not None and place.rank == 0 and store is not None
             store_fd = store.fileno() if is_first and store is not None else None
-            worker.prepare(Prepare(token=proposal.token, assignment=place), store_fd)
+            message = Prepare(token=proposal.token, assignment=place, joins=joins)
+            worker.prepare(message, store_fd)
 
     def withdraw(self, reason: str) -> None:
         """Tells the workers to forget the generation that they have prepared."""
@@ -250,6 +271,7 @@ class WorkerGroup:
             prepared=None,
             withdrawn=False,
             refused="",
+            awaits=False,
             switched="no",
         )
 
@@ -384,6 +406,8 @@ class WorkerGroup:
                     worker.send(Request(flags=self._view.requested))
                 if self._view.aborted_s is not None:
                     worker.send(Abort(reason="the generation is over"))
+            case AwaitsBoundary():
+                self._note_waiting(worker)
             case Restored():
                 self._record(worker, Event.RESTORED)
             case Stepped():
@@ -394,9 +418,7 @@ class WorkerGroup:
             case Waiting():
                 self._record(worker, Event.WAITING)
             case Finished():
-                self._record(worker, Event.FINISHED)
-                step, reason = max(self._view.step, message.step), message.reason
-                self._view = replace(self._view, step=step, end_reason=reason)
+                self._note_finished(worker, message)
             case Stopping():
                 self._record(worker, Event.STOPPING)
                 self._note_left(message, now_s)
@@ -423,6 +445,16 @@ class WorkerGroup:
                 self._judge_exit(worker)
             case _:
                 pass
+
+    def _note_waiting(self, worker: Worker) -> None:
+        """Notes that a worker waits to come into the generation."""
+        self._awaiting.add(worker.local_rank)
+        self._view = replace(self._view, awaits=len(self._awaiting) == len(self.workers))
+
+    def _note_finished(self, worker: Worker, message: Finished) -> None:
+        self._record(worker, Event.FINISHED)
+        step = max(self._view.step, message.step)
+        self._view = replace(self._view, step=step, end_reason=message.reason)
 
     def _is_prepared_for(self, token: str) -> bool:
         prepared = self._view.prepared

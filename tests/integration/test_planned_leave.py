@@ -104,7 +104,7 @@ def test_a_node_gives_up_its_place_inside_the_loops_of_the_others_and_comes_back
         Operator(job, etcd).asks("scale", "1:3")
         told.wait_for_first_step(3)
         assert set(told.wait_for_end().values()) == {0}
-    assert tiers(told) == {1: "fresh", 2: "live", 3: "ram"}, told.logs()
+    assert tiers(told) == {1: "fresh", 2: "live", 3: "live"}, told.logs()
     assert len(members(told)) == 3
     assert told.lineage.recomputed == 0
     check_samples(told.lineage, told.directory())

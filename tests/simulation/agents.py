@@ -473,7 +473,13 @@ class Agent:
 
     def prepare_workers(self, world: World, proposal: Proposal) -> None:
         me, group = self.membership.me, self.worker_group
-        if proposal.find(me.node, me.incarnation) == 0:
+        index = proposal.find(me.node, me.incarnation)
+        if index is not None and not world.names(me):
+            if group is not None:
+                group.kill()
+            self.worker_group = WorkerGroup.coming_in(self, world, proposal)
+            return
+        if index == 0:
             self.membership.take_store_socket()
         if group is not None:
             group.prepare(proposal)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticzero.ipc.messages import FLAG_LEAVE
-from elasticzero.launcher.protocol.documents import Proposal
+from elasticzero.launcher.protocol.documents import Member, Proposal
+from elasticzero.launcher.protocol.planned.proposal import coming_in
 from elasticzero.launcher.protocol.planned.switch import world_after
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Preparation:
         """By index of the member: the proposal that its workers were told of."""
         self._ready: set[int] = set()
         """Members whose workers are prepared."""
+        self._come: dict[str, WorkerGroup] = {}
+        """By node: the workers that wait to come in."""
         self._promise: Proposal | None = None
         """What the last word binds all ranks to, at the next boundary."""
 
@@ -52,6 +55,24 @@ class Preparation:
         else:
             until_s = cluster.timeline.now_s + CONNECT_S
             cluster.later(0.02, 0.3, self._connect, worker_group, proposal, until_s)
+
+    def come(self, worker_group: WorkerGroup, proposal: Proposal) -> None:
+        """Workers wait to come into a proposed generation."""
+        self._come[worker_group.host.name] = worker_group
+
+    def _coming(self, proposal: Proposal) -> list[Member]:
+        return coming_in(self._group.world, proposal)
+
+    def _have_come(self, proposal: Proposal) -> bool:
+        """Returns whether all workers that come in do their part of connecting."""
+        groups = [self._come.get(member.node) for member in self._coming(proposal)]
+        return all(
+            group is not None
+            and group.coming_into is not None
+            and group.coming_into.token == proposal.token
+            and all(self._group.able(worker) for worker in group.workers)
+            for group in groups
+        )
 
     def withdraw(self, index: int) -> None:
         """A node's workers are told to forget it."""
@@ -72,7 +93,7 @@ class Preparation:
             for i in staying
             for worker in self._group.worker_groups[i].workers
         )
-        if told and able:
+        if told and able and self._have_come(proposal):
             self._ready.add(worker_group.index)
         elif self._cluster.timeline.now_s >= until_s:
             worker_group.refuse("not all ranks came in time")
@@ -108,5 +129,9 @@ class Preparation:
                 worker_group.go_over(new, place, old.step)
         old.ends_here()
         new.goes_on(old)
+        for member in self._coming(proposal):
+            place = proposal.find(member.node, member.incarnation)
+            assert place is not None
+            self._come[member.node].begin_inside(new, place, old.step)
         if cluster.at_switch is not None:
             cluster.at_switch()

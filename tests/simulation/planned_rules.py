@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from elasticzero.launcher.protocol.documents import Alarm, Proposal, World
-from elasticzero.launcher.protocol.planned.proposal import without
+from elasticzero.launcher.protocol.planned.proposal import coming_in, without
 from elasticzero.launcher.store.watch_cache import ALARM
 from tests.simulation.schedule import CLEAN, HARMLESS
 
@@ -46,6 +46,13 @@ class ChangeRules:
         """Returns whether the proposal of this world has members give up their places."""
         proposal = self.proposals.get(world.token)
         return proposal is not None and set(without(world, proposal)) > set(proposal.leavers)
+
+    def comes_into(self, world: World) -> set[str]:
+        """The nodes that the proposal of this world takes in."""
+        proposal = self.proposals.get(world.token)
+        open_one = proposal is not None and not proposal.withdrawn
+        members = coming_in(world, proposal) if proposal is not None and open_one else []
+        return {member.node for member in members}
 
     def numbered(self, generation: int) -> World | None:
         """Of those worlds that of a number."""

@@ -23,6 +23,7 @@ from elasticzero.launcher.protocol.documents import (
     World,
 )
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, quarantine_s
+from elasticzero.launcher.protocol.planned.proposal import PLAN_S
 from elasticzero.launcher.store.watch_cache import CONTROL
 from tests.simulation.schedule import CLEAN, HARMLESS, MACHINES
 
@@ -575,11 +576,12 @@ class Promises:
         if count == most or len(self._since) <= count or world.strikes:
             return []
         pending = []
+        coming = self._cluster.rules.changes.comes_into(world)
         for node, incarnation in self._since:
             agent = self._cluster.hosts[node].agent
             idle = agent is not None and not agent.dead and not agent.leaving
             idle &= (node, incarnation) not in self._drained and self._fits(node, world)
-            if idle and world.find(node, incarnation) is None:
+            if idle and not coming and world.find(node, incarnation) is None:
                 pending.append(f"{node} {incarnation} waits")
         return pending
 
@@ -590,9 +592,9 @@ class Promises:
         now_s = self._cluster.timeline.now_s
         if any(a is None or not a.store.well or a.deaf_until_s > now_s for a in agents):
             owed = []
-        previous = self._owing
+        previous, limit_s = self._owing, PLAN_S + 2 * self._heard_s
         self._owing = {text: previous.get(text, (self._now_s, 0)) for text in owed}
         for text, (since_s, steps) in self._owing.items():
             self._owing[text] = (since_s, steps + 1)
-            late = steps >= PAID_WITHIN_STEPS and self._long_ago(since_s, 2 * self._heard_s)
+            late = steps >= PAID_WITHIN_STEPS and self._long_ago(since_s, limit_s)
             self._require(not late, "R11", f"{text}: {world.generation} has room for {self._sizes}")

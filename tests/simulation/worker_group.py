@@ -12,6 +12,7 @@ from elasticzero.ipc.messages import FLAG_GROW, FLAG_LEAVE
 from elasticzero.launcher.protocol.documents import Failure, Proposal, World
 from elasticzero.launcher.protocol.failure_policy import explains, judge_exit
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
+from elasticzero.launcher.protocol.planned.switch import world_after
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers.group import LATE_AFTER_S
 from elasticzero.launcher.workers.group_lifecycle import GroupEvent, advance
@@ -35,13 +36,19 @@ WAITS_S = 0.5
 class WorkerGroup:
     """The workers, and what they have told their agent."""
 
-    def __init__(self, agent: Agent, world: World, index: int) -> None:
+    def __init__(
+        self, agent: Agent, world: World, index: int, into: Proposal | None = None
+    ) -> None:
+        """into: what they come into, inside of the loops of others."""
         self.agent = agent
         self.host = agent.host
         self.cluster = agent.cluster
         self.index = index
         self.generation = world.generation
-        self.group: Group = self.cluster.group(world)
+        self.coming_into = into
+        self.group: Group = (
+            self.cluster.group(world) if into is None else Group(agent.cluster, world)
+        )
         self.group.worker_groups[index] = self
         self.workers = [Worker(self, self.group, rank) for rank in world.ranks(index)]
         self.flags = 0
@@ -49,13 +56,17 @@ class WorkerGroup:
         self.aborted_s: float | None = None
         self.killed = False
         self.failure: Failure | None = None
-        self.prepared: Proposal | None = None
+        self.prepared: Proposal | None = into
         """What the workers were told to prepare for."""
+        self.waiting = 0
+        """Number of workers that wait to come in."""
         self.withdrawn = False
         self.refused = ""
         self.switched: Literal["no", "entered", "left"] = "no"
         self.switched_step = 0
         self.switched_s = 0.0
+        self._present: Group | None = None
+        """The generation that those leave into whose next one these workers come."""
         self._carries: Group | None = None
         """Generation whose workers wait for the word of the boundary before it through these."""
         self._shown = (world.generation, world.token)
@@ -76,6 +87,17 @@ class WorkerGroup:
             slow = plan.slow_start_s and random.random() < SLOW_SHARE
             more_s = random.uniform(0.0, plan.slow_start_s) if slow else 0.0
             self.cluster.later(0.05 + more_s, 0.3 + more_s, self._attach, worker)
+
+    @classmethod
+    def coming_in(cls, agent: Agent, world: World, proposal: Proposal) -> WorkerGroup:
+        """Workers that come into a proposed generation. world: the one that it changes."""
+        me, following = agent.membership.me, world_after(world, proposal)
+        index = proposal.find(me.node, me.incarnation)
+        assert index is not None
+        made = cls(agent, following, index, into=proposal)
+        made._shown = (world.generation, world.token)
+        made._present = agent.cluster.group(world)
+        return made
 
     def wake(self) -> None:
         self.agent.wake()
@@ -102,7 +124,7 @@ class WorkerGroup:
         inputs = (running, saving, restored, finished, left, heard, attached, flags, late)
         told = (
             *(self._heard_s, self.aborted_s, self.killed, self.failure, self._shown),
-            *(self.prepared, self.withdrawn, self.refused, self.switched),
+            *(self.prepared, self.withdrawn, self.refused, self.switched, self.waiting),
         )
         if self._viewed[0] != (inputs, told):
             self._viewed = ((inputs, told), self._view(inputs))
@@ -140,6 +162,7 @@ class WorkerGroup:
             prepared=self.prepared,
             withdrawn=self.withdrawn,
             refused=self.refused,
+            awaits=self.coming_into is not None and self.waiting == len(self.workers),
             switched=self.switched,
             switched_step=self.switched_step,
             switched_s=self.switched_s,
@@ -173,6 +196,32 @@ class WorkerGroup:
     def withdraw(self, reason: str) -> None:
         self.withdrawn = True
         self.group.preparation.withdraw(self.index)
+
+    def _await_others(self, worker: Worker) -> None:
+        """A worker has come to its restore, and waits for the boundary of the others."""
+        if worker.phase != "connecting" or self.coming_into is None:
+            return
+        if worker.deaf:
+            self.cluster.later(0.1, 0.3, self._await_others, worker)
+        elif self.host.bad_input in ("model", "script"):
+            self.fails_by_input(worker)
+        else:
+            self.waiting += 1
+            assert self._present is not None
+            self._present.preparation.come(self, self.coming_into)
+            self.wake()
+
+    def begin_inside(self, new: Group, index: int, step: int) -> None:
+        """The workers have restored the state of the others' boundary."""
+        self.coming_into = None
+        for worker in self.workers:
+            if worker.alive:
+                worker.phase, worker.restored = "training", True
+                self.progress(worker)
+        self.go_over(new, index, step)
+        for worker in self.workers:
+            if not worker.alive:
+                new.lose(worker)
 
     def refuse(self, reason: str) -> None:
         """They cannot be prepared."""
@@ -315,6 +364,9 @@ class WorkerGroup:
             self._end(worker)
             return
         worker.phase = "connecting"
+        if self.coming_into is not None:
+            self.cluster.later(0.02, 0.3, self._await_others, worker)
+            return
         start_s = self.cluster.plan.start_s * self._patience
         self.cluster.timeline.after(start_s, self._too_late, worker)
         self._reach(worker, self.cluster.timeline.now_s + self._connect_s)

@@ -81,7 +81,7 @@ def world_after(
         left_out=left_out_after(world, resume, {}),
         setbacks=setbacks(world, step, None),
         strikes=strikes(world, {}, lasted_s),
-        trained=len(proposal.members),
+        trained=sum(world.names(member) for member in proposal.members),
         proofs=world.proofs,
         release=world.release,
         torch=world.torch,

@@ -260,7 +260,7 @@ def test_a_divided_state_is_left_with_all_parts_of_a_snapshot(
     assert bool(made) == proposed
 
 
-def test_a_world_of_one_rank_is_proposed_and_is_the_last_one() -> None:
+def test_a_world_of_one_rank_is_proposed_and_others_can_come_into_it() -> None:
     world = replace(WORLD, members=(B, C))
     view = replace(VIEW, me=B, world=world, members={"b": B, "c": C})
     reports = {**REPORTS, "b": replace(REPORTS["b"], store_port=B.store_port)}
@@ -269,7 +269,15 @@ def test_a_world_of_one_rank_is_proposed_and_is_the_last_one() -> None:
     assert isinstance(action, WriteProposal)
     assert action.proposal.members == (B,)
     alone = world_after(world, action.proposal, 20)
-    assert not possible(alone, POLICY)
+    assert possible(alone, POLICY)
+
+
+def test_a_node_that_leaves_is_replaced_after_it_has_left() -> None:
+    """The others go on without it first, and then with the node that waits."""
+    members = {m.node: m for m in (A, B, C, D)}
+    (action,) = actions_of(replace(VIEW, members=members))
+    assert isinstance(action, WriteProposal)
+    assert [member.node for member in action.proposal.members] == ["a", "b"]
 
 
 def test_a_leader_that_leaves_proposes_too() -> None:
@@ -296,7 +304,6 @@ def test_a_leader_that_leaves_proposes_too() -> None:
         {"reports": {**REPORTS, "b": says("finished", B)}},
         {"reports": {node: REPORTS[node] for node in "ac"}},
         {"missing_since_s": {"b": 99.9}},
-        {"members": {m.node: m for m in (A, B, C, D)}},
         {"members": {m.node: replace(m, run=0) for m in (A, B, C)}},
         {"control": Control(drain=(Drain(node="b", incarnation=B.incarnation),))},
         {"control": Control(stop=True)},

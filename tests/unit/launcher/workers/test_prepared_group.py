@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +15,7 @@ from elasticzero.ipc.channel import Channel
 from elasticzero.ipc.messages import (
     Abort,
     Attached,
+    AwaitsBoundary,
     Message,
     Prepare,
     PrepareFailed,
@@ -112,7 +114,7 @@ def stepped(step: int) -> Stepped:
 
 def test_each_worker_gets_its_place_and_rank_zero_the_store(node: Node) -> None:
     with socket.create_server(("127.0.0.1", 0)) as store:
-        node.group.prepare(PROPOSAL, places(0, 1), store)
+        node.group.prepare(PROPOSAL, places(0, 1), store, joins=False)
         port = store.getsockname()[1]
     for local_rank in (0, 1):
         message = node.receives(local_rank)
@@ -128,7 +130,7 @@ def test_each_worker_gets_its_place_and_rank_zero_the_store(node: Node) -> None:
 
 def test_workers_have_other_ranks_once_they_have_gone_over(node: Node) -> None:
     """All have, at one boundary, as soon as one says so; the agent enters the world later."""
-    node.group.prepare(PROPOSAL, places(2, 3), None)
+    node.group.prepare(PROPOSAL, places(2, 3), None, joins=False)
     node.ends[1].send(stepped(7))
     node.ends[1].send(Switched(token="new", step=7, seconds=0.01))
     node.ends[1].send(stepped(8))
@@ -149,14 +151,14 @@ def test_workers_have_other_ranks_once_they_have_gone_over(node: Node) -> None:
 
 
 def test_a_world_is_entered_though_its_workers_have_not_said_so(node: Node) -> None:
-    node.group.prepare(PROPOSAL, places(2, 3), None)
+    node.group.prepare(PROPOSAL, places(2, 3), None, joins=False)
     node.group.enter(world_after(WORLD, PROPOSAL, 7), NOW_S)
     assert [worker.rank for worker in node.group.workers] == [2, 3]
     assert node.group.view(NOW_S).generation == 4
 
 
 def test_workers_of_a_leaver_save_nothing(node: Node) -> None:
-    node.group.prepare(PROPOSAL, (), None)
+    node.group.prepare(PROPOSAL, (), None, joins=False)
     for local_rank in (0, 1):
         message = node.receives(local_rank)
         assert isinstance(message, Prepare) and message.assignment is None
@@ -169,7 +171,7 @@ def test_workers_of_a_leaver_save_nothing(node: Node) -> None:
 
 
 def test_a_worker_that_cannot_be_prepared_says_why(node: Node) -> None:
-    node.group.prepare(PROPOSAL, places(2, 3), None)
+    node.group.prepare(PROPOSAL, places(2, 3), None, joins=False)
     node.ends[0].send(PrepareFailed(token="another", reason="late"))
     node.poll()
     assert node.group.view(NOW_S).refused == ""
@@ -184,7 +186,7 @@ def test_a_worker_that_cannot_be_prepared_says_why(node: Node) -> None:
 
 
 def test_workers_that_went_over_are_stopped_like_any_others(node: Node) -> None:
-    node.group.prepare(PROPOSAL, places(2, 3), None)
+    node.group.prepare(PROPOSAL, places(2, 3), None, joins=False)
     node.ends[0].send(Switched(token="new", step=7, seconds=0.01))
     node.poll()
     node.group.stop("it broke", NOW_S)
@@ -197,3 +199,29 @@ def test_workers_that_went_over_are_stopped_like_any_others(node: Node) -> None:
     node.poll()
     assert node.receives(0) == SaveState(write=True)
     assert node.receives(1) == SaveState(write=False), "one of them saves the whole state"
+
+
+def test_workers_that_come_in_are_ready_once_all_wait(node: Node) -> None:
+    """Then they go over with the others; until the agent enters the world they are of the one
+    before."""
+    node.group.come_in(WORLD, PROPOSAL)
+    node.ends[0].send(AwaitsBoundary())
+    node.poll()
+    assert not node.group.view(NOW_S).awaits
+    node.ends[1].send(AwaitsBoundary())
+    node.poll()
+    view = node.group.view(NOW_S)
+    assert (view.awaits, view.generation, view.prepared) == (True, WORLD.generation, PROPOSAL)
+    node.ends[0].send(Switched(token="new", step=7, seconds=0.01))
+    node.poll()
+    view = node.group.view(NOW_S)
+    assert (view.switched, view.switched_step) == ("entered", 7)
+    node.group.enter(replace(WORLD, generation=4, token="new"), NOW_S)
+    view = node.group.view(NOW_S)
+    assert (view.generation, view.awaits, view.switched) == (4, False, "no")
+
+
+def test_workers_are_told_whether_others_come_in(node: Node) -> None:
+    node.group.prepare(PROPOSAL, places(2, 3), None, joins=True)
+    message = node.receives(0)
+    assert isinstance(message, Prepare) and message.joins
