@@ -4,8 +4,8 @@ at which its ranks meet.
 Rules:
  EN1  Rank 0 of the world is one that trains. Before the ranks connect it tells what must be equal
       on all of them. A rank that differs does not connect, so that nobody is prepared.
- EN2  Once the ranks that train are bound to go over at a boundary, rank 0 tells at which. Those that
-      come in wait for that, restore its state, and go to the loop.
+ EN2  Once the ranks that train are bound to go over at a boundary, rank 0 tells at which. Those
+      that come in wait for that, restore its state, and go to the loop.
 """
 
 from __future__ import annotations
