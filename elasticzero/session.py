@@ -329,7 +329,7 @@ class Session:
             # The release before deals samples without regard to such modules.
             never_one=self._link.assignment.one_release
             and any(True for _ in batch_norms(training.strategy.model)),
-        ).resolved(training.first_world())
+        ).resolved(training.first_world)
         limit, groups = self._loops.micro_batch_limit(training), self._generation.groups
         schedule = loop.schedule(self.rank, self.world_size, limit)
         reader = loop.reader(self.device, None if groups is None else groups.sum)
@@ -373,7 +373,7 @@ class Session:
             sampler=sampler,
             drop_last=drop_last,
         )
-        return loop.resolved(training.first_world()).steps_in_all()
+        return loop.resolved(training.first_world).steps_in_all()
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Returns the rows of all ranks' micro-batches, in the order of the global batch.

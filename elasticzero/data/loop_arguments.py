@@ -42,12 +42,13 @@ class LoopArguments:
     never_one: bool = False
     """No micro-batch has one sample, as far as that can be had."""
 
-    def resolved(self, first_world: int) -> LoopArguments:
+    def resolved(self, first_world: Callable[[], int]) -> LoopArguments:
         """Returns the arguments with those of a `DataLoader` in place of the loader.
 
         Args:
-            first_world: Number of ranks with which the first loop over a loader began, each of
-                which takes a batch of it.
+            first_world: Returns the number of ranks with which the first loop over a loader began,
+                each of which takes a batch of it; called only where the global batch follows from
+                it.
 
         Raises:
             UserError: There is no size of a global batch.
@@ -61,11 +62,12 @@ class LoopArguments:
         check_unused(self.dataset)
         parts = parts_of(self.dataset)
         alone = self.virtual_batch is None and self.micro_batch is None
+        world = first_world() if self.global_batch is None else 0
         return replace(
             self,
             dataset=parts.dataset,
-            global_batch=self.global_batch or parts.batch_size * first_world,
-            first_world=first_world if self.global_batch is None else 0,
+            global_batch=self.global_batch or parts.batch_size * world,
+            first_world=world,
             micro_batch=parts.batch_size if alone else self.micro_batch,
             shuffle=parts.shuffle,
             seed=self.seed if parts.seed is None else parts.seed,

@@ -202,9 +202,9 @@ def ask_at_the_change(session: ez.Session) -> None:
 
 
 def train(session: ez.Session, told: dict[str, Any]) -> None:
-    make = OPTIMIZERS[told.get("optimizer", "AdamW")]
-    model, optimizer = session.prepare(model_of(told), make)
+    model, optimizer = session.prepare(model_of(told), OPTIMIZERS[told.get("optimizer", "AdamW")])
     scheduled = optimizer["first"] if isinstance(optimizer, dict) else optimizer
+    assert session.steps_in(Samples(), global_batch=told["batch"], epochs=1), "known early"
     schedule = session.track("schedule", torch.optim.lr_scheduler.StepLR(scheduled, 3, gamma=0.8))
     counter = session.track("counter", Counter())
     session.restore()

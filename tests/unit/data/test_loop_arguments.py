@@ -42,7 +42,7 @@ NONE: dict[str, Any] = {
 
 
 def resolved(dataset: Any, first_world: int = 3, **options: Any) -> LoopArguments:
-    return LoopArguments(**{**NONE, "dataset": dataset, **options}).resolved(first_world)
+    return LoopArguments(**{**NONE, "dataset": dataset, **options}).resolved(lambda: first_world)
 
 
 def indices(loop: LoopArguments, epoch: int = 0) -> list[int]:
