@@ -120,6 +120,18 @@ def of_loop(
     return {name: _plain(value) for name, value in values.items()}
 
 
+def in_any_world(loop: Description, schedule: RankSchedule) -> Description:
+    """Returns what of a loop's description is the same in every world, and however often the loop
+    has gone on since it began.
+
+    Args:
+        loop: The description that `of_loop` has made.
+        schedule: This rank's micro-batches of the loop.
+    """
+    lasting = {name: value for name, value in loop.items() if name != "--allow-data-change"}
+    return {**lasting, "micro_batch": _plain(schedule.micro_batch)}
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -146,7 +158,7 @@ class Comparison:
         self.digests: list[int] = []
         """Digests of what was compared in `session.prepare`, in its order."""
         self.loop: Description = {}
-        """The description of the newest loop."""
+        """The description of the newest loop, as it is in any world."""
         self.expected_loop: Callable[[Description], None] = lambda loop: None
         """Raises where a rank that comes into a world inside of the others' loops is in another
         one."""
@@ -168,15 +180,18 @@ class Comparison:
         """
         differing = self._compare(call, description)
         if differing is None:
-            if call is Call.LOOP:
-                self.expected_loop(description)
-                self.loop = description
             return
         verdict, texts = differing
         rank = self._link.assignment.rank
         if rank in verdict.odd:
             raise UserError(f"{texts[verdict.odd.index(rank)]}; {ADVICE}")
         raise PeerSetAside("; ".join(texts))
+
+    def begin_loop(self, loop: Description) -> None:
+        """Notes the loop that begins or goes on, as it is in any world; raises where a rank that
+        comes in is in another one than the others."""
+        self.expected_loop(loop)
+        self.loop = loop
 
     def warn_of_versions(self) -> bool:
         """Warns if the ranks' versions of packages differ, and returns whether all run the same

@@ -146,9 +146,15 @@ class ReplicaVerifier:
         self._assignment = assignment
         self._digested, self._every, self._pending = step, assignment.verify_every, None
 
-    def begin(self, step: int) -> None:
-        """Begins with the state of this step, which all ranks have just read."""
-        self._digested = self.verified = step
+    def begin(self, step: int, *, verified: bool = True) -> None:
+        """Begins with the state of this step.
+
+        Args:
+            step: The step.
+            verified: Whether all ranks have just read it; False: the others have made it.
+        """
+        self._digested = step
+        self.verified = step if verified else -1
 
     def with_digest(self, word: ControlWord) -> ControlWord:
         """Returns `word` with this rank's digest, for the step after a boundary."""

@@ -249,6 +249,10 @@ class CheckpointRequests:
                         f"state of step {step} is saved in its place"
                     )
 
+    def go_on(self, requests: TagRequests) -> None:
+        """Takes over what others have asked for, in whose generation this rank has come."""
+        self._tagging = requests
+
     def _exists(self, step: int) -> bool:
         """Returns whether a step is a good checkpoint, as rank 0 finds it."""
         good = False

@@ -90,6 +90,8 @@ class StateStager:
         or if another rank checks it."""
         self._is_short = False
         """Shared memory was found to be too small."""
+        self._for_others: tuple[int, int] | None = None
+        """The state that was captured last for ranks that came in."""
         self._save_error = ""
         self._late = 0
         """Number of checkpoints that came late, or not at all."""
@@ -361,13 +363,21 @@ class StateStager:
         self._writer.await_memory()
         drafted = self._writer.draft(copy, complete=True)
         keep = self._state.states_to_keep(self._assignment, at_stop=True)
+        if self._for_others is not None and self._for_others[1] == copy.step:
+            keep = {*keep, self._for_others}  # whole, also where one has not come in after all
         size = self._writer.into_memory(drafted, keep, every_byte=True, extra=True)
         seconds = time.monotonic() - began_s
         return self._captured(drafted, _Written(size=size), checkpoint=False, seconds=seconds)
 
+    @property
+    def copies(self) -> bool:
+        """Returns whether a snapshot is in flight, the same on all ranks."""
+        return self._state.schedule.copying
+
     def capture_for_others(self, copy: BoundaryCopy) -> None:
         """Captures what ranks that come into the next world begin with: this rank's shard of the
         whole state. No node replicates it."""
+        self._for_others = (self._assignment.generation, copy.step)
         captured = self.capture_at_stop(copy)
         self._link.send(replace(captured, replicate=False))
 

@@ -35,7 +35,7 @@ import torch
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.consistency.configuration import Comparison, of_loop
+from elasticzero.consistency.configuration import Comparison, in_any_world, of_loop
 from elasticzero.data.balancing import Balancer
 from elasticzero.data.changes import change_text, needed_changes
 from elasticzero.data.loader import BatchReader, OpenBatches, RankSchedule
@@ -268,9 +268,9 @@ class Loops:
         goes_on = before.loop == loop
         needed = needed_changes(plan, before) if goes_on else ()
         allowed = assignment.allow_data_change
-        self._comparison.require_equal(
-            Call.LOOP, of_loop(schedule, loop, assignment, allowed if needed else ())
-        )
+        described = of_loop(schedule, loop, assignment, allowed if needed else ())
+        self._comparison.require_equal(Call.LOOP, described)
+        self._comparison.begin_loop(in_any_world(described, schedule))
         position = plan.start(before, loop, dataset, allowed)
         text = change_text(plan, before, training.step) if goes_on else ""
         if text and assignment.rank == 0:
@@ -321,24 +321,25 @@ class Loops:
         try:
             # What a stream has left may be known only now, and be too little for a larger batch.
             self._end_epoch_if_over(training, schedule, on_epoch_end)
-            for batch, after in schedule.steps(training.position):
+            after = training.position
+            while (following := plan.next(after)) is not None:
                 training.at_boundary()
                 if training.stopped is not None:
                     break
-                placed = self._in_this_world(schedule)
-                if placed is not schedule:
+                if (placed := self._in_this_world(schedule)) is not schedule:
                     schedule = placed
                     data = data.in_world(schedule, self._start_again(training, schedule))
                     balancer = self._balancer(schedule)
+                    # Ranks that have come in know what the stream's readers say now, and no more.
+                    following = plan.next(training.position) or following
+                batch, after = following
                 self._tell_shares(training, balancer.agree(after.steps))
                 self._epoch = batch.epoch
-                ends = (
-                    EpochEnd(on_epoch_end, plan.wrapped(after)) if plan.ends_epoch(after) else None
+                ends = plan.ends_epoch(after)
+                training.begin_step(
+                    after, EpochEnd(on_epoch_end, plan.wrapped(after)) if ends else None
                 )
-                training.begin_step(after, ends)
-                work.begin(batch)
-                data.look_ahead(batch, after)
-                work.clock.waited(time.monotonic() - work.clock.began_s)
+                self._begin_batch(data, batch, after)
                 if batch in schedule.left_out:
                     training.pass_over()
                     continue
@@ -365,6 +366,19 @@ class Loops:
                 work.report(training)
                 self._link.send(LoopExited())
         work.end_loop(loop)
+
+    def _begin_batch(self, data: OpenBatches, batch: GlobalBatch, after: DataPosition) -> None:
+        """Begins a global batch, whose data may have to be waited for.
+
+        Args:
+            data: The open batches.
+            batch: The global batch.
+            after: The position after it.
+        """
+        self._work.begin(batch)
+        data.look_ahead(batch, after)
+        clock = self._work.clock
+        clock.waited(time.monotonic() - clock.began_s)
 
     def _in_this_world(self, schedule: RankSchedule) -> RankSchedule:
         """Returns the schedule as this rank has it in the present world, which may have been

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from elasticzero.training.step_machine import StepEvent, StepState
 
@@ -33,6 +34,11 @@ class StepTracker:
                 if self.now is before:
                     self.now = after
                     return after
+
+    def note_optimizers(self, *, named: bool) -> None:
+        """Notes whether a backward of this generation was for some of the script's optimizers, on
+        another rank, before this one came into it."""
+        self.move(lambda state: replace(state, names_optimizers=named))
 
     def record(self, event: StepEvent) -> None:
         """Moves the state by an event without arguments."""

@@ -6,7 +6,6 @@ import math
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange, ControlWord
@@ -24,11 +23,8 @@ from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.step_machine import StepEvent, StepOutcome, StepState
 from elasticzero.training.step_tracker import StepTracker
-from elasticzero.training.worlds.change import PartsOfWorld, WorldChange
+from elasticzero.training.worlds.change import NewestStep, PartsOfWorld, WorldChange
 from elasticzero.training.worlds.parts import Captures, LaidModel
-
-if TYPE_CHECKING:
-    pass
 
 
 class TrainingState:
@@ -102,11 +98,16 @@ class TrainingState:
         """Loads the state that the assignment names; returns the bytes read."""
         loaded = self.start.load(self.strategy, self.auxiliary, self.rows.mesh)
         self.step, self.position = loaded.step, loaded.position
-        if loaded.stored:
+        boundary = loaded.boundary
+        if boundary is not None:
+            self.loss, self.gradient_norm = boundary.loss, boundary.gradient_norm
+            self._tracker.note_optimizers(named=boundary.names_optimizers)
+            self.requests.go_on(self.position.tagging)
+        elif loaded.stored:
             self.requests.resume(self.position.tagging, self.step)
         copy = self._copy_now()
-        self.stager.begin(copy, loaded.captures)
-        self._verifier.begin(self.step)
+        self.stager.begin(copy, None if boundary is None else boundary.captures)
+        self._verifier.begin(self.step, verified=boundary is None)
         self._tracker.record(StepEvent.LOADED)
         self.copy = copy  # last: where one of these fails, the state is not restored
         return loaded.bytes_read
@@ -438,6 +439,14 @@ class TrainingState:
             self._record_unless_shutting_down,
         )
 
+    def _newest_step(self) -> NewestStep:
+        return NewestStep(
+            step=self.step,
+            loss=self.loss,
+            gradient_norm=self.gradient_norm,
+            names_optimizers=self.at.names_optimizers,
+        )
+
     def _state_for_others(self, *, last: bool) -> BoundaryCopy | None:
         """Returns the small state with which others can come into the next world at this boundary;
         None: they cannot (WC2). All ranks call this together.
@@ -445,7 +454,7 @@ class TrainingState:
         Args:
             last: Whether no boundary of this loop follows.
         """
-        if last or self._epoch_end is not None or self._checkpoint_due:
+        if last or self._epoch_end is not None or self._checkpoint_due or self.stager.copies:
             return None
         place = self._place(Call.CHECKPOINT)
         asked, self.copy = self.requests.agree(self.boundary_copy(), place)
@@ -481,7 +490,7 @@ class TrainingState:
         """
         place = self._place(Call.CHECKPOINT)
         asked, self.copy = self.requests.agree(self.boundary_copy(), place)
-        change.tell_others(offer, self.step, self.stager)
+        change.tell_others(offer, self.stager, self._newest_step())
         change.bring_state(offer, parts)
         if offer.assignment is None:
             self.stager.stop_agreed()

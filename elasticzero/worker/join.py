@@ -367,6 +367,8 @@ def check_introduction(assignment: Assignment, digests: Sequence[int], text: str
         raise EntryRefused("the script, its options or versions of packages are others here")
     if told.saves and url is None:
         raise EntryRefused("this node has no --checkpoint-dir, and the others have")
+    if url is not None and not told.saves:
+        raise EntryRefused("this node has a --checkpoint-dir, and rank 0's has none")
     if told.shares and url is not None:
         name, where = _shared_name(assignment.token), f"the checkpoint directory {url}"
         if not within(STORAGE_LIMIT_S, where, lambda: _appears(open_storage(url), name)):

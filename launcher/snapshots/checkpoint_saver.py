@@ -203,6 +203,7 @@ class CheckpointSaver:
         with self._lock:
             role = self._role
             if role is None or message.generation != role.generation:
+                self._replicator.unsealed()  # of a generation that other workers have left by now
                 return
             if message.world_size == role.world_size:
                 self._record_capture(role, message)

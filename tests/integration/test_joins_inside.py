@@ -77,6 +77,33 @@ def test_ranks_that_come_in_change_nothing_of_the_result(
     check_as_alone(pool, told, tmp_path / "grown", tmp_path / "alone")
 
 
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ({"micro": 3}, {}),
+        ({"stream": True}, {"verify_every": 1}),
+    ],
+    ids=["micro-batches that are a whole part in the larger world", "a stream, compared each step"],
+)
+def test_loops_are_the_same_in_both_worlds(
+    pool: Pool, tmp_path: Path, told: dict[str, Any], options: dict[str, Any]
+) -> None:
+    folder = tmp_path / "grown"
+    folder.mkdir()
+    slow = folder / "slow"
+    slow.touch()
+    told = {**TOLD, **told}
+    running = begin(pool, {**told, "slow": str(slow)}, folder, 2, **options)
+    running.until(running.reached(3))
+    change = Change.joined(running, 1)
+    change.send()
+    change.complete()
+    slow.unlink()
+    running.until(running.ended)
+    assert {worker.exit_code for worker in running.workers} == {0}, running.logs()
+    check_as_alone(pool, told, folder, tmp_path / "alone")
+
+
 @pytest.mark.parametrize("every", [None, 2])
 def test_all_ranks_go_on_to_capture_at_the_same_steps(
     pool: Pool, tmp_path: Path, every: int | None

@@ -195,8 +195,8 @@ MUTANTS = (
     Mutant(
         name="nobody who waits is taken",
         file="protocol/leader.py",
-        right="if spare and room > 0 and",
-        wrong="if spare and room > 99 and",
+        right="if room <= 0 or not settled",
+        wrong="if room <= 99 or not settled",
     ),
     Mutant(
         name="who is drained is taken until it has heard of it",
@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant(
         name="a lowered MAX shrinks nothing",
         file="protocol/leader.py",
-        right="if room < 0 and view.control.nnodes is not None:",
+        right="if len(world.members) > policy.max_nodes and view.control.nnodes is not None:",
         wrong="if room < -99:",
     ),
     Mutant(
@@ -518,8 +518,8 @@ MUTANTS = (
     Mutant(
         name="the remnants of a backup are taken into the world",
         file="protocol/leader.py",
-        right="and not (view.missing_since_s or view.remnants):",
-        wrong="and not view.missing_since_s:",
+        right="or view.missing_since_s or view.remnants:",
+        wrong="or view.missing_since_s:",
         unfound="The leader takes remnants for nodes that wait only where each member of its "
         "world is registered, and those are remnants too for as long. Unit tests hold the "
         "rule.",

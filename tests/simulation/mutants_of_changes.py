@@ -8,8 +8,8 @@ MUTANTS_OF_CHANGES = (
     Mutant(
         name="a world has another proposal once its first is withdrawn",
         file="protocol/planned/proposal.py",
-        right="new = view.proposal is None and view.workers.prepared is None",
-        wrong="new = not is_open(view)",
+        right="return view.proposal is None and view.workers.prepared is None",
+        wrong="return not is_open(view)",
     ),
     Mutant(
         name="a world that workers have entered is written over an alarm",

@@ -43,6 +43,11 @@ class Boundary:
     checkpoint_every: int
     snapshot_every: int | None
     verify_every: int | None
+    loss: float | None
+    gradient_norm: float | None
+    """Both of the newest step, as every rank has them."""
+    names_optimizers: bool
+    """True once a backward of this generation was for some of the script's optimizers."""
     loop: Mapping[str, str]
     """The description of the loop that they are in."""
 

@@ -320,6 +320,8 @@ class NextWorld:
 
     def promise(self) -> bool:
         """Returns whether this rank is prepared, which binds it until `decide` is called (NW3)."""
+        if self.joins and (obstacle := self._obstacle_of_joins()):
+            self.give_up(obstacle)
         with self._lock:
             self._offer = self._offer.after(Event.PROMISED)
             return self._offer.stage in (Stage.PROMISED, Stage.RECALLED)

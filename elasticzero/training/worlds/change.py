@@ -49,6 +49,17 @@ from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.worlds.rows import Rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestStep:
+    """Holds what all ranks have alike of the newest step."""
+
+    step: int
+    loss: float | None
+    gradient_norm: float | None
+    names_optimizers: bool
+    """True once a backward of this generation was for some of the script's optimizers."""
+
+
 @dataclass(frozen=True, slots=True)
 class PartsOfWorld:
     """Holds what depends on the world in one rank's training state."""
@@ -202,20 +213,23 @@ class WorldChange:
             parts.auxiliary.set_generators()
         return rows
 
-    def tell_others(self, offer: Offer, step: int, stager: StateStager) -> None:
+    def tell_others(self, offer: Offer, stager: StateStager, numbers: NewestStep) -> None:
         """Tells those that come into a world at which boundary it is entered (WC8): all ranks have
         captured its state, and are bound to go over.
 
         Args:
             offer: The world.
-            step: The step of this boundary.
             stager: Knows what ranks know alike of their captures.
+            numbers: What all ranks have of the newest step, that of this boundary.
         """
         a, place, groups = self._link.assignment, offer.assignment, offer.groups
         if not offer.joins or place is None or place.rank or groups is None:
             return
         boundary = entering.Boundary(
-            step=step,
+            step=numbers.step,
+            loss=numbers.loss,
+            gradient_norm=numbers.gradient_norm,
+            names_optimizers=numbers.names_optimizers,
             captures=stager.known_alike(),
             checkpoint_every=a.checkpoint_every,
             snapshot_every=a.snapshot_every,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from elasticzero.checkpoint.io.reader import Checkpoint
-from elasticzero.comm.worlds.entering import Captures
+from elasticzero.comm.worlds.entering import Boundary
 from elasticzero.data.position import DataPosition
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.parallel import Strategy
@@ -30,8 +30,8 @@ class LoadedState:
     step: int = 0
     position: DataPosition = field(default_factory=DataPosition)
     bytes_read: int = 0
-    captures: Captures | None = None
-    """What the others know of captures, at whose boundary this rank begins; None: all begin."""
+    boundary: Boundary | None = None
+    """The others' boundary, at which this rank begins; None: all begin."""
     stored: bool = True
     """True if the state was stored; False: training begins."""
 
@@ -97,7 +97,7 @@ class StartingState:
         loaded = self._load(source, strategy, auxiliary)
         generators = seeded_generators(assignment.rank, loaded.step, auxiliary.device)
         auxiliary.restore_rng(generators)
-        return replace(loaded, captures=boundary.captures)
+        return replace(loaded, boundary=boundary)
 
     def _load(
         self, source: Checkpoint, strategy: Strategy, auxiliary: AuxiliaryState

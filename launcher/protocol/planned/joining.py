@@ -4,7 +4,7 @@ Pure. Rules:
  PJ1  It starts its workers for the proposal. They run their script up to `session.restore`, beside
       the training of the others, and its report says then that they are ready.
  PJ2  If they cannot come in, or the node is to leave, it withdraws the proposal. Where one is
-      withdrawn its workers still wait for the time to come to a boundary: the others may have
+      withdrawn its workers still wait, for COME_S at most: the others may have
       promised each other to go over before they knew. Then they are ended. The node waits for a
       place as before, and comes in by a stop of all.
  PJ3  Once its workers have gone over to the generation with all others, it does what each of its
@@ -24,7 +24,7 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.documents import Report, World
 from elasticzero.launcher.protocol.drain import exit_deadline_s
-from elasticzero.launcher.protocol.planned.proposal import objection_of_node
+from elasticzero.launcher.protocol.planned.proposal import COME_S, objection_of_node
 from elasticzero.launcher.protocol.planned.switch import after_switch
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View
@@ -49,7 +49,7 @@ def come_in(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
         return after_switch(view, world, now_s, policy)
     if proposal.withdrawn:
         since_s = view.proposal_s if view.proposal_s is not None else now_s
-        waits = workers.running and not workers.failed and now_s - since_s < policy.stop_s
+        waits = workers.running and not workers.failed and now_s - since_s < COME_S
         gone = view.notice is not None and now_s >= exit_deadline_s(view.notice)
         text = f"the change inside the loop is withdrawn: {proposal.withdrawn}"
         return wait(text) if prepared and waits and not gone else None

@@ -95,8 +95,7 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
         now_s: Present time, on the clock of the view's times.
         policy: Limits and times, with operators' changes.
     """
-    new = view.proposal is None and view.workers.prepared is None
-    if not new or not possible(world, policy) or not _is_steady(view):
+    if not _is_first(view) or not possible(world, policy) or not _is_steady(view):
         return None
     reports = _reports(view, world)
     lowered = view.control.nnodes is not None and len(world.members) > policy.max_nodes
@@ -139,6 +138,11 @@ def propose(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
     return Decision((WriteProposal(proposal),), f"{reason}: {how}")
 
 
+def _is_first(view: View) -> bool:
+    """Returns whether the world has had no proposal yet, as far as this agent sees (PL3)."""
+    return view.proposal is None and view.workers.prepared is None
+
+
 def is_about_to_propose(view: View, world: World, now_s: float, policy: JobPolicy) -> bool:
     """Returns whether the leader waits with a stop for another size of the world, because what a
     proposal needs may be about to come: reports of members, a snapshot.
@@ -149,8 +153,7 @@ def is_about_to_propose(view: View, world: World, now_s: float, policy: JobPolic
         now_s: Present time, on the clock of the view's times.
         policy: Limits and times, with operators' changes.
     """
-    new = view.proposal is None and view.workers.prepared is None
-    return new and possible(world, policy) and now_s < proposes_until_s(view, now_s)
+    return _is_first(view) and possible(world, policy) and now_s < proposes_until_s(view, now_s)
 
 
 def proposes_until_s(view: View, now_s: float) -> float:

@@ -212,7 +212,7 @@ def test_workers_wait_for_a_while_though_the_proposal_is_withdrawn() -> None:
     dead = replace(READY, withdrawn="no")
     waits = of_spare(WAITS, proposal=dead, my_report=SAID)
     assert actions_of(waits, policy=FOUR) == []
-    (action,) = actions_of(replace(waits, proposal_s=NOW - FOUR.stop_s), policy=FOUR)
+    (action,) = actions_of(replace(waits, proposal_s=NOW - COME_S), policy=FOUR)
     assert isinstance(action, KillWorkers)
     failed = replace(WAITS, failure=Failure(rank=3, blame="user", message="bad"))
     (action,) = actions_of(replace(waits, workers=failed), policy=FOUR)
