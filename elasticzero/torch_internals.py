@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import ReferenceType, WeakMethod, WeakSet, finalize, ref
 
 import torch
@@ -95,6 +95,7 @@ __all__ = [
     "order_hooks",
     "parameters_of",
     "replace_default_group",
+    "replace_init",
     "script_groups",
     "sharing_tensors",
     "unsaved_buffers_of",
@@ -204,6 +205,13 @@ def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> 
     if before is not None:
         before._set_group_desc(OWN_GROUP)
     c10d._update_default_pg(group)
+
+
+def replace_init(function: Callable[..., None]) -> Callable[[], object]:
+    """Has `init_process_group` of torch be this function; returns what puts torch's own back."""
+    before = dist.init_process_group
+    cast(Any, dist.distributed_c10d).init_process_group = dist.init_process_group = function
+    return lambda: replace_init(before)
 
 
 def script_groups() -> list[dist.ProcessGroup]:

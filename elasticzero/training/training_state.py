@@ -83,6 +83,10 @@ class TrainingState:
         self._link = link
         self._groups = groups
         self._exchange = ControlExchange(groups)
+        self.script_exchanges = False
+        """The script has called collectives between the restore and its first loop."""
+        self._begun: tuple[int, int] | None = None
+        """Number of collectives that had begun at the restore; None: a loop has begun since."""
         self._promised = False
         """The word of this step says that this rank is prepared for the next world."""
         self._shared = SharedState(groups, model.auxiliary, link)
@@ -109,6 +113,7 @@ class TrainingState:
         self.stager.begin(copy, None if boundary is None else boundary.captures)
         self._verifier.begin(self.step, verified=boundary is None)
         self._tracker.record(StepEvent.LOADED)
+        self._begun = None if self._groups is None else self._groups.begun
         self.copy = copy  # last: where one of these fails, the state is not restored
         return loaded.bytes_read
 
@@ -470,6 +475,9 @@ class TrainingState:
     def come_in(self) -> None:
         """Has this rank take part in the world that it comes into inside of the others' loops, as
         its own goes on; nothing where it does."""
+        at_restore, self._begun = self._begun, None
+        if at_restore is not None and self._groups is not None:
+            self.script_exchanges |= self._groups.begun != at_restore
         if self._newcomer is not None and self._newcomer.join():
             self._call_functions()
 

@@ -61,7 +61,7 @@ class Generation:
         self._prepared: Prepared | None = None
         self.began_s = self.entered_s = time.monotonic()
         self.obstacle_of_joins = ""
-        """Why no rank can come into this world inside of a loop; empty: it can."""
+        """Says which call of the script outside of loops needs all ranks; empty: none."""
         self.groups: ProcessGroups | None = None
         """The process groups; None without an agent."""
         self.on_world_change: list[Callable[[], object]] = []
@@ -117,6 +117,12 @@ class Generation:
         if self.link.assignment.changes_inside and self.link.assignment.one_release:
             self._next = NextWorld(self.link, self._obstacle_of_process())
             self.link.on_change(self._next.receive)
+
+    def _obstacle_of_joins(self) -> str:
+        """Returns why no rank can come into this world inside of a loop; empty: it can."""
+        exchanges = self.training is not None and self.training.script_exchanges
+        text = "the script calls collectives of its own between session.restore and its loop"
+        return self.obstacle_of_joins or (text if exchanges else "")
 
     def _digests(self) -> Sequence[int]:
         return () if self._comparison is None else self._comparison.digests
@@ -197,7 +203,7 @@ class Generation:
         if self._next is not None:
             a, strategy = self.link.assignment, self.training.strategy
             why = obstacle(a, strategy, rehearses=self.training.probe is not None)
-            self._next.admit(why, self._introduce, lambda: self.obstacle_of_joins)
+            self._next.admit(why, self._introduce, self._obstacle_of_joins)
         self.link.send(
             Restored(
                 step=self.training.step,

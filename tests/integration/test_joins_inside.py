@@ -109,13 +109,16 @@ def test_all_ranks_go_on_to_capture_at_the_same_steps(
     pool: Pool, tmp_path: Path, every: int | None
 ) -> None:
     """By an interval that rank 0 has chosen, or by one that was given; and they verify replicas."""
-    told = {**TOLD, "epochs": 8, "pause": 0.01}
+    slow = tmp_path / "slow"
+    slow.touch()
+    told = {**TOLD, "epochs": 8, "pause": 0.01, "slow": str(slow)}
     options = {"snapshot_every": every, "checkpoint_dir": str(tmp_path / "saved")}
     running = begin(pool, told, tmp_path, 2, strategy="zero1", checkpoint_every=5, **options)
     running.until(running.reached(12))
     change = Change.joined(running, 1, snapshot_every=every, checkpoint_every=3)
     change.send()
     step = change.complete()
+    slow.unlink()
     running.until(running.ended)
     assert {worker.exit_code for worker in running.workers} == {0}, running.logs()
     taken = [{m.step for m in w.all(Captured) if m.step > step} for w in running.workers]
@@ -159,6 +162,33 @@ def test_ranks_that_would_call_together_what_a_newcomer_calls_alone_say_so(
     running.until(lambda: len(change.failures()) == 2)
     reasons = {failure.reason for failure in change.failures()}
     assert len(reasons) == 1 and "session.evaluate" in reasons.pop()
+    running.kill()
+
+
+@pytest.mark.parametrize(
+    ("meets", "who", "message"),
+    [
+        ("with others", 0, "collectives of its own"),
+        ("early", 2, "init_process_group"),
+    ],
+)
+def test_scripts_that_meet_by_torch_come_in_by_a_stop(
+    pool: Pool, tmp_path: Path, meets: str, who: int, message: str
+) -> None:
+    """As libraries do where the environment names several ranks."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    running = begin(pool, {**TOLD, "slow": str(slow), "meets": meets}, tmp_path, 2)
+    running.until(running.reached(3))
+    if who == 0:
+        change = Change.joined(running, 1)
+        change.send()
+        running.until(lambda: bool(change.failures()))
+        assert message in change.failures()[0].reason
+    else:
+        Change.joined(running, 1, waits=False)
+        running.until(lambda: running.workers[2].exit_code is not None)
+        assert message in running.workers[2].last(Failed).message
     running.kill()
 
 

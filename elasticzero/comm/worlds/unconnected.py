@@ -4,12 +4,13 @@ Such a rank lays its model over the world before it is connected to it, and goes
 from the restored state to its loop while the others compute. Rules:
  UC1  Where ranks agree on numbers, the answer is what it would be if all others gave the same ones.
       What must be equal is compared with what the others tell (`entering`).
- UC2  What the others would have to take part in is refused.
+ UC2  What the others would have to take part in is refused, also a meeting by torch's own means,
+      which libraries call where the environment names several ranks and no group is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from elasticzero.comm.process_group import WORLD, ProcessGroups
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import EntryRefused
 from elasticzero.rank_groups.group import RankGroup
+from elasticzero.torch_internals import replace_init
 
 ALIKE = frozenset({Call.STEP, Call.PREPARE, Call.LOOP})
 """The calls that a rank may make before it has entered its loop."""
@@ -28,6 +30,18 @@ def unconnected(info: RankInfo) -> ProcessGroups:
     """Returns the groups of a rank that is not connected to the others, on the CPU."""
     world = RankGroup(WORLD, range(info.world_size), None)
     return ProcessGroups(info, torch.device("cpu"), UnconnectedTree(), world)
+
+
+def refuse_meetings() -> Callable[[], object]:
+    """Has `init_process_group` raise `EntryRefused`; returns what ends that."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise EntryRefused(
+            "the script, or a library, calls torch.distributed.init_process_group before its loop, "
+            "where no other rank would meet this one"
+        )
+
+    return replace_init(refuse)
 
 
 class UnconnectedTree(MaxTree):

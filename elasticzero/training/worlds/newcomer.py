@@ -21,6 +21,7 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rendezvous import ClosableStore, RankInfo
 from elasticzero.comm.worlds import entering
 from elasticzero.comm.worlds.next_world import connect_beside
+from elasticzero.comm.worlds.unconnected import refuse_meetings
 from elasticzero.errors import ElasticZeroError, EntryRefused
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Resume
@@ -47,6 +48,7 @@ class Newcomer:
             check: Raises `EntryRefused` where what rank 0 tells is not so on this rank.
         """
         self._link, self._groups, self._check = link, groups, check
+        self._allow_meetings = refuse_meetings()
         self._connected: ProcessGroups | None = None
         self.boundary: entering.Boundary | None = None
         """The boundary at which the others have gone over; None: they have not."""
@@ -141,6 +143,7 @@ class Newcomer:
         connected, self._connected = self._connected, None
         if connected is None or self.boundary is None:
             return False
+        self._allow_meetings()
         self._groups.connect_as(connected)
         seconds = time.monotonic() - self._told_s
         token, step = self._link.assignment.token, self.boundary.step
