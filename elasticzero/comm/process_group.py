@@ -384,7 +384,7 @@ class ProcessGroups:
                     tensor.copy_(part.view(tensor.shape))
 
     @property
-    def begun(self) -> tuple[int, int] | None:
+    def collective_count(self) -> tuple[int, int] | None:
         """Returns how many collectives of the group of all ranks have begun here; None: that is not
         known, or this rank is not connected."""
         return collectives_begun(self.world.process_group) if self.world.is_connected else None

@@ -85,7 +85,7 @@ class TrainingState:
         self._exchange = ControlExchange(groups)
         self.script_exchanges = False
         """The script has called collectives between the restore and its first loop."""
-        self._begun: tuple[int, int] | None = None
+        self._count_at_restore: tuple[int, int] | None = None
         """Number of collectives that had begun at the restore; None: a loop has begun since."""
         self._promised = False
         """The word of this step says that this rank is prepared for the next world."""
@@ -113,7 +113,7 @@ class TrainingState:
         self.stager.begin(copy, None if boundary is None else boundary.captures)
         self._verifier.begin(self.step, verified=boundary is None)
         self._tracker.record(StepEvent.LOADED)
-        self._begun = None if self._groups is None else self._groups.begun
+        self._count_at_restore = None if self._groups is None else self._groups.collective_count
         self.copy = copy  # last: where one of these fails, the state is not restored
         return loaded.bytes_read
 
@@ -475,9 +475,9 @@ class TrainingState:
     def come_in(self) -> None:
         """Has this rank take part in the world that it comes into inside of the others' loops, as
         its own goes on; nothing where it does."""
-        at_restore, self._begun = self._begun, None
+        at_restore, self._count_at_restore = self._count_at_restore, None
         if at_restore is not None and self._groups is not None:
-            self.script_exchanges |= self._groups.begun != at_restore
+            self.script_exchanges |= self._groups.collective_count != at_restore
         if self._newcomer is not None and self._newcomer.join():
             self._call_functions()
 

@@ -236,7 +236,7 @@ def test_a_lost_node_says_nothing_and_its_pod_comes_back_late(tmp_path: Path) ->
         pids = pod.container.pids if pod.container is not None else []
         lost_s = time.monotonic()
         cluster.lose_node(pod)
-        assert not any(map(is_alive, pids))
+        wait(cluster, "its processes' ends", lambda: not any(map(is_alive, pids)))
         assert (pod.phase, len(cluster.pods())) == ("Running", 1)
         wait(cluster, "a replacement", lambda: len(cluster.pods()) == 2)
         assert time.monotonic() - lost_s >= 1.5

@@ -50,6 +50,7 @@ class Ranks:
     rank_info = RankInfo(rank=0, world_size=2)
     control_tree = None
     no_collective_since_verified = True
+    collective_count = None
     error: Exception | None = None
 
     def verify_collectives(self) -> None:
