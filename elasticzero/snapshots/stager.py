@@ -16,7 +16,7 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.io.writer import TensorPiece
 from elasticzero.checkpoint.ram.slots import SlotsInUse
 from elasticzero.comm.control import ControlWord
-from elasticzero.comm.worlds.entering import Captures
+from elasticzero.comm.worlds.entering import KnownCaptures
 from elasticzero.errors import ElasticZeroError, LastSaveFailed, NotFinite, StorageError, one_line
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Assignment
@@ -117,14 +117,14 @@ class StateStager:
         decide it; None: they do not."""
         return self._state.held_step
 
-    def known_alike(self) -> Captures:
+    def known_alike(self) -> KnownCaptures:
         """Returns what a rank that comes into this world must know of its captures."""
         schedule = self._state.schedule
-        return Captures(every=schedule.every, back=schedule.held_step)
+        return KnownCaptures(every=schedule.every, back=schedule.held_step)
 
     # Memory.
 
-    def begin(self, copy: BoundaryCopy, others: Captures | None = None) -> None:
+    def begin(self, copy: BoundaryCopy, others: KnownCaptures | None = None) -> None:
         """Begins with the state of `copy`, and reserves memory for its captures meanwhile.
 
         Args:

@@ -11,6 +11,7 @@ from elasticzero.comm.barriers import Call
 from elasticzero.comm.control import ControlExchange, ControlWord
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import SharedState, verify_unless_no_collective
+from elasticzero.comm.worlds.entering import NewestStep
 from elasticzero.comm.worlds.next_world import Offer
 from elasticzero.consistency.replicas import ReplicaVerifier
 from elasticzero.data.position import DataPosition, EpochEnd
@@ -23,7 +24,7 @@ from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.nonfinite_report import all_findings, own_findings, print_skipped
 from elasticzero.training.step_machine import StepEvent, StepOutcome, StepState
 from elasticzero.training.step_tracker import StepTracker
-from elasticzero.training.worlds.change import NewestStep, PartsOfWorld, WorldChange
+from elasticzero.training.worlds.change import PartsOfWorld, WorldChange
 from elasticzero.training.worlds.parts import Captures, LaidModel
 
 
@@ -104,8 +105,9 @@ class TrainingState:
         self.step, self.position = loaded.step, loaded.position
         boundary = loaded.boundary
         if boundary is not None:
-            self.loss, self.gradient_norm = boundary.loss, boundary.gradient_norm
-            self._tracker.note_optimizers(named=boundary.names_optimizers)
+            newest = boundary.newest
+            self.loss, self.gradient_norm = newest.loss, newest.gradient_norm
+            self._tracker.note_optimizers(named=newest.names_optimizers)
             self.requests.go_on(self.position.tagging)
         elif loaded.stored:
             self.requests.resume(self.position.tagging, self.step)

@@ -108,7 +108,7 @@ def test_loops_are_the_same_in_both_worlds(
 def test_all_ranks_go_on_to_capture_at_the_same_steps(
     pool: Pool, tmp_path: Path, every: int | None
 ) -> None:
-    """By an interval that rank 0 has chosen, or by one that was given; and they verify replicas."""
+    """The interval is one that rank 0 has chosen, or one that was given."""
     slow = tmp_path / "slow"
     slow.touch()
     told = {**TOLD, "epochs": 8, "pause": 0.01, "slow": str(slow)}

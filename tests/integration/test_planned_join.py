@@ -22,6 +22,7 @@ from tests.integration.test_planned_leave import (
     check_inside,
     members,
     tiers,
+    train_without,
 )
 from tests.integration.test_preemption import codes_of, job_arguments
 
@@ -139,10 +140,7 @@ def test_etcd_is_away_at_each_line_of_a_planned_join(
         with told.slowed(SLOW_S):
             told.cluster.start_node()
             told.wait(line, lambda: reached(told, line))
-        etcd.kill()
-        step = told.step
-        told.wait_for_step(step + 5)
-        etcd.restart()
+        train_without(etcd, told)
         assert set(told.wait_for_end().values()) == {0}
     assert told.lineage.recomputed == 0, told.logs()
     check_samples(told.lineage, told.directory())

@@ -265,6 +265,14 @@ def test_a_strike_at_each_line_of_a_planned_leave(
     check_weights(checkpoints, reference)
 
 
+def train_without(etcd: EtcdServer, told: Story) -> None:
+    """Has etcd be away for five steps."""
+    etcd.kill()
+    step = told.step
+    told.wait_for_step(step + 5)
+    etcd.restart()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("line", LINES)
@@ -279,10 +287,7 @@ def test_etcd_is_away_at_each_line_of_a_planned_leave(
         leaver = told.node(0)
         told.cluster.drain(leaver)
         told.wait(line, lambda: told.of(line))
-        etcd.kill()
-        step = told.step
-        told.wait_for_step(step + 5)
-        etcd.restart()
+        train_without(etcd, told)
         told.wait("the leaver's end", lambda: not leaver.running)  # before that of the job
         codes_of(told, [leaver])
     assert told.lineage.recomputed == 0, told.logs()

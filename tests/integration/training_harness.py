@@ -243,7 +243,7 @@ class Running:
         self.assignments = assignments
         self._reports_held = reports_held
         self.launch: Launch | None = None
-        """What its workers run."""
+        """The script that its workers run, and how."""
         self.offered: dict[tuple[int, str], Assignment] = {}
         """The assignments of worlds that are entered inside of a loop, by the worker's place among
         the workers and the world's token."""

@@ -24,7 +24,7 @@ SCRIPT, BOUNDARY = "script", "boundary"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captures:
+class KnownCaptures:
     """Holds what ranks know alike of their captures when a world is entered."""
 
     every: int
@@ -34,20 +34,27 @@ class Captures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewestStep:
+    """Holds what all ranks have alike of the newest step."""
+
+    step: int
+    loss: float | None
+    gradient_norm: float | None
+    names_optimizers: bool
+    """True once a backward of this generation was for some of the script's optimizers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
     """Describes the boundary at which the ranks that train have gone over to a world."""
 
-    step: int
-    captures: Captures
-    """What the schedule of captures goes on from."""
+    newest: NewestStep
+    """The step of the boundary."""
+    captures: KnownCaptures
+    """The schedule of captures goes on from them."""
     checkpoint_every: int
     snapshot_every: int | None
     verify_every: int | None
-    loss: float | None
-    gradient_norm: float | None
-    """Both of the newest step, as every rank has them."""
-    names_optimizers: bool
-    """True once a backward of this generation was for some of the script's optimizers."""
     loop: Mapping[str, str]
     """The description of the loop that they are in."""
 

@@ -33,6 +33,7 @@ from elasticzero.comm.control import ControlWord
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import SharedState
 from elasticzero.comm.worlds import entering
+from elasticzero.comm.worlds.entering import NewestStep
 from elasticzero.comm.worlds.next_world import NextWorld, Offer
 from elasticzero.consistency.configuration import Comparison
 from elasticzero.consistency.replicas import ReplicaVerifier
@@ -47,17 +48,6 @@ from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
 from elasticzero.torch_internals import script_groups
 from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.worlds.rows import Rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewestStep:
-    """Holds what all ranks have alike of the newest step."""
-
-    step: int
-    loss: float | None
-    gradient_norm: float | None
-    names_optimizers: bool
-    """True once a backward of this generation was for some of the script's optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,23 +203,20 @@ class WorldChange:
             parts.auxiliary.set_generators()
         return rows
 
-    def tell_others(self, offer: Offer, stager: StateStager, numbers: NewestStep) -> None:
+    def tell_others(self, offer: Offer, stager: StateStager, newest: NewestStep) -> None:
         """Tells those that come into a world at which boundary it is entered (WC8): all ranks have
         captured its state, and are bound to go over.
 
         Args:
             offer: The world.
             stager: Knows what ranks know alike of their captures.
-            numbers: What all ranks have of the newest step, that of this boundary.
+            newest: The step of this boundary.
         """
         a, place, groups = self._link.assignment, offer.assignment, offer.groups
         if not offer.joins or place is None or place.rank or groups is None:
             return
         boundary = entering.Boundary(
-            step=numbers.step,
-            loss=numbers.loss,
-            gradient_norm=numbers.gradient_norm,
-            names_optimizers=numbers.names_optimizers,
+            newest=newest,
             captures=stager.known_alike(),
             checkpoint_every=a.checkpoint_every,
             snapshot_every=a.snapshot_every,

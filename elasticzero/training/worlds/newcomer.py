@@ -79,7 +79,7 @@ class Newcomer:
             a,
             resume=Resume(
                 tier="ram",
-                step=boundary.step,
+                step=boundary.newest.step,
                 generation=a.resume.generation,
                 sources=a.resume.sources,
             ),
@@ -146,7 +146,7 @@ class Newcomer:
         self._allow_meetings()
         self._groups.connect_as(connected)
         seconds = time.monotonic() - self._told_s
-        token, step = self._link.assignment.token, self.boundary.step
+        token, step = self._link.assignment.token, self.boundary.newest.step
         self._link.send(Switched(token=token, step=step, seconds=seconds))
         return True
 

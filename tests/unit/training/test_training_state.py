@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from elasticzero.comm.process_group import CLOSED
 from elasticzero.comm.rendezvous import RankInfo
-from elasticzero.comm.worlds.entering import Captures
+from elasticzero.comm.worlds.entering import KnownCaptures
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.parallel.buckets.plan import BucketPlan
@@ -63,7 +63,7 @@ class Crowded(StateStager):
 
     error: RuntimeError | None = RuntimeError("can't start new thread")
 
-    def begin(self, copy: BoundaryCopy, others: Captures | None = None) -> None:
+    def begin(self, copy: BoundaryCopy, others: KnownCaptures | None = None) -> None:
         error, self.error = self.error, None
         if error is not None:
             raise error
