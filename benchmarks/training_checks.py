@@ -21,7 +21,6 @@ from torch.utils.data import TensorDataset
 from training_ranks import BATCH, BLOCKS, Block, adam
 
 import elasticzero as ez
-from elasticzero import torch_internals
 from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import SharedState
@@ -35,6 +34,7 @@ from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.buffers import ModelBuffers
 from elasticzero.state.rng import RngState
+from elasticzero.torch_internals import hooks
 from elasticzero.training import training_state
 from elasticzero.training.training_state import TrainingState
 
@@ -61,7 +61,7 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (PLACES, zero.FlatBuckets, ("take_changes",)),
     (PLACES, fsdp.FullyPartitioned, ("take_changes",)),
     (VALUES, BoundaryValues, ("mark", "copy", "learn")),
-    (HOOKS, torch_internals.GradientHooks, ("names",)),
+    (HOOKS, hooks.GradientHooks, ("names",)),
     (HOOKS, fsdp, ("check_hooks",)),
     (GRADIENTS, HiddenGradients, ("hide", "show", "require_none")),
     (GRADIENTS, ddp, ("check_frozen",)),

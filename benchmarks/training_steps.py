@@ -16,7 +16,7 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.rank_groups.group import RankGroup
 from elasticzero.spans import Span
 from elasticzero.state.model import NamedModel
-from elasticzero.torch_internals import StepCheck
+from elasticzero.torch_internals.hooks import StepCheck
 
 Step = Callable[[Tensor, Tensor], None]
 """Trains on a batch and its targets with the mean squared error."""

@@ -44,7 +44,7 @@ from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.comm.tls_stream import Stream, TlsStream
 from elasticzero.security.certificates import contexts_of
 from elasticzero.security.proofs import proof
-from elasticzero.torch_internals import PrefixStore, Store
+from elasticzero.torch_internals.groups import PrefixStore, Store
 
 ARITY = 16
 """Maximum number of ranks directly below one rank; 6,400 ranks make four levels."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elasticzero.torch_internals import nccl_backends
+from elasticzero.torch_internals.groups import nccl_backends
 
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_DIST_USE_NCCL2": "0"}
 """Settings that are always made: torch's own watchdog would abort at a peer's death, or end the

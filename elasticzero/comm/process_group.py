@@ -34,7 +34,7 @@ from elasticzero.data.hashing import mix64
 from elasticzero.errors import OperatorError
 from elasticzero.rank_groups.connections import Connections, new_connections, shut_connections
 from elasticzero.rank_groups.group import RankGroup
-from elasticzero.torch_internals import (
+from elasticzero.torch_internals.groups import (
     OWN_GROUP,
     PrefixStore,
     collectives_begun,

@@ -30,7 +30,7 @@ from elasticzero.errors import RetryError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.security.certificates import Credentials
 from elasticzero.text import list_text
-from elasticzero.torch_internals import PrefixStore, TorchStore
+from elasticzero.torch_internals.groups import PrefixStore, TorchStore
 
 log = logging.getLogger(__name__)
 

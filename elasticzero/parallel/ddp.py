@@ -51,7 +51,7 @@ from elasticzero.state.model import (
     RankState,
     Spec,
 )
-from elasticzero.torch_internals import (
+from elasticzero.torch_internals.hooks import (
     GradientHooks,
     call_gradient_hooks,
     without_gradient_hooks,

@@ -63,7 +63,9 @@ from elasticzero.state.model import (
     called_parts,
     spec_of,
 )
-from elasticzero.torch_internals import GradientHooks, counts_of_changes, group_of_one
+from elasticzero.torch_internals.groups import group_of_one
+from elasticzero.torch_internals.hooks import GradientHooks
+from elasticzero.torch_internals.tensors import counts_of_changes
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from elasticzero.parallel.parameter_changes import FixedMemory
 from elasticzero.rank_groups import same_number
 from elasticzero.spans import fsdp_rows
 from elasticzero.state.digests import same_bits
-from elasticzero.torch_internals import without_torch_functions
+from elasticzero.torch_internals.tensors import without_torch_functions
 
 PICKLED_ROWS = (
     "the script pickles a parameter, or what it has computed of one (torch.save), of which each "

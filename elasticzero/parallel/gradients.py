@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.errors import UserError
-from elasticzero.torch_internals import (
+from elasticzero.torch_internals.hooks import (
     GradientReady,
-    call_around_compiling,
     has_hook_of_several,
     with_gradient_hooks,
-    without_torch_functions,
 )
+from elasticzero.torch_internals.tensors import call_around_compiling, without_torch_functions
 
 REFUSED = (
     "the script uses parameters' gradients between session.backward and session.step, where the "

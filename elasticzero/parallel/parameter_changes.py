@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from elasticzero.errors import UserError, one_line
 from elasticzero.rank_groups import same_number
 from elasticzero.state.digests import change_marks, combined, digests
-from elasticzero.torch_internals import (
+from elasticzero.torch_internals.tensors import (
     children_of,
     is_of_storage,
     parameters_of,

@@ -47,7 +47,8 @@ from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieced import PiecedStrategy
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
-from elasticzero.torch_internals import GradientHooks, without_torch_functions
+from elasticzero.torch_internals.hooks import GradientHooks
+from elasticzero.torch_internals.tensors import without_torch_functions
 
 
 class FlatBuckets(PiecedStrategy):

@@ -30,7 +30,7 @@ from elasticzero.rehearsal.records import LiveValue
 from elasticzero.spans import fsdp_rows
 from elasticzero.state.auxiliary import AuxiliaryState, Stateful
 from elasticzero.state.extra_state import KEY
-from elasticzero.torch_internals import buffers_of
+from elasticzero.torch_internals.tensors import buffers_of
 
 PARAMETER, BUFFER, EXTRA_STATE = "parameter", "buffer", "extra state"
 OPTIMIZER, ATTRIBUTE, TRACKED, GENERATOR = (

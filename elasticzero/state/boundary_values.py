@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from elasticzero.state.digests import digests
 from elasticzero.state.model import RankState
-from elasticzero.torch_internals import counts_of_changes, without_torch_functions
+from elasticzero.torch_internals.tensors import counts_of_changes, without_torch_functions
 
 
 class BoundaryValues:

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elasticzero.errors import UserError
 from elasticzero.state.digests import change_marks
-from elasticzero.torch_internals import buffers_of, count_of_changes, unsaved_buffers_of
+from elasticzero.torch_internals.tensors import buffers_of, count_of_changes, unsaved_buffers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from elasticzero.torch_internals import count_of_changes
+from elasticzero.torch_internals.tensors import count_of_changes
 
 COLUMNS = 2048
 _SAMPLED_FROM = 1024

@@ -23,7 +23,7 @@ from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
 from elasticzero.parallel.optimizers.whole_trial import closure_sentence
 from elasticzero.state.model import called_parts
-from elasticzero.torch_internals import order_hooks
+from elasticzero.torch_internals.hooks import order_hooks
 
 Kind = TypeVar("Kind")
 Taken = ParamSpec("Taken")

@@ -24,7 +24,7 @@ from elasticzero.parallel.optimizers.script_optimizers import OutsideParameters
 from elasticzero.rank_groups import same_number
 from elasticzero.state.buffers import BufferCopy, ModelBuffers
 from elasticzero.step_clock import StepClock
-from elasticzero.torch_internals import is_sum_over
+from elasticzero.torch_internals.tensors import is_sum_over
 from elasticzero.training.step_machine import StepEvent, StepPhase, StepState
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState

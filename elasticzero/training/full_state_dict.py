@@ -16,7 +16,7 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.parallel import Strategy
 from elasticzero.state.extra_state import KEY
 from elasticzero.state.model import MODEL, NamedModel
-from elasticzero.torch_internals import buffers_of
+from elasticzero.torch_internals.tensors import buffers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.buffers import unfold_buffers
 from elasticzero.state.model import NamedModel
 from elasticzero.state.script_flags import ScriptFlags
-from elasticzero.torch_internals import order_hooks
+from elasticzero.torch_internals.hooks import order_hooks
 from elasticzero.training import argument_checks
 from elasticzero.training.full_state_dict import StateNames, gather_state_dict
 from elasticzero.training.module_checks import (

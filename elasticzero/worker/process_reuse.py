@@ -24,7 +24,7 @@ from elasticzero.ipc.assignment import torchrun_environment
 from elasticzero.ipc.messages import Waiting
 from elasticzero.processes import children_of, resident_bytes
 from elasticzero.state.rng import RngState
-from elasticzero.torch_internals import script_groups
+from elasticzero.torch_internals.groups import script_groups
 from elasticzero.worker.reuse_rules import Leftovers, reason_not_to_reuse
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elasticzero.launcher.store.etcd.access import Access
     from elasticzero.launcher.torchrun.node import NodePlacement, RendezvousNode, RendezvousRefused
     from elasticzero.launcher.torchrun.rules import RoundLimits
-    from elasticzero.torch_internals import TCPStore
+    from elasticzero.torch_internals.groups import TCPStore
 else:
     RendezvousHandler = object  # `create` registers the class with torch's
 
@@ -284,7 +284,7 @@ class Handler(RendezvousHandler):
 
 def _open(place: NodePlacement) -> TCPStore:
     """Opens the store of a world: the first node serves it, the others connect to it."""
-    from elasticzero.torch_internals import TCPStore
+    from elasticzero.torch_internals.groups import TCPStore
 
     lifetime = timedelta(seconds=STORE_TIMEOUT_S)
     if place.socket is None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elasticzero.security.certificates import Credentials
-from elasticzero.torch_internals import PrefixStore, Store, TorchStore
+from elasticzero.torch_internals.groups import PrefixStore, Store, TorchStore
 from tests.support.certificates import credentials_of
 from tests.support.rank_stores import served
 

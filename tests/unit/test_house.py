@@ -37,7 +37,10 @@ FOR_CONTRIBUTORS = re.compile(
 """Decisions, and targets that are not met."""
 DEFAULT_GROUP_IS_THEIRS = ("elasticzero/integrations/", "checkpoint/api.py")
 """Where a framework or a user has made torch's default group."""
-DEFAULT_GROUP_IS_MADE = ("elasticzero/comm/process_group.py", "elasticzero/torch_internals.py")
+DEFAULT_GROUP_IS_MADE = (
+    "elasticzero/comm/process_group.py",
+    "elasticzero/torch_internals/groups.py",
+)
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:

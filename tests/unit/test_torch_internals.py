@@ -21,9 +21,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import get_worker_info
 
-from elasticzero import torch_internals
 from elasticzero.comm import gloo, nccl
 from elasticzero.processes import thread_states
+from elasticzero.torch_internals import groups, hooks, tensors
 from tests.support.groups import end_groups
 
 
@@ -39,23 +39,23 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def test_groups_and_collectives_are_counted(group: dist.ProcessGroup) -> None:
-    count = torch_internals.collectives_begun(group)
+    count = groups.collectives_begun(group)
     assert count is not None
-    assert torch_internals.collectives_begun(group) == count
+    assert groups.collectives_begun(group) == count
     dist.all_reduce(torch.ones(1))
-    assert torch_internals.collectives_begun(group) == (count[0], count[1] + 1)
-    dist.new_group([0], group_desc=torch_internals.OWN_GROUP)
-    own_group = torch_internals.collectives_begun(group)
+    assert groups.collectives_begun(group) == (count[0], count[1] + 1)
+    dist.new_group([0], group_desc=groups.OWN_GROUP)
+    own_group = groups.collectives_begun(group)
     assert own_group is not None and own_group[0] > count[0]
-    assert torch_internals.script_groups() == []
+    assert groups.script_groups() == []
     of_script = dist.new_group([0])
-    assert torch_internals.script_groups() == [of_script]
-    assert torch_internals.collectives_begun(group) is None
+    assert groups.script_groups() == [of_script]
+    assert groups.collectives_begun(group) is None
 
 
 def test_the_backend_of_a_group_has_its_name(group: dist.ProcessGroup) -> None:
     assert group._get_backend(torch.device("cpu")).name() == "gloo"
-    assert list(torch_internals.nccl_backends([group])) == []
+    assert list(groups.nccl_backends([group])) == []
 
 
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="torch has one NCCL backend")
@@ -76,29 +76,29 @@ def test_threads_of_gloo_have_the_name_that_is_waited_for(group: dist.ProcessGro
 
 def test_a_process_is_a_data_worker_as_torch_sees_it() -> None:
     dataset: Any = [1, 2]
-    torch_internals.as_data_worker(1, 3, dataset)
+    tensors.as_data_worker(1, 3, dataset)
     try:
         info = get_worker_info()
         assert info is not None
         assert (info.id, info.num_workers) == (1, 3)
         assert info.dataset is dataset
     finally:
-        torch_internals.as_data_worker(0, 0, None)
+        tensors.as_data_worker(0, 0, None)
     assert get_worker_info() is None
 
 
 def test_tensors_of_a_storage_and_their_changes_are_counted() -> None:
     whole = torch.zeros(4)
-    assert torch_internals.sharing_tensors(whole) == 1
+    assert tensors.sharing_tensors(whole) == 1
     part = whole[1:]
-    assert torch_internals.sharing_tensors(whole) == torch_internals.sharing_tensors(part) == 2
-    assert torch_internals.is_of_storage(part, whole.untyped_storage())
-    assert not torch_internals.is_of_storage(torch.zeros(1), whole.untyped_storage())
-    count = torch_internals.count_of_changes(whole)
+    assert tensors.sharing_tensors(whole) == tensors.sharing_tensors(part) == 2
+    assert tensors.is_of_storage(part, whole.untyped_storage())
+    assert not tensors.is_of_storage(torch.zeros(1), whole.untyped_storage())
+    count = tensors.count_of_changes(whole)
     part.add_(1)
-    assert torch_internals.counts_of_changes([whole, part]) == [count + 1, count + 1]
+    assert tensors.counts_of_changes([whole, part]) == [count + 1, count + 1]
     with torch.inference_mode():
-        assert torch_internals.count_of_changes(torch.zeros(1)) == 0
+        assert tensors.count_of_changes(torch.zeros(1)) == 0
 
 
 def test_what_a_module_has_registered_is_found() -> None:
@@ -106,10 +106,10 @@ def test_what_a_module_has_registered_is_found() -> None:
     module.weight, module.child = nn.Parameter(torch.ones(1)), nn.ReLU()
     module.register_buffer("kept", torch.ones(1))
     module.register_buffer("unsaved", torch.ones(1), persistent=False)
-    assert list(torch_internals.parameters_of(module)) == ["weight"]
-    assert list(torch_internals.children_of(module)) == ["child"]
-    assert list(torch_internals.buffers_of(module)) == ["kept", "unsaved"]
-    assert torch_internals.unsaved_buffers_of(module) == {"unsaved"}
+    assert list(tensors.parameters_of(module)) == ["weight"]
+    assert list(tensors.children_of(module)) == ["child"]
+    assert list(tensors.buffers_of(module)) == ["kept", "unsaved"]
+    assert tensors.unsaved_buffers_of(module) == {"unsaved"}
 
 
 Register = Callable[[torch.optim.Optimizer], Any]
@@ -128,16 +128,16 @@ Register = Callable[[torch.optim.Optimizer], Any]
 )
 def test_hooks_of_an_optimizer_are_found(register: Register, at_step: bool) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    assert not torch_internals.has_step_hooks(optimizer)
-    assert not torch_internals.has_state_dict_hooks(optimizer)
+    assert not hooks.has_step_hooks(optimizer)
+    assert not hooks.has_state_dict_hooks(optimizer)
     handle = register(optimizer)
     try:
-        assert torch_internals.has_step_hooks(optimizer) == at_step
-        assert torch_internals.has_state_dict_hooks(optimizer) != at_step
+        assert hooks.has_step_hooks(optimizer) == at_step
+        assert hooks.has_state_dict_hooks(optimizer) != at_step
     finally:
         handle.remove()
-    assert not torch_internals.has_step_hooks(optimizer)
-    assert not torch_internals.has_state_dict_hooks(optimizer)
+    assert not hooks.has_step_hooks(optimizer)
+    assert not hooks.has_state_dict_hooks(optimizer)
 
 
 class Counted(Tensor):
@@ -168,7 +168,7 @@ class Counted(Tensor):
 def test_a_sum_over_samples_is_told_from_their_mean(
     loss: Callable[[Tensor], Tensor], is_sum: bool
 ) -> None:
-    assert torch_internals.is_sum_over(loss(torch.ones(4, 3, requires_grad=True)), 4) is is_sum
+    assert tensors.is_sum_over(loss(torch.ones(4, 3, requires_grad=True)), 4) is is_sum
 
 
 def test_a_subclass_of_a_tensor_is_not_called_where_it_must_not() -> None:
@@ -176,19 +176,19 @@ def test_a_subclass_of_a_tensor_is_not_called_where_it_must_not() -> None:
     assert tensor.requires_grad is False
     before = Counted.calls
     assert before > 0
-    with torch_internals.without_torch_functions():
+    with tensors.without_torch_functions():
         assert tensor.requires_grad is False
     assert Counted.calls == before
 
 
 def test_a_group_beside_others_becomes_the_default_group(group: dist.ProcessGroup) -> None:
     store = dist.HashStore()
-    beside = torch_internals.group_beside(store, 0, 1, timedelta(seconds=30))
+    beside = groups.group_beside(store, 0, 1, timedelta(seconds=30))
     values = torch.ones(2)
     beside.allreduce([values]).wait()
-    assert dist.group.WORLD is group and torch_internals.script_groups() == []
-    torch_internals.replace_default_group(beside, "beside", store)
-    assert dist.group.WORLD is beside and torch_internals.script_groups() == []
+    assert dist.group.WORLD is group and groups.script_groups() == []
+    groups.replace_default_group(beside, "beside", store)
+    assert dist.group.WORLD is beside and groups.script_groups() == []
     dist.all_reduce(values)
     dist.broadcast(values, 0, group=beside)
     gloo.destroy_process_group(group)
@@ -204,7 +204,7 @@ def test_a_check_of_steps_may_end_within_a_step() -> None:
     class Owner:
         def __init__(self, others: list[Owner]) -> None:
             self.others, self.calls = others, 0
-            torch_internals.AnyStepCheck(self.check)
+            hooks.AnyStepCheck(self.check)
 
         def check(self, optimizer: torch.optim.Optimizer) -> None:
             self.calls += 1

@@ -21,7 +21,7 @@ from typing import cast
 from elasticzero.comm.gloo import published_address
 from elasticzero.comm.store.client import RankStore
 from elasticzero.rank_groups.connections import Connections
-from elasticzero.torch_internals import PythonStore, TorchStore
+from elasticzero.torch_internals.groups import PythonStore, TorchStore
 
 
 class AddressedStore(PythonStore):

@@ -38,7 +38,7 @@ from elasticzero.comm.store.wire import (
 from elasticzero.comm.tls_stream import TlsStream
 from elasticzero.security.certificates import Credentials, contexts_of
 from elasticzero.text import list_text
-from elasticzero.torch_internals import PythonStore
+from elasticzero.torch_internals.groups import PythonStore
 
 ANSWER_S = 10.0
 """Time in seconds that an answer may take beyond the limit of what it waits for. A server that is

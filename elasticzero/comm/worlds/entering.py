@@ -18,7 +18,7 @@ from datetime import timedelta
 from elasticzero.comm.rendezvous import ClosableStore
 from elasticzero.comm.store.addressed import AddressedStore
 from elasticzero.serialization import decode, encode, parse_json
-from elasticzero.torch_internals import PrefixStore
+from elasticzero.torch_internals.groups import PrefixStore
 
 SCRIPT, BOUNDARY = "script", "boundary"
 

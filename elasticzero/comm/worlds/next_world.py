@@ -40,7 +40,7 @@ from elasticzero.ipc.agent_client import AgentClient, close_store_of
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import Prepare, PrepareFailed, Withdraw
 from elasticzero.rank_groups.group import RankGroup
-from elasticzero.torch_internals import PrefixStore, group_beside
+from elasticzero.torch_internals.groups import PrefixStore, group_beside
 
 CONNECT_S = 8.0
 """Time in seconds within which the ranks of the next world must connect. Agents give up after a

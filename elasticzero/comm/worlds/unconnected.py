@@ -20,7 +20,7 @@ from elasticzero.comm.process_group import WORLD, ProcessGroups
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import EntryRefused
 from elasticzero.rank_groups.group import RankGroup
-from elasticzero.torch_internals import replace_init
+from elasticzero.torch_internals.groups import replace_init
 
 ALIKE = frozenset({Call.STEP, Call.PREPARE, Call.LOOP})
 """The calls that a rank may make before it has entered its loop."""

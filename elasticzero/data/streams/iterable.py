@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from elasticzero.torch_internals import as_data_worker
+from elasticzero.torch_internals.tensors import as_data_worker
 
 
 class WholeDataset:

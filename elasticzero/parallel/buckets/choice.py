@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from elasticzero.options.settings import BucketBytes
 from elasticzero.parallel.buckets.plan import DEFAULT_PLAN, BucketPlan, order_of
 from elasticzero.serialization import decode, encode
-from elasticzero.torch_internals import GradientReady
+from elasticzero.torch_internals.hooks import GradientReady
 
 SHARED = "buckets/order"
 """The name of the order among what rank 0 gives all ranks."""

@@ -20,7 +20,7 @@ from elasticzero.parallel.buckets.exchange import begin_all_gather, is_launched
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.step_clock import wait_for
-from elasticzero.torch_internals import call_around_compiling
+from elasticzero.torch_internals.tensors import call_around_compiling
 
 _WAIT = "_elasticzero_wait"
 

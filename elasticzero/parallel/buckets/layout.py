@@ -32,7 +32,7 @@ from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGr
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import lie_at, memory_of, moved
 from elasticzero.spans import Span, intersect
-from elasticzero.torch_internals import sharing_tensors
+from elasticzero.torch_internals.tensors import sharing_tensors
 
 BUCKET_BYTES = FLAT_BUCKET_BYTES
 

@@ -49,7 +49,7 @@ from torch.utils.hooks import RemovableHandle
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.buckets.exchange import is_launched
-from elasticzero.torch_internals import GradientReady
+from elasticzero.torch_internals.hooks import GradientReady
 
 
 class Intake(Enum):

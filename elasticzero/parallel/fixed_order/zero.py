@@ -39,7 +39,7 @@ from elasticzero.state.model import (
     Spec,
     spec_of,
 )
-from elasticzero.torch_internals import GradientHooks
+from elasticzero.torch_internals.hooks import GradientHooks
 
 
 class WholeParameters(PiecedStrategy):

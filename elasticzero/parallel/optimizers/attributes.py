@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elasticzero.torch_internals import count_of_changes, drop_step_hooks
+from elasticzero.torch_internals.hooks import drop_step_hooks
+from elasticzero.torch_internals.tensors import count_of_changes
 
 TORCH_OWN = frozenset({"state", "param_groups", "defaults", "step", "zero_grad", "add_param_group"})
 """Attributes that are torch's, a scheduler's or the session's, besides those with a prefix."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elasticzero.parallel.optimizers.groups import Optimizers
 from elasticzero.parallel.optimizers.pieces import ParameterPiece
-from elasticzero.torch_internals import has_step_hooks
+from elasticzero.torch_internals.hooks import has_step_hooks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,7 +39,7 @@ from elasticzero.parallel.optimizers.whole_trial import (
 )
 from elasticzero.state.digests import of_value
 from elasticzero.state.model import NamedModel, Spec, spec_of
-from elasticzero.torch_internals import step_hooks
+from elasticzero.torch_internals.hooks import step_hooks
 
 MadeOptimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """A script's factory returns this: an optimizer, or several of them by name."""

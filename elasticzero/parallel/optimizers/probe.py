@@ -46,7 +46,7 @@ from elasticzero.parallel.optimizers.state import (
     working_dtype,
 )
 from elasticzero.state.model import Spec, spec_of
-from elasticzero.torch_internals import drop_step_hooks
+from elasticzero.torch_internals.hooks import drop_step_hooks
 
 CUT_SHAPE = (2, 3)
 CUT_AT = 4

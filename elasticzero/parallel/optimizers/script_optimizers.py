@@ -12,12 +12,8 @@ from torch import Tensor, nn
 
 from elasticzero.errors import UserError
 from elasticzero.parallel.optimizers.state_dicts import unchanged_groups
-from elasticzero.torch_internals import (
-    AnyStepCheck,
-    NewOptimizers,
-    StepCheck,
-    reached_parameters,
-)
+from elasticzero.torch_internals.hooks import AnyStepCheck, NewOptimizers, StepCheck
+from elasticzero.torch_internals.tensors import reached_parameters
 
 
 def take_over_optimizer(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.parallel.optimizers.probe import FAILURES
-from elasticzero.torch_internals import has_state_dict_hooks
+from elasticzero.torch_internals.hooks import has_state_dict_hooks
 
 
 def changes_state_dict(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elasticzero.torch_internals import count_of_changes
+from elasticzero.torch_internals.tensors import count_of_changes
 
 
 def state_marks(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:

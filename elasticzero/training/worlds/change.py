@@ -45,7 +45,7 @@ from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.snapshots.restore import seeded_generators
 from elasticzero.snapshots.stager import StateStager
 from elasticzero.state.auxiliary import AuxiliaryState, BoundaryCopy
-from elasticzero.torch_internals import script_groups
+from elasticzero.torch_internals.groups import script_groups
 from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.worlds.rows import Rows
 

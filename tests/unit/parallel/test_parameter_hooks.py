@@ -15,7 +15,7 @@ from elasticzero.parallel.gradients import check_hooks, check_hooks_of_several
 from elasticzero.parallel.optimizers.groups import open_optimizers
 from elasticzero.parallel.parameter_changes import ForwardChanges
 from elasticzero.state.model import NamedModel
-from elasticzero.torch_internals import (
+from elasticzero.torch_internals.hooks import (
     GradientHooks,
     GradientReady,
     call_gradient_hooks,

@@ -14,7 +14,7 @@ import pytest
 from elasticzero.comm.gloo import published_address
 from elasticzero.comm.store.addressed import AddressedStore
 from elasticzero.rank_groups.connections import Address
-from elasticzero.torch_internals import PrefixStore, TorchStore
+from elasticzero.torch_internals.groups import PrefixStore, TorchStore
 from tests.support.rank_stores import Served, served
 
 HOST = b"node-17.example"

@@ -23,7 +23,7 @@ from elasticzero.parallel.optimizers.script_optimizers import (
     OutsideParameters,
     take_over_optimizer,
 )
-from elasticzero.torch_internals import has_step_hooks
+from elasticzero.torch_internals.hooks import has_step_hooks
 
 
 def test_an_optimizer_is_stepped_by_the_session_alone_and_in_parts() -> None:

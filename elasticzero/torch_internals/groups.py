@@ -1,0 +1,171 @@
+"""Gives access to what torch does not offer in public of process groups and stores.
+
+Check after an upgrade of torch:
+ - `torch._C._distributed_c10d` has the stores, which `torch.distributed` does not declare to type
+   checkers;
+ - torch's C++ calls the methods of a store that is a class of Python by the names that they have
+   there, but for `deleteKey` and `getNumKeys`; `tests/unit/comm/store` calls all of them so;
+ - `_world.pg_map` has every process group of this process as a key, the default one too;
+ - `_world.group_count` grows with every group that is made;
+ - a `ProcessGroup` with a backend of gloo needs no entry in `_world` for its own methods, and may
+   become the default group by entries in the tables of `_world` that `replace_default_group` fills,
+   after which `destroy_process_group` ends the one before alone;
+ - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
+ - `_get_backend(device)` gives the NCCL backend, which has `name`, `abort` and, from torch 2.7 on,
+   `get_error`. `make gpu` runs all of these;
+ - with `TORCH_DIST_USE_NCCL2=0` in the environment before the first group is made, `nccl` is the
+   backend of before torch 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+__all__ = ["PrefixStore", "Store", "TCPStore"]
+
+
+OWN_GROUP = "elasticzero"
+"""Description of the process groups that are not the script's."""
+
+
+class PythonStore(Store):
+    """Base class of a store in Python that torch's process groups call from C++.
+
+    A reference of C++ does not keep the object of Python, without which a call from C++ fails.
+    """
+
+    @property
+    def default_timeout(self) -> timedelta:
+        """Returns how long a wait takes that has no limit of its own; `set_timeout` sets it."""
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout
+
+    def deleteKey(self, key: str) -> bool:
+        return self.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        return self.num_keys()
+
+    def has_extended_api(self) -> bool:
+        """Returns True: the store has `append`, `multi_get` and `multi_set`."""
+        return True
+
+    def clone(self) -> PythonStore:
+        """Returns this store, which several threads may use."""
+        return self
+
+
+class TorchStore(TCPStore):
+    """torch's own store, with what ours has besides."""
+
+    @property
+    def default_timeout(self) -> timedelta:
+        """Returns how long a wait takes that has no limit of its own."""
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout
+
+    def close(self) -> None:
+        """Does nothing: torch closes a store with the last reference to it."""
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """Returns torch's default group of a process that trains alone, which is made if there is
+    none: FSDP2 takes no process without a group."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def group_beside(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Returns a group over gloo that torch has no record of, beside those that it has; any thread
+    may make it.
+
+    Its own methods are its collectives. The functions of `torch.distributed` take it once
+    `replace_default_group` was called.
+
+    Args:
+        store: The store at which its ranks meet.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        timeout: Time limit of its collectives.
+    """
+    backend_type = dist.ProcessGroup.BackendType.GLOO
+    backend = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, world_size, timeout)
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(backend_type)
+    group._register_backend(torch.device("cpu"), backend_type, backend)
+    group._set_group_desc(OWN_GROUP)
+    return group
+
+
+def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> None:
+    """Makes a group of `group_beside` torch's default group; the one before stays one of this
+    package's, until it is destroyed.
+
+    Args:
+        group: The new default group, of all ranks.
+        name: A name that no other group of this process has.
+        store: The store at which its ranks have met.
+    """
+    c10d: Any = dist.distributed_c10d
+    world, before = c10d._world, dist.group.WORLD
+    tag = f"ptd:{name}"
+    named: Any = group
+    named._set_group_name(name)
+    world.pg_map[group] = "gloo", store
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend("gloo")))
+    world.pg_to_tag[group] = tag
+    for label in ("", tag):
+        world.tags_to_pg.setdefault(label, []).append(group)
+    c10d._register_process_group(name, group)
+    if before is not None:
+        before._set_group_desc(OWN_GROUP)
+    c10d._update_default_pg(group)
+
+
+def replace_init(function: Callable[..., None]) -> Callable[[], object]:
+    """Has `init_process_group` of torch be this function; returns what puts torch's own back."""
+    before = dist.init_process_group
+    cast(Any, dist.distributed_c10d).init_process_group = dist.init_process_group = function
+    return lambda: replace_init(before)
+
+
+def script_groups() -> list[dist.ProcessGroup]:
+    """Returns the process groups that the script has made."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return [g for g in groups if g is not dist.group.WORLD and g.group_desc != OWN_GROUP]
+
+
+def collectives_begun(group: dist.ProcessGroup) -> tuple[int, int] | None:
+    """Returns (groups made, collectives of this group begun) so far.
+
+    Returns None if the script has groups of its own, which are not counted.
+    """
+    if script_groups():
+        return None
+    collectives = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return dist.distributed_c10d._world.group_count, int(collectives)
+
+
+def nccl_backends(groups: Iterable[dist.ProcessGroup]) -> Iterator[Any]:
+    """Returns the NCCL backend of each of these process groups that has one."""
+    for group in groups:
+        with suppress(RuntimeError):
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                yield backend
