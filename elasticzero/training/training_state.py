@@ -507,6 +507,7 @@ class TrainingState:
             raise GenerationEnded(FLAG_REASONS[FLAG_LEAVE], switched=offer.token)
         self.rows = change.enter(offer, self.step, parts)
         self.copy = replace(self.copy, rng=self.auxiliary.generators())
+        self.values.mark()  # parameters may lie elsewhere now
         seconds = time.monotonic() - began_s
         self._link.send(Switched(token=offer.token, step=self.step, seconds=seconds))
         self._call_functions()

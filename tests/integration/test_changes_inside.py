@@ -229,6 +229,20 @@ def test_a_rank_that_is_killed_at_the_change_costs_no_step(
     check_equal(TOLD, result(tmp_path), result(alone))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_the_boundary_of_a_change_that_no_function_hears_of_is_there_in_the_step_after(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    """Parameters that lie in the buckets of another world are not changed."""
+    told = {**TOLD, "die": [0, "in the first step"], "unheard": True}
+    running = begin(pool, told, tmp_path, 3, strategy=strategy, snapshot_every=0)
+    running.until(running.reached(3))
+    change = Change.without(running, [2])
+    change.send()
+    running.until(running.ended)
+    assert running.workers[1].last(Stopping).clean
+
+
 @pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("place", "where", "generation"),

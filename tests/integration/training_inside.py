@@ -4,8 +4,8 @@ Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a 
 will slow (a file: while it exists steps last longer), micro, virtual (samples of a slice, with
 which there are dropout and a BatchNorm), clip, weighted, gather, stream, workers, optimizer (a name
 in OPTIMIZERS), odd (an Odd model), half (parameters of 16 bits), views (the script keeps tensors
-that share memory with parameters), evaluate (before the loop), ask (a rank) and die ([rank,
-where]), both of the first world that the rank is in.
+that share memory with parameters), unheard (no function is called at changes), evaluate (before the
+loop), ask (a rank) and die ([rank, where]), both of the first world that the rank is in.
 """
 
 from __future__ import annotations
@@ -211,6 +211,19 @@ def ask_at_the_change(session: ez.Session) -> None:
     WorldChange.decide = deciding  # type: ignore
 
 
+def changes_of(session: ez.Session, told: dict[str, Any], rank: int) -> list[list[int]]:
+    """Returns the list of what the script is told of changes: [generation, rank, ranks, step]."""
+    changes: list[list[int]] = []
+
+    def changed() -> None:
+        die(told, rank, "as its function is called")
+        changes.append([session.generation, session.rank, session.world_size, session.step_count])
+
+    if not told.get("unheard"):
+        session.on_world_change(changed)
+    return changes
+
+
 def train(session: ez.Session, told: dict[str, Any]) -> None:
     model, optimizer = session.prepare(model_of(told), OPTIMIZERS[told.get("optimizer", "AdamW")])
     scheduled = optimizer["first"] if isinstance(optimizer, dict) else optimizer
@@ -225,13 +238,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     check_views = viewing(told, model)
     if told.get("ask") == rank:
         ask_at_the_change(session)
-    changes: list[list[int]] = []
-
-    def changed() -> None:
-        die(told, rank, "as its function is called")
-        changes.append([session.generation, session.rank, session.world_size, session.step_count])
-
-    session.on_world_change(changed)
+    changes = changes_of(session, told, rank)
     dataset: Any = Samples()
     if told.get("stream"):
         dataset = ez.Stream(Shards(), readers=8)
