@@ -25,7 +25,9 @@ from elasticzero.comm.control import ControlExchange
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rank_zero import SharedState
 from elasticzero.consistency.replicas import ReplicaVerifier
-from elasticzero.parallel import ddp, fsdp, fsdp_uses, parameter_changes, partitioned, zero
+from elasticzero.parallel import ddp, parameter_changes, partitioned, zero
+from elasticzero.parallel.fsdp import strategy as fsdp
+from elasticzero.parallel.fsdp import uses
 from elasticzero.parallel.gradients import HiddenGradients
 from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.snapshots import restore
@@ -68,7 +70,7 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (GRADIENTS, zero, ("check_frozen",)),
     (GRADIENTS, fsdp, ("check_frozen",)),
     (FORWARDS, parameter_changes.ForwardChanges, ("begin", "end")),
-    (FORWARDS, fsdp_uses, ("_is_changed",)),
+    (FORWARDS, uses, ("_is_changed",)),
     (MASTERS, partitioned, ("take_changed_values",)),
     (BUFFERS, ModelBuffers, ("check", "copy", "state")),
     (FIRST, SharedState, ("share",)),

@@ -110,6 +110,10 @@ class Strategy(Protocol):
     divides: bool
     """True if ranks divide the state as soon as there are several."""
 
+    def tied_to_world(self) -> str:
+        """Returns what the script has that another world would make wrong; empty: nothing is known
+        of such a thing. It takes some 20 ms where the ranks divide parameters."""
+
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         """Brings this rank what it is to have of the state in the next world, which it has not yet,
         where the ranks divide it. All ranks call this together, also those that leave; nothing of
@@ -120,18 +124,22 @@ class Strategy(Protocol):
             plan: How buckets are filled from then on; None: as they are.
         """
 
-    @property
-    def enter_world(self) -> Callable[[Mesh, BucketPlan | None], None] | None:
-        """Returns what lays the state over the ranks of another world between two steps, once it
-        was brought; None: the loop must begin anew for that.
+    def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
+        """Lays the state over the ranks of another world between two steps, once it was brought.
 
-        Where others come into the world it takes the plan by which all fill their buckets, and
-        knows no more of their gradients than these do.
+        Args:
+            mesh: The rows of ranks.
+            plan: How all fill their buckets, where others come into the world: then nothing is
+                known of their gradients that these do not know; None: none come.
         """
 
     def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
         """Lays a state that is yet to be loaded over the ranks by another plan than that which this
-        was made with; only where `enter_world` is not None."""
+        was made with."""
+
+    def connect(self) -> None:
+        """Takes note that the groups of the ranks that the state is laid over are connected, which
+        they were not yet."""
 
     def expect(self, part: MicroBatch) -> None:
         """Announces the micro-batch of the next backward."""

@@ -120,6 +120,9 @@ class Replicated:
         )
         self._gradients = BucketQueue(self._sums)
 
+    def tied_to_world(self) -> str:
+        return ""
+
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         """Brings nothing: every rank has everything."""
 
@@ -134,6 +137,9 @@ class Replicated:
 
     def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
         self.enter_world(mesh, plan)
+
+    def connect(self) -> None:
+        """Does nothing: its groups are asked for where they are used."""
 
     def take_changes(self) -> UserError | None:
         return self._memory.difference()

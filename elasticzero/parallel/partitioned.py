@@ -476,7 +476,7 @@ class PartitionedOptimizer:
         rank = self._mesh.rank
         room = self.room(following.spans(ranks.index(rank)) if rank in ranks else {})
         moves = plan(rank, present, following, ranks)
-        bring(moves, rank, self._piece_state, room, self._mesh.world_group.process_group)
+        bring(moves, rank, self.piece_state, room, self._mesh.world_group.process_group)
         return room
 
     def room(self, spans: Mapping[str, Span]) -> dict[str, PieceState]:
@@ -489,7 +489,7 @@ class PartitionedOptimizer:
         kept = kept_entries(self.optimizers.schema(name), spec) if self.has_state else {}
         return master_entry(spec) | kept
 
-    def _piece_state(self, name: str) -> PieceState:
+    def piece_state(self, name: str) -> PieceState:
         """Returns the state of this rank's piece of a parameter."""
         piece, entries = self.pieces[name], self._stored_entries(name)
         kept = self.optimizers.stored_state(name, piece.parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -27,11 +27,11 @@ class PiecedStrategy:
     _parameters: Mapping[str, nn.Parameter]
     _changes: ForwardChanges
     shards: int
-    enter_world: Callable[[Mesh, BucketPlan | None], None] | None = None
-    """FSDP2 cannot go over to another world: it keeps the mesh by which it has divided the
-    parameters."""
     _brought: Mapping[str, PieceState] | None = None
     """The state of this rank's pieces of the next world, once it was brought; None: it was not."""
+
+    def tied_to_world(self) -> str:
+        return ""
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         self.settle()
@@ -39,9 +39,14 @@ class PiecedStrategy:
         self._brought = self._pieced.bring(present, following, ranks)
 
     def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
-        assert self.enter_world is not None
         self._brought = self._pieced.room(self._division(mesh.shards, plan).spans(mesh.shard))
         self.enter_world(mesh, plan)
+
+    def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
+        raise NotImplementedError
+
+    def connect(self) -> None:
+        """Does nothing: its groups are asked for where they are used."""
 
     def _take_brought(self) -> Mapping[str, PieceState]:
         """Returns what `bring_state` has brought, once."""

@@ -28,7 +28,7 @@ def create(name: str, setting: Setting) -> Strategy:
 
         return FlatBuckets(setting, stage=int(name[-1]))
     if name == "zero3":
-        from elasticzero.parallel.fsdp import FullyPartitioned
+        from elasticzero.parallel.fsdp.strategy import FullyPartitioned
 
         return FullyPartitioned(setting)
     raise UserError(f"strategy {name!r} is not one of {', '.join(STRATEGIES)}")

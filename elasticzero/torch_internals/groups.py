@@ -10,6 +10,8 @@ Check after an upgrade of torch:
  - a `ProcessGroup` with a backend of gloo needs no entry in `_world` for its own methods, and may
    become the default group by entries in the tables of `_world` that `replace_default_group` fills,
    after which `destroy_process_group` ends the one before alone;
+ - a `FakeProcessGroup` connects to nobody, and raises an error where a collective is called if
+   its options say so;
  - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
  - `_get_backend(device)` gives the NCCL backend, which has `name`, `abort` and, from torch 2.7 on,
    `get_error`. `make gpu` runs all of these;
@@ -20,13 +22,14 @@ Check after an upgrade of torch:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
+    FakeProcessGroup,
     HashStore,
     PrefixStore,
     Store,
@@ -109,6 +112,30 @@ def group_beside(store: Store, rank: int, world_size: int, timeout: timedelta) -
     group._register_backend(torch.device("cpu"), backend_type, backend)
     group._set_group_desc(OWN_GROUP)
     return group
+
+
+@contextmanager
+def stand_in_group(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
+    """Yields a group whose collectives raise an error: in this context it is torch's default group,
+    where there is no other one, and meshes of devices can be made of it and used.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks.
+    """
+    store, backend_type = HashStore(), dist.ProcessGroup.BackendType.CUSTOM
+    fake: Any = FakeProcessGroup
+    options = fake.Options()
+    options.error_on_collective = True
+    backend = fake._create_internal(rank, world_size, options)
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(backend_type)
+    group._register_backend(torch.device("cpu"), backend_type, backend)
+    replace_default_group(group, f"{OWN_GROUP}/none", store)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> None:

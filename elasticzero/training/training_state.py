@@ -163,7 +163,8 @@ class TrainingState:
         """Submits the control word for the boundary of a global batch, at its first backward."""
         word = self.stager.control_word(self._flags(), asks=self.requests.waiting)
         if self._change is not None and not (self._exchange.submitted or self._promised):
-            self._promised = self._change.promise(self.stager, self.auxiliary)
+            tied = self.strategy.tied_to_world
+            self._promised = self._change.promise(self.stager, self.auxiliary, tied)
             word = replace(word, prepared=self._promised)
         self._exchange.submit(self._verifier.with_digest(word))
 
@@ -481,6 +482,7 @@ class TrainingState:
         if at_restore is not None and self._groups is not None:
             self.script_exchanges |= self._groups.collective_count != at_restore
         if self._newcomer is not None and self._newcomer.join():
+            self.strategy.connect()
             self._call_functions()
 
     def _go_over(

@@ -201,8 +201,8 @@ class Generation:
         """
         assert self.training is not None
         if self._next is not None:
-            a, strategy = self.link.assignment, self.training.strategy
-            why = obstacle(a, strategy, rehearses=self.training.probe is not None)
+            rehearses = self.training.probe is not None
+            why = obstacle(self.link.assignment, rehearses=rehearses)
             self._next.admit(why, self._introduce, self._obstacle_of_joins)
         self.link.send(
             Restored(

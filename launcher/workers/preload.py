@@ -26,7 +26,7 @@ MODULES = (
     "elasticzero.comm.gloo",
     "elasticzero.parallel.ddp",
     "elasticzero.parallel.zero",
-    "elasticzero.parallel.fsdp",
+    "elasticzero.parallel.fsdp.strategy",
 )
 """Modules that a worker would import anyway, and the strategies, which are imported when
 created."""

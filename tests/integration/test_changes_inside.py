@@ -48,6 +48,14 @@ class Case:
     strategy: str = "ddp"
 
 
+def for_rows(told: dict[str, Any]) -> dict[str, Any]:
+    """The same script, as far as it can be trained where ranks have rows of parameters, and keeps
+    none of them."""
+    optimizer = "two" if told["optimizer"] == "Adafactor" else told["optimizer"]
+    without = {name: what for name, what in told.items() if name not in ("virtual", "views")}
+    return {**without, "optimizer": optimizer, "half": False, "epochs": 3}
+
+
 def drawn(seed: int) -> Case:
     """A case in which any rank may leave, the first one too, and several at a time."""
     chance = random.Random(seed)
@@ -61,10 +69,13 @@ def drawn(seed: int) -> Case:
         told["gather"] = chance.random() < 0.5
     told |= {"stream": chance.random() < 0.4, "workers": chance.choice([0, 0, 0, 1])}
     world = chance.choice([2, 3, 4])
-    strategy = chance.choice(["ddp", "zero1", "zero2"])
+    strategy = chance.choice(["ddp", "zero1", "zero2", "zero3"])
     told |= {"optimizer": chance.choice([*OPTIMIZERS]), "views": chance.random() < 0.3}
     told["odd"] = chance.random() < 0.5
     told["half"] = bool(told.get("virtual")) and chance.random() < 0.5
+    told["unheard"] = chance.random() < 0.3
+    if strategy == "zero3":
+        told = for_rows(told)
     places, step = list(range(world)), chance.randrange(3, 6)
     departures: list[tuple[int, tuple[int, ...]]] = []
     while len(places) > 1 and (not departures or chance.random() < 0.6):
@@ -129,7 +140,7 @@ def check_equal(told: dict[str, Any], disturbed: dict[str, Any], alone: dict[str
         assert disturbed[name] == alone[name]
 
 
-SEEDS = [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 34))]
+SEEDS = [3, 20, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(21, 34))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -149,10 +160,13 @@ def test_nodes_that_leave_change_nothing_of_the_result(
         gone = {p for _, places in case.departures[: number - 1] for p in places}
         rank = sum(1 for place in range(stays) if place not in gone)
         expected.append([number, rank, left, step])
-    assert disturbed["changes"] == expected
+    assert disturbed["changes"] == ([] if case.told["unheard"] else expected)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero2", marks=pytest.mark.slow)])
+DIVIDED = ["zero1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero2", "zero3"))]
+
+
+@pytest.mark.parametrize("strategy", DIVIDED)
 def test_masters_move_with_the_other_state(pool: Pool, tmp_path: Path, strategy: str) -> None:
     """Parameters of 16 bits are rounded from them, so that another world differs in the last."""
     told = {"epochs": 2, "batch": 8, "pause": 0.01, "half": True}
@@ -229,7 +243,7 @@ def test_a_rank_that_is_killed_at_the_change_costs_no_step(
     check_equal(TOLD, result(tmp_path), result(alone))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_the_boundary_of_a_change_that_no_function_hears_of_is_there_in_the_step_after(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
@@ -243,7 +257,7 @@ def test_the_boundary_of_a_change_that_no_function_hears_of_is_there_in_the_step
     assert running.workers[1].last(Stopping).clean
 
 
-@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", DIVIDED)
 @pytest.mark.parametrize(
     ("place", "where", "generation"),
     [
@@ -382,7 +396,6 @@ def open_files(pid: int) -> int:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"strategy": "zero3"}, "cannot divide the state"),
         ({"on_nonfinite": "rollback"}, "snapshot"),
         ({"changes_inside": False}, "no loop in which"),
     ],

@@ -22,6 +22,7 @@ from tests.integration.test_changes_inside import (
     used,
 )
 from tests.integration.training_harness import Pool, Running
+from tests.integration.training_inside import KEEPS
 from tests.integration.world_changes import Change
 
 
@@ -58,7 +59,7 @@ def check_as_alone(pool: Pool, told: dict[str, Any], folder: Path, other: Path) 
     assert used(folder) == used(other)
 
 
-SEEDS = [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 60))]
+SEEDS = [4, 43, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(44, 64))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -192,6 +193,19 @@ def test_scripts_that_meet_by_torch_come_in_by_a_stop(
     running.kill()
 
 
+@pytest.mark.parametrize("kept", KEEPS)
+def test_rows_that_a_script_keeps_are_of_one_world(pool: Pool, tmp_path: Path, kept: str) -> None:
+    """In another one a tensor over the mesh cannot be computed with, and a view changes nothing."""
+    running = begin(pool, {**TOLD, "pause": 0.1, "keeps": kept}, tmp_path, 2, strategy="zero3")
+    running.until(running.reached(3))
+    change = Change.without(running, [1])
+    change.send()
+    running.until(lambda: len(change.failures()) == 2)
+    (reason,) = {failure.reason for failure in change.failures()}
+    assert "keeps rows" in reason
+    running.kill()
+
+
 def test_a_stop_that_comes_with_newcomers_ends_the_generation(pool: Pool, tmp_path: Path) -> None:
     running = begin(pool, {**TOLD, "pause": 0.1}, tmp_path, 2)
     running.until(running.reached(3))
@@ -216,7 +230,10 @@ def test_a_stop_that_comes_with_newcomers_ends_the_generation(pool: Pool, tmp_pa
         pytest.param(1, "in the first step", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero2", "zero3"))],
+)
 def test_a_rank_that_is_killed_as_others_come_in_costs_the_running_step(
     pool: Pool, tmp_path: Path, place: int, where: str, strategy: str
 ) -> None:

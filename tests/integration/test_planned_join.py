@@ -29,7 +29,7 @@ from tests.integration.test_preemption import codes_of, job_arguments
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "zero2", pytest.param("zero1", marks=pytest.mark.slow)]
+    "strategy", ["ddp", "zero2", "zero3", pytest.param("zero1", marks=pytest.mark.slow)]
 )
 def test_a_node_comes_into_a_world_of_one_and_the_first_one_leaves(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
@@ -53,7 +53,7 @@ def test_a_node_comes_into_a_world_of_one_and_the_first_one_leaves(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_a_spare_takes_the_place_of_a_node_that_leaves(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -90,7 +90,7 @@ def reached(told: Story, line: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize(
     ("line", "strike", "party"), CELLS, ids=lambda word: word.replace(" ", "-")
 )

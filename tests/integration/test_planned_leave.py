@@ -45,7 +45,7 @@ def check_inside(told: Story, generations: int) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_the_node_of_rank_0_leaves_inside_the_loops_of_the_others(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -64,7 +64,7 @@ def test_the_node_of_rank_0_leaves_inside_the_loops_of_the_others(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_two_nodes_leave_inside_the_loops_of_the_others(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
@@ -220,7 +220,7 @@ CELLS = [
 ]
 
 
-MOST = {"ddp": 1, "zero1": 12, "zero2": 12}
+MOST = {"ddp": 1, "zero1": 12, "zero2": 12, "zero3": 12}
 """Number of steps that are done again at most, where each is followed by a snapshot."""
 
 

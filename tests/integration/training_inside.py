@@ -4,8 +4,9 @@ Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a 
 will slow (a file: while it exists steps last longer), micro, virtual (samples of a slice, with
 which there are dropout and a BatchNorm), clip, weighted, gather, stream, workers, optimizer (a name
 in OPTIMIZERS), odd (an Odd model), half (parameters of 16 bits), views (the script keeps tensors
-that share memory with parameters), unheard (no function is called at changes), evaluate (before the
-loop), ask (a rank) and die ([rank, where]), both of the first world that the rank is in.
+that share memory with parameters), keeps (a name in KEEPS), unheard (no function is called at
+changes), evaluate (before the loop), ask (a rank) and die ([rank, where]), both of the first world
+that the rank is in.
 """
 
 from __future__ import annotations
@@ -170,12 +171,22 @@ def meet(told: dict[str, Any], when: str) -> None:
         dist.all_reduce(torch.zeros(1))
 
 
+KEEPS: dict[str, Callable[[Any], Tensor]] = {
+    "a view": lambda parameter: parameter.data,
+    "an average": lambda parameter: parameter.detach().clone(),
+    "its rows": lambda parameter: parameter.to_local(),
+}
+"""What a script may keep of a parameter of which it has rows."""
+
+
 def viewing(told: dict[str, Any], model: nn.Module) -> Callable[[], None]:
     """Returns a check of tensors in the memory of parameters, which the script keeps at will."""
     meet(told, "with others")
+    kept = [KEEPS[told["keeps"]](parameter) for parameter in model.parameters() if "keeps" in told]
     views = [parameter.data for parameter in model.parameters()] if told.get("views") else []
 
     def check() -> None:
+        assert "keeps" not in told or kept
         for view, parameter in zip(views, model.parameters(), strict=bool(views)):
             assert torch.equal(view, parameter), "the script's tensor has the parameter's memory"
 

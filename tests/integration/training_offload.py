@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import elasticzero as ez
-from elasticzero.parallel.fsdp_uses import _groups
+from elasticzero.torch_internals.fsdp import groups_below
 from tests.integration.training_exact import train
 
 
@@ -41,7 +41,7 @@ def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     }
     placement["pinned"] = all(row.is_pinned() for row in rows if row.numel())
     placement["copied"] = all(
-        of.offload_to_cpu for group in _groups(model) for of in group.fsdp_params
+        of.offload_to_cpu for group in groups_below(model) for of in group.fsdp_params
     )
     return placement
 

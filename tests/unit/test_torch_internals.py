@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -23,7 +26,7 @@ from torch.utils.data import get_worker_info
 
 from elasticzero.comm import gloo, nccl
 from elasticzero.processes import thread_states
-from elasticzero.torch_internals import groups, hooks, tensors
+from elasticzero.torch_internals import fsdp, groups, hooks, tensors
 from tests.support.groups import end_groups
 
 
@@ -196,6 +199,46 @@ def test_a_group_beside_others_becomes_the_default_group(group: dist.ProcessGrou
     of_script = dist.new_group([0], use_local_synchronization=True)
     dist.all_reduce(values, group=of_script)
     assert dist.get_backend() == "gloo" and dist.get_process_group_ranks(beside) == [0]
+
+
+def test_a_group_that_stands_in_for_others_has_a_rank_and_no_collective() -> None:
+    end_groups()
+    with groups.stand_in_group(1, 3):
+        assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+    assert not dist.is_initialized()
+
+
+def test_fsdp2_divides_parameters_anew_and_keeps_their_objects() -> None:
+    end_groups()
+    model, inputs = nn.Sequential(nn.Linear(4, 5), nn.Tanh()), torch.ones(2, 4)
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    expected = model(inputs)
+    with groups.stand_in_group(0, 2) as group:
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    parameters, (divided,) = dict(model.named_parameters()), fsdp.groups_below(model)
+    for rank, ranks in ((2, 3), (3, 4), (0, 1), (1, 2), (0, 1)):
+        chunks = {name: torch.chunk(values, ranks) for name, values in whole.items()}
+        rows = {name: torch.zeros(parts[0].numel()) for name, parts in chunks.items()}
+        for name, parts in chunks.items():
+            if rank < len(parts):
+                rows[name][: parts[rank].numel()] = parts[rank].reshape(-1)
+        of = {id(p): name for name, p in model.named_parameters()}
+        data = {id(o): rows[of[id(o.sharded_param)]] for o in divided.fsdp_params}
+        with groups.stand_in_group(rank, ranks) as group:
+            fsdp.divide_anew(divided, DeviceMesh.from_group(group, "cpu"), data)
+        assert all(parameter is parameters[n] for n, parameter in model.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor) and parameter.device_mesh.size() == ranks
+            expected_rows = chunks[name][rank] if rank < len(chunks[name]) else whole[name][:0]
+            assert torch.equal(parameter.to_local(), expected_rows)
+        if ranks == 1:
+            assert torch.equal(model(inputs), expected)
+            model(inputs).sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            model.zero_grad()
+            divided.reshard()
 
 
 def test_a_check_of_steps_may_end_within_a_step() -> None:

@@ -2,8 +2,8 @@
 
 Rules:
  WC1  A rank is prepared in the word of a step if `NextWorld` is, no checkpoint is being saved, rank
-      0 has nothing to find for all, and the script has no process groups of its own, whose ranks
-      would be other ones then.
+      0 has nothing to find for all, and the script has neither process groups of its own, whose
+      ranks would be other ones then, nor rows of parameters.
  WC2  All ranks go over at the boundary whose word says that all are prepared. Where it has a flag,
       or asks for a checkpoint, none does. Where others come into the world, none does at the end of
       a loop or of an epoch whose function is to be called, nor where a checkpoint is due: there a
@@ -91,17 +91,23 @@ class WorldChange:
         self._next = following
         self._functions = functions
 
-    def promise(self, stager: StateStager, auxiliary: AuxiliaryState) -> bool:
+    def promise(
+        self, stager: StateStager, auxiliary: AuxiliaryState, tied_to_world: Callable[[], str]
+    ) -> bool:
         """Returns whether this rank is prepared in the word that it submits now (WC1).
 
         Args:
             stager: Says whether a checkpoint is being saved.
             auxiliary: Says whether all ranks wait for rank 0.
+            tied_to_world: As in `Strategy`.
         """
         if not self._next.offered:
             return False
         saves = stager.saving is not None or stager.newest_save == "pending"
         if saves or auxiliary.awaits_rank_zero or script_groups():
+            return False
+        if tied := tied_to_world():
+            self._next.give_up(tied)
             return False
         return self._next.promise()
 
@@ -182,7 +188,6 @@ class WorldChange:
             DistBackendError: The groups of one of the two worlds were shut.
         """
         assert offer.assignment is not None and offer.groups is not None
-        assert parts.strategy.enter_world is not None
         self._groups.enter(offer.groups)
         divided = parts.strategy.divides
         if divided:
@@ -234,16 +239,13 @@ class WorldChange:
         return bool(self._functions)
 
 
-def obstacle(assignment: Assignment, strategy: Strategy, *, rehearses: bool) -> str:
+def obstacle(assignment: Assignment, *, rehearses: bool) -> str:
     """Returns why this rank can enter no world inside of its loop; empty: it can.
 
     Args:
         assignment: This rank's settings.
-        strategy: The strategy.
         rehearses: Whether each boundary is recorded for a rehearsal.
     """
-    if strategy.enter_world is None:
-        return "its strategy cannot divide the state in another way inside a loop"
     if assignment.rolls_back:
         return "training may go back to a snapshot of this generation"
     return "each boundary is recorded for a rehearsal" if rehearses else ""

@@ -92,11 +92,11 @@ def test_no_more_nodes_are_proposed_than_there_is_room_for() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"world": replace(WORLD, strategy="zero3")},
+        {"world": replace(WORLD, shard="node")},
         {"proposal": replace(JOIN, withdrawn="no"), "proposal_s": 99.0},
         {"world": replace(WORLD, strikes=(NodeStrikes(node="b", count=3, why="it fails"),))},
     ],
-    ids=["a strategy that cannot", "a second time", "with a member that is to be set aside"],
+    ids=["rows of ranks", "a second time", "with a member that is to be set aside"],
 )
 def test_nodes_come_in_by_a_stop_where_they_cannot_inside(changes: dict[str, Any]) -> None:
     struck: dict[str, Any] = {"struck_s": {"b": 99.9}} if "strikes" in str(changes) else {}

@@ -188,7 +188,7 @@ def test_a_lower_max_stops_the_workers_where_none_can_be_proposed() -> None:
     view = replace(VIEW, reports=STAY, control=fewer(2))
     for changes in (
         {"proposal": replace(FEWER, withdrawn="no")},
-        {"world": replace(WORLD, strategy="zero3")},
+        {"world": replace(WORLD, shard="node")},
     ):
         assert actions_of(replace(view, **changes)) == [RequestBoundaryStop(FLAG_LEAVE)]
 
@@ -298,7 +298,7 @@ def test_a_leader_that_leaves_proposes_too() -> None:
     "changes",
     [
         {"world": replace(WORLD, proofs=False)},
-        {"world": replace(WORLD, strategy="zero3")},
+        {"world": replace(WORLD, shard="node")},
         {"world": replace(WORLD, redundancy="mirror")},
         {"reports": {**REPORTS, "b": says("stalled", B)}},
         {"reports": {**REPORTS, "b": says("finished", B)}},

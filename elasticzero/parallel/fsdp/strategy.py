@@ -12,31 +12,28 @@ group of its has one device.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
-from elasticzero.parallel.fsdp_uses import Uses, refuse_pickled_rows
+from elasticzero.parallel.buckets.plan import BucketPlan
+from elasticzero.parallel.fsdp.blocks import device_mesh, partition
+from elasticzero.parallel.fsdp.rows import bring_rows, division, room
+from elasticzero.parallel.fsdp.uses import Uses, refuse_pickled_rows
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
+from elasticzero.parallel.optimizers.moves import Division, PieceState
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import (
@@ -50,7 +47,6 @@ from elasticzero.parallel.parameter_changes import (
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieced import PiecedStrategy
 from elasticzero.rank_groups import same_number
-from elasticzero.rank_groups.group import ALONE
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
 from elasticzero.state.model import (
@@ -60,10 +56,8 @@ from elasticzero.state.model import (
     Partition,
     RankState,
     Spec,
-    called_parts,
     spec_of,
 )
-from elasticzero.torch_internals.groups import group_of_one
 from elasticzero.torch_internals.hooks import GradientHooks
 from elasticzero.torch_internals.tensors import counts_of_changes
 
@@ -72,6 +66,11 @@ log = logging.getLogger(__name__)
 CHANGED_ROWS = (
     "the script has changed parameters after the newest step, which mirrors of zero3 get with the "
     "next gradient: they are not handed over, and training goes back to a snapshot or checkpoint"
+)
+
+KEEPS_ROWS = (
+    "the script keeps rows of a parameter, or what it has computed of one, as this world divides "
+    "them"
 )
 
 BLOCKS_DIFFER = (
@@ -88,8 +87,8 @@ class FullyPartitioned(PiecedStrategy):
 
     def __init__(self, setting: Setting) -> None:
         check_hooks(setting.named.parameters, "zero3")
-        self._rank, self._ranks = setting.rank, setting.world_size
         self._mesh, self._device = setting.place, setting.state_device
+        self._computes_on = setting.device.type
         self.shards = self._mesh.shards
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
         error = overlap(setting.named.parameters) or buffer_overlap(setting.model)
@@ -105,10 +104,11 @@ class FullyPartitioned(PiecedStrategy):
         self._old = OldMemory(setting.named.parameters)
         self._options_due = setting.one_release
         """The next comparison of values has the options too: later verifications compare them."""
-        # Ranks of the release before multiply losses by what FSDP2 divides by.
-        self._divisor = 1 if setting.one_release else self._ranks
+        self._averages = not setting.one_release
+        """FSDP2 divides sums by the number of ranks, by which losses are multiplied, as the release
+        before does."""
         undivided = {p for p in setting.named.parameters.values() if not (p.dim() and p.numel())}
-        (*blocks, root), before = _partition(setting, undivided)
+        (*blocks, root), before = partition(setting, undivided)
         self._root = cast(FSDPModule, root)
         self.model: nn.Module = setting.model
         self._parameters = _by_name(setting.model, self._specs)
@@ -121,15 +121,7 @@ class FullyPartitioned(PiecedStrategy):
             module.register_load_state_dict_pre_hook(self._load_rows)
         self._memory = FixedMemory(self._parameters)
         self._uses = Uses(setting.model, self._parameters, root, [*blocks, root], self._memory)
-        self._pieced.place(
-            {
-                name: self._piece(name, parameter)
-                for name, parameter in self._parameters.items()
-                if name in self.optimizers.group_of
-                and parameter.requires_grad
-                and _local(parameter).numel()
-            }
-        )
+        self._pieced.place(self._own_pieces())
         mirrors = [self._mirror(rank, optimizers) for rank, optimizers in copies.items()]
         self._mirrors = Mirrors(setting, mirrors, self.optimizers)
         self._hooks = GradientHooks(self._parameters)
@@ -138,6 +130,20 @@ class FullyPartitioned(PiecedStrategy):
         script has changed since."""
         self._counts: list[int] | None = None
         """torch's counts of changes at that time; None: they have grown until a boundary since."""
+        self._rows: Mapping[str, Tensor] | None = None
+        """This rank's rows in the next world, once they were brought; None: they were not."""
+
+    @property
+    def _divisor(self) -> int:
+        return self._mesh.world_size if self._averages else 1
+
+    def _own_pieces(self) -> dict[str, ParameterPiece]:
+        optimized = set(self._optimized())
+        return {
+            name: self._piece(name, parameter)
+            for name, parameter in self._parameters.items()
+            if name in optimized and _local(parameter).numel()
+        }
 
     def _piece(self, name: str, parameter: nn.Parameter) -> ParameterPiece:
         shape = self._specs[name].shape
@@ -154,7 +160,8 @@ class FullyPartitioned(PiecedStrategy):
 
     def _spans(self, rank: int) -> dict[str, Span]:
         """Returns the elements that a rank has of each parameter, where it has any."""
-        spans = {n: fsdp_rows(spec.shape, self._ranks, rank) for n, spec in self._specs.items()}
+        ranks = self._mesh.world_size
+        spans = {n: fsdp_rows(spec.shape, ranks, rank) for n, spec in self._specs.items()}
         return {name: span for name, span in spans.items() if span}
 
     def _mirror(self, rank: int, optimizers: Optimizers) -> Mirror:
@@ -178,7 +185,7 @@ class FullyPartitioned(PiecedStrategy):
 
     def _messages(self) -> list[Tensor]:
         """Returns what the mirror of this rank gets: all elements, then the gradients."""
-        names = self._spans(self._rank)
+        names = self._spans(self._mesh.rank)
         rows = [_local(self._parameters[name]).reshape(-1) for name in names]
         pieces = [
             self._pieced.pieces[name].parameter for name in names if name in self._pieced.pieces
@@ -269,7 +276,7 @@ class FullyPartitioned(PiecedStrategy):
             and p.numel()
             and self._takes_part(name)
         ]
-        if not scalars or self._ranks == 1:
+        if not scalars or self._mesh.world_size == 1:
             return
         gradients = torch.stack(
             [p.grad if p.grad is not None else torch.zeros_like(p) for p in scalars]
@@ -417,6 +424,62 @@ class FullyPartitioned(PiecedStrategy):
         width = self._specs[name].numel // shape[0] if shape[0] else 0
         return chunk(shape[0], self._mesh.shards, self._mesh.shard).start * width
 
+    def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
+        self._uses.free()
+        super().bring_state(ranks, plan)
+        group = self._mesh.world_group.process_group
+        self._rows = bring_rows(self._divided(), self._held, ranks, group)
+
+    def _held(self, name: str) -> Tensor:
+        return _local(self._parameters[name])
+
+    def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
+        self._rows = room(self._divided(), mesh.shards)
+        super().lay(mesh, plan)
+
+    def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
+        brought, rows, self._rows = self._take_brought(), self._rows, None
+        assert rows is not None
+        undivided = self._undivided_state()
+        self._mesh, self.shards = mesh, mesh.shards
+        self._connect(rows)
+        self._pieced.enter_world(mesh, self._own_pieces(), {**brought, **undivided})
+        if plan is not None:  # those that come in know nothing yet
+            self._uses.compare()
+            self._options_due = not self._averages
+
+    def connect(self) -> None:
+        self._connect(None)
+
+    def _connect(self, rows: Mapping[str, Tensor] | None) -> None:
+        """Has FSDP2 divide parameters over the ranks of the present world, by their groups.
+
+        Args:
+            rows: As for `Uses.divide_anew`.
+        """
+        self._uses.free()
+        with device_mesh(self._mesh, self._computes_on) as mesh:
+            self._uses.divide_anew(mesh, rows)
+        refuse_pickled_rows(self._parameters.values())
+
+    def tied_to_world(self) -> str:
+        pieces = self._pieced.pieces.values()
+        known = [t for piece in pieces for t in (piece.parameter, piece.values) if t is not None]
+        return KEEPS_ROWS if self._uses.keeps_rows(known) else ""
+
+    def _divided(self) -> dict[str, Spec]:
+        """Returns the parameters that have rows."""
+        return {name: spec for name, spec in self._specs.items() if spec.shape and spec.numel}
+
+    def _division(self, shards: int, plan: BucketPlan | None = None) -> Division:
+        divided, optimized = self._divided(), self._optimized()
+        return division({name: divided[name] for name in optimized if name in divided}, shards)
+
+    def _undivided_state(self) -> dict[str, PieceState]:
+        """Returns the state of the pieces that every rank has whole."""
+        names = self._pieced.pieces.keys() - self._divided().keys()
+        return {name: self._pieced.piece_state(name) for name in names}
+
     @contextmanager
     def filling(
         self, stored: Mapping[str, Spec], small: Mapping[str, Any] = NONE_STORED
@@ -433,108 +496,6 @@ class FullyPartitioned(PiecedStrategy):
         ):
             yield [*slots, *piece_targets, *copies]
         self._mirrors.restored()
-
-
-def _partition(
-    setting: Setting, undivided: set[nn.Parameter]
-) -> tuple[list[nn.Module], dict[str, weakref.ref[nn.Parameter]]]:
-    """Applies `fully_shard` to the blocks of the model, to what the script calls and to the root,
-    but for parameters without dimensions or elements, which it does not take.
-
-    Returns:
-        These modules, the root last, and each parameter as it was before FSDP2 had it.
-    """
-    options: dict[str, Any] = {"mesh": _device_mesh(setting.place, setting.device.type)}
-    if undivided:
-        options["ignored_params"] = undivided
-    if setting.gathered_dtype is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=setting.gathered_dtype, reduce_dtype=torch.float32
-        )
-    if setting.cpu_offload:  # pinned memory is copied to a GPU while it computes
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=setting.device.type == "cuda")
-    modules = [
-        module
-        for part in dict.fromkeys(called_parts(setting.model))
-        if any(True for _ in part.parameters())
-        for module in (*_blocks(part), part)
-    ]
-    if setting.model not in modules:  # FSDP2 takes no ModuleDict, and adds to the model's class
-        modules.append(nn.Module())
-        modules[-1].add_module("model", setting.model)
-    names = {parameter: name for name, parameter in setting.named.parameters.items()}
-    before: dict[str, weakref.ref[nn.Parameter]] = {}  # torch swaps no tensor that has one
-    for module in modules:
-        whole = setting.materialize(module)
-        for parameter in module.parameters():
-            if parameter in names:
-                before.setdefault(names[parameter], weakref.ref(parameter))
-            if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()  # FSDP2 takes no others
-        _sum_gradients(fully_shard(module, **options), setting)
-        _release(whole, module)
-    return modules, before
-
-
-def _sum_gradients(module: FSDPModule, setting: Setting) -> None:
-    """Has FSDP2 sum gradients, where it would average them over the ranks.
-
-    A loss must then not be multiplied by the number of ranks. Backwards of the script's own, as
-    hooks of modules and of activations, so see gradients as one process has them.
-    """
-    if setting.one_release:
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(enable=True)
-
-
-def _release(whole: Iterable[nn.Parameter], module: nn.Module) -> None:
-    """Frees parameters that FSDP2 has replaced, so that no rank has the whole of a model from the
-    meta device; an optimizer still refers to them."""
-    kept = {id(parameter) for parameter in module.parameters()}
-    for parameter in whole:
-        if id(parameter) not in kept:
-            parameter.data = parameter.data.new_empty(0)
-
-
-def _device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
-    """Returns torch's mesh: rows of ranks that FSDP2 divides tensors over, where there are several,
-    and the replicas."""
-    if mesh.shard_group is ALONE and mesh.world_size == 1:
-        return DeviceMesh.from_group(group_of_one(), device)
-    if mesh.replicas == 1:
-        return DeviceMesh.from_group(mesh.shard_group.process_group, device)
-    return DeviceMesh.from_group(
-        [mesh.replica_group.process_group, mesh.shard_group.process_group],
-        device,
-        mesh=torch.tensor(mesh.rows()),
-        mesh_dim_names=("replicas", "shards"),
-    )
-
-
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the children of the outermost lists of modules, which run one after the other; one
-    that shares a parameter with another part of the model stays with the root."""
-    users: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        users[id(parameter)] = users.get(id(parameter), 0) + 1
-
-    def search(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                inside: dict[int, int] = {}
-                for _, parameter in child.named_parameters(remove_duplicate=False):
-                    inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-                alone = inside and all(users[key] == count for key, count in inside.items())
-                if alone and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                    yield child
-                    continue
-            yield from search(child)
-
-    seen: set[int] = set()
-    for block in search(model):
-        if id(block) not in seen:
-            seen.add(id(block))
-            yield block
 
 
 def _by_name(model: nn.Module, names: Mapping[str, Spec]) -> dict[str, nn.Parameter]:

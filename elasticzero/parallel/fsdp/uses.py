@@ -16,22 +16,19 @@ again needs the gathered parameters after they are freed, and is refused.
 torch pickles the rows that a rank has of a parameter as if they were all, and whoever loads the
 file has wrong values for the rest: another rank, a later world, or a script that averages files. So
 that is refused.
-
-Check after an upgrade of torch: FSDP2's state of a module and its parameter groups, of which
-`_get_fsdp_state` is no public interface.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from elasticzero.errors import UserError
@@ -39,6 +36,17 @@ from elasticzero.parallel.parameter_changes import FixedMemory
 from elasticzero.rank_groups import same_number
 from elasticzero.spans import fsdp_rows
 from elasticzero.state.digests import same_bits
+from elasticzero.torch_internals.fsdp import (
+    divide_anew,
+    groups_below,
+    groups_of,
+    has_gradients,
+    keeps_rows,
+    leaf_of,
+    owners,
+    present_parameter,
+    set_up,
+)
 from elasticzero.torch_internals.tensors import without_torch_functions
 
 PICKLED_ROWS = (
@@ -94,9 +102,9 @@ class Uses:
         """The parameters that the newest backward is for; None: all."""
         self._whole = {n: p for n, p in parameters.items() if not isinstance(p, DTensor)}
         self._memory = memory
-        self._root: Any = root
+        self._root = root
         """FSDP2 finds the modules below it when its own state is set up."""
-        self._groups = list(_groups(root))
+        self._groups = list(groups_below(root))
         self._module_names = {module: name for name, module in model.named_modules()}
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._divided = {
@@ -107,7 +115,7 @@ class Uses:
             group.pre_backward = partial(self._begin_backward, group, group.pre_backward)
             group.post_backward = partial(self._reduce, group, group.post_backward)
             group.reshard = partial(self._reshard, group, group.reshard)
-            for owner in _owners(group):
+            for owner in owners(group):
                 owner.register_forward_pre_hook(partial(self._check_gathered, group))
         for index, module in enumerate(modules, 1):
             # FSDP2's own hook, which gathers, comes after it
@@ -124,6 +132,28 @@ class Uses:
         for group in self._groups:
             if group.is_unsharded:
                 group.reshard()
+
+    def divide_anew(self, mesh: DeviceMesh, rows: Mapping[str, Tensor] | None) -> None:
+        """Has FSDP2 divide the parameters, of which none is gathered, over another mesh.
+
+        Args:
+            mesh: The mesh.
+            rows: This rank's rows by parameter, as `rows.room` has them; None: they stay as they
+                are.
+        """
+        data = None
+        if rows is not None:
+            data = {id(of): rows[name] for name, of in self._divided.items()}
+        for group in self._groups:
+            divide_anew(group, mesh, data)
+
+    def keeps_rows(self, known: Iterable[Tensor]) -> bool:
+        """Returns whether the script has rows of parameters, or what it has computed of them.
+
+        Args:
+            known: Tensors in the memory of rows that are not the script's.
+        """
+        return keeps_rows(self._groups, known)
 
     def clear(self) -> None:
         """Begins a new global batch."""
@@ -168,7 +198,7 @@ class Uses:
         if counts:
             self.names |= {name for name, p in self._whole.items() if p.grad is not None}
         for name, of in self._divided.items():
-            if (local := _leaf(of)) is not None and local.grad is not None:
+            if (local := leaf_of(of)) is not None and local.grad is not None:
                 raise UserError(
                     f"parameter {name!r} got a gradient after zero3 had summed those of its block "
                     "over the ranks: call the module that has it inside the forward of its block"
@@ -179,14 +209,14 @@ class Uses:
         parameter that was never gathered has none."""
         unique: list[Tensor] = []
         for name in (*self._whole, *self._divided) if only is None else only:
-            leaf = self._whole[name] if name in self._whole else _leaf(self._divided[name])
+            leaf = self._whole[name] if name in self._whole else leaf_of(self._divided[name])
             if leaf is not None:
                 unique.append(leaf)
         return unique
 
     def named_leaves(self) -> dict[str, Tensor]:
         """Returns the gathered parameters to which autograd gives gradients, by name."""
-        leaves = ((name, _leaf(of)) for name, of in self._divided.items())
+        leaves = ((name, leaf_of(of)) for name, of in self._divided.items())
         return {name: leaf for name, leaf in leaves if leaf is not None}
 
     def _begin_backward(
@@ -256,7 +286,7 @@ class Uses:
             if held is not None and not isinstance(held, DTensor):
                 with without_torch_functions():
                     held.clone()  # what hides a gradient refuses whatever autograd does with it
-            leaf, name = _leaf(of), self._names[id(of)]
+            leaf, name = leaf_of(of), self._names[id(of)]
             if leaf is None or not leaf.requires_grad:
                 continue
             if leaf.grad is not None or of.unsharded_accumulated_grad is not None:
@@ -266,7 +296,7 @@ class Uses:
                     leaf.grad = torch.zeros_like(leaf)
             elif self._runs and group.reduce_grads and (self._only is None or name in self._only):
                 leaf.grad = torch.zeros_like(leaf)
-        if self._runs or _has_gradients(group) or group.modules[0] is not self._root:
+        if self._runs or has_gradients(group) or group.modules[0] is not self._root:
             post_backward(*unused)
 
     def _enter(self, index: int, module: nn.Module, inputs: Any) -> None:
@@ -281,18 +311,18 @@ class Uses:
             UserError: A parameter of the module is replaced by one that is not FSDP2's, or has
                 other memory.
         """
-        held = [of for group in _groups_of(module) for of in group.fsdp_params]
+        held = [of for group in groups_of(module) for of in group.fsdp_params]
         if (error := self._memory.difference(self._names[id(of)] for of in held)) is not None:
             raise error
         for of in held:
-            present = getattr(of._module_info.module, of._module_info.param_name)
-            if present is not of.sharded_param and present is not _leaf(of):
+            present = present_parameter(of)
+            if present is not of.sharded_param and present is not leaf_of(of):
                 raise UserError(
                     f"parameter {self._names[id(of)]!r} is replaced, as torch.func.functional_call "
                     "does it, and zero3 computes with its own: step one network after the other "
                     "by only=, or use ddp, zero1 or zero2"
                 )
-        self._root._get_fsdp_state()._lazy_init()  # else the first module that runs is the root
+        set_up(self._root)  # else the first module that runs is the root
         if torch.is_grad_enabled():
             self.blocks = (self.blocks * 8191 + index) % same_number.MODULUS
 
@@ -307,7 +337,7 @@ class Uses:
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        for group in _groups_of(module):
+        for group in groups_of(module):
             if group.is_unsharded:
                 group.reshard()
 
@@ -333,44 +363,9 @@ class Uses:
         )
 
 
-def _groups(root: nn.Module) -> Iterator[Any]:
-    """Returns what FSDP2 gathers and reduces together."""
-    for module in root.modules():
-        yield from _groups_of(module)
-
-
-def _groups_of(module: nn.Module) -> Iterator[Any]:
-    """Returns what FSDP2 gathers where this module runs."""
-    if isinstance(module, FSDPModule):
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.12
-            groups = [state._fsdp_param_group]
-        yield from (group for group in groups if group is not None)
-
-
-def _owners(group: Any) -> set[nn.Module]:
-    """Returns the modules that have parameters of the group, but for those that it belongs to."""
-    infos = [of._module_info for of in group.fsdp_params]
-    owners = {module for info in infos for module in (info.module, *info.shared_modules)}
-    return owners.difference(group.modules)
-
-
-def _has_gradients(group: Any) -> bool:
-    """Returns whether autograd has added a gradient to a gathered parameter of the group."""
-    leaves = (_leaf(of) for of in group.fsdp_params)
-    return any(leaf is not None and leaf.grad is not None for leaf in leaves)
-
-
-def _leaf(of: Any) -> Tensor | None:
-    """Returns a parameter as a forward uses it; None before the first."""
-    leaf: Tensor | None = getattr(of, "_unsharded_param", None)
-    return leaf
-
-
 def _is_changed(of: Any) -> bool:
     """Tells whether a parameter, as it was gathered, differs from this rank's rows of it."""
-    leaf, local = _leaf(of), of.sharded_param.to_local().detach()
+    leaf, local = leaf_of(of), of.sharded_param.to_local().detach()
     if leaf is None or not local.numel():
         return False
     mesh = of.mesh_info
