@@ -122,18 +122,18 @@ def forget_meshes() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-def keeps_rows(groups: Iterable[Any], known: Iterable[Tensor]) -> bool:
-    """Returns whether some tensor lies over the mesh of parameters, or in the memory of their rows,
-    and is not known. It looks at all objects of the process.
+def keeps_rows(groups: Iterable[Any], tensors: Iterable[Tensor]) -> bool:
+    """Returns whether other tensors than these and FSDP2's lie over the mesh of parameters, or in
+    the memory of their rows. It looks at all objects of the process.
 
     Args:
         groups: The groups that have the parameters.
-        known: Tensors in the memory of rows.
+        tensors: Tensors in the memory of rows.
     """
     every = [of for group in groups for of in group.fsdp_params]
     meshes = {id(of.mesh_info.mesh) for of in every}
     memory = {of._sharded_param_data.untyped_storage()._cdata for of in every}
-    expected = [*known]
+    expected = [*tensors]
     for of in every:
         expected += [of._sharded_param_data, of.sharded_param, of.sharded_param._local_tensor]
     expected += [tensor._base for tensor in expected if tensor._base is not None]

@@ -464,8 +464,8 @@ class FullyPartitioned(PiecedStrategy):
 
     def tied_to_world(self) -> str:
         pieces = self._pieced.pieces.values()
-        known = [t for piece in pieces for t in (piece.parameter, piece.values) if t is not None]
-        return KEEPS_ROWS if self._uses.keeps_rows(known) else ""
+        tensors = [t for piece in pieces for t in (piece.parameter, piece.values) if t is not None]
+        return KEEPS_ROWS if self._uses.keeps_rows(tensors) else ""
 
     def _divided(self) -> dict[str, Spec]:
         """Returns the parameters that have rows."""

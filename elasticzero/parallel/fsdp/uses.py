@@ -147,13 +147,13 @@ class Uses:
         for group in self._groups:
             divide_anew(group, mesh, data)
 
-    def keeps_rows(self, known: Iterable[Tensor]) -> bool:
+    def keeps_rows(self, tensors: Iterable[Tensor]) -> bool:
         """Returns whether the script has rows of parameters, or what it has computed of them.
 
         Args:
-            known: Tensors in the memory of rows that are not the script's.
+            tensors: Those in the memory of rows that are not the script's.
         """
-        return keeps_rows(self._groups, known)
+        return keeps_rows(self._groups, tensors)
 
     def clear(self) -> None:
         """Begins a new global batch."""
