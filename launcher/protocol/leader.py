@@ -301,6 +301,21 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
     return Decision((WriteWorld(first),), first.reason)
 
 
+def all_are_lost(view: View, world: World, now_s: float, policy: JobPolicy) -> bool:
+    """Returns whether this agent knows that no member of the world is registered.
+
+    Args:
+        view: What this agent sees.
+        world: World of the view.
+        now_s: Present time, on the clock of the view's times.
+        policy: Limits and times, with operators' changes.
+    """
+    return view.members is not None and all(
+        member.node in view.missing_since_s and loss_of(view, member.node, now_s, policy)
+        for member in world.members
+    )
+
+
 def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -> Decision:
     """Decides for a spare: it does nothing, unless the whole world is gone.
 
@@ -310,10 +325,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         now_s: Present time, on the clock of the view's times.
         policy: Limits and times, with operators' changes.
     """
-    gone = view.members is not None and all(
-        member.node in view.missing_since_s and loss_of(view, member.node, now_s, policy)
-        for member in world.members
-    )
+    gone = all_are_lost(view, world, now_s, policy)
     aside = quarantined(world.strikes, world.strikes, view.struck_s, now_s)
     if not gone or not view.oldest or view.members is None:
         after = f"the generation after {world.generation}"

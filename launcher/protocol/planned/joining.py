@@ -7,7 +7,9 @@ Pure. Rules:
       withdrawn its workers still wait, for COME_S at most: the others may have
       promised each other to go over before they knew. Then they are ended. The node waits for a
       place as before, and comes in by a stop of all.
- PJ3  Once its workers have gone over to the generation with all others, it does what each of its
+ PJ3  Where no member of the world is registered any more, its workers are ended, for nobody will go
+      over. Then it takes part in what spares do.
+ PJ4  Once its workers have gone over to the generation with all others, it does what each of its
       members does (`switch`). A round of the world before ends them: the next world has its place.
 """
 
@@ -24,6 +26,7 @@ from elasticzero.launcher.protocol.actions import (
 )
 from elasticzero.launcher.protocol.documents import Report, World
 from elasticzero.launcher.protocol.drain import exit_deadline_s
+from elasticzero.launcher.protocol.leader import all_are_lost
 from elasticzero.launcher.protocol.planned.proposal import COME_S, objection_of_node
 from elasticzero.launcher.protocol.planned.switch import after_switch
 from elasticzero.launcher.protocol.policy import JobPolicy
@@ -47,6 +50,8 @@ def come_in(view: View, world: World, now_s: float, policy: JobPolicy) -> Decisi
         return None
     if prepared and workers.switched != "no":
         return after_switch(view, world, now_s, policy)
+    if prepared and all_are_lost(view, world, now_s, policy):
+        return None
     if proposal.withdrawn:
         since_s = view.proposal_s if view.proposal_s is not None else now_s
         waits = workers.running and not workers.failed and now_s - since_s < COME_S

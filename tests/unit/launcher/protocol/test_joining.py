@@ -225,6 +225,21 @@ def test_a_round_ends_workers_that_were_to_come_in() -> None:
     assert isinstance(action, KillWorkers)
 
 
+def test_workers_that_wait_are_ended_where_nobody_is_left_who_could_go_over() -> None:
+    """The oldest node that waits writes the next world, and else waited for the others for good."""
+    lost = dict.fromkeys("abc", 60.0)
+    view = replace(SPARE, members={"d": D}, missing_since_s=lost, oldest=True, my_report=SAID)
+    for proposal in (READY, replace(READY, withdrawn="no")):
+        waits = replace(view, proposal=proposal, workers=replace(WAITS, prepared=READY))
+        (ended,) = actions_of(waits, policy=FOUR)
+        assert isinstance(ended, KillWorkers)
+        after = replace(waits, workers=WorkerGroupState(prepared=READY))
+        (action,) = actions_of(replace(after, storage_step=7), policy=replace(FOUR, min_nodes=1))
+        assert isinstance(action, WriteWorld) and action.world.nodes == ["d"]
+    one_left = replace(view, missing_since_s={"a": 60.0, "b": 60.0}, workers=WAITS)
+    assert actions_of(one_left, policy=FOUR) == []
+
+
 def test_a_node_that_has_come_in_records_the_world_if_no_other_does() -> None:
     entered = replace(WAITS, switched="entered", switched_step=20, switched_s=NOW - 0.1)
     assert actions_of(of_spare(entered, my_report=SAID), policy=FOUR) == []
