@@ -113,7 +113,9 @@ class StoreWriter:
     def keep_registered(self, now_s: float, *, leaving: bool) -> None:
         """Renews the registration where it has lapsed; a node that leaves does not come back."""
         world, revision = self._observer.world()
-        named = world is None or world.names(self._membership.me)
+        me, proposal = self._membership.me, self._observer.proposal(world)
+        named = world is None or world.names(me)
+        named |= proposal is not None and proposal.find(me.node, me.incarnation) is not None
         self._note_replaced_registration()
         self._verify_where_in_doubt(now_s, world)
         if named or not leaving:

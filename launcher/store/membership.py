@@ -1,8 +1,8 @@
 """Registers this node in the store under a lease, and keeps it registered.
 
 A lapsed lease (etcd was away for longer than its TTL) is replaced at once. The node keeps its
-incarnation, and so its place, if `world` still names it; otherwise it registers as a new one. What
-stands at the node's key and cannot be read is written over, unless it has a lease: then it is the
+incarnation, and so its place, if `world` still names it, or a proposal for the next one, into which
+its workers may have come; otherwise it registers as a new one. What stands at the node's key and cannot be read is written over, unless it has a lease: then it is the
 registration of another release's agent.
 
 What stands at the node's key at a lower revision than this node has put there shows that the store
@@ -218,7 +218,8 @@ class Membership:
 
         Args:
             now_s: Present time, monotonic.
-            named: Whether the world has a place for this incarnation, or there is no world yet.
+            named: Whether the world, or the one that is proposed, has a place for this incarnation,
+                or there is no world yet.
             world_revision: Revision of the world's document.
         """
         lease = self._lease
