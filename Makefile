@@ -19,7 +19,7 @@ NEWEST_PYTHON ?= $(shell for p in python3.13 "$$(pyenv prefix 3.13 2>/dev/null)/
   "$$p" -c 'import ensurepip, ssl' 2>/dev/null && echo "$$p" && break; done)
 RANGE_TESTS := $(addprefix tests/unit/, comm consistency parallel snapshots state worker checkpoint/convert launcher/store \
     launcher/options/test_torchrun.py test_torch_internals.py) \
-  tests/contract/test_store.py tests/integration/test_unused_parameters.py
+  tests/contract/test_store.py $(addprefix tests/integration/, test_unused_parameters.py test_changes_inside.py test_joins_inside.py)
 # What makes a site of the pages, likewise.
 DOCS := .venv-docs
 PAGES := README.md CONTRIBUTING.md SECURITY.md docs examples benchmarks/results tests/gpu/README.md

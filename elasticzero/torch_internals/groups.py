@@ -6,7 +6,8 @@ Check after an upgrade of torch:
  - torch's C++ calls the methods of a store that is a class of Python by the names that they have
    there, but for `deleteKey` and `getNumKeys`; `tests/unit/comm/store` calls all of them so;
  - `_world.pg_map` has every process group of this process as a key, the default one too;
- - `_world.group_count` grows with every group that is made;
+ - `_world.group_count` grows with every group that is made, and torch names groups by it, or by the
+   ranks and it (from torch 2.15 on), or by the ranks and the number of other groups;
  - a `ProcessGroup` with a backend of gloo needs no entry in `_world` for its own methods, and may
    become the default group by entries in the tables of `_world` that `replace_default_group` fills,
    after which `destroy_process_group` ends the one before alone;
@@ -142,6 +143,9 @@ def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> 
     """Makes a group of `group_beside` torch's default group; the one before stays one of this
     package's, until it is destroyed.
 
+    torch names later groups by a number, which then is the same on all ranks, also on those that
+    have had no other group.
+
     Args:
         group: The new default group, of all ranks.
         name: A name that no other group of this process has.
@@ -160,6 +164,7 @@ def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> 
     for label in ("", tag):
         world.tags_to_pg.setdefault(label, []).append(group)
     c10d._register_process_group(name, group)
+    world.group_count = 1
     if before is not None:
         before._set_group_desc(OWN_GROUP)
     c10d._update_default_pg(group)

@@ -196,6 +196,8 @@ def test_a_group_beside_others_becomes_the_default_group(group: dist.ProcessGrou
     dist.broadcast(values, 0, group=beside)
     gloo.destroy_process_group(group)
     assert list(dist.distributed_c10d._world.pg_map) == [beside]
+    numbered = dist.new_group([0])
+    assert numbered.group_name == "1", "as on a rank that has had no other group"
     of_script = dist.new_group([0], use_local_synchronization=True)
     dist.all_reduce(values, group=of_script)
     assert dist.get_backend() == "gloo" and dist.get_process_group_ranks(beside) == [0]
