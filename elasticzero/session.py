@@ -455,7 +455,7 @@ class Session:
         return self._work.on_gradients(self._prepared("on_gradients"), function)
 
     def on_world_change(self, function: Callable[[], object]) -> None:
-        """Calls `function()` on each rank that goes on after nodes have left inside of a loop.
+        """Calls `function()` on each rank after nodes have left, or come in, inside of a loop.
 
         `rank`, `world_size` and `generation` are the new ones then. It is called between two steps,
         on all ranks together; what it changes in the training state counts. Where a change enters

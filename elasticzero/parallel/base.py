@@ -109,10 +109,12 @@ class Strategy(Protocol):
 
     divides: bool
     """True if ranks divide the state as soon as there are several."""
+    has_rows: bool
+    """True if they divide parameters too, so that a script may keep some of these."""
 
     def tied_to_world(self) -> str:
         """Returns what the script has that another world would make wrong; empty: nothing is known
-        of such a thing. Where ranks have rows of parameters it looks at all objects: some 30 ms."""
+        of such a thing. With `has_rows` it looks at all objects of the process: some 30 ms."""
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         """Brings this rank what it is to have of the state in the next world, which it has not yet,
@@ -135,7 +137,7 @@ class Strategy(Protocol):
 
     def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
         """Lays a state that is yet to be loaded over the ranks by another plan than that which this
-        was made with."""
+        was made with. The rows of ranks are the same."""
 
     def connect(self) -> None:
         """Takes note that the groups of the ranks that the state is laid over are connected, which

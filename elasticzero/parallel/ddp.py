@@ -62,7 +62,7 @@ class Replicated:
     """Implements `Strategy`; the model is left as it is."""
 
     shards = 1
-    divides = False
+    divides = has_rows = False
     tells_waits = True
 
     def __init__(self, setting: Setting) -> None:

@@ -134,7 +134,8 @@ class Materializer:
         return self._stored is not None and self._stored.has(tensor)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        if len(self._group.ranks) > 1:
+        # A rank that comes into a world restores all values before it is connected.
+        if len(self._group.ranks) > 1 and self._group.is_connected:
             dist.broadcast(tensor.data, 0, group=self._group.process_group)
 
 

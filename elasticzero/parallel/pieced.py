@@ -21,6 +21,7 @@ class PiecedStrategy:
     """Does what is the same in every `Strategy` whose optimizers work on pieces."""
 
     divides = True
+    has_rows = False
     tells_waits = True
 
     _pieced: PartitionedOptimizer

@@ -6,7 +6,8 @@ of another one, while the module and the script keep the parameters that they ha
 
 Check after an upgrade of torch: FSDP2's state of a module and its groups; that `FSDPParam` finds
 all that depends on the mesh in `_init_sharded_param`, also of a parameter on the meta device, but
-for what `_divide_parameter` sets; and that it makes what it has gathered anew where there is none.
+for what `_divide_parameter` sets; that a forward uses a view of `all_gather_outputs`; and which
+caches know meshes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from inspect import signature
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 from elasticzero.torch_internals.tensors import without_torch_functions
 
@@ -110,16 +111,41 @@ def _divide_parameter(of: Any, info: Any, data: Tensor) -> None:
     kept._local_tensor = data.view(of.padded_sharded_param_size)[: len(made._local_tensor)]
     kept._spec = made._spec
     of._setattr_on_modules(kept)
-    # What was gathered has room for the rows of so many ranks.
-    of.all_gather_outputs = []
-    of.__dict__.pop("_unsharded_param", None)
+    whole_numel = data.numel() * info.shard_mesh_size
+    of.all_gather_outputs = [_resized(gathered, whole_numel) for gathered in of.all_gather_outputs]
+
+
+def _resized(gathered: Tensor, numel: int) -> Tensor:
+    """Returns a tensor of so many elements in the memory of another one, which FSDP2 has freed; the
+    parameter that a forward uses is a view of it, and the model may have kept that."""
+    storage = gathered.untyped_storage()
+    storage.resize_(numel * gathered.itemsize)
+    resized = torch.empty(0, dtype=gathered.dtype, device=gathered.device)
+    resized.set_(storage, 0, (numel,))  # type: ignore[call-overload]
+    storage.resize_(0)
+    return resized
+
+
+def rows_of(parameter: Tensor) -> Tensor:
+    """Returns this rank's elements of a parameter that FSDP2 has divided, which share memory."""
+    local: Tensor = cast(Any, parameter)._local_tensor.detach()
+    return local
 
 
 def forget_meshes() -> None:
-    """Has DTensors forget what they know of operations over meshes. A mesh of as many ranks equals
-    one of a world before, whose groups have ended."""
+    """Has DTensors forget, in this thread, what they know of operations over meshes. A mesh of as
+    many ranks equals one of a world before, whose groups have ended, and keeps these."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
+    topology: Any = getattr(_collective_utils, "MeshTopoInfo", None)
+    for cache in (
+        propagator.propagate_op_sharding,
+        getattr(propagator, "_propagate_tensor_meta_cached", None),
+        getattr(_redistribute, "_gen_transform_infos", None),
+        getattr(topology, "build_from_mesh", None),
+    ):
+        if cache is not None:
+            cache.cache_clear()
+    getattr(_redistribute, "_planner_cache", {}).clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 

@@ -117,13 +117,14 @@ def group_beside(store: Store, rank: int, world_size: int, timeout: timedelta) -
 
 @contextmanager
 def stand_in_group(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
-    """Yields a group whose collectives raise an error: in this context it is torch's default group,
-    where there is no other one, and meshes of devices can be made of it and used.
+    """Yields a group whose collectives raise an error. In this context it is torch's default group,
+    and the only one, and meshes of devices can be made of it and used.
 
     Args:
         rank: This process's rank.
         world_size: Number of ranks.
     """
+    assert not dist.is_initialized(), "with its default group torch ends all"
     store, backend_type = HashStore(), dist.ProcessGroup.BackendType.CUSTOM
     fake: Any = FakeProcessGroup
     options = fake.Options()

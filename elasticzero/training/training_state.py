@@ -163,8 +163,7 @@ class TrainingState:
         """Submits the control word for the boundary of a global batch, at its first backward."""
         word = self.stager.control_word(self._flags(), asks=self.requests.waiting)
         if self._change is not None and not (self._exchange.submitted or self._promised):
-            tied = self.strategy.tied_to_world
-            self._promised = self._change.promise(self.stager, self.auxiliary, tied)
+            self._promised = self._change.promise(self.stager, self.auxiliary)
             word = replace(word, prepared=self._promised)
         self._exchange.submit(self._verifier.with_digest(word))
 

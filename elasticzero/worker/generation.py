@@ -20,6 +20,7 @@ from elasticzero.ipc.agent_client import AgentClient, park
 from elasticzero.ipc.messages import Finished, Restored
 from elasticzero.parallel.parameter_changes import refused_operation
 from elasticzero.training.preparation import Place, Prepared
+from elasticzero.training.step_machine import StepPhase
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState
 from elasticzero.training.worlds.change import WorldChange, obstacle
@@ -288,11 +289,9 @@ class Generation:
             bad_step = resume.step if resume.tier == "storage" else None
             return StopState(bad_step=bad_step, shut=shut)
         at = self.tracker.now
-        clean = (
-            at.clean
-            and training.can_stop_with_state()
-            and training.values.are_there(training.strategy.changed_names())
-        )
+        # Between two steps the names are of what the last one has taken in.
+        changed = () if at.phase is StepPhase.BETWEEN else training.strategy.changed_names()
+        clean = at.clean and training.can_stop_with_state() and training.values.are_there(changed)
         return StopState(
             step=training.step,
             clean=clean,

@@ -197,17 +197,28 @@ def test_scripts_that_meet_by_torch_come_in_by_a_stop(
     running.kill()
 
 
-@pytest.mark.parametrize("kept", KEEPS)
-def test_rows_that_a_script_keeps_are_of_one_world(pool: Pool, tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize("told", [*({"keeps": kept} for kept in KEEPS), {"takes": "an average"}])
+def test_rows_that_a_script_keeps_are_of_one_world(
+    pool: Pool, tmp_path: Path, told: dict[str, Any]
+) -> None:
     """In another one a tensor over the mesh cannot be computed with, and a view changes nothing."""
-    running = begin(pool, {**TOLD, "pause": 0.1, "keeps": kept}, tmp_path, 2, strategy="zero3")
+    running = begin(pool, {**TOLD, "pause": 0.1, **told}, tmp_path, 2, strategy="zero3")
     running.until(running.reached(3))
     change = Change.without(running, [1])
     change.send()
     running.until(lambda: len(change.failures()) == 2)
     (reason,) = {failure.reason for failure in change.failures()}
-    assert "keeps rows" in reason
+    words = {"its rows": "to_local", "values of its rows": "to_local", "a frozen average": "freeze"}
+    assert words.get(told.get("keeps", ""), "keeps rows") in reason
     running.kill()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_model_without_values_comes_in(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    told = {**TOLD, "meta": True}
+    grow(pool, Case(told, 2, (), strategy), tmp_path / "grown", [1], None)
+    alone, _ = run(pool, Case(told, 1, (), strategy), tmp_path / "alone")
+    check_equal(told, result(tmp_path / "grown"), alone)
 
 
 def test_a_stop_that_comes_with_newcomers_ends_the_generation(pool: Pool, tmp_path: Path) -> None:

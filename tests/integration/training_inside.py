@@ -4,13 +4,15 @@ Argument: JSON with epochs, batch, pause (seconds a step), out (a file), log (a 
 will slow (a file: while it exists steps last longer), micro, virtual (samples of a slice, with
 which there are dropout and a BatchNorm), clip, weighted, gather, stream, workers, optimizer (a name
 in OPTIMIZERS), odd (an Odd model), half (parameters of 16 bits), views (the script keeps tensors
-that share memory with parameters), keeps (a name in KEEPS), unheard (no function is called at
-changes), evaluate (before the loop), ask (a rank) and die ([rank, where]), both of the first world
-that the rank is in.
+that share memory with parameters), keeps (a name in KEEPS), takes (the same, after each
+step), scaled (parameters are changed before steps), looks (a forward after each step), meta (the
+model has no values yet), unheard (no function is called at changes), evaluate (before the loop),
+ask (a rank) and die ([rank, where]), both of the first world that the rank is in.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -60,8 +62,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 class Odd(nn.Module):
     """Has what few models have: a frozen layer, tied weights, a layer that some samples use,
-    parameters that nothing uses, without an element and of one element, and a convolution whose
-    elements lie in another order."""
+    parameters that nothing uses, without an element and of one element, a convolution whose
+    elements lie in another order, and a weight as the first forward has had it."""
 
     def __init__(self, rest: nn.Module) -> None:
         super().__init__()
@@ -73,16 +75,20 @@ class Odd(nn.Module):
         self.rest, self.seldom = rest, nn.Linear(5, 2)
         self.unused, self.empty = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(0, 3))
         self.scale = nn.Parameter(torch.tensor(1.1))
+        self.held: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        self.held = self.held or [self.first.weight]
         wide = self.conv(self.frozen(x)[:, None, None, :]).flatten(1)
-        out: Tensor = self.rest(self.second(self.first(wide)) * self.scale)
+        wide = nn.functional.linear(wide, self.held[0], self.first.bias)
+        out: Tensor = self.rest(self.second(wide) * self.scale)
         chosen = x.sum(1, keepdim=True) > 2
         return out + self.seldom(x) * chosen if bool(chosen.any()) else out
 
 
 def model_of(told: dict[str, Any]) -> nn.Module:
     torch.manual_seed(1)
+    torch.set_default_device("meta" if told.get("meta") else "cpu")
     sliced = bool(told.get("virtual"))
     # A micro-batch of a stream may have one sample, of which there is no variance.
     norm = nn.BatchNorm1d(9) if sliced and not told.get("stream") else nn.LayerNorm(9)
@@ -90,6 +96,7 @@ def model_of(told: dict[str, Any]) -> nn.Module:
     dtype = torch.float32 if sliced else torch.float64
     model: nn.Module = nn.Sequential(*layers)
     model = Odd(model) if told.get("odd") else model
+    torch.set_default_device("cpu")
     return model.to(torch.bfloat16 if told.get("half") else dtype)
 
 
@@ -171,10 +178,19 @@ def meet(told: dict[str, Any], when: str) -> None:
         dist.all_reduce(torch.zeros(1))
 
 
+def frozen(parameter: Any) -> Tensor:
+    """An average that Python's garbage collector does not know."""
+    average: Tensor = parameter.detach().clone()
+    gc.freeze()
+    return average
+
+
 KEEPS: dict[str, Callable[[Any], Tensor]] = {
     "a view": lambda parameter: parameter.data,
     "an average": lambda parameter: parameter.detach().clone(),
     "its rows": lambda parameter: parameter.to_local(),
+    "values of its rows": lambda parameter: parameter.to_local().clone(),
+    "a frozen average": frozen,
 }
 """What a script may keep of a parameter of which it has rows."""
 
@@ -235,6 +251,26 @@ def changes_of(session: ez.Session, told: dict[str, Any], rank: int) -> list[lis
     return changes
 
 
+def scale(session: ez.Session, told: dict[str, Any], model: nn.Module) -> None:
+    """Changes parameters before a step, if the test asks for it."""
+    if told.get("scaled") and model.__dict__.get("scaled_at") != session.step_count:
+        model.__dict__["scaled_at"] = session.step_count
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(0.999)
+
+
+def look(told: dict[str, Any], model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Computes a forward between two steps, with gradients, if the test asks for it; takes a tensor
+    of parameters at a step, if the test asks for that."""
+    if told.get("looks"):
+        assert losses_of(model, batch).mean().isfinite()
+    if "takes" in told:
+        kept = [KEEPS[told["takes"]](parameter) for parameter in model.parameters()]
+        model.__dict__["taken"] = kept
+
+
 def train(session: ez.Session, told: dict[str, Any]) -> None:
     model, optimizer = session.prepare(model_of(told), OPTIMIZERS[told.get("optimizer", "AdamW")])
     scheduled = optimizer["first"] if isinstance(optimizer, dict) else optimizer
@@ -273,6 +309,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
     for batch in loop:
         if session.micro_batch.weight:
             indices += batch["index"].tolist()
+        scale(session, told, model)
         losses = losses_of(model, batch)
         if told.get("gather"):
             session.backward(session.gather(losses).logsumexp(0))
@@ -285,6 +322,7 @@ def train(session: ez.Session, told: dict[str, Any]) -> None:
             die(told, rank, "in the first step")
         if session.step(max_grad_norm=told.get("clip")):
             schedule.step()
+            look(told, model, batch)
             with log.open("a") as file:
                 world = [session.generation, session.rank, session.world_size]
                 file.write(json.dumps([session.step_count, world, indices]) + "\n")

@@ -5,7 +5,9 @@ Hooks on gradients and at steps are tested in `parallel`, stores in `comm/store`
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -228,8 +230,14 @@ def test_fsdp2_divides_parameters_anew_and_keeps_their_objects() -> None:
                 rows[name][: parts[rank].numel()] = parts[rank].reshape(-1)
         of = {id(p): name for name, p in model.named_parameters()}
         data = {id(o): rows[of[id(o.sharded_param)]] for o in divided.fsdp_params}
+        assert (parameters["0.weight"].detach() * 2).shape == (5, 4)
+        before = weakref.ref(divided.mesh_info.mesh)
+        has_groups = hasattr(before(), "_pg_registry")  # from torch 2.13 on
         with groups.stand_in_group(rank, ranks) as group:
             fsdp.divide_anew(divided, DeviceMesh.from_group(group, "cpu"), data)
+        fsdp.forget_meshes()
+        gc.collect()
+        assert before() is None or not has_groups
         assert all(parameter is parameters[n] for n, parameter in model.named_parameters())
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor) and parameter.device_mesh.size() == ranks

@@ -27,8 +27,8 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.fsdp.blocks import device_mesh, partition
-from elasticzero.parallel.fsdp.rows import bring_rows, division, room
-from elasticzero.parallel.fsdp.uses import Uses, refuse_pickled_rows
+from elasticzero.parallel.fsdp.rows import bring_rows, division
+from elasticzero.parallel.fsdp.uses import Uses, watch_rows
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
@@ -58,6 +58,7 @@ from elasticzero.state.model import (
     Spec,
     spec_of,
 )
+from elasticzero.torch_internals.fsdp import rows_of
 from elasticzero.torch_internals.hooks import GradientHooks
 from elasticzero.torch_internals.tensors import counts_of_changes
 
@@ -66,11 +67,6 @@ log = logging.getLogger(__name__)
 CHANGED_ROWS = (
     "the script has changed parameters after the newest step, which mirrors of zero3 get with the "
     "next gradient: they are not handed over, and training goes back to a snapshot or checkpoint"
-)
-
-KEEPS_ROWS = (
-    "the script keeps rows of a parameter, or what it has computed of one, as this world divides "
-    "them"
 )
 
 BLOCKS_DIFFER = (
@@ -84,6 +80,7 @@ class FullyPartitioned(PiecedStrategy):
     """Implements `Strategy`."""
 
     tells_waits = False
+    has_rows = True
 
     def __init__(self, setting: Setting) -> None:
         check_hooks(setting.named.parameters, "zero3")
@@ -114,7 +111,7 @@ class FullyPartitioned(PiecedStrategy):
         self._parameters = _by_name(setting.model, self._specs)
         self._before = {n: p for n, p in before.items() if p() is not self._parameters[n]}
         """The parameters that FSDP2 has replaced, of which the script may have some."""
-        refuse_pickled_rows(self._parameters.values())
+        watch_rows(self._parameters.values())
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         """The parameters that were frozen at `prepare`."""
         for module in setting.model.modules():
@@ -434,8 +431,7 @@ class FullyPartitioned(PiecedStrategy):
         return _local(self._parameters[name])
 
     def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
-        self._rows = room(self._divided(), mesh.shards)
-        super().lay(mesh, plan)
+        """Does nothing: rows do not follow from a plan."""
 
     def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
         brought, rows, self._rows = self._take_brought(), self._rows, None
@@ -443,6 +439,7 @@ class FullyPartitioned(PiecedStrategy):
         undivided = self._undivided_state()
         self._mesh, self.shards = mesh, mesh.shards
         self._connect(rows)
+        self._uses.clear()  # a forward since the step counts for the next one, on those that had it
         self._pieced.enter_world(mesh, self._own_pieces(), {**brought, **undivided})
         if plan is not None:  # those that come in know nothing yet
             self._uses.compare()
@@ -460,12 +457,12 @@ class FullyPartitioned(PiecedStrategy):
         self._uses.free()
         with device_mesh(self._mesh, self._computes_on) as mesh:
             self._uses.divide_anew(mesh, rows)
-        refuse_pickled_rows(self._parameters.values())
+        watch_rows(self._parameters.values())
 
     def tied_to_world(self) -> str:
         pieces = self._pieced.pieces.values()
         tensors = [t for piece in pieces for t in (piece.parameter, piece.values) if t is not None]
-        return KEEPS_ROWS if self._uses.keeps_rows(tensors) else ""
+        return self._uses.tie_to_world(tensors)
 
     def _divided(self) -> dict[str, Spec]:
         """Returns the parameters that have rows."""
@@ -506,6 +503,4 @@ def _by_name(model: nn.Module, names: Mapping[str, Spec]) -> dict[str, nn.Parame
 
 def _local(tensor: Tensor) -> Tensor:
     """Returns this rank's elements, which share memory."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().detach()
-    return tensor.detach()
+    return rows_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()

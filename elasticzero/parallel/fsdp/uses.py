@@ -15,11 +15,13 @@ again needs the gathered parameters after they are freed, and is refused.
 
 torch pickles the rows that a rank has of a parameter as if they were all, and whoever loads the
 file has wrong values for the rest: another rank, a later world, or a script that averages files. So
-that is refused.
+that is refused. Rows that a script keeps are of one world; so a rank looks for them before it goes
+over to another one inside of its loop.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -45,6 +47,7 @@ from elasticzero.torch_internals.fsdp import (
     leaf_of,
     owners,
     present_parameter,
+    rows_of,
     set_up,
 )
 from elasticzero.torch_internals.tensors import without_torch_functions
@@ -55,9 +58,27 @@ PICKLED_ROWS = (
     "the whole model, or use ddp, zero1 or zero2"
 )
 
+TOOK_ROWS = (
+    "the script takes rows of a parameter by to_local(), of which it may keep some, and another "
+    "world has other ones"
+)
+
+KEEPS_ROWS = (
+    "the script keeps rows of a parameter, or what it has computed of one, as this world divides "
+    "them"
+)
+
+FROZE_OBJECTS = (
+    "the script has called gc.freeze(), after which nobody can tell whether it keeps rows of "
+    "parameters"
+)
+
 _meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """The meshes over which parameters are divided, by their identity."""
+_taken: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Those of them of which the script has taken rows."""
 _reduce: Any = Tensor.__reduce_ex__
+_to_local: Any = DTensor.to_local
 
 
 class Uses:
@@ -107,6 +128,7 @@ class Uses:
         self._groups = list(groups_below(root))
         self._module_names = {module: name for name, module in model.named_modules()}
         name_of = {id(parameter): name for name, parameter in parameters.items()}
+        self._frozen_objects = gc.get_freeze_count()
         self._divided = {
             name_of[id(of.sharded_param)]: of for group in self._groups for of in group.fsdp_params
         }
@@ -147,13 +169,18 @@ class Uses:
         for group in self._groups:
             divide_anew(group, mesh, data)
 
-    def keeps_rows(self, tensors: Iterable[Tensor]) -> bool:
-        """Returns whether the script has rows of parameters, or what it has computed of them.
+    def tie_to_world(self, tensors: Iterable[Tensor]) -> str:
+        """Returns why the script may have rows of parameters, or what it has computed of them;
+        empty: it has none.
 
         Args:
             tensors: Those in the memory of rows that are not the script's.
         """
-        return keeps_rows(self._groups, tensors)
+        if any(id(group.mesh_info.mesh) in _taken for group in self._groups):
+            return TOOK_ROWS
+        if gc.get_freeze_count() > self._frozen_objects:
+            return FROZE_OBJECTS
+        return KEEPS_ROWS if keeps_rows(self._groups, tensors) else ""
 
     def clear(self) -> None:
         """Begins a new global batch."""
@@ -365,7 +392,7 @@ class Uses:
 
 def _is_changed(of: Any) -> bool:
     """Tells whether a parameter, as it was gathered, differs from this rank's rows of it."""
-    leaf, local = leaf_of(of), of.sharded_param.to_local().detach()
+    leaf, local = leaf_of(of), rows_of(of.sharded_param)
     if leaf is None or not local.numel():
         return False
     mesh = of.mesh_info
@@ -374,13 +401,14 @@ def _is_changed(of: Any) -> bool:
     return not same_bits(gathered, local.reshape(-1).to(gathered))
 
 
-def refuse_pickled_rows(parameters: Iterable[Tensor]) -> None:
-    """Has what lies over the meshes of these parameters raise `UserError` where it is pickled;
-    DTensors over other meshes are pickled as before."""
+def watch_rows(parameters: Iterable[Tensor]) -> None:
+    """Has what lies over the meshes of these parameters raise `UserError` where it is pickled, and
+    takes note where its rows are taken; with DTensors over other meshes all is as before."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             _meshes[id(parameter.device_mesh)] = parameter.device_mesh
     DTensor.__reduce_ex__ = _reduce_of  # type: ignore[method-assign]
+    DTensor.to_local = _to_local_of  # type: ignore[method-assign, assignment]
 
 
 def _reduce_of(tensor: Any, protocol: Any) -> Any:
@@ -388,3 +416,10 @@ def _reduce_of(tensor: Any, protocol: Any) -> Any:
     if _meshes.get(id(tensor.device_mesh)) is tensor.device_mesh:
         raise UserError(PICKLED_ROWS)
     return _reduce(tensor, protocol)
+
+
+def _to_local_of(tensor: Any, *arguments: Any, **named: Any) -> Any:
+    """Takes the place of a DTensor's `to_local`."""
+    if _meshes.get(id(tensor.device_mesh)) is tensor.device_mesh:
+        _taken[id(tensor.device_mesh)] = tensor.device_mesh
+    return _to_local(tensor, *arguments, **named)

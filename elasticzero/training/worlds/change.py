@@ -2,9 +2,10 @@
 
 Rules:
  WC1  A rank is prepared in the word of a step if `NextWorld` is, no checkpoint is being saved, rank
-      0 has nothing to find for all, and the script has neither process groups of its own, whose
-      ranks would be other ones then, nor rows of parameters.
- WC2  All ranks go over at the boundary whose word says that all are prepared. Where it has a flag,
+      0 has nothing to find for all, and the script has no process groups of its own, whose ranks
+      would be other ones then.
+ WC2  All ranks go over at the boundary whose word says that all are prepared, unless a script keeps
+      rows of parameters, which the next world divides otherwise. Where it has a flag,
       or asks for a checkpoint, none does. Where others come into the world, none does at the end of
       a loop or of an epoch whose function is to be called, nor where a checkpoint is due: there a
       rank that comes to the boundary by a restore would do other things than those that are there.
@@ -91,23 +92,17 @@ class WorldChange:
         self._next = following
         self._functions = functions
 
-    def promise(
-        self, stager: StateStager, auxiliary: AuxiliaryState, tied_to_world: Callable[[], str]
-    ) -> bool:
+    def promise(self, stager: StateStager, auxiliary: AuxiliaryState) -> bool:
         """Returns whether this rank is prepared in the word that it submits now (WC1).
 
         Args:
             stager: Says whether a checkpoint is being saved.
             auxiliary: Says whether all ranks wait for rank 0.
-            tied_to_world: As in `Strategy`.
         """
         if not self._next.offered:
             return False
         saves = stager.saving is not None or stager.newest_save == "pending"
         if saves or auxiliary.awaits_rank_zero or script_groups():
-            return False
-        if tied := tied_to_world():
-            self._next.give_up(tied)
             return False
         return self._next.promise()
 
@@ -123,12 +118,13 @@ class WorldChange:
                 none may come. It is the same on all ranks, which call it together.
         """
         enters, failure = word.prepared and not word.flags and not word.asks, ""
-        if enters and self._next.joins:
-            copy = admits()
-            if copy is not None:
+        joins = self._next.joins
+        if enters and (joins or parts.strategy.has_rows):
+            failure, copy = parts.strategy.tied_to_world(), admits() if joins else None
+            if copy is not None and not failure:
                 failure = self._capture_for_others(parts, copy)
-            failed = self._groups.control_tree.allreduce_max(int(copy is None or bool(failure)))
-            enters = not failed
+            stays = bool(failure) or (joins and copy is None)
+            enters = not self._groups.control_tree.allreduce_max(int(stays))
         offer = self._next.decide(enters=enters)
         if failure:
             self._next.give_up(failure)

@@ -32,7 +32,7 @@ class Next:
     offered, joins = True, False
 
     def __init__(self) -> None:
-        self.promised, self.entered = False, False
+        self.promised, self.entered, self.reason = False, False, ""
 
     def promise(self) -> bool:
         self.promised = True
@@ -40,6 +40,9 @@ class Next:
 
     def decide(self, *, enters: bool) -> None:
         self.entered = enters
+
+    def give_up(self, reason: str) -> None:
+        self.reason = reason
 
 
 def world_change(following: Any) -> WorldChange:
@@ -70,7 +73,7 @@ def test_a_rank_is_prepared_only_where_nothing_of_the_old_world_is_under_way(
     stager: Any = SimpleNamespace(saving=saving, newest_save=newest_save)
     auxiliary: Any = SimpleNamespace(awaits_rank_zero=awaits)
     following = Next()
-    assert world_change(following).promise(stager, auxiliary, str) == following.promised == prepared
+    assert world_change(following).promise(stager, auxiliary) == following.promised == prepared
 
 
 @pytest.mark.parametrize(
@@ -87,9 +90,26 @@ def test_a_world_is_entered_by_a_word_that_says_nothing_else(
     word: ControlWord, enters: bool
 ) -> None:
     following = Next()
-    nothing: Any = None
-    world_change(following).decide(word, nothing, lambda: None)
+    whole: Any = SimpleNamespace(strategy=SimpleNamespace(has_rows=False))
+    world_change(following).decide(word, whole, lambda: None)
     assert following.entered == enters
+
+
+@pytest.mark.parametrize(
+    ("why", "others", "reason"), [("", 0, ""), ("kept", 0, "kept"), ("", 1, "")]
+)
+def test_ranks_stay_where_the_script_of_any_keeps_rows(why: str, others: int, reason: str) -> None:
+    """The one whose script does so says why the world is not entered."""
+    following = Next()
+    rows: Any = SimpleNamespace(has_rows=True, tied_to_world=lambda: why)
+    tree = SimpleNamespace(allreduce_max=lambda number: max(number, others))
+    nothing: Any = None
+    groups: Any = SimpleNamespace(control_tree=tree)
+    change = WorldChange(nothing, groups, cast(Any, following), [], nothing)
+    parts: Any = SimpleNamespace(strategy=rows)
+    change.decide(ControlWord(prepared=True), parts, lambda: None)
+    assert following.entered is not (bool(why) or bool(others))
+    assert following.reason == reason
 
 
 def test_what_stands_in_the_way_is_said() -> None:
