@@ -208,8 +208,8 @@ def test_rows_that_a_script_keeps_are_of_one_world(
     change.send()
     running.until(lambda: len(change.failures()) == 2)
     (reason,) = {failure.reason for failure in change.failures()}
-    words = {"its rows": "to_local", "values of its rows": "to_local", "a frozen average": "freeze"}
-    assert words.get(told.get("keeps", ""), "keeps rows") in reason
+    named = {"its rows": "to_local", "values of its rows": "to_local", "a frozen average": "freeze"}
+    assert named.get(told.get("keeps", ""), "keeps rows") in reason
     running.kill()
 
 
