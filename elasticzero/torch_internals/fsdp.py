@@ -23,9 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 from elasticzero.torch_internals.tensors import without_torch_functions
+
+TELLS_MESH = "mesh_info" in signature(FSDPParam._init_sharded_param).parameters
+"""True if FSDP2 tells a parameter the mesh as it divides it, and False if before that."""
 
 
 def groups_below(root: nn.Module) -> Iterator[Any]:
@@ -102,8 +106,7 @@ def _divide_parameter(of: Any, info: Any, data: Tensor) -> None:
     shape = torch.empty_strided(kept.size(), kept.stride(), dtype=kept.dtype, device="meta")
     whole = nn.Parameter(shape, requires_grad=kept.requires_grad)
     of.mesh_info = info
-    told = (info,) if "mesh_info" in signature(of._init_sharded_param).parameters else ()
-    of._init_sharded_param(whole, of.device, None, *told)
+    of._init_sharded_param(whole, of.device, None, *((info,) if TELLS_MESH else ()))
     if of.post_forward_mesh_info is not None:
         of.post_forward_mesh_info = info
         of._init_sharded_post_forward_param_metadata(whole)

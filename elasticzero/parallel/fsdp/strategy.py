@@ -403,7 +403,7 @@ class FullyPartitioned(PiecedStrategy):
             if metadata.get("assign_to_params_buffers"):
                 raise UserError(replaced_sentence(prefix + name))
             if value.shape == parameter.shape:
-                local = parameter.to_local()
+                local = _local(parameter)
                 rows = chunk(len(value), self._mesh.shards, self._mesh.shard)
                 state[prefix + name] = DTensor.from_local(
                     value[rows.start : rows.stop].to(local.device, local.dtype),
