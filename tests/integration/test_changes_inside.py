@@ -49,8 +49,7 @@ class Case:
 
 
 def for_rows(told: dict[str, Any]) -> dict[str, Any]:
-    """The same script, as far as it can be trained where ranks have rows of parameters, and keeps
-    none of them."""
+    """Returns the same script without what zero3 refuses, and without rows that it would keep."""
     optimizer = "two" if told["optimizer"] == "Adafactor" else told["optimizer"]
     without = {name: what for name, what in told.items() if name not in ("virtual", "views")}
     return {**without, "optimizer": optimizer, "half": False, "epochs": 3}

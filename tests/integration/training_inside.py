@@ -192,7 +192,7 @@ KEEPS: dict[str, Callable[[Any], Tensor]] = {
     "values of its rows": lambda parameter: parameter.to_local().clone(),
     "a frozen average": frozen,
 }
-"""What a script may keep of a parameter of which it has rows."""
+"""Names what a script may keep of a parameter of which it has rows."""
 
 
 def viewing(told: dict[str, Any], model: nn.Module) -> Callable[[], None]:

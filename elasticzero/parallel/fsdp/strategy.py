@@ -27,8 +27,9 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.fsdp.blocks import device_mesh, partition
+from elasticzero.parallel.fsdp.kept_rows import tie_to_world, watch_rows
 from elasticzero.parallel.fsdp.rows import bring_rows, division
-from elasticzero.parallel.fsdp.uses import Uses, watch_rows
+from elasticzero.parallel.fsdp.uses import Uses
 from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hooks, refuse_hooks
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
@@ -462,7 +463,7 @@ class FullyPartitioned(PiecedStrategy):
     def tied_to_world(self) -> str:
         pieces = self._pieced.pieces.values()
         tensors = [t for piece in pieces for t in (piece.parameter, piece.values) if t is not None]
-        return self._uses.tie_to_world(tensors)
+        return tie_to_world(self._uses.groups, tensors)
 
     def _divided(self) -> dict[str, Spec]:
         """Returns the parameters that have rows."""

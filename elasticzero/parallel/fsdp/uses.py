@@ -12,21 +12,14 @@ script calls past the block, or puts in their place, ends in a sentence. So does
 them, which is lost when they are freed: in the first step, and in the one after each verification,
 this rank's rows of them are compared with its shard. A backward whose gradients are differentiated
 again needs the gathered parameters after they are freed, and is refused.
-
-torch pickles the rows that a rank has of a parameter as if they were all, and whoever loads the
-file has wrong values for the rest: another rank, a later world, or a script that averages files. So
-that is refused. Rows that a script keeps are of one world; so a rank looks for them before it goes
-over to another one inside of its loop.
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +36,6 @@ from elasticzero.torch_internals.fsdp import (
     groups_below,
     groups_of,
     has_gradients,
-    keeps_rows,
     leaf_of,
     owners,
     present_parameter,
@@ -51,37 +43,6 @@ from elasticzero.torch_internals.fsdp import (
     set_up,
 )
 from elasticzero.torch_internals.tensors import without_torch_functions
-
-PICKLED_ROWS = (
-    "the script pickles a parameter, or what it has computed of one (torch.save), of which each "
-    "rank has rows alone under zero3: call session.state_dict() on all ranks, which gives rank 0 "
-    "the whole model, or use ddp, zero1 or zero2"
-)
-
-TOOK_ROWS = (
-    "the script takes rows of a parameter by to_local(), of which it may keep some, and another "
-    "world has other ones"
-)
-
-KEEPS_ROWS = (
-    "the script keeps rows of a parameter, or what it has computed of one, as this world divides "
-    "them"
-)
-
-FROZE_OBJECTS = (
-    "the script has called gc.freeze(), after which nobody can tell whether it keeps rows of "
-    "parameters"
-)
-
-_meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The meshes over which parameters are divided, by their identity."""
-_taken: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Those of them of which the script has taken rows."""
-_hidden: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Those of them of which Python's garbage collector may have forgotten tensors."""
-_reduce: Any = Tensor.__reduce_ex__
-_to_local: Any = DTensor.to_local
-_freeze = gc.freeze
 
 
 class Uses:
@@ -128,14 +89,15 @@ class Uses:
         self._memory = memory
         self._root = root
         """FSDP2 finds the modules below it when its own state is set up."""
-        self._groups = list(groups_below(root))
+        self.groups = list(groups_below(root))
+        """What FSDP2 gathers and reduces together."""
         self._module_names = {module: name for name, module in model.named_modules()}
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._divided = {
-            name_of[id(of.sharded_param)]: of for group in self._groups for of in group.fsdp_params
+            name_of[id(of.sharded_param)]: of for group in self.groups for of in group.fsdp_params
         }
         self._names = {id(of): name for name, of in self._divided.items()}
-        for group in self._groups:
+        for group in self.groups:
             group.pre_backward = partial(self._begin_backward, group, group.pre_backward)
             group.post_backward = partial(self._reduce, group, group.post_backward)
             group.reshard = partial(self._reshard, group, group.reshard)
@@ -153,7 +115,7 @@ class Uses:
 
     def free(self) -> None:
         """Frees all gathered parameters."""
-        for group in self._groups:
+        for group in self.groups:
             if group.is_unsharded:
                 group.reshard()
 
@@ -168,22 +130,8 @@ class Uses:
         data = None
         if rows is not None:
             data = {id(of): rows[name] for name, of in self._divided.items()}
-        for group in self._groups:
+        for group in self.groups:
             divide_anew(group, mesh, data)
-
-    def tie_to_world(self, tensors: Iterable[Tensor]) -> str:
-        """Returns why the script may have rows of parameters, or what it has computed of them;
-        empty: it has none.
-
-        Args:
-            tensors: Those in the memory of rows that are not the script's.
-        """
-        meshes = {id(group.mesh_info.mesh) for group in self._groups}
-        if not meshes.isdisjoint(_taken):
-            return TOOK_ROWS
-        if not meshes.isdisjoint(_hidden):
-            return FROZE_OBJECTS
-        return KEEPS_ROWS if keeps_rows(self._groups, tensors) else ""
 
     def clear(self) -> None:
         """Begins a new global batch."""
@@ -402,34 +350,3 @@ def _is_changed(of: Any) -> bool:
     span = fsdp_rows(of.sharded_param.shape, mesh.shard_mesh_size, mesh.shard_mesh_rank)
     gathered = leaf.detach().reshape(-1)[span.start : span.stop]
     return not same_bits(gathered, local.reshape(-1).to(gathered))
-
-
-def watch_rows(parameters: Iterable[Tensor]) -> None:
-    """Has what lies over the meshes of these parameters raise `UserError` where it is pickled, and
-    takes note where its rows are taken; with DTensors over other meshes all is as before."""
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            _meshes[id(parameter.device_mesh)] = parameter.device_mesh
-    DTensor.__reduce_ex__ = _reduce_of  # type: ignore[method-assign]
-    gc.freeze = _freeze_objects
-    DTensor.to_local = _to_local_of  # type: ignore[method-assign, assignment]
-
-
-def _reduce_of(tensor: Any, protocol: Any) -> Any:
-    """Takes the place of a DTensor's `__reduce_ex__`."""
-    if _meshes.get(id(tensor.device_mesh)) is tensor.device_mesh:
-        raise UserError(PICKLED_ROWS)
-    return _reduce(tensor, protocol)
-
-
-def _freeze_objects() -> None:
-    """Takes the place of `gc.freeze`, whose count of objects takes 30 ms where there are many."""
-    _hidden.update(_meshes)
-    _freeze()
-
-
-def _to_local_of(tensor: Any, *arguments: Any, **named: Any) -> Any:
-    """Takes the place of a DTensor's `to_local`."""
-    if _meshes.get(id(tensor.device_mesh)) is tensor.device_mesh:
-        _taken[id(tensor.device_mesh)] = tensor.device_mesh
-    return _to_local(tensor, *arguments, **named)
