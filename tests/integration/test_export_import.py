@@ -191,7 +191,7 @@ def test_torch_reads_an_export_in_its_own_format(
 
 
 FSDP = """
-import sys
+import os, sys
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -221,7 +221,7 @@ whole_model, whole_optimizer = get_state_dict(model, optimizer, options=options)
 if rank == 0:
     torch.save({"model": whole_model, "optimizer": whole_optimizer, "epoch": 3}, path + ".whole")
 dist.barrier()
-dist.destroy_process_group()
+os._exit(0)  # gloo of torch 2.13 sometimes aborts where its group is destroyed
 """
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD = 3
 
 SCRIPT = """
-import datetime, sys
+import datetime, os, sys
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -82,12 +82,13 @@ except (CheckpointMismatch, StorageError) as error:
     assert not rank or "rank 0 failed: " in str(error), error
 else:
     raise AssertionError("committed a checkpoint whose ranks disagree")
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # gloo of torch 2.13 sometimes aborts where its group is destroyed
 """
 
 
 MESHES = """
-import datetime, sys
+import datetime, os, sys
 import torch, torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -162,7 +163,8 @@ refused({"x": distribute_tensor(rows, pairs, [Shard(0), Shard(0)])}, "x is a DTe
 refused({"x": distribute_tensor(rows, pairs, [Replicate(), Shard(1)])}, "x is a DTensor placed")
 both = {"a": turned["x"], "b": distribute_tensor(rows, pairs, [Replicate(), Shard(0)])}
 refused(both, "a and b are sharded over different ranks ([0, 2], [0, 1])")
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # gloo of torch 2.13 sometimes aborts where its group is destroyed
 """
 
 
@@ -217,7 +219,8 @@ if odd:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 step = checkpoint.save(directory, {"w": torch.ones(100_000)}, step=1)
 assert torch.equal(checkpoint.load(step)["w"], torch.ones(100_000))
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # gloo of torch 2.13 sometimes aborts where its group is destroyed
 """
 
 
