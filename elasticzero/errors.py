@@ -200,7 +200,7 @@ def directory_problem(error: OSError) -> str:
 
 CALLERS_OF_SCRIPTS = (
     "elasticzero.entry_point",
-    "elasticzero.launcher.workers.fork_server",
+    "elasticzero.launcher.workers.forking.server",
     "runpy",
 )
 """Modules whose frames stand before a script's own in a traceback."""

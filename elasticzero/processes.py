@@ -1,6 +1,7 @@
 """Reads and controls processes of this machine (Linux): their states, their children, their end.
 
-`/proc` is read here, but for what is about files, sockets or the network.
+`/proc` is read here, but for what is about files, sockets or the network; so is the memory that is
+left.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -22,6 +24,11 @@ MAX_THREADS = 32
 """Maximum number of threads that an account of a process names."""
 PF_EXITING, PF_DUMPCORE = 0x4, 0x200
 """Bits of a process's flags in /proc (include/linux/sched.h)."""
+
+STANDBY_NAME = "ez-standby"
+"""Name of a process that stands by for a worker, as `ps` shows it."""
+MEMORY_FILE = Path("/proc/meminfo")
+CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 _BIND_AND_EXEC = """
 import ctypes, os, signal, sys
@@ -59,6 +66,28 @@ def bound_to_this_process(
 def adopt_orphans() -> None:
     """Makes this process the parent of every process below it that loses its own."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_strays(limit_s: float, spared: Set[int]) -> bool:
+    """Sends SIGKILL to every process below this one, but for some children and what is below them,
+    and reaps them; False: some are left.
+
+    Args:
+        limit_s: Time limit in seconds.
+        spared: Process ids of the children that live on.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while strays := [child for child in children_of(os.getpid()) if child not in spared]:
+        for pid in [below for stray in strays for below in (stray, *descendants(stray))]:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in strays:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(REAP_POLL_S)
+    return True
 
 
 def kill_descendants(limit_s: float) -> bool:
@@ -179,6 +208,65 @@ def resident_bytes() -> int:
     """Returns the bytes of memory that this process has in RAM."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Ram:
+    """Describes the RAM of the machine, or of the container that this process is in."""
+
+    available_bytes: int
+    """Bytes that processes can still take."""
+    total_bytes: int
+
+
+def ram(memory: Path = MEMORY_FILE, cgroup: Path = CGROUP_FOLDER) -> Ram:
+    """Returns the RAM of the machine, or within the container if that has less left.
+
+    Args:
+        memory: The kernel's account of the machine's memory.
+        cgroup: The folder of the container's control group, version 2.
+    """
+    lines = dict(line.split(":", 1) for line in memory.read_text().splitlines())
+    available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit, or no such group
+        return Ram(available, total)
+    with suppress(OSError, ValueError, KeyError):  # files that the kernel drops where room is asked
+        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used -= int(counts["inactive_file"])
+    return Ram(min(available, max(0, limit - used)), min(total, limit))
+
+
+def set_name(name: str) -> str:
+    """Gives this process the name that `ps` and /proc show; returns the one that it had.
+
+    Args:
+        name: The name, of 15 characters at most.
+    """
+    with suppress(OSError):
+        file = Path("/proc/self/comm")
+        before = file.read_text().strip()
+        file.write_text(name)
+        return before
+    return name
+
+
+def name_of(pid: int) -> str:
+    """Returns the name of a process; empty if there is no such process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def private_bytes() -> int:
+    """Returns the bytes of memory that this process shares with no other; 0: not known."""
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        private = [line.split()[1] for line in lines if line.startswith("Private_")]
+        return 1024 * sum(map(int, private))
+    return 0
 
 
 def thread_states(name: str) -> list[str]:

@@ -83,7 +83,7 @@ class RankInfo:
     def from_assignment(cls, assignment: Assignment) -> RankInfo:
         """Returns what an agent's assignment says about its worker's rank and addresses."""
         shared = {f.name: getattr(assignment, f.name) for f in fields(cls)}
-        return cls(**{**shared, "local_rank": assignment.visible_local_rank})
+        return cls(**{**shared, "local_rank": assignment.node_place.visible_local_rank})
 
 
 def rendezvous(

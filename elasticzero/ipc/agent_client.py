@@ -36,6 +36,7 @@ from elasticzero.ipc.messages import (
     TagStep,
     Withdraw,
 )
+from elasticzero.ipc.standby import LOGS_VARIABLE, stand_by
 from elasticzero.ipc.thread_location import main_thread
 from elasticzero.log_output import (
     attach_to_stderr,
@@ -157,7 +158,10 @@ class AgentClient:
         if bell is not None:
             os.set_inheritable(int(bell), False)
         channel = Channel(socket.socket(fileno=fd), int(bell) if bell is not None else None)
-        first = channel.receive()
+        if LOGS_VARIABLE not in os.environ:
+            first = channel.receive()
+        else:
+            first = stand_by(channel)
         if not isinstance(first, Assignment):
             raise OperatorError(f"the agent began with {first!r} and not with an assignment")
         return cls(channel, first)

@@ -181,34 +181,62 @@ class Assignment(TrainingSettings):
         return self.local_world_size if self.shard == "node" else self.world_size
 
     @property
+    def node_place(self) -> NodePlace:
+        """Returns what this worker is on its node, in whatever world."""
+        return NodePlace(
+            job=self.job,
+            local_rank=self.local_rank,
+            local_world_size=self.local_world_size,
+            error_file=self.error_file,
+            settings=self.settings,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """Holds what a worker is on its node, in whatever world."""
+
+    job: str
+    local_rank: int
+    local_world_size: int
+    error_file: str
+    settings: WorkerSettings
+
+    @property
     def visible_local_rank(self) -> int:
-        """Returns the index of this worker's GPU among those that it sees."""
+        """Returns the index of the worker's GPU among those that it sees."""
         return self.local_rank if self.settings.devices is None else 0
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of torchrun's that follow from it alone."""
+        settings = self.settings
+        optional = {}
+        if settings.threads is not None:
+            optional["OMP_NUM_THREADS"] = str(settings.threads)
+        if settings.devices is not None:
+            optional["CUDA_VISIBLE_DEVICES"] = settings.devices[self.local_rank].strip()
+        return {
+            "LOCAL_RANK": str(self.visible_local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "ROLE_NAME": settings.role,
+            "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
+            "TORCHELASTIC_RUN_ID": self.job,
+            "TORCHELASTIC_ERROR_FILE": self.error_file,
+            **optional,
+        }
 
 
 def torchrun_environment(assignment: Assignment) -> dict[str, str]:
     """Returns the variables that torchrun sets, for scripts written for it."""
-    settings = assignment.settings
-    optional = {}
-    if settings.threads is not None:
-        optional["OMP_NUM_THREADS"] = str(settings.threads)
-    if settings.devices is not None:
-        optional["CUDA_VISIBLE_DEVICES"] = settings.devices[assignment.local_rank].strip()
     return {
         "RANK": str(assignment.rank),
-        "LOCAL_RANK": str(assignment.visible_local_rank),
         "WORLD_SIZE": str(assignment.world_size),
-        "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
         "GROUP_RANK": str(assignment.group_rank),
         "GROUP_WORLD_SIZE": str(assignment.nodes),
-        "ROLE_NAME": settings.role,
         "ROLE_RANK": str(assignment.rank),
         "ROLE_WORLD_SIZE": str(assignment.world_size),
         "MASTER_ADDR": assignment.master_address,
         "MASTER_PORT": str(assignment.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(assignment.generation - 1),
-        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
-        "TORCHELASTIC_RUN_ID": assignment.job,
-        "TORCHELASTIC_ERROR_FILE": assignment.error_file,
-        **optional,
+        **assignment.node_place.environment(),
     }

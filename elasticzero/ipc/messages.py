@@ -29,6 +29,8 @@ FAULT_STEPS_VARIABLE = "ELASTICZERO_FAULT_STEPS"
 """Environment variable with the steps at whose boundaries a worker sends `AwaitsFault`, separated
 by commas."""
 
+CPU = "the CPU"
+"""A worker's device in words, where it has no GPU."""
 TOKENS = "tokens"
 """Name in `session.log` whose values are added up; of others the mean counts."""
 
@@ -122,6 +124,23 @@ class Attached:
     """Worker to agent: the script called `elasticzero.run`; the worker will obey requests."""
 
     pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandsBy:
+    """Process that stands by to agent: the script has come to `elasticzero.run`. It waits for its
+    assignment."""
+
+    private_bytes: int
+    """Memory that the process shares with no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CannotStandBy:
+    """Process that stands by to agent, last: no process can run this script before it has its
+    place in a world."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,6 +424,8 @@ Message = (
     | PrepareFailed
     | Switched
     | AwaitsBoundary
+    | StandsBy
+    | CannotStandBy
     | Attached
     | NetworkTaken
     | Restored

@@ -6,7 +6,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -26,6 +25,7 @@ from elasticzero.memory_estimate import (
 from elasticzero.parallel.base import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import Dealt, MadeOptimizers, open_optimizers
 from elasticzero.parallel.strategies import check_options
+from elasticzero.processes import ram
 from elasticzero.spans import STRATEGIES
 from elasticzero.state.model import NamedModel
 from elasticzero.text import size_text
@@ -39,8 +39,6 @@ DEALT: Mapping[str, Dealt] = {
     "zero3": "rows",
 }
 """Says what each strategy deals to the ranks, for their optimizers to work on."""
-MEMORY_FILE = Path("/proc/meminfo")
-CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 
 def choose_strategy(
@@ -70,7 +68,7 @@ def choose_strategy(
     size, made = model_size(named), factory(list(named.parameters.values()))
     kept = state_size(named, made)
     held = sum(_bytes_held(parameter) for parameter in named.parameters.values())
-    memory = torch_bytes(device) if cuda else held + free_ram_bytes() // line_up.ranks_per_node
+    memory = torch_bytes(device) if cuda else held + ram().available_bytes // line_up.ranks_per_node
     room = room_for_state(memory, None, cuda=cuda)
     refused = refusals(named, made, assignment, check)
     if len(refused) == len(STRATEGIES):
@@ -203,15 +201,3 @@ def state_size(named: NamedModel, made: MadeOptimizers) -> StateSize:
 def torch_bytes(device: torch.device) -> int:
     """Returns the memory of a GPU that this process has or can take."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
-def free_ram_bytes(memory: Path = MEMORY_FILE, cgroup: Path = CGROUP_FOLDER) -> int:
-    """Returns the RAM that processes can still take, on the machine and within the container."""
-    lines = dict(line.split(":", 1) for line in memory.read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no limit, or no such group
-        return free
-    return min(free, max(0, limit - used))

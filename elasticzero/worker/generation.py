@@ -17,7 +17,7 @@ from elasticzero.comm.worlds.next_world import NextWorld
 from elasticzero.consistency.configuration import Comparison
 from elasticzero.errors import EntryRefused, UserError, is_peer_error, one_line
 from elasticzero.ipc.agent_client import AgentClient, park
-from elasticzero.ipc.messages import Finished, Restored
+from elasticzero.ipc.messages import CPU, Finished, Restored
 from elasticzero.parallel.parameter_changes import refused_operation
 from elasticzero.training.preparation import Place, Prepared
 from elasticzero.training.step_machine import StepPhase
@@ -315,4 +315,4 @@ def _refused_entry(error: BaseException) -> BaseException:
 
 def _device_text(device: torch.device) -> str:
     """Returns a device in words: the name of a GPU, or `the CPU`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU

@@ -67,11 +67,13 @@ from elasticzero.launcher.store.job_token import Agreed, agree_on_token
 from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.store.recovery import StoreRecovery
 from elasticzero.launcher.store.watch_cache import MEMBERS, WatchCache, members_of
-from elasticzero.launcher.workers.fork_server import ForkServer
+from elasticzero.launcher.workers.forking.client import ForkServer
+from elasticzero.launcher.workers.forking.preload import preloaded_modules
 from elasticzero.launcher.workers.gloo_interface import check_members
 from elasticzero.launcher.workers.group import WorkerGroup
-from elasticzero.launcher.workers.preload import preloaded_modules
-from elasticzero.launcher.workers.process import Worker, kill_all
+from elasticzero.launcher.workers.process import worker_logs
+from elasticzero.launcher.workers.reserve.reserve import Reserve
+from elasticzero.launcher.workers.reserve.standbys import Standbys
 
 REST_S = 0.25
 """Seconds between two turns of the loop while little happens and workers run."""
@@ -131,10 +133,14 @@ class Agent:
         self.reporter = AgentReporter(
             options, self.events, self._metrics, self._compute.times, instruments.progress
         )
-        self._server = self._fork_server()
+        modules = preloaded_modules(options.training.checkpoint_dir)
+        start_server = partial(
+            ForkServer, modules, options.preload, options.launch.import_directory
+        )
+        logs = worker_logs(options.console, options.log_dir, range(options.nproc))
+        standbys = Standbys(options.node_places, options.launch, logs, self._wake_write)
+        self._reserve = Reserve(start_server, standbys)
         self._group: WorkerGroup | None = None
-        self._spare: dict[int, Worker] = {}
-        """Processes of a retired group that are ready for the next one, by local rank."""
         self._prepared: tuple[World, Proposal] | None = None
         """World that a proposal changes which the workers are prepared for, and the proposal."""
         subscriptions = Subscriptions(store, self._observer, membership)
@@ -186,10 +192,10 @@ class Agent:
 
     def prepare(self) -> None:
         """Gets ready to start workers at once; before that this node is of no use to a world."""
-        for why in self._server.wait_until_ready():
+        for why in self._reserve.server.wait_until_ready():
             log.warning("--preload: %s: workers import it themselves", why)
         if (tls := self.options.tls) is not None:
-            self._server.prepare(tls.credentials)
+            self._reserve.server.prepare(tls.credentials)
 
     def wake(self) -> None:
         """Wakes the loop at once; callable from any thread and from signal handlers."""
@@ -250,12 +256,14 @@ class Agent:
             self._log_present_nodes(view)
         with contained("the poll of the workers' own times"):
             self._compute.turn(view, self.access)
+        with contained("the processes that stand by"):
+            self._reserve.turn(view, self._group, self.options.standby, time.monotonic())
 
     def _sleep(self, seen: tuple[View, Decision] | None) -> None:
         if seen is not None and (rest_s := self._core.rest_s(seen[0])) > 0.0:
             time.sleep(rest_s)
         pause_s = self._pause_s(*seen) if seen is not None else REST_S
-        server = self._server.fileno()
+        server = self._reserve.server.fileno()
         if self._wake_read in readable(
             [self._wake_read, *([server] if server >= 0 else [])], pause_s
         ):
@@ -304,11 +312,11 @@ class Agent:
 
     def _receive(self, now_s: float) -> WorkerGroup | None:
         """Receives the messages and the exits of workers; returns their group."""
-        try:
-            ended = self._server.ended()
-        except (ChannelClosed, OSError, ValueError):
+        if (ended := self._reserve.ended()) is None:
             ended = []
             self._replace_server()
+        told = self._reserve.poll(ended, now_s)
+        self.reporter.standing(told, self._reserve.standbys.private_bytes)
         group = self._group
         if group is not None:
             heard = group.poll_messages(now_s, ended)
@@ -367,28 +375,21 @@ class Agent:
                 self._group.broadcast(message)
 
     def _replace_server(self) -> None:
-        """Starts another fork server after the first one died, and its workers with it.
-
-        Where the machine has no room for one now, the next turn tries again: a closed server is
-        replaced likewise.
-        """
+        """Starts another fork server after the first one died, and its workers with it; where the
+        machine has no room for one now, the next turn tries again."""
         if self._group is not None:
             self._group.fail_all("the fork server of this node died")
-        self._server.close()
         try:
-            self._server = self._fork_server()
+            self._reserve.replace_server()
         except OSError as error:
             log.warning("another fork server cannot be started yet: %s", error)
-
-    def _fork_server(self) -> ForkServer:
-        modules = preloaded_modules(self.options.training.checkpoint_dir)
-        return ForkServer(modules, self.options.preload, self.options.launch.import_directory)
 
     def retire(self, world: World) -> None:
         """Ends the workers of the older generation, which make way for those of `world`."""
         if world.token_digest not in ("", self._agreed.digest):
             self._adopt_token()
-        self._spare, self._prepared = self._retire_group(), None
+        self._retire_group()
+        self._prepared = None
 
     def start(self, world: World, index: int, now_s: float) -> None:
         """Starts this node's workers of a generation, in the processes that were kept if any.
@@ -413,16 +414,15 @@ class Agent:
         options, first = self.options, assigned[0].rank
         if options.private_network is not None:
             check_members(options.private_network, world.members)
-        reusable, self._spare = self._spare, {}
+        reusable = self._reserve.take({assignment.local_rank for assignment in assigned})
         self._group = group = WorkerGroup(
-            self._server,
+            self._reserve.server,
             world.generation,
             wakeup_fd=self._wake_write,
             first_rank=first,
             started_s=now_s,
             console=options.console,
         )
-        kill_all(worker for local_rank, worker in reusable.items() if local_rank >= len(assigned))
         try:
             with self._store_socket(rank_zero=first == 0) as store:
                 group.start(assigned, options.launch, options.log_dir, store, reusable)
@@ -446,7 +446,7 @@ class Agent:
             self._prepared = (world, proposal)
             assigned = assignments(options, following, index, self._agreed.secret)
         if index is not None and not world.names(me):
-            self._spare = self._retire_group()
+            self._retire_group()
             assigned = begin_inside(assigned, world, following)
             self._launch(following, assigned, time.monotonic()).come_in(world, proposal)
         elif group is not None:
@@ -491,9 +491,8 @@ class Agent:
     def _configured_token(self) -> Secret | None:
         return self._agreed.secret if self._agreed.record.token is None else None
 
-    def _retire_group(self) -> dict[int, Worker]:
-        """Kills the workers of the older generation; returns those that are ready for the next one,
-        by local rank.
+    def _retire_group(self) -> None:
+        """Kills the workers of the older generation, and keeps those that are ready for the next.
 
         This blocks the loop for RETIRE_S at most, and takes in the workers' last messages itself.
         It must: two generations may share neither a GPU, nor memory, nor a port. Workers seldom run
@@ -503,16 +502,16 @@ class Agent:
         """
         group = self._group
         if group is None:
-            return {}
+            return
         group.kill()
         deadline_s = time.monotonic() + RETIRE_S
         while group.view(0.0).running and time.monotonic() < deadline_s:
-            readable([self._server.fileno()], 0.05)
+            readable([self._reserve.server.fileno()], 0.05)
             self._receive(time.monotonic())
         group.progress_monitor.close()
         self.reporter.retired(group)
         self._group = None
-        return group.take_waiting()
+        self._reserve.keep(group.take_waiting())
 
     def _name_document(self, line: str) -> None:
         """Logs which document in etcd cannot be read."""
@@ -590,7 +589,7 @@ class Agent:
             signal.signal(number, signal.SIG_IGN)
         with suppress(ElasticZeroError, ChannelClosed):
             self._retire_group()
-        self._server.close()
+        self._reserve.close()
         done = self.view.done if self.view is not None else None
         self._extensions.close(done.outcome if done is not None else None)
         self.saver.close(at_once=code is ExitCode.SUPERSEDED, job_ended=done is not None)

@@ -17,7 +17,7 @@ from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import within
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import StorageError, UserError
-from elasticzero.ipc.assignment import WorkerSettings
+from elasticzero.ipc.assignment import NodePlace, WorkerSettings
 from elasticzero.launcher.observability.progress.display import is_pipe, is_terminal
 from elasticzero.launcher.observability.progress.states import Mode, mode_of
 from elasticzero.launcher.options.private_network import PrivateNetwork
@@ -43,9 +43,11 @@ from elasticzero.launcher.workers.console_output import (
     check_ranks,
     check_streams,
 )
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.error_file import error_file
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.log_rotation import LogLimit
 from elasticzero.launcher.workers.process import worker_environment
+from elasticzero.launcher.workers.reserve.standby_rules import StandbyMode
 from elasticzero.options.settings import TrainingSettings
 
 STORAGE_LIMIT_S = 30.0
@@ -87,6 +89,8 @@ class AgentOptions:
     """Cloud whose preemption notices are watched for: none, aws, gcp, azure, or auto."""
     keep_workers: bool = False
     """True: workers' processes outlive a generation where they can be reused."""
+    standby: StandbyMode = "auto"
+    """Says whether processes stand by for workers that are lost."""
     preload: tuple[str, ...] = ()
     """Modules of the user's that workers find imported."""
     private_network: PrivateNetwork | None = None
@@ -108,6 +112,20 @@ class AgentOptions:
     tls: TlsContexts | None = field(default=None, compare=False)
     """Contexts of connections between the job's agents; None: the job is without TLS, or its etcd
     has not answered."""
+
+    @property
+    def node_places(self) -> list[NodePlace]:
+        """Returns what the workers of this node are on it, in whatever world."""
+        return [
+            NodePlace(
+                job=self.job,
+                local_rank=local_rank,
+                local_world_size=self.nproc,
+                error_file=str(error_file(self.log_dir, local_rank)),
+                settings=self.workers,
+            )
+            for local_rank in range(self.nproc)
+        ]
 
 
 def agent_options(

@@ -50,6 +50,7 @@ from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.snapshots.save_events import SaveFailed
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.launcher.workers.reserve.standbys import Standing
 from elasticzero.text import count_text, list_text, named_text, size_text
 
 WAITING_LINE_EVERY_S = 10.0
@@ -79,6 +80,7 @@ class AgentConsole:
         self._logged_quarantine: NodeStrikes | None = None
         """Strikes of this node for which a line has already said that it is set aside."""
         self._memory_short_logged = False
+        self._said_standing = False
         self._save_failed: tuple[int, int, str] | None = None
         """Generation, step and error of the last failed save that was printed."""
         self._logged_interval: int | None = None
@@ -353,6 +355,12 @@ class AgentConsole:
             rank=worker.rank,
             level=logging.WARNING,
         )
+
+    def standing(self, standing: Standing) -> None:
+        """Prints, once, that processes stand by for this node's workers, or why none does."""
+        if standing.refused or not self._said_standing:
+            self._said_standing = True
+            self.log_line(standing.message)
 
     def output_missing(self, worker: Worker, missing_bytes: int, why: str) -> None:
         """Prints that a log lacks some of a worker's output.

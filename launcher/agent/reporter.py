@@ -62,6 +62,7 @@ from elasticzero.launcher.workers.group import Ended, Received, WorkerGroup
 from elasticzero.launcher.workers.log_rotation import part, rotate
 from elasticzero.launcher.workers.log_tail import LogTail
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.launcher.workers.reserve.standbys import Standing
 from elasticzero.serialization import encode, field_values
 
 DECISIONS: Mapping[type, EventName] = {
@@ -283,7 +284,8 @@ class AgentReporter:
 
     @recorded
     def started(self, group: WorkerGroup) -> None:
-        self.note("started", pids=[worker.pid for worker in group.workers], kept=group.reused)
+        pids = [worker.pid for worker in group.workers]
+        self.note("started", pids=pids, kept=group.reused, stood_by=group.stood_by)
         self._metrics.workers_running.set(len(group.workers))
 
     @recorded
@@ -489,6 +491,19 @@ class AgentReporter:
         """Records that a process was killed that did not end although its script had."""
         self.note("stuck_at_exit", rank=worker.rank, exit_code=worker.script_exit_code)
         self.console.stuck_at_exit(worker, limit_s)
+
+    @recorded
+    def standing(self, told: Sequence[Standing], private_bytes: int) -> None:
+        """Records what has become of the processes that stand by.
+
+        Args:
+            told: What has changed.
+            private_bytes: Memory that all of them share with no other process.
+        """
+        self._metrics.standby_bytes.set(private_bytes)
+        for standing in told:
+            self.note("standing", **field_values(standing), message=standing.message)
+            self.console.standing(standing)
 
     @recorded
     def retired(self, group: WorkerGroup) -> None:

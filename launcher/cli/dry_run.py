@@ -42,7 +42,7 @@ from elasticzero.launcher.options.table import (
 )
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.options.option import Option, split_default
 from elasticzero.options.sources import Origin
 from elasticzero.text import count_text, print_result, table_text

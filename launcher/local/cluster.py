@@ -24,7 +24,14 @@ from elasticzero.launcher.snapshots.shared_memory import (
     remove_orphan,
     snapshot_directory,
 )
-from elasticzero.processes import bound_to_this_process, children_of, descendants, is_alive
+from elasticzero.processes import (
+    STANDBY_NAME,
+    bound_to_this_process,
+    children_of,
+    descendants,
+    is_alive,
+    name_of,
+)
 
 POLL_S = 0.02
 STOP_S = 1.5
@@ -174,10 +181,11 @@ class Cluster:
 
     def workers_of(self, node: Node) -> list[int]:
         """Returns the process ids of a node's running workers, the children of its fork server,
-        which is the first child of the agent's keeper."""
+        which is the first child of the agent's keeper; those that stand by are none."""
         keepers = children_of(node.process.pid) if node.running else []
         servers = [server for keeper in keepers for server in children_of(keeper)[:1]]
-        return [pid for server in servers for pid in children_of(server) if is_alive(pid)]
+        children = [pid for server in servers for pid in children_of(server) if is_alive(pid)]
+        return [pid for pid in children if name_of(pid) != STANDBY_NAME]
 
     def kill_worker(self, node: Node) -> int:
         """Sends SIGKILL to the node's last worker; returns its process id."""

@@ -252,7 +252,7 @@ class ClusterConsole:
         self._unsaved: set[int] = set()
         """Steps of which a line has said that they were not saved."""
         self._shown_s = 0.0
-        self._stopped = False
+        self._stopped = self._said_standing = False
         self._end_reason = ""
         """Reason for which the script ended training early."""
         self._printed = PrintedErrors()
@@ -341,8 +341,7 @@ class ClusterConsole:
                 scheme = event.get("scheme", "http")
                 self._pages[node] = f"{scheme}://{host_and_port(event['host'], event['port'])}/"
             case "registered":
-                self._absent.discard(node)
-                self.print_line(f"{node} is here", at_s)
+                self._registered(node, at_s)
             case "round":
                 self._in_round = True
             case "world" if event["generation"] > self.generation:
@@ -359,9 +358,11 @@ class ClusterConsole:
                 self.print_line(f"  training {begins}{device} ({phases})", at_s)
             case "data_changed" | "shares_changed":
                 self.print_line(f"  {event['message']}", at_s)
+            case "standing" if not self._said_standing:
+                self._said_standing = True
+                self.print_line(f"  {event['message']}", at_s)
             case "tracker" if event["opened"] not in self._opened:
-                self._opened.update({event["opened"]} - {None})
-                self.print_line(f"  {event['error'] or event['opened']}", at_s)
+                self._print_tracker(event, at_s)
             case "step":
                 self._stepped(event, at_s)
             case "log":
@@ -388,6 +389,14 @@ class ClusterConsole:
                     self.print_line(f"{node} has left", at_s)
             case "error":
                 self._errors[node] = event
+
+    def _print_tracker(self, event: dict[str, Any], at_s: float) -> None:
+        self._opened.update({event["opened"]} - {None})
+        self.print_line(f"  {event['error'] or event['opened']}", at_s)
+
+    def _registered(self, node: str, at_s: float) -> None:
+        self._absent.discard(node)
+        self.print_line(f"{node} is here", at_s)
 
     def _is_explained(self, event: dict[str, Any]) -> bool:
         """Returns whether an event tells of another error than those that are held."""

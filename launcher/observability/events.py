@@ -22,6 +22,7 @@ EventName = Literal[
     "world",
     "start",
     "started",
+    "standing",
     "attached",
     "plain",
     "network",
@@ -170,6 +171,17 @@ EVENTS: Mapping[EventName, EventSpec] = {
         {
             "pids": "their process ids",
             "kept": "number of workers that go on in a process of the generation before",
+            "stood_by": "number of workers that go on in a process that stood by for them",
+        },
+    ),
+    "standing": EventSpec(
+        "A process stands by for a worker of this node, or none will for this script.",
+        {
+            "local_rank": "local rank of the worker",
+            "seconds": "time from the process's fork to `elasticzero.run`",
+            "private_bytes": "memory that it shares with no other process",
+            "refused": "why none will; empty: this one does",
+            "message": "the same in a sentence",
         },
     ),
     "attached": EventSpec(

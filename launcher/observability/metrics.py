@@ -82,6 +82,11 @@ class Metrics:
         self.world_size = self._gauge("world_size", "Ranks in this generation.")
         self.members = self._gauge("members", "Nodes in this generation.")
         self.workers_running = self._gauge("workers_running", "Workers of this node that run.")
+        self.standby_bytes = self._gauge(
+            "standby_bytes",
+            "Memory of the processes that stand by for this node's workers, without what they "
+            "share.",
+        )
 
     def _training(self) -> None:
         per_worker = ("local_rank",)

@@ -272,6 +272,14 @@ RUN_OPTIONS = (
             is_listed=True,
         ),
         Option(
+            ("--standby",),
+            "Processes that have run the script up to elasticzero.run stand by for workers that "
+            "are lost, where that takes long; off starts none.",
+            "auto",
+            choices=("auto", "off"),
+            field="standby",
+        ),
+        Option(
             ("--preload",),
             "Workers begin with these modules, which the script imports and which take long, "
             "already imported.",

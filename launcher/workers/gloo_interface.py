@@ -27,7 +27,7 @@ from elasticzero.launcher.options.private_network import (
     place_in,
 )
 from elasticzero.launcher.protocol.documents import Member
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 
 SIOCGIFCONF = 0x8912
 IFREQ_BYTES = 40

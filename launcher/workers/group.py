@@ -19,6 +19,7 @@ from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.channel import MAX_ERROR_LINE_CHARACTERS
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import (
+    CPU,
     Abort,
     Attached,
     AwaitsBoundary,
@@ -41,15 +42,17 @@ from elasticzero.launcher.protocol.failure_policy import explains, judge_exit
 from elasticzero.launcher.protocol.view import WorkerGroupState
 from elasticzero.launcher.workers import error_file
 from elasticzero.launcher.workers.console_output import ConsoleOutput
-from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.forking.client import ForkServer
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.group_lifecycle import GroupEvent, advance, group_events
 from elasticzero.launcher.workers.lifecycle import Event
 from elasticzero.launcher.workers.process import (
-    Logs,
+    NO_RANK,
     Worker,
     fatal_stack,
     fork,
     reassign,
+    worker_logs,
 )
 from elasticzero.launcher.workers.progress_monitor import ProgressMonitor, WorkerProgress
 from elasticzero.processes import is_exiting
@@ -124,6 +127,12 @@ class WorkerGroup:
     console: ConsoleOutput = field(default_factory=ConsoleOutput)
     reused: int = 0
     """Number of workers that run in a process of an earlier generation."""
+    stood_by: int = 0
+    """Number of workers that run in a process that stood by for them."""
+    script_s: float | None = None
+    """Seconds from a worker's fork to `elasticzero.run`, the longest; None: not known."""
+    on_gpu: bool = False
+    """True if a worker trains on a GPU."""
     _entered: str = ""
     """Token of the generation that the workers have entered inside their loops; empty: none."""
     _awaiting: set[int] = field(default_factory=set)
@@ -155,15 +164,14 @@ class WorkerGroup:
         with suppress(OSError):  # a log that cannot be made is left out
             log_dir.mkdir(parents=True, exist_ok=True)
         self.exit_timeout_s = launch.exit_timeout_s
-        ranks = [assignment.local_rank for assignment in assignments]
-        separate = frozenset(rank for rank in ranks if self.console.needs_separate_stdout(rank))
-        logs = Logs(directory=log_dir, separate_stdout=separate)
+        logs = worker_logs(self.console, log_dir, [a.local_rank for a in assignments])
         for assignment in assignments:
             store_fd = store.fileno() if store is not None and assignment.rank == 0 else None
             old = (reusable or {}).get(assignment.local_rank)
             worker = reassign(old, assignment, store_fd) if old is not None else None
-            if worker is not None:
-                self.reused += 1
+            if worker is not None and old is not None:
+                self.reused += old.rank != NO_RANK
+                self.stood_by += old.rank == NO_RANK
             else:
                 worker = fork(self.server, assignment, launch, logs, self.wakeup_fd, store_fd)
             self.workers.append(worker)
@@ -401,14 +409,13 @@ class WorkerGroup:
             self.progress_monitor.note(worker.rank, message, now_s)
         match message:
             case Attached():
-                self._record(worker, Event.ATTACHED)
-                if self._view.requested:
-                    worker.send(Request(flags=self._view.requested))
+                self._note_attached(worker, now_s)
                 if self._view.aborted_s is not None:
                     worker.send(Abort(reason="the generation is over"))
             case AwaitsBoundary():
                 self._note_waiting(worker)
-            case Restored():
+            case Restored(device=device):
+                self.on_gpu = device != CPU
                 self._record(worker, Event.RESTORED)
             case Stepped():
                 step = max(self._view.step, message.step)
@@ -445,6 +452,14 @@ class WorkerGroup:
                 self._judge_exit(worker)
             case _:
                 pass
+
+    def _note_attached(self, worker: Worker, now_s: float) -> None:
+        """Notes that a worker's script has called `elasticzero.run`."""
+        if worker.forked:
+            self.script_s = max(self.script_s or 0.0, now_s - self.started_s)
+        self._record(worker, Event.ATTACHED)
+        if self._view.requested:
+            worker.send(Request(flags=self._view.requested))
 
     def _note_waiting(self, worker: Worker) -> None:
         """Notes that a worker waits to come into the generation."""

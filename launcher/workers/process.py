@@ -12,12 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elasticzero.ipc.assignment import Assignment, torchrun_environment
+from elasticzero.ipc.assignment import Assignment, NodePlace, torchrun_environment
 from elasticzero.ipc.channel import Channel, ChannelClosed
 from elasticzero.ipc.messages import Locate, Message, Prepare
+from elasticzero.ipc.rank_variables import WORLD_VARIABLES
 from elasticzero.launcher import secrets as secret
+from elasticzero.launcher.workers.console_output import ConsoleOutput
 from elasticzero.launcher.workers.error_file import error_file
-from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.forking.client import ForkServer
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.lifecycle import Event, WorkerState
 from elasticzero.text import shown
 
@@ -29,6 +32,8 @@ FATAL = "Fatal Python error: "
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 LOCAL_RANK_MACRO = "${local_rank}"
 """Placeholder in the arguments of scripts; torchrun replaces it too."""
+NO_RANK = -1
+"""Rank of a process that stands by."""
 REASSIGN_TIMEOUT_S = 1.0
 """Seconds within which a reused process must take its new assignment."""
 
@@ -58,6 +63,9 @@ class Worker:
     exit_code: int | None = None
     ended_s: float = 0.0
     """Time at which its process had ended; 0: it has not."""
+    forked: bool = True
+    """True if its process was forked for this generation, and so runs the script from its
+    beginning."""
     switched: bool = False
     """True if it has entered a generation inside its loop since this group's agent prepared it."""
 
@@ -127,6 +135,24 @@ class Logs:
     separate_stdout: frozenset[int] = frozenset()
     """Local ranks whose stdout has a file of its own."""
 
+    def paths(self, local_rank: int) -> tuple[Path, Path | None]:
+        """Returns the log of a worker, and that of its stdout; None: they are one."""
+        stdout_log = self.directory / f"{local_rank}.stdout.log"
+        separate = local_rank in self.separate_stdout
+        return self.directory / f"{local_rank}.log", stdout_log if separate else None
+
+
+def worker_logs(console: ConsoleOutput, directory: Path, local_ranks: Iterable[int]) -> Logs:
+    """Returns where the output of a node's workers goes.
+
+    Args:
+        console: What of it is repeated on the terminal.
+        directory: Directory of the logs.
+        local_ranks: The workers.
+    """
+    separate = frozenset(rank for rank in local_ranks if console.needs_separate_stdout(rank))
+    return Logs(directory=directory, separate_stdout=separate)
+
 
 def fork(
     server: ForkServer,
@@ -147,10 +173,7 @@ def fork(
         store_fd: The bound socket of rank 0's store, for rank 0.
     """
     local_rank = assignment.local_rank
-    log = logs.directory / f"{local_rank}.log"
-    stdout_log = (
-        logs.directory / f"{local_rank}.stdout.log" if local_rank in logs.separate_stdout else None
-    )
+    log, stdout_log = logs.paths(local_rank)
     with suppress(OSError):
         error_file(logs.directory, local_rank).unlink(missing_ok=True)
     agent_socket, worker_socket = socket.socketpair()
@@ -161,11 +184,10 @@ def fork(
     fds += opened[1:]
     log_start, stdout_start = os.fstat(opened[0]).st_size, os.fstat(opened[-1]).st_size
     environment = launch.environment | torchrun_environment(assignment)
-    arguments = tuple(word.replace(LOCAL_RANK_MACRO, str(local_rank)) for word in launch.arguments)
     worker_launch = replace(
         launch,
         environment=environment,
-        arguments=arguments,
+        arguments=_arguments(launch, local_rank),
         separate_stdout=stdout_log is not None,
     )
     try:
@@ -190,6 +212,53 @@ def fork(
         stdout_log=stdout_log,
         stdout_start=stdout_start,
     )
+
+
+def fork_standby(
+    server: ForkServer, place: NodePlace, launch: Launch, logs: Logs, wakeup_fd: int
+) -> tuple[Worker, int]:
+    """Starts a process that stands by for a worker, and returns it with its output.
+
+    What it prints goes into a file without a name; once it has a rank, into its worker's log.
+
+    Args:
+        server: Forks the process.
+        place: What its worker is on this node.
+        launch: The script, its arguments and its environment.
+        logs: Where the worker's output goes.
+        wakeup_fd: The process writes there to wake the agent.
+    """
+    log, stdout_log = logs.paths(place.local_rank)
+    agent_socket, worker_socket = socket.socketpair()
+    opened = [_open_log(path) for path in (log, stdout_log) if path is not None]
+    outputs = [os.memfd_create(f"standby-{place.local_rank}") for _ in opened]
+    fds = [outputs[0], worker_socket.fileno(), wakeup_fd, *opened, *outputs[1:]]
+    environment = {k: v for k, v in launch.environment.items() if k not in WORLD_VARIABLES}
+    standby_launch = replace(
+        launch,
+        environment=environment | place.environment(),
+        arguments=_arguments(launch, place.local_rank),
+        separate_stdout=stdout_log is not None,
+        stands_by=True,
+    )
+    try:
+        pid, _ = server.start(standby_launch, fds)
+    except ChannelClosed:
+        os.close(outputs[0])
+        raise
+    finally:
+        for fd in (*opened, *outputs[1:]):
+            os.close(fd)
+        worker_socket.close()
+    agent_socket.setblocking(False)
+    channel = Channel(agent_socket)
+    worker = Worker(NO_RANK, place.local_rank, pid, channel, log, 0, stdout_log=stdout_log)
+    return worker, outputs[0]
+
+
+def _arguments(launch: Launch, local_rank: int) -> tuple[str, ...]:
+    """Returns the arguments of a worker's script."""
+    return tuple(word.replace(LOCAL_RANK_MACRO, str(local_rank)) for word in launch.arguments)
 
 
 def kill_all(workers: Iterable[Worker]) -> None:
@@ -224,6 +293,7 @@ def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worke
         _size(old.log),
         stdout_log=old.stdout_log,
         stdout_start=0 if old.stdout_log is None else _size(old.stdout_log),
+        forked=False,
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elasticzero.ipc.messages import Located
 from elasticzero.launcher.protocol.hang_rules import SUSPENDED, StalledWorker
-from elasticzero.launcher.workers.fork_server import DUMP_SIGNAL
+from elasticzero.launcher.workers.forking.server import DUMP_SIGNAL
 from elasticzero.processes import kernel_account, kernel_wait, process_state
 
 ANSWER_S = 1.0

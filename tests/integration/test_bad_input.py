@@ -177,7 +177,7 @@ def test_a_crash_is_told_once_with_its_traceback(tmp_path: Path) -> None:
     assert "; without progress past step 6" in completed.stderr
     assert "2 generations in a row failed alike, on node-" in completed.stderr
     assert completed.stderr.count("Traceback") == 1
-    assert "fork_server.py" not in completed.stderr and "entry_point.py" not in completed.stderr
+    assert "forking/server.py" not in completed.stderr and "entry_point.py" not in completed.stderr
     log = re.search(r"^log of rank 0: (.*)$", completed.stderr, re.MULTILINE)
     assert log and "ValueError: told to fail at step 7" in Path(log[1]).read_text()
     assert "error: rank 0 on node-" in completed.stderr

@@ -31,7 +31,7 @@ from elasticzero.launcher.store import job_token
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.ops.dashboard import service
 from elasticzero.ops.dashboard.service import DashboardExtension
 from tests.integration.clusters import REGRESSION, Story, elasticzero, story

@@ -26,7 +26,8 @@ from elasticzero.ipc.messages import (
     Stopping,
     Waiting,
 )
-from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.forking.client import ForkServer
+from elasticzero.launcher.workers.forking.requests import Launch
 from tests.integration.clusters import SCRIPTS
 from tests.integration.training_harness import PRELOAD
 from tests.support.deadlines import patience

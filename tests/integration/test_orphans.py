@@ -104,7 +104,7 @@ def test_a_workers_own_daemon_ends_with_it(tmp_path: Path, job: str, end: str) -
 def test_a_stopped_fork_server_ends_with_its_agent(tmp_path: Path) -> None:
     code = (
         "import time\n"
-        "from elasticzero.launcher.workers.fork_server import ForkServer\n"
+        "from elasticzero.launcher.workers.forking.client import ForkServer\n"
         "server = ForkServer(()); server.wait_until_ready()\n"
         "print(server.pid, flush=True)\ntime.sleep(60)\n"
     )

@@ -13,7 +13,7 @@ import pytest
 
 from elasticzero.errors import UserError
 from elasticzero.launcher.secrets import VARIABLES
-from elasticzero.launcher.workers.fork_server import ForkServer
+from elasticzero.launcher.workers.forking.client import ForkServer
 from tests.integration.clusters import elasticzero
 from tests.integration.test_local import local
 from tests.integration.test_starts import TRAINS

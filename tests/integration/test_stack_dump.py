@@ -18,7 +18,7 @@ from elasticzero.ipc.messages import Attached, Busy, SnapshotHeld, Stepped
 from elasticzero.launcher.protocol.hang_rules import STOPPED_S
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import WorkerGroupState
-from elasticzero.launcher.workers.fork_server import ForkServer
+from elasticzero.launcher.workers.forking.client import ForkServer
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.progress_monitor import WorkerProgress
 from elasticzero.launcher.workers.stack_dump import (

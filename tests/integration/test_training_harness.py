@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 from tests.integration import training_harness
 from tests.integration.training_harness import Pool, Running
 

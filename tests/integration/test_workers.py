@@ -19,7 +19,8 @@ from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Stepped
 from elasticzero.launcher.workers import group
-from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.forking.client import ForkServer
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.group import Received, WorkerGroup
 from elasticzero.launcher.workers.process import worker_environment
 from elasticzero.processes import children_of, descendants, is_alive, is_exiting
@@ -369,7 +370,7 @@ def test_a_fork_server_that_is_closed_while_it_imports_leaves_nothing() -> None:
 def test_the_fork_server_dies_with_the_agent(tmp_path: Path) -> None:
     code = (
         "import time\n"
-        "from elasticzero.launcher.workers.fork_server import ForkServer\n"
+        "from elasticzero.launcher.workers.forking.client import ForkServer\n"
         "server = ForkServer(()); server.wait_until_ready()\n"
         "print(server.pid, flush=True)\ntime.sleep(60)\n"
     )

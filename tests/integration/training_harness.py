@@ -40,7 +40,8 @@ from elasticzero.launcher.secrets import Secret
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.roles import SnapshotRole
 from elasticzero.launcher.snapshots.save_events import SaveFinished
-from elasticzero.launcher.workers.fork_server import ForkServer, Launch
+from elasticzero.launcher.workers.forking.client import ForkServer
+from elasticzero.launcher.workers.forking.requests import Launch
 from tests.integration.http_server import no_events
 from tests.support.deadlines import patience
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 import elasticzero as ez
+from elasticzero.processes import Ram
 from elasticzero.training import preparation, strategy_choice
 
 LAYERS, WIDTH, STEPS = 24, 256, 3
@@ -103,8 +104,8 @@ def train(session: ez.Session) -> None:
     Path(f"{told['out']}-{session.rank}").write_text(json.dumps(live.peak))
 
 
-def seeming_ram(memory: Path = Path(), cgroup: Path = Path()) -> int:
-    return int(told["ram"])
+def seeming_ram(memory: Path = Path(), cgroup: Path = Path()) -> Ram:
+    return Ram(int(told["ram"]), int(told["ram"]))
 
 
 if __name__ == "__main__":
@@ -112,5 +113,5 @@ if __name__ == "__main__":
     # Of a whole part the thread of the collective may keep a copy for a moment after its end.
     preparation.PART_BYTES = 1 << 19
     if "ram" in told:
-        strategy_choice.free_ram_bytes = seeming_ram
+        strategy_choice.__dict__["ram"] = seeming_ram
     ez.run(train)

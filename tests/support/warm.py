@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from elasticzero.launcher.workers.preload import MODULES
+from elasticzero.launcher.workers.forking.preload import MODULES
 from elasticzero.processes import bound_to_this_process
 from tests.support.deadlines import patience
 
@@ -106,7 +106,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, request: Request, fds: Sequence[int]) -> tuple[int, int | None] | None:
-        if request.arguments[:2] == ["-m", "elasticzero.launcher.workers.fork_server"]:
+        if request.arguments[:2] == ["-m", "elasticzero.launcher.workers.forking.server"]:
             return None  # it ends unless the process that starts it is its parent
         read, write = os.pipe2(os.O_CLOEXEC)
         with self._lock:

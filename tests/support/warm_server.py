@@ -31,7 +31,7 @@ from tests.support.warm import Request
 MAX_REQUEST_BYTES = 200_000
 HIGH_FD = 512
 """Descriptors wait from this number on until those that a process inherits have their numbers."""
-FORK_SERVER = ("-m", "elasticzero.launcher.workers.fork_server")
+FORK_SERVER = ("-m", "elasticzero.launcher.workers.forking.server")
 COMMAND_LINES = ("elasticzero.cli", "elasticzero.launcher.cli")
 """Modules that run the command line."""
 

@@ -32,7 +32,7 @@ def raised(call: Callable[[], object]) -> BaseException:
 
 def test_a_traceback_begins_with_the_script() -> None:
     inner = calling("elasticzero.entry_point", script)
-    error = raised(calling("elasticzero.launcher.workers.fork_server", calling("runpy", inner)))
+    error = raised(calling("elasticzero.launcher.workers.forking.server", calling("runpy", inner)))
     text = script_traceback(error)
     assert text.startswith("Traceback (most recent call last):\n")
     assert text.endswith("ValueError: the script's own\n")

@@ -112,8 +112,8 @@ def test_lines_of_the_log_are_escaped(capsys: pytest.CaptureFixture[str]) -> Non
 PRINTERS = {
     "elasticzero/text.py": "the one function, and what it is made of",
     "elasticzero/ops/cli/completion.py": "words for a shell, which are checked names",
-    "launcher/workers/fork_server.py": "a script's own errors, into its own log",
-    "launcher/workers/script_exit.py": "a worker's own words, into its own log",
+    "launcher/workers/forking/server.py": "a script's own errors, into its own log",
+    "launcher/workers/forking/script_exit.py": "a worker's own words, into its own log",
     "launcher/observability/console.py": "a bar of numbers",
     "elasticzero/cli/main.py": "a constant",
     "elasticzero/ops/doctor/machine_probes.py": "a program's JSON, for its parent",

@@ -284,7 +284,7 @@ if __name__ == "__main__":
     parser.add_argument("--asks", help="a file of checkpoints that ranks ask for")
     parser.add_argument("--save-every", type=int, default=0)
     chosen = parser.parse_args()
-    if chosen.slow_rank in (None, os.environ.get("RANK")):
+    if chosen.slow_rank is None or chosen.slow_rank == os.environ.get("RANK"):
         time.sleep(chosen.slow_start)
     if chosen.no_memory:
         refuse_shared_memory()

@@ -45,7 +45,7 @@ def test_rank_info_takes_every_field_of_the_assignment() -> None:
     for field in fields(RankInfo):
         if field.name != "local_rank":
             assert getattr(info, field.name) == getattr(assignment, field.name) != field.default
-    assert info.local_rank == assignment.visible_local_rank == 0
+    assert info.local_rank == assignment.node_place.visible_local_rank == 0
 
 
 def test_a_store_that_takes_connections_and_is_slow_is_waited_for() -> None:

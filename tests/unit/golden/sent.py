@@ -34,7 +34,7 @@ from elasticzero.launcher.observability.job_status import (
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, Report, World
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import GroupStage, View, WorkerGroupState
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.ops.dashboard.history import JobHistory
 from elasticzero.ops.dashboard.service import job_document
 from elasticzero.ops.trackers.node_scalars import NodeScalars

@@ -54,6 +54,7 @@ from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.workers.group import Ended, WorkerGroup
 from elasticzero.launcher.workers.lifecycle import Event
 from elasticzero.launcher.workers.process import Worker
+from elasticzero.launcher.workers.reserve.standbys import Standing
 from tests.conftest import ROOT
 from tests.simulation.running import trace
 from tests.unit.golden.records import full, line
@@ -135,6 +136,7 @@ def _report(folder: Path, of_node: Metrics) -> None:
     reporter.tagged(full(Tagged))
     reporter.examined(group, full(Failure))
     reporter.stuck_at_exit(worker, 30.0)
+    reporter.standing([full(Standing, refused=""), Standing(refused="it reads RANK")], 5 << 20)
     reporter.store_recovery("etcd has lost its data")
     reporter.store_failed(errors.StoreUnavailable("etcd does not answer"))
     reporter.turn_failed(KeyError("generation"), 1)

@@ -63,6 +63,7 @@ NOT_STORED = frozenset(
         "ExchangeCost",
         "GlobalBatch",
         "MicroBatch",
+        "NodePlace",
         "SampleOrder",
         "_Place",
     }

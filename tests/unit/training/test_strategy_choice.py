@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,12 @@ from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.memory_estimate import StateSize
 from elasticzero.parallel import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import MadeOptimizers
+from elasticzero.processes import Ram
 from elasticzero.state.model import NamedModel
 from elasticzero.training import strategy_choice
 from elasticzero.training.strategy_choice import (
     choice_text,
     choose_strategy,
-    free_ram_bytes,
     line_up_of,
     model_size,
     state_size,
@@ -61,19 +60,6 @@ def test_what_is_packed_is_counted_by_its_bytes() -> None:
     assert size.strategies == ["ddp", "zero1", "zero2"]
 
 
-def test_a_container_limits_free_memory(tmp_path: Path) -> None:
-    memory = tmp_path / "meminfo"
-    memory.write_text("MemTotal:  100 kB\nMemAvailable:   64 kB\n")
-    assert free_ram_bytes(memory, tmp_path) == 65536
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert free_ram_bytes(memory, tmp_path) == 65536
-    (tmp_path / "memory.max").write_text("3000\n")
-    assert free_ram_bytes(memory, tmp_path) == 2000
-    (tmp_path / "memory.max").write_text("900\n")
-    assert free_ram_bytes(memory, tmp_path) == 0
-
-
 def test_the_sentence_names_what_is_too_large() -> None:
     needs = {"ddp": 4 << 20, "zero1": 2 << 20, "zero2": 1 << 20, "zero3": 1 << 10}
     text = choice_text("zero2", needs, 1 << 20, cuda=True)
@@ -107,7 +93,7 @@ def chosen(
 ) -> str:
     assignment = replace(STANDALONE, world_size=2, nodes=2, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strategy_choice, "free_ram_bytes", lambda: room)
+        patch.setattr(strategy_choice, "ram", lambda: Ram(room, room))
         named = NamedModel(Model())
         return choose_strategy(named, factory, torch.device("cpu"), assignment, groups, check)
 

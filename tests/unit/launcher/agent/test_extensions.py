@@ -19,7 +19,7 @@ from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.group import Ended
 
 ME = Member("a", "a-1", "127.0.0.1", 1, 2, 1)

@@ -15,7 +15,7 @@ from elasticzero.launcher.http.server import PortTaken
 from elasticzero.launcher.options.table import DEFAULT_HTTP_PORT
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.snapshots import shared_memory
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View, WorkerGroupState
 from elasticzero.launcher.snapshots.save_events import SaveFailed, SaveFinished
 from elasticzero.launcher.workers.console_output import ConsoleOutput
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
 from elasticzero.serialization import field_values

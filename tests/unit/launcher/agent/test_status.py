@@ -24,7 +24,7 @@ from elasticzero.launcher.protocol.documents import Done, Member, NodeStrikes, W
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES
 from elasticzero.launcher.protocol.policy import JobPolicy
 from elasticzero.launcher.protocol.view import View
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.lifecycle import Process, Stage, WorkerState
 from elasticzero.launcher.workers.process import Worker

@@ -26,7 +26,7 @@ from elasticzero.launcher.options.rendezvous import HostedEtcd
 from elasticzero.launcher.protocol.documents import Member
 from elasticzero.launcher.store.etcd.server import free_ports
 from elasticzero.launcher.workers import gloo_interface
-from elasticzero.launcher.workers.fork_server import Launch
+from elasticzero.launcher.workers.forking.requests import Launch
 
 
 def at(interface: str, address: str) -> Place:

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from elasticzero.ipc.channel import ChannelClosed
-from elasticzero.launcher.workers import fork_server
-from elasticzero.launcher.workers.fork_server import ForkServer, Launch, Preparation
-from elasticzero.launcher.workers.preload import Preload
+from elasticzero.launcher.workers.forking import server as fork_server
+from elasticzero.launcher.workers.forking.client import ForkServer
+from elasticzero.launcher.workers.forking.preload import Preload
+from elasticzero.launcher.workers.forking.requests import MAX_MESSAGE_BYTES, Launch, Preparation
 from elasticzero.security.certificates import Credentials, contexts_of
 from elasticzero.serialization import decode, encode, parse_json
 from tests.support.certificates import credentials_of
@@ -26,7 +27,7 @@ LAUNCH = Launch(target="t", is_module=False, arguments=(), environment={}, direc
 def test_a_request_that_cannot_be_read_is_refused(data: bytes) -> None:
     """The server died of it, and its workers with it."""
     ours, theirs = socket.socketpair()
-    answer = fork_server._launch(ours, data, [], (0, 0), Preload())
+    answer = fork_server._launch(ours, data, [], (0, 0), Preload(), set())
     assert set(answer) == {"refused"} and answer["refused"].startswith("launch")
     ours.close()
     theirs.close()
@@ -75,7 +76,7 @@ def prepared_for(server: socket.socket) -> list[Credentials]:
     sent = list[Credentials]()
     while True:
         try:
-            data = server.recv(fork_server.MAX_MESSAGE_BYTES)
+            data = server.recv(MAX_MESSAGE_BYTES)
         except BlockingIOError:
             return sent
         sent.append(decode(Preparation, parse_json(data, "sent"), "sent").tls)
@@ -110,7 +111,7 @@ def test_a_preparation_makes_what_workers_need_and_answers_nothing() -> None:
     for shown in (replace(credentials, certificate="none"), credentials):
         data = json.dumps(encode(Preparation(tls=shown))).encode()
         with socket.socket() as unused:
-            assert fork_server._launch(unused, data, [], (0, 0), Preload()) == {}
+            assert fork_server._launch(unused, data, [], (0, 0), Preload(), set()) == {}
     misses = contexts_of.cache_info().misses
     contexts_of(replace(credentials)).check()
     assert contexts_of.cache_info().misses == misses

@@ -35,7 +35,7 @@ from elasticzero.launcher.protocol.view import (
     GroupStage,
     WorkerGroupState,
 )
-from elasticzero.launcher.workers.fork_server import ForkServer
+from elasticzero.launcher.workers.forking.client import ForkServer
 from elasticzero.launcher.workers.group import LATE_AFTER_S, WorkerGroup
 from elasticzero.launcher.workers.group_lifecycle import (
     GROUP_TRANSITIONS,

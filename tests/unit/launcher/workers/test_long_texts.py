@@ -15,7 +15,7 @@ from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Attached, Finished, Message, PrepareFailed
 from elasticzero.launcher.protocol.documents import Report, to_bytes
 from elasticzero.launcher.store.decoding import document
-from elasticzero.launcher.workers.fork_server import ForkServer
+from elasticzero.launcher.workers.forking.client import ForkServer
 from elasticzero.launcher.workers.group import MAX_TEXT, WorkerGroup
 from elasticzero.launcher.workers.process import Worker
 from elasticzero.launcher.workers.progress_monitor import WorkerProgress

@@ -28,7 +28,7 @@ from elasticzero.ipc.messages import (
 )
 from elasticzero.launcher.protocol.documents import Member, Proposal, World
 from elasticzero.launcher.protocol.planned.switch import world_after
-from elasticzero.launcher.workers.fork_server import ForkServer
+from elasticzero.launcher.workers.forking.client import ForkServer
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker
 from elasticzero.launcher.workers.progress_monitor import WorkerProgress

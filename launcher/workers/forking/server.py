@@ -5,11 +5,11 @@ The command is `python -m ... AGENT FD PRELOAD`, where PRELOAD says in JSON what
 may fork. The agent sends one JSON object a message over the inherited socket FD (SOCK_SEQPACKET). A
 request carries the worker's descriptors. The server is single-threaded and the workers' parent: it
 reaps them, and reports their exits to the agent at once. When a worker exits, the server kills its
-process group; when the last one has exited, it kills what has left those groups. When the agent
-exits the socket closes, and the server ends every process below it, then itself. The workers die
-with the server by a parent-death signal, whatever kills it. A request that the server cannot read
-it refuses, and goes on; to an answer that the agent cannot read the agent does as if the server had
-died.
+process group; when the last one has exited, it kills what has left those groups, but for processes
+that stand by. When the agent exits the socket closes, and the server ends every process below it,
+then itself. The workers die with the server by a parent-death signal, whatever kills it. A request
+that the server cannot read it refuses, and goes on; to an answer that the agent cannot read the
+agent does as if the server had died.
 
 In a job with TLS the server makes the contexts of the node's certificate before a worker is needed.
 Its workers inherit them, and OpenSSL as it is after its first connection.
@@ -28,11 +28,10 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from elasticzero.errors import UserError, is_final, is_peer_error, one_line, script_traceback
@@ -41,23 +40,26 @@ from elasticzero.ipc.channel import (
     WAKEUP_FD_VARIABLE,
     Channel,
     ChannelClosed,
-    readable,
 )
 from elasticzero.ipc.failure import Failed
-from elasticzero.ipc.messages import Message, ScriptEnded
+from elasticzero.ipc.messages import CannotStandBy, Message, ScriptEnded
 from elasticzero.launcher import secrets
-from elasticzero.launcher.workers.preload import Preload, Unforkable, import_modules
-from elasticzero.launcher.workers.script_exit import exit_process
+from elasticzero.launcher.workers.forking.preload import Preload, Unforkable, import_modules
+from elasticzero.launcher.workers.forking.requests import (
+    CLEAN_UP_S,
+    COMMAND,
+    MAX_MESSAGE_BYTES,
+    Launch,
+    Preparation,
+    Promotion,
+    to_json,
+)
+from elasticzero.launcher.workers.forking.script_exit import exit_process
 from elasticzero.log_output import keep_write_errors, missing_output, reported
-from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants
-from elasticzero.security.certificates import Credentials, contexts_of
-from elasticzero.serialization import RecordError, decode, encode, parse_json
+from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants, kill_strays
+from elasticzero.security.certificates import contexts_of
+from elasticzero.serialization import RecordError, decode, parse_json
 
-COMMAND = "elasticzero.launcher.workers.fork_server"
-MAX_MESSAGE_BYTES = 1 << 20
-CLEAN_UP_S = 5.0
-"""Seconds within which processes must exit after SIGKILL; one that waits for a disk may take
-long."""
 CANNOT_EXECUTE = 126
 """Exit status for a program that cannot be started, as shells use it."""
 _FIRST_ON_PATH = sys.path[0]
@@ -66,59 +68,6 @@ _ENVIRONMENT_AT_START = dict(os.environ)
 _THREADS_AT_START = os.environ.get("OMP_NUM_THREADS")
 DUMP_SIGNAL = signal.SIGRTMAX - 1
 """Signal at which a worker writes the stacks of its threads into its log, without Python's lock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """Says what a worker runs: a script or module, its arguments and its whole environment."""
-
-    target: str
-    """Path of a script, or name of a module."""
-    is_module: bool
-    is_program: bool = False
-    """True if `target` is the path of a program that is executed without Python."""
-    separate_stdout: bool = False
-    """True if stdout has a file of its own, the last of the descriptors."""
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
-    directory: str
-    exit_timeout_s: float = 30.0
-    """Seconds within which the process must exit after its script and the exit functions; 0: no
-    limit."""
-
-    @property
-    def import_directory(self) -> str:
-        """Returns the directory from which a script or module imports others first."""
-        script = os.path.dirname(os.path.abspath(self.target))
-        return self.directory if self.is_module else script
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """Says what the server makes for the workers to inherit; it answers nothing."""
-
-    tls: Credentials
-    """Certificate of the node, whose contexts are made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Says to the agent what has happened to the server, or to a worker."""
-
-    ready: int | None = None
-    """Process id of the server, once it has done the imports."""
-    not_imported: tuple[str, ...] = ()
-    """Why modules that the user names are not imported."""
-    started: int | None = None
-    """Process id of a worker that was forked."""
-    fds: tuple[int, ...] = ()
-    """Numbers of the worker's descriptors."""
-    ended: int | None = None
-    """Process id of a worker that has exited."""
-    status: int = 0
-    """The exit code of the process."""
-    refused: str = ""
-    """Reason for which no worker was forked."""
 
 
 def keep(agent: int, sock: socket.socket, preload: Preload) -> None:
@@ -150,10 +99,6 @@ def keep(agent: int, sock: socket.socket, preload: Preload) -> None:
                     os.kill(server, signal.SIGCONT)
     finally:
         kill_descendants(CLEAN_UP_S)
-
-
-def to_json(preload: Preload) -> str:
-    return json.dumps(encode(preload))
 
 
 def _reap(server: int) -> bool:
@@ -204,17 +149,18 @@ def _serve_requests(keeper: int, sock: socket.socket, preload: Preload) -> None:
     ready = {"ready": os.getpid(), "not_imported": preload.refused}
     sock.send(json.dumps(ready).encode())
     workers: set[int] = set()
+    standbys: set[int] = set()
     while os.getppid() == keeper:
         readable = select.select([sock.fileno(), wake_read], [], [])[0]
         if wake_read in readable:
             with suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            _reap_workers(sock, workers)
+            _reap_workers(sock, workers, standbys)
         if sock.fileno() in readable:
             data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 8)
             if not data:
                 return
-            answer = _launch(sock, data, fds, (wake_read, wake_write), preload)
+            answer = _launch(sock, data, fds, (wake_read, wake_write), preload, standbys)
             for fd in fds:
                 os.close(fd)
             if "started" in answer:
@@ -224,7 +170,12 @@ def _serve_requests(keeper: int, sock: socket.socket, preload: Preload) -> None:
 
 
 def _launch(
-    sock: socket.socket, data: bytes, fds: list[int], wake: tuple[int, int], preload: Preload
+    sock: socket.socket,
+    data: bytes,
+    fds: list[int],
+    wake: tuple[int, int],
+    preload: Preload,
+    standbys: set[int],
 ) -> dict[str, Any]:
     """Forks the worker of a request, or prepares for workers; returns the answer, which may be
     empty.
@@ -235,9 +186,13 @@ def _launch(
         fds: The worker's descriptors.
         wake: The server's own wake-up pipe.
         preload: What the server has imported.
+        standbys: Process ids of those that stand by, which this keeps.
     """
     try:
         request = parse_json(data, "launch")
+        if isinstance(request, dict) and "promoted" in request:
+            standbys.discard(decode(Promotion, request, "promotion").promoted)
+            return {}
         if isinstance(request, dict) and "tls" in request:
             _prepare(decode(Preparation, request, "preparation"))
             return {}
@@ -247,7 +202,10 @@ def _launch(
     environment, before = launch.environment, _ENVIRONMENT_AT_START
     changed = {k: v for k, v in preload.environment.items() if environment.get(k) == before.get(k)}
     launch = replace(launch, environment=environment | changed)
-    return {"started": _fork(sock, launch, fds, wake), "fds": fds}
+    started = _fork(sock, launch, fds, wake)
+    if launch.stands_by:
+        standbys.add(started)
+    return {"started": started, "fds": fds}
 
 
 def _prepare(preparation: Preparation) -> None:
@@ -256,8 +214,14 @@ def _prepare(preparation: Preparation) -> None:
         contexts_of(preparation.tls).check()
 
 
-def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
-    """Reaps processes that have exited; reports workers once their process groups are killed."""
+def _reap_workers(sock: socket.socket, workers: set[int], standbys: set[int]) -> None:
+    """Reaps processes that have exited; reports workers once their process groups are killed.
+
+    Args:
+        sock: The server's socket to the agent.
+        workers: Process ids of the workers, and of those that stand by.
+        standbys: Process ids of those that stand by.
+    """
     ended: list[tuple[int, int]] = []
     with suppress(ChildProcessError):
         while exited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -267,9 +231,13 @@ def _reap_workers(sock: socket.socket, workers: set[int]) -> None:
             pid, status = os.waitpid(exited.si_pid, 0)
             if pid in workers:
                 workers.discard(pid)
+                standbys.discard(pid)
                 ended.append((pid, os.waitstatus_to_exitcode(status)))
-    if ended and not workers:
-        kill_descendants(CLEAN_UP_S)
+    if ended and workers == standbys:  # no worker is left
+        if standbys:
+            kill_strays(CLEAN_UP_S, spared=standbys)
+        else:
+            kill_descendants(CLEAN_UP_S)
     for pid, code in ended:
         sock.send(json.dumps({"ended": pid, "status": code}).encode())
 
@@ -281,7 +249,8 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
         sock: The server's socket to the agent.
         launch: What the worker runs.
         fds: Log, channel, the agent's wake-up pipe, for rank 0 the store's bound socket, and the
-            file of stdout if that is separate.
+            file of stdout if that is separate. Of a process that stands by, the log of its worker
+            and, if that is separate, the one of stdout are in the socket's place.
         wake: The server's own wake-up pipe.
     """
     server = os.getpid()
@@ -315,7 +284,13 @@ def _lead_process_group(pid: int) -> None:
         os.setpgid(pid, 0 if pid == 0 else pid)
 
 
-def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
+def _set_up_streams(launch: Launch, fds: list[int]) -> None:
+    """Has stdout and stderr go into the worker's logs, stdin be empty, and a crash leave stacks.
+
+    Args:
+        launch: What the worker runs.
+        fds: Its descriptors; the one of a separate stdout is removed.
+    """
     os.dup2(fds[-1] if launch.separate_stdout else fds[0], 1)
     os.dup2(fds[0], 2)
     os.close(fds[0])
@@ -327,6 +302,10 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
     faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
+    _set_up_streams(launch, fds)
     os.chdir(launch.directory)
     os.environ.clear()
     os.environ.update(launch.environment)
@@ -334,6 +313,8 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
     os.environ[WAKEUP_FD_VARIABLE] = str(fds[2])
     if launch.is_program:
         _execute(launch, fds[1:])
+    if launch.stands_by:
+        _begin_standby(fds[1], fds[2], fds[3:])
     _limit_threads()
     sys.argv = [launch.target, *launch.arguments]
     gloo = sys.modules.get("elasticzero.comm.gloo")
@@ -350,14 +331,14 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
         code = _exit_code(stop)
         if code != 0:  # reported now: exit functions may be slow, and peers may fail meanwhile
             why = ": it does not take its arguments" if is_final(stop) else ""
-            _report_failure(fds[1], fds[2], _failure_of(stop, f"exited with status {code}{why}"))
+            _report(fds[1], fds[2], _failure_of(stop, f"exited with status {code}{why}"))
     except BaseException as error:  # noqa: BLE001 - the top of a process: every error ends here
         if sys.excepthook is not sys.__excepthook__:
             with suppress(BaseException):  # a hook that fails must not hide the script's error
                 sys.excepthook(type(error), error, error.__traceback__)  # as Python does
         text = reported(script_traceback(error))
         print(text, end="", file=sys.stderr)  # as Python does, not by logging
-        _report_failure(fds[1], fds[2], _failure_of(error))
+        _report(fds[1], fds[2], _failure_of(error))
         code = 1
         left.append(error)  # and with it what the script's frames hold
     with suppress(BaseException):
@@ -375,6 +356,25 @@ def _import_from(directory: str) -> None:
         sys.path.insert(0, directory)
 
 
+def _begin_standby(channel_fd: int, wakeup_fd: int, logs: list[int]) -> None:
+    """Has this process wait for a rank at `elasticzero.run`, and end where the script looks for its
+    world before.
+
+    Args:
+        channel_fd: Descriptor of its end of the channel.
+        wakeup_fd: Descriptor of the pipe that wakes the agent.
+        logs: Descriptors of the logs of its worker.
+    """
+    from elasticzero.ipc.standby import LOGS_VARIABLE, begin_standby
+
+    def leave(reason: str) -> NoReturn:
+        _report(channel_fd, wakeup_fd, CannotStandBy(reason=reason))
+        os._exit(0)
+
+    os.environ[LOGS_VARIABLE] = ",".join(map(str, logs))
+    begin_standby(leave)
+
+
 def _execute(launch: Launch, fds: list[int]) -> NoReturn:
     """Executes a program, which inherits `fds`: a Python may call `elasticzero.run`."""
     for fd in fds:
@@ -389,7 +389,7 @@ def _execute(launch: Launch, fds: list[int]) -> NoReturn:
         # As a shell does, not by logging: the user sees it in place of the program's output.
         print(f"{launch.target}: {error.strerror}", file=sys.stderr, flush=True)
         failure = UserError(f"{launch.target} cannot be run: {error.strerror}")
-        _report_failure(fds[0], fds[1], _failure_of(failure))
+        _report(fds[0], fds[1], _failure_of(failure))
         os._exit(CANNOT_EXECUTE)
 
 
@@ -436,126 +436,12 @@ def _report_end(channel_fd: int, wakeup_fd: int, code: int) -> None:
     """Reports that the script has ended, and what of its output is missing in the logs."""
     missing, why = missing_output()
     ended = ScriptEnded(exit_code=code, missing_bytes=missing, missing_why=why)
-    _report_failure(channel_fd, wakeup_fd, ended)
+    _report(channel_fd, wakeup_fd, ended)
 
 
-def _report_failure(channel_fd: int, wakeup_fd: int, message: Message) -> None:
+def _report(channel_fd: int, wakeup_fd: int, message: Message) -> None:
     with suppress(ChannelClosed, OSError):
         Channel(socket.socket(fileno=os.dup(channel_fd)), wakeup_fd).send(message)
-
-
-class ForkServer:
-    """Starts the server and its keeper, sends requests for workers, and receives their exits; for
-    the agent."""
-
-    def __init__(
-        self, modules: tuple[str, ...], named: tuple[str, ...] = (), directory: str = ""
-    ) -> None:
-        """Starts the server, which imports modules.
-
-        Args:
-            modules: Those of this project and of torch.
-            named: Those that the user names.
-            directory: Where the script lies, from which these are imported too.
-        """
-        preload = Preload(modules=modules, named=named, directory=directory)
-        agent_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        numbers = [str(os.getpid()), str(server_socket.fileno())]
-        command = [sys.executable, "-m", COMMAND, *numbers, to_json(preload)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
-            command, pass_fds=[server_socket.fileno()], env=environment, start_new_session=True
-        )
-        server_socket.close()
-        self._socket, self._named = agent_socket, named
-        self._ready = False
-        self._pending: list[Answer] = []
-        self._prepared_for: Credentials | None = None
-
-    @property
-    def pid(self) -> int:
-        """Returns the process id of the keeper, below which all others are."""
-        return self._process.pid
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def start(self, launch: Launch, fds: list[int]) -> tuple[int, list[int]]:
-        """Forks a worker; returns its process id and the numbers that `fds` have there.
-
-        Raises `ChannelClosed` if the server has died, or refuses.
-        """
-        data = json.dumps(encode(launch)).encode()
-        socket.send_fds(self._socket, [data], fds)
-        while True:
-            answer = self._receive()
-            if answer.started is not None:
-                return answer.started, list(answer.fds)
-            if answer.refused:
-                raise ChannelClosed(f"the fork server refuses a launch: {answer.refused}")
-            self._pending.append(answer)
-
-    def prepare(self, tls: Credentials | None) -> None:
-        """Has the server make the contexts of a certificate, unless it has those of this one; does
-        not wait.
-
-        Where that fails, workers make them.
-        """
-        if tls is None or tls is self._prepared_for:
-            return
-        self._prepared_for = tls
-        with suppress(OSError):  # it is too long for one message, or the server has died
-            data = json.dumps(encode(Preparation(tls=tls))).encode()
-            self._socket.send(data, socket.MSG_DONTWAIT)
-
-    def wait_until_ready(self) -> tuple[str, ...]:
-        """Returns when the imports are done, with why modules that the user names are not among
-        them.
-
-        Raises:
-            UserError: The server died while it imported modules, of which the user names some.
-            ChannelClosed: It died, and the user names none.
-        """
-        try:
-            answer = self._receive()
-        except ChannelClosed:
-            if self._named:
-                raise UserError(
-                    f"--preload {','.join(self._named)}: the process that imports these modules "
-                    "for the workers has ended meanwhile; leave out the one that ends it"
-                ) from None
-            raise
-        self._pending = [answer] if answer.ready is None else []
-        return answer.not_imported
-
-    def ended(self) -> list[tuple[int, int]]:
-        """Returns (process id, exit code) of every worker that exited since the last call; does
-        not wait."""
-        answers, self._pending = self._pending, []
-        while readable([self._socket.fileno()], 0):
-            answers.append(self._receive())
-        return [(answer.ended, answer.status) for answer in answers if answer.ended is not None]
-
-    def _receive(self) -> Answer:
-        data = self._socket.recv(MAX_MESSAGE_BYTES)
-        if not data:
-            raise ChannelClosed("the fork server ended")
-        try:
-            answer = decode(Answer, parse_json(data, "answer"), "answer")
-        except RecordError as error:
-            raise ChannelClosed(f"the fork server's answer cannot be read: {error}") from None
-        self._ready = True  # the first answer of all says so
-        return answer
-
-    def close(self) -> None:
-        """Ends the keeper, the server and every process below them."""
-        self._socket.close()
-        if self._ready:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.send_signal(signal.SIGCONT)
-                self._process.wait(CLEAN_UP_S + 1.0)
-        self._process.kill()
-        self._process.wait()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Says which modules workers have imported when they begin, and imports them.
 
-It stands apart from `fork_server.py`, which is the program of the process that imports them.
+It stands apart from `server.py`, which is the program of the process that imports them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Holds the processes from which a node's next workers come."""
