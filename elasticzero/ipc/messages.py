@@ -136,6 +136,14 @@ class StandsBy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outdated:
+    """Process that stands by to agent, last: another process would begin otherwise by now."""
+
+    path: str
+    """File that is not as it was when the script read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CannotStandBy:
     """Process that stands by to agent, last: no process can run this script before it has its
     place in a world."""
@@ -425,6 +433,7 @@ Message = (
     | Switched
     | AwaitsBoundary
     | StandsBy
+    | Outdated
     | CannotStandBy
     | Attached
     | NetworkTaken

@@ -19,8 +19,9 @@ import torch
 from elasticzero.errors import ElasticZeroError, one_line
 from elasticzero.ipc.assignment import Assignment, torchrun_environment
 from elasticzero.ipc.channel import Channel
-from elasticzero.ipc.messages import CannotStandBy, Message, StandsBy
+from elasticzero.ipc.messages import CannotStandBy, Message, Outdated, StandsBy
 from elasticzero.ipc.rank_variables import leave_world_variables, watch_world_variables
+from elasticzero.ipc.script_files import ScriptFiles
 from elasticzero.processes import STANDBY_NAME, private_bytes, set_name
 
 LOGS_VARIABLE = "ELASTICZERO_STANDBY_LOGS"
@@ -29,10 +30,16 @@ them stdout and stderr share it."""
 NAME_VARIABLE = "ELASTICZERO_STANDBY_NAME"
 """Environment variable with the name that the process has as a worker."""
 COPIED_BYTES = 1 << 20
+LOOK_S = 2.0
+"""Seconds between two looks at whether the files that the script has read are as they were."""
 CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, CU_COMPUTEMODE_DEFAULT = 20, 0
 """Number of the attribute, and its value where several processes may use a GPU (cuda.h)."""
 LEAST_FREE_SHARE = 0.05
 """Share of a GPU's memory that must be free beside the context of a process that stands by."""
+
+
+_files: list[ScriptFiles] = []
+"""What this process's script has read, while it stands by."""
 
 
 class GpuTaken(ElasticZeroError):
@@ -48,6 +55,7 @@ def begin_standby(leave: Callable[[str], NoReturn]) -> None:
     os.environ[NAME_VARIABLE] = set_name(STANDBY_NAME)
     run_when_nothing_else_does()
     watch_world_variables(lambda name: leave(f"the script looks at {name} before elasticzero.run"))
+    _files.append(ScriptFiles(lambda act: leave(f"the script {act} before elasticzero.run")))
 
 
 def stand_by(channel: Channel) -> Message | None:
@@ -65,8 +73,14 @@ def stand_by(channel: Channel) -> Message | None:
         channel.send(CannotStandBy(reason=one_line(error)))
         os._exit(0)
     run_like_others()
+    for files in _files:
+        files.close()
     channel.send(StandsBy(private_bytes=private_bytes()))
-    first = channel.receive()
+    while (first := channel.receive(LOOK_S)) is None:
+        for files in _files:
+            if changed := files.changed():
+                channel.send(Outdated(path=changed))
+                os._exit(0)
     take_logs([int(number) for number in os.environ.pop(LOGS_VARIABLE).split(",")])
     leave_world_variables()
     set_name(os.environ.pop(NAME_VARIABLE))

@@ -96,9 +96,14 @@ def test_a_spare_node_comes_in_with_what_stood_by(
     check_weights(tmp_path / "checkpoints", reference)
 
 
-READS = {
+ODD_BEGINS = {
     "its rank": ('rank = int(os.environ["RANK"])', "looks at RANK before elasticzero.run"),
     "all variables": ("copy = {**os.environ}", "looks at all variables of the environment before"),
+    "removes": (
+        "import shutil; shutil.rmtree(sys.argv[1] + '-results', ignore_errors=True)\n"
+        "os.makedirs(sys.argv[1] + '-results')",
+        "removes ",
+    ),
     "an end": ("", "it ends before elasticzero.run, with exit code 3: no data today"),
 }
 ODD = """
@@ -127,24 +132,46 @@ ez.run(train)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("kind", [*list(READS)[:1], *map(slow, list(READS)[1:])])
+@pytest.mark.parametrize("kind", [*list(ODD_BEGINS)[:1], *map(slow, list(ODD_BEGINS)[1:])])
 def test_a_script_that_cannot_be_held_trains_as_before(
     kind: str, tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
-    first, reason = READS[kind]
+    first, reason = ODD_BEGINS[kind]
     script = tmp_path / "odd.py"
     script.write_text(ODD.format(first=first, ends=kind == "an end"))
     arguments = ["--nnodes", "1", str(script), str(tmp_path / "began")]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
         told.wait("the reason", lambda: standing(told, "node-0"))
         assert reason in standing(told, "node-0")[0]["refused"]
-        assert standbys_of(told, 0) == []
+        told.wait("its end", lambda: not standbys_of(told, 0))
         (tmp_path / "began").unlink()
         told.cluster.kill_worker(told.node(0))
         codes = told.wait_for_end()
     assert codes == {"node-0": 0}
     assert [start["stood_by"] for start in starts(told, "node-0")] == [0, 0]
     assert [event["refused"] != "" for event in standing(told, "node-0")] == [True], "told once"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_file_that_is_edited_is_read_anew(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
+    """All workers of the next generation have its new content, as they would without standbys."""
+    settings, script = tmp_path / "settings.txt", tmp_path / "edited.py"
+    settings.write_text("before")
+    reads = f"print(open({str(settings)!r}).read()"
+    script.write_text(SPEAKS.replace('print(f"local', f'{reads}, f"local').replace("=3", "=6"))
+    arguments = ["--nnodes", "1", "--nproc-per-node", "2", str(script)]
+    with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
+        told.wait("both", lambda: len(standing(told, "node-0")) == 2)
+        settings.write_text("afterwards")
+        told.wait("both anew", lambda: len(standing(told, "node-0")) == 4)
+        told.cluster.kill_worker(told.node(0))
+        assert told.wait_for_end() == {"node-0": 0}
+    assert [start["stood_by"] for start in starts(told, "node-0")] == [0, 2]
+    for rank in (0, 1):
+        text = (told.directory() / "node-0" / f"{rank}.log").read_text()
+        first, second = text.split("a line of stdout\n")[1:]
+        assert "before" in first and "afterwards" in second
 
 
 SPEAKS = """

@@ -5,8 +5,10 @@ that is lost, or of one that ends with its generation. Another begins only if no
 the first that holds is the reason:
  SY1  --standby is off.
  SY2  Workers are programs that are executed without Python, which nothing can hold.
- SY3  A process has shown that this script cannot be held: it looks for its rank before
-      `elasticzero.run`, or it has ended MOST_DEATHS times before it came there.
+ SY3  A process has shown that this script cannot be held: before `elasticzero.run` it looks for its
+      rank, or removes or empties a file, which the training beside it may need; or it has ended
+      MOST_DEATHS times before it came there; or a file that it reads has changed MOST_CHANGES
+      times, of which each needs another process.
  SY4  The workers have trained for less than SETTLED_S, or the world is about to change: what begins
       now would take the cores that they need. A spare node has waited for that long.
  SY5  The script comes to `elasticzero.run` within WORTH_S, and uses no GPU: there is nothing to
@@ -26,7 +28,7 @@ SETTLED_S = 2.0
 WORTH_S = 0.5
 SCARCE, EXHAUSTED = 0.1, 0.05
 """Shares of the machine's memory that are still available."""
-MOST_DEATHS = 3
+MOST_DEATHS, MOST_CHANGES = 3, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

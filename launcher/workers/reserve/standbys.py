@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elasticzero.ipc.assignment import NodePlace
-from elasticzero.ipc.messages import CannotStandBy, StandsBy
+from elasticzero.ipc.messages import CannotStandBy, Outdated, StandsBy
 from elasticzero.launcher.workers.error_file import error_file
 from elasticzero.launcher.workers.forking.client import ForkServer
 from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.process import Logs, Worker, fork_standby, kill_all
 from elasticzero.launcher.workers.reserve.standby_rules import (
+    MOST_CHANGES,
     MOST_DEATHS,
     StandbyFacts,
     must_end,
@@ -58,7 +59,10 @@ class _Standby:
     output: int
     """Descriptor of the file that has its output."""
     began_s: float
+    came: bool = False
+    """True if it has come to `elasticzero.run`."""
     ready: bool = False
+    """True if it waits there, and nothing that it has read has changed since."""
     private_bytes: int = 0
 
     @property
@@ -79,13 +83,15 @@ class Standbys:
     refused: str = ""
     """Why the script cannot be held."""
     _held: dict[int, _Standby] = field(default_factory=dict)
+    _changes: int = 0
+    """Number of processes that have ended because a file that the script has read was changed."""
     _deaths: int = 0
     """Number of processes that have ended before they came to `elasticzero.run`."""
 
     @property
     def beginning(self) -> bool:
         """Returns whether a process is on its way to `elasticzero.run`."""
-        return any(not standby.ready for standby in self._held.values())
+        return any(not standby.came for standby in self._held.values())
 
     @property
     def private_bytes(self) -> int:
@@ -121,7 +127,8 @@ class Standbys:
             for message in standby.worker.receive():
                 match message:
                     case StandsBy(private_bytes=private_bytes):
-                        standby.ready, standby.private_bytes = True, private_bytes
+                        standby.came = standby.ready = True
+                        standby.private_bytes = private_bytes
                         seconds = now_s - standby.began_s
                         told.append(
                             Standing(
@@ -130,10 +137,13 @@ class Standbys:
                         )
                     case CannotStandBy(reason=reason):
                         told += self._refuse(reason)
+                    case Outdated(path=path):
+                        standby.ready = False
+                        told += self._count_change(path)
                     case _:
                         pass
             if (code := codes.get(standby.worker.pid)) is not None:
-                told += [] if standby.ready else self._count_death(standby, code)
+                told += self._count_death(standby, code) if not standby.came else []
                 self._forget(local_rank)
         return told
 
@@ -178,6 +188,12 @@ class Standbys:
         self.refused = reason
         self.end_all()
         return [Standing(refused=reason)]
+
+    def _count_change(self, path: str) -> list[Standing]:
+        self._changes += 1
+        if self._changes < MOST_CHANGES:
+            return []
+        return self._refuse(f"{path}, which the script reads first, changes again and again")
 
     def _count_death(self, standby: _Standby, code: int) -> list[Standing]:
         self._deaths += 1
